@@ -1,15 +1,15 @@
-"""The engine: a model of transformers under ``HDP`` behind verl's ``BaseEngine``.
+"""bytescale as an engine of verl: a model of transformers under ``HDP`` behind verl's ``BaseEngine``.
 
-verl gives every data-parallel rank its part of a mini-batch, and computes losses of whole sequences from their
-log-probabilities and entropies, or values. All ranks are data-parallel ranks here. ``WholeBatch`` gathers their parts,
-plans them together with a degree per sequence, and hands each rank the results of its own sequences. So losses and
-gradients are those of verl's FSDP engine on as many ranks, and a sequence may be longer than a rank holds.
+A config names ``bytescale.integrations.verl.BytescaleEngineConfig``; importing this module registers the engine.
+All ranks are data-parallel ranks. verl gives each its part of a mini-batch, and computes losses from the results that
+``WholeBatch`` hands it. So losses and gradients are those of verl's FSDP engine on as many ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from verl.workers.config import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import detach_tree
 
@@ -42,6 +43,37 @@ _UNKNOWN = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squa
 _DEVICES = ["cpu", "cuda"]
 _SAFE: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
 """Of a folder, neither code nor pickles are read."""
+
+
+@dataclass
+class BytescaleEngineConfig(EngineConfig):
+    """verl's ``EngineConfig`` with ``strategy`` "bytescale".
+
+    ``max_token_len_per_gpu`` is the capacity of training, ``infer_max_token_len_per_gpu`` that of passes without
+    gradients; None: the same.
+    """
+
+    strategy: str = "bytescale"
+    checkpointing: str = "none"
+    """``none``, ``attention`` or ``full`` (``memory.checkpointing``), in place of the model's own."""
+    host_gib: float = 0.0
+    """Host memory of a rank for activations."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, wrong in (("use_dynamic_bsz", False), ("full_determinism", True)):
+            if getattr(self, name) == wrong:
+                raise ConfigError(
+                    f"engine.{name} = {wrong}",
+                    so="plans are always of the lengths of a batch, and say nothing of kernels",
+                    fix=f"set it to {not wrong}",
+                )
+        if not self.max_token_len_per_gpu:
+            raise ConfigError(
+                f"engine.max_token_len_per_gpu = {self.max_token_len_per_gpu}",
+                so="how many tokens a micro-batch of a rank may hold is not known",
+                fix="set it; a longer sequence is shared by several ranks",
+            )
 
 
 class _Mode(BaseEngineCtx):
@@ -134,8 +166,6 @@ class BytescaleEngine(BaseEngine):
             zero_indexed_step=wanted.zero_indexed_step,
         )
 
-    # -- passes ---------------------------------------------------------------------------------------------------
-
     def train_mode(self, **options: Any) -> Any:
         return _Mode(self, "train", **options)
 
@@ -196,8 +226,6 @@ class BytescaleEngine(BaseEngine):
             output["entropy"] = _nested(values[:, ENTROPY], data)
         return output
 
-    # -- updates --------------------------------------------------------------------------------------------------
-
     def optimizer_zero_grad(self) -> None:
         self.hdp.zero_grad()
 
@@ -216,8 +244,6 @@ class BytescaleEngine(BaseEngine):
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         self.hdp.to(device, weights=model, gradients=grad, states=optimizer)
-
-    # -- weights and checkpoints ----------------------------------------------------------------------------------
 
     def get_per_tensor_param(self, **options: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
         """Weights by name, adapters merged, one at a time. Nothing is gathered: every rank has them."""
@@ -251,8 +277,6 @@ class BytescaleEngine(BaseEngine):
             for group, rate in zip(self.lr_scheduler.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
         dist.barrier()
-
-    # -- ranks ----------------------------------------------------------------------------------------------------
 
     def get_data_parallel_rank(self) -> int:
         return dist.get_rank()
