@@ -19,7 +19,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from bytescale.parity.wide_casts import WideCasts
 from bytescale.recurrence import KERNELS, Cuts, LightningAttention, OneProcessCuts
-from bytescale.recurrence.reference import gated_delta_rule, lightning_attention, selective_scan
+
+from .reference import gated_delta_rule, lightning_attention, selective_scan
 
 Case = tuple[dict[str, Tensor], Callable[[Cuts | None, dict[str, Tensor]], Tensor], Callable[..., Tensor]]
 """Inputs whose first dimension is tokens, our kernel (None: transformers' for the whole) and the slow twin."""

@@ -9,9 +9,10 @@ Shape letters: T rows, F fragments, C channels, n rows that arrive; the others a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,45 +27,14 @@ from bytescale.attention.rings.window import RowsBefore
 from bytescale.recurrence.states import EntryStates, act
 
 
-class Cuts(Protocol):
-    """The fragments and documents of one micro-batch, in the order of its rows."""
-
-    documents: list[slice]
-    """Rows of every whole document."""
-
-    @property
-    def fragments(self) -> list[slice]:
-        """Rows of every fragment of a shared sequence; may be empty."""
-        ...
-
-    @property
-    def opens(self) -> list[bool]:
-        """By fragment, whether its sequence begins with it."""
-        ...
-
-    def halo(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
-        """Fetch the ``width`` rows before each fragment.
-
-        Returns ``rows [T, C]``, which have to be used from here on; the rows that arrived, ``[n, C]``; and of each
-        fragment where these rows are: first those of ``rows``, then those that arrived; -1: there is no such token.
-        """
-        ...
-
-    def entry(self, out: Tensor, decay: Tensor, state: Tensor, *, matrix: bool) -> tuple[Tensor, Tensor]:
-        """The state before each fragment.
-
-        Args:
-            out: any tensor that the layer's output depends on. It is returned, and has to be used from there on.
-            decay: ``[F, ...]`` and state: ``[F, H, R, C]``, what each fragment does to a state (``states``).
-            matrix: how decays act.
-
-        Returns ``out`` and the states ``[F, H, R, C]``.
-        """
-        ...
-
-
 class GroupCuts:
-    """A micro-batch of a plan; its shared sequences' states and halos are exchanged with the other members."""
+    """A micro-batch of a plan; its shared sequences' states and halos are exchanged with the other members.
+
+    Attributes:
+        fragments: rows of every fragment of a shared sequence; may be empty.
+        opens: by fragment, whether its sequence begins with it.
+        documents: rows of every whole document.
+    """
 
     def __init__(self, attention: PackedAttention) -> None:
         """``attention``: of the same micro-batch, whose messages and memory are used."""
@@ -82,7 +52,11 @@ class GroupCuts:
         self._halos: dict[int, RowsBefore] = {}
 
     def halo(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
-        """See ``Cuts``."""
+        """Fetch the ``width`` rows before each fragment.
+
+        Returns ``rows [T, C]``, which have to be used from here on; the rows that arrived, ``[n, C]``; and of each
+        fragment where these rows are: first those of ``rows``, then those that arrived; -1: there is no such token.
+        """
         shared, grid = self._attention.shared, self._attention.grid
         if shared is None or grid is None:
             return rows, rows[:0], []
@@ -95,7 +69,15 @@ class GroupCuts:
         return own, arrived, places
 
     def entry(self, out: Tensor, decay: Tensor, state: Tensor, *, matrix: bool) -> tuple[Tensor, Tensor]:
-        """See ``Cuts``."""
+        """The state before each fragment.
+
+        Args:
+            out: any tensor that the layer's output depends on. It is returned, and has to be used from there on.
+            decay: ``[F, ...]`` and state: ``[F, H, R, C]``, what each fragment does to a state (``states``).
+            matrix: how decays act.
+
+        Returns ``out`` and the states ``[F, H, R, C]``.
+        """
         grid = self._attention.grid
         assert grid is not None, "fragments are of shared sequences"
         decay, state = (part.unflatten(0, (-1, 2)).transpose(0, 1).contiguous() for part in (decay, state))
@@ -141,43 +123,34 @@ def _swap(messages: list[Tensor], room: list[Tensor], grid: Grid, kind: Kind, *,
         grid.exchange.start_all(sends, receives, tag=kind.tag(grid.group)).wait()
 
 
-@dataclass
 class OneProcessCuts:
     """One document, cut at some places: all its fragments are rows of this process. The slow twin of ``GroupCuts``."""
 
-    edges: list[int]
-    """``[F + 1]``, from 0 to the number of rows, rising; equal ones make an empty fragment."""
-    documents: list[slice] = field(default_factory=list)
-    _numbers: dict[str, int] = field(default_factory=dict)
+    def __init__(self, edges: Sequence[int], documents: Sequence[slice] = ()) -> None:
+        """``edges``: ``[F + 1]``, from 0 to the number of rows, rising; equal ones make an empty fragment."""
+        self.fragments = [slice(*pair) for pair in pairwise(edges)]
+        self.opens = [number == 0 for number in range(len(self.fragments))]
+        self.documents = list(documents)
+        self._numbers: Counter[str] = Counter()
 
     def take_numbers(self) -> dict[str, int]:
         """Numbers of states, decays and halo rows of a fragment since the last call (``hf.model.probe``)."""
-        taken, self._numbers = self._numbers, {}
-        return {name: taken.get(name, 0) for name in ("state_numbers", "decay_numbers", "halo_numbers")}
-
-    def _count(self, name: str, numbers: int) -> None:
-        self._numbers[name] = self._numbers.get(name, 0) + numbers
-
-    @property
-    def fragments(self) -> list[slice]:
-        """See ``Cuts``."""
-        return [slice(*pair) for pair in pairwise(self.edges)]
-
-    @property
-    def opens(self) -> list[bool]:
-        """See ``Cuts``."""
-        return [number == 0 for number in range(len(self.edges) - 1)]
+        taken, self._numbers = self._numbers, Counter()
+        return {name: taken[name] for name in ("state_numbers", "decay_numbers", "halo_numbers")}
 
     def halo(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
-        """See ``Cuts``."""
-        self._count("halo_numbers", width * rows.shape[1])
-        return rows, rows[:0], [[max(-1, at) for at in range(edge - width, edge)] for edge in self.edges[:-1]]
+        """See ``GroupCuts``."""
+        self._numbers["halo_numbers"] += width * rows.shape[1]
+        return rows, rows[:0], [[max(-1, run.start + at) for at in range(-width, 0)] for run in self.fragments]
 
     def entry(self, out: Tensor, decay: Tensor, state: Tensor, *, matrix: bool) -> tuple[Tensor, Tensor]:
-        """See ``Cuts``."""
-        self._count("state_numbers", state[0].numel())
-        self._count("decay_numbers", decay[0].numel())
+        """See ``GroupCuts``."""
+        self._numbers["state_numbers"] += state[0].numel()
+        self._numbers["decay_numbers"] += decay[0].numel()
         entry = [torch.zeros_like(state[0])]
         for one_decay, one_state in zip(decay[:-1], state[:-1], strict=True):
             entry.append(act(one_decay, entry[-1], matrix=matrix) + one_state)
         return out, torch.stack(entry)
+
+
+Cuts = GroupCuts | OneProcessCuts

@@ -103,15 +103,8 @@ class Documents:
             content.update(f"{name} {values[0].dtype}".encode())
             for value in values:
                 content.update(np.int64(len(value)).tobytes())
-                content.update(_bytes(value))
+                content.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return int.from_bytes(content.digest(), "little") >> 1
-
-
-def _bytes(value: Tensor) -> bytes:
-    """The numbers in memory; NumPy does not know all of PyTorch's dtypes."""
-    packed = torch.empty(value.shape, dtype=value.dtype)
-    packed.copy_(value)
-    return packed.flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _with_tokens(document: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -4,16 +4,15 @@ Every member of a shared group gets the rows of all members, in a ring of messag
 uses. Each computes the loss of the whole documents, and backward keeps the gradient of its own rows, without a message:
 together the members have every row's gradient once. The value of a loss is counted by the group's first member alone.
 
-The messages follow attention's rules. All members send them at the same place of the same micro-batch, between its
-forward and its backward, and so before the rank's reductions (``plan.last_message``). A send and its receive are one
-operation, as NCCL requires (``attention.rings.exchange``).
+All members send at the same place of the same micro-batch, between its forward and its backward, and so before the
+rank's reductions (``plan.last_message``). A send and its receive are one operation, as NCCL requires.
 
 Shape letters: T rows of a micro-batch, P of them of shared documents; D documents of the micro-batch, S tokens of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -86,28 +85,14 @@ class WholeDocuments(Sequence[Tensor]):
             )
         # A rank without a row of these documents takes part in their backward all the same.
         anchor = self._rows.sum() * 0 if self._rows.requires_grad else 0
-        total: Tensor = _CountedSum.apply(losses, torch.tensor(self.counted, device=losses.device)) + anchor
-        return total
+        counted = torch.tensor(self.counted, device=losses.device)
+        return losses[counted].sum() + (losses - losses.detach())[~counted].sum() + anchor
 
     def __len__(self) -> int:
         return len(self._values)
 
     def __getitem__(self, place: Any) -> Any:
         return self._values[place]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._values)
-
-
-class _CountedSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, losses: Tensor, counted: Tensor) -> Tensor:
-        ctx.count = len(losses)
-        return losses[counted].sum()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].expand(ctx.count), None
 
 
 class _Gathered(torch.autograd.Function):

@@ -13,8 +13,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.memory import DeviceKind
 from bytescale.cost.offload_rule import OffloadRule
-from bytescale.hf.costs.measure import measure_rows, measured_memory
-from bytescale.hf.costs.widths import check_widths
+from bytescale.hf.costs.measure import check_widths, measure_rows, measured_memory
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.passes import MicroBatchPass
@@ -79,7 +78,8 @@ class Engine:
                 kept = memory if own else None
                 return PackedAttention(attended, self._kernel(dtype), self.group.exchange, kept, buffers)
 
-            return decoder.open_pass(
+            return MicroBatchPass(
+                decoder,
                 attention_of,
                 plan.num_tokens,
                 has_ring=plan.shared is not None,

@@ -44,11 +44,9 @@ from bytescale.hf.loop.planned_batch import PlannedBatch, check_plan
 from bytescale.hf.loop.prefill import Prefill, Ready, prefill
 from bytescale.hf.loop.promise import Promise
 from bytescale.hf.loop.updates import Updates
+from bytescale.hf.model.checks import require_words, second_model, weight_sums
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.probe import ModelFacts
-from bytescale.hf.model.second_model import second_model
-from bytescale.hf.model.vocabulary import require_words
-from bytescale.hf.model.weight_sums import weight_sums
 from bytescale.plan import Plan, RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import RankGroup

@@ -13,12 +13,12 @@ from bytescale.attention.copies import to_device
 from bytescale.common.errors import DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.batch.whole_documents import WholeDocuments
-from bytescale.hf.model.head import has_plain_head, hidden_states
+from bytescale.hf.model.head import hidden_states
 from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
 from bytescale.hf.model.passes import MicroBatchPass
-from bytescale.hf.model.row_scores import RowScores, WantedScores, row_scores
+from bytescale.hf.model.row_scores import RowScores, row_scores
 from bytescale.plan import MicroBatch
-from bytescale.runtime.loss import PlainHead, loss_sum
+from bytescale.runtime.loss import loss_sum
 
 
 class Micro:
@@ -103,10 +103,10 @@ class Micro:
 
         It runs under ``torch.no_grad()``. Raises ``ConfigError`` for a model that was not attached.
         """
-        if self.target.model.is_in(model):
+        if self.target.decoder.is_in(model):
             return self.inputs
         for target in self._other_passes():
-            if target.model.is_in(model):
+            if target.decoder.is_in(model):
                 return {**self.inputs, KEYWORD: target}
         raise foreign_model(type(model).__name__)
 
@@ -146,12 +146,11 @@ class Micro:
         Raises ``ConfigError`` for a model that is not attached, ``DataError`` for a temperature that is not positive.
         """
         inputs = self.inputs_for(model)
-        wanted = WantedScores(
-            temperature=temperature, entropy=entropy, top=top, words=words, mean_logits=mean_logits,
-            rows_at_a_time=rows_at_a_time,
-        )  # fmt: skip
         with torch.set_grad_enabled(torch.is_grad_enabled() and inputs is self.inputs):
-            scores = row_scores(model, inputs, self.labels, wanted)
+            scores = row_scores(
+                model, inputs, self.labels, temperature=temperature, rows_at_a_time=rows_at_a_time, entropy=entropy,
+                top=top, words=words, mean_logits=mean_logits,
+            )  # fmt: skip
         return scores if entropy or top or words is not None or hidden or mean_logits else scores.logprobs
 
     def loss_sum(self, model: nn.Module, weights: Tensor | None = None) -> Tensor:
@@ -179,8 +178,5 @@ class Micro:
         if bool((token_weights[labels != IGNORE_INDEX] == 1).all()):
             token_weights = None
         hidden, head = hidden_states(model, self.inputs)
-        plain, key = self.target.model.plain_heads, id(head.weight)
-        if key not in plain:
-            plain[key] = has_plain_head(model, head, hidden.shape[-1])
-        fastest = PlainHead(head.weight) if plain[key] and head.weight is not None else head
+        fastest = self.target.decoder.fastest(head, hidden.shape[-1])
         return loss_sum(fastest, hidden[0, : self.num_rows], labels, token_weights=token_weights)

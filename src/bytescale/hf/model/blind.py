@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import BytescaleError
-from bytescale.hf.model.interface import KEYWORD, Call, Unusable
+from bytescale.hf.model.interface import KEYWORD, Call, Target, Unusable
 from bytescale.hf.model.refusal import refusal
 from bytescale.recurrence import Cuts, OneProcessCuts
 
@@ -20,12 +20,11 @@ NUM_ROWS = 8
 
 
 @dataclass
-class Blind:
+class Blind(Target):
     """A ``Target`` whose attention sees nothing, and that keeps what it was asked."""
 
     names: dict[nn.Module, str]
     calls: list[Call] = field(default_factory=list)
-    outermost: nn.Module | None = None
     cuts: OneProcessCuts = field(
         default_factory=lambda: OneProcessCuts([0], [slice(row, row + 1) for row in range(NUM_ROWS)])
     )
@@ -52,12 +51,6 @@ class Blind:
 
     def mask(self, mask_function: Callable[..., Any]) -> MaskFunction:
         return MaskFunction(mask_function)
-
-    def begin(self) -> None:
-        pass
-
-    def end(self, completed: bool) -> None:
-        pass
 
 
 class MaskFunction(Unusable):

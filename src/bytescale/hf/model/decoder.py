@@ -9,8 +9,7 @@ Shape letters: T rows of a micro-batch, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
@@ -20,13 +19,13 @@ from torch import Tensor, nn
 from bytescale.attention import PackedAttention
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.model.costs import spec_of
-from bytescale.hf.model.head import ModelHead, causal_model, head_of, hidden_states
+from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states
 from bytescale.hf.model.interface import KEYWORD, Attachment
 from bytescale.hf.model.long_rope import fix_rope, unfix_rope
-from bytescale.hf.model.passes import AttachedModel, MicroBatchPass
+from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.hf.model.probe import LayerAttention, LayerRecurrence, ModelFacts, probe
 from bytescale.hf.model.refusal import refusal
-from bytescale.runtime.loss import Head
+from bytescale.runtime.loss import Head, PlainHead
 
 
 class AttachedDecoder(nn.Module):
@@ -36,6 +35,8 @@ class AttachedDecoder(nn.Module):
         model: of transformers, or a module around it (peft); names of parameters are its own.
         facts: every layer's attention, as the probe has found it.
         attachment: of the model to our attention.
+        attentions, mixers: the layers by module.
+        is_frozen: whether it is a second model, which runs without gradients.
     """
 
     def __init__(self, model: nn.Module, *, longest_document: int | None = None) -> None:
@@ -51,25 +52,32 @@ class AttachedDecoder(nn.Module):
             undo.callback(self.attachment.detach)
             undo.callback(unfix_rope, fix_rope(model, longest_document))
             self.facts: ModelFacts = probe(model)
-            self._attached = AttachedModel.of(model, self.facts)
             self._undo = undo.pop_all()
+        modules = {name or type(module).__name__: module for name, module in model.named_modules()}
+        self.attentions = {modules[layer.name]: layer for layer in self.facts.layers}
+        self.mixers = frozenset(modules[mixer.name] for mixer in self.facts.mixers)
+        self.num_calls = len(self.facts.layers) + len(self.facts.mixers)
+        self.is_frozen = False
+        self._random = {name: modules.get(name, model) for name in self.facts.random_parts}
+        self._plain_heads: dict[int, bool] = {}
 
     def undo(self) -> None:
         """Leave the model as it was before."""
         self._undo.close()
 
-    def forbid_gradients(self) -> None:
-        """Refuse passes with gradients from now on."""
-        self._attached.is_frozen = True
+    def is_in(self, model: nn.Module) -> bool:
+        """Whether ``model`` is the attached model or a module around it."""
+        return self.attentions.keys() | self.mixers <= set(model.modules())
 
-    def require_training(self) -> None:
-        """Raise ``ConfigError`` for a model that draws random numbers when it is trained."""
-        if self.facts.random_parts:
+    def require_no_randomness(self) -> None:
+        """Raise ``ConfigError`` for a model that draws random numbers in the mode that it is in."""
+        for name in (name for name, module in self._random.items() if module.training):
             raise refusal(
-                self.facts.random_parts[0],
+                name,
                 "it draws random numbers in training mode (dropout or jitter)",
                 so="results would depend on the plan and on the number of ranks",
-                fix="set every dropout probability in config.json to 0 (attention_dropout, resid_pdrop, ...)",
+                fix="set every dropout probability to 0, in config.json or when the model is loaded "
+                "(attention_dropout=0.0, resid_pdrop=0.0, ...), or call model.eval()",
             )
 
     @cached_property
@@ -106,7 +114,14 @@ class AttachedDecoder(nn.Module):
     @cached_property
     def head(self) -> Head:
         """The same as the runtime computes it fastest."""
-        return head_of(self.model, self.model_head, self.hidden_size)
+        return self.fastest(self.model_head, self.hidden_size)
+
+    def fastest(self, head: ModelHead, hidden_size: int) -> Head:
+        """``head`` as the runtime computes it fastest: by its own kernels, if it is plain."""
+        weight, key = head.weight, id(head.weight)
+        if key not in self._plain_heads:
+            self._plain_heads[key] = has_plain_head(head, hidden_size)
+        return PlainHead(weight) if self._plain_heads[key] and weight is not None else head
 
     @property
     def head_weight(self) -> Tensor:
@@ -138,37 +153,17 @@ class AttachedDecoder(nn.Module):
             for parameter in layer.parameters():
                 uses[id(parameter)] = uses.get(id(parameter), 0) + 1
         early = {key for key, count in uses.items() if count == 1}
-        embedding: Any = causal_model(self.model).get_input_embeddings()
-        weight = getattr(causal_model(self.model).get_output_embeddings(), "weight", None)
-        if weight is not None and weight is not getattr(embedding, "weight", None):
-            early.add(id(weight))
+        embedding, head = (getattr(module, "weight", None) for module in embeddings_of(self.model))
+        if head is not None and head is not embedding:
+            early.add(id(head))
         return {name for name, parameter in self.model.named_parameters() if id(parameter) not in early}
-
-    def open_pass(
-        self,
-        attention_of: Callable[[torch.dtype], PackedAttention],
-        num_rows: int,
-        *,
-        has_ring: bool = True,
-        name: str = "a micro-batch",
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> MicroBatchPass:
-        """What the model is given of a micro-batch beside its tokens. ``around`` makes the context of every forward."""
-        return MicroBatchPass(
-            attention_of,
-            self._attached,
-            num_rows=num_rows,
-            has_ring=has_ring,
-            name=name,
-            around=around,
-        )
 
     def forward(self, inputs: Tensor, position_ids: Tensor, attention: PackedAttention) -> Tensor:
         """``tokens, position_ids [T]`` int64 -> hidden states ``[T, C]`` after the final norm."""
         num_rows = len(inputs)
         if not num_rows:  # transformers' models need a row; it stands for none
             inputs, position_ids = inputs.new_zeros(1), position_ids.new_zeros(1)
-        target = self.open_pass(lambda dtype: attention, num_rows)
+        target = MicroBatchPass(self, lambda dtype: attention, num_rows)
         given: dict[str, Any] = {"input_ids": inputs[None], "position_ids": position_ids[None], "use_cache": False}
         hidden, _ = hidden_states(self.model, {**given, KEYWORD: target})
         return hidden[0, :num_rows]

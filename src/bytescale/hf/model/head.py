@@ -23,7 +23,6 @@ from bytescale.attention.autocast import without_autocast
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.model.interface import KEYWORD
 from bytescale.hf.model.refusal import refusal
-from bytescale.runtime.loss import Head, PlainHead
 
 
 def last_logits(model: nn.Module, inputs: dict[str, Any], rows: Tensor) -> Tensor:
@@ -35,7 +34,7 @@ def last_logits(model: nn.Module, inputs: dict[str, Any], rows: Tensor) -> Tenso
     return _wide(logits)
 
 
-def has_plain_head(model: nn.Module, head: ModelHead, hidden_size: int) -> bool:
+def has_plain_head(head: ModelHead, hidden_size: int) -> bool:
     """Whether logits are ``hidden @ weight.T`` and nothing else: no bias, scale, soft cap or adapter.
 
     Tried with hidden states that give large logits, which a soft cap would change, and with zeros, which a bias would.
@@ -58,11 +57,6 @@ def has_plain_head(model: nn.Module, head: ModelHead, hidden_size: int) -> bool:
     return same and not bool(logits[4:].any())
 
 
-def head_of(model: nn.Module, head: ModelHead, hidden_size: int) -> Head:
-    """``head`` as the runtime computes it fastest: by its own kernels, if it is plain."""
-    return PlainHead(head.weight) if head.weight is not None and has_plain_head(model, head, hidden_size) else head
-
-
 def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -80,8 +74,7 @@ class ModelHead:
     @property
     def weight(self) -> nn.Parameter | None:
         """``[V, C]`` of the output embedding, where the model has one."""
-        head: Any = causal_model(self.model).get_output_embeddings()
-        return getattr(head, "weight", None)
+        return getattr(embeddings_of(self.model)[1], "weight", None)
 
     @property
     def num_words(self) -> int:
@@ -179,6 +172,14 @@ def causal_model(model: Any) -> Any:
     if hasattr(model, "get_decoder"):
         return model
     return next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
+
+
+def embeddings_of(model: Any) -> tuple[Any, Any]:
+    """The model's embedding and its output projection; None where it has none."""
+    root = causal_model(model)
+    getters = (getattr(root, f"get_{kind}_embeddings", lambda: None) for kind in ("input", "output"))
+    given, output = (getter() for getter in getters)
+    return given, output
 
 
 @contextmanager

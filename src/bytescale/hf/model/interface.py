@@ -1,7 +1,6 @@
 """The door to transformers: an attention implementation that models call by name, and their masks.
 
-``AttentionInterface`` and ``AttentionMaskInterface`` are transformers' registries of attention functions and of mask
-functions. ``attach`` puts the model on an implementation of ours. What it does depends on the pass:
+``Attachment`` puts a model on an implementation of ours. What this does depends on the pass:
 
 * In a pass of a plan the model is given ``hdp_attention=...`` among its inputs. Models hand unknown keywords down to
   every attention, and so each layer reaches the ``Target`` of the micro-batch. No mask is made.
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -23,8 +22,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bytescale.common.errors import ConfigError
-from bytescale.hf.model.mixers import Mixers, MixerTarget
+from bytescale.hf.model.mixers import Mixers
 from bytescale.hf.model.refusal import refusal
+from bytescale.recurrence import Cuts
 
 KEYWORD = "hdp_attention"
 PREFIX = "hdp_over_"
@@ -48,31 +48,32 @@ class Call:
     options: dict[str, Any]
 
 
-class Target(MixerTarget, Protocol):
+class Target:
     """The attention that the layers call during one pass, and where their recurrences are cut."""
+
+    outermost: nn.Module | None = None
 
     def attend(self, call: Call) -> Tensor:
         """``[B, T, H, Dv]``."""
-        ...
+        raise NotImplementedError
+
+    def mix(self, mixer: nn.Module, plain: Callable[[], Any], cut: Callable[[Cuts], Any]) -> Any:
+        """A recurrent layer's output: what ``plain`` returns, as in one process, or ``cut`` for given cuts."""
+        raise NotImplementedError
 
     def mask(self, mask_function: Callable[..., Any]) -> Any:
         """What layers are given as their mask. ``mask_function(batch, head, query, key)`` tells what may be seen."""
-        ...
 
     def begin(self) -> None:
         """Called when the model's forward begins."""
-        ...
 
     def end(self, completed: bool) -> None:
         """Called when it has ended; ``completed``: without an error."""
-        ...
 
 
 # Masks are made by functions of transformers that get none of the model's keywords, so the pass is noted here. The
 # note lasts for one forward of one thread.
 _pass: ContextVar[Target | None] = ContextVar("bytescale_pass", default=None)
-
-
 _bypass: ContextVar[Callable[[], None] | None] = ContextVar("bytescale_bypass", default=None)
 
 

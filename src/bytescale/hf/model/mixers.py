@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,24 +21,19 @@ from torch import nn
 from bytescale.hf.model.refusal import refusal
 from bytescale.recurrence import KERNELS, Cuts, LightningAttention
 
+if TYPE_CHECKING:
+    from bytescale.hf.model.interface import Target
+
 _LIGHTNING = "get_linear_cache"
 """A method of the cache that MiniMax's mixer alone asks for its state."""
 
 _cuts: ContextVar[Cuts] = ContextVar("bytescale_cuts")
 
 
-class MixerTarget(Protocol):
-    """The pass that mixers run in."""
-
-    def mix(self, mixer: nn.Module, plain: Callable[[], Any], cut: Callable[[Cuts], Any]) -> Any:
-        """The mixer's output: what ``plain`` returns, as in one process, or ``cut`` for given cuts."""
-        ...
-
-
 class Mixers:
     """The mixers of a model, put on our kernels. ``detach`` undoes it."""
 
-    def __init__(self, model: nn.Module, target_of: Callable[[dict[str, Any]], MixerTarget | None]) -> None:
+    def __init__(self, model: nn.Module, target_of: Callable[[dict[str, Any]], Target | None]) -> None:
         """``target_of`` takes the pass out of a forward's keywords, or knows it otherwise; None: outside of plans."""
         self.mixers = [module for module in model.modules() if _kernels(module)]
         for mixer in self.mixers:
@@ -60,7 +55,7 @@ def _kernels(module: nn.Module) -> set[str]:
 
 
 def _forward(
-    function: FunctionType, names: set[str], target_of: Callable[[dict[str, Any]], MixerTarget | None]
+    function: FunctionType, names: set[str], target_of: Callable[[dict[str, Any]], Target | None]
 ) -> Callable[..., Any]:
     """The mixer's forward, as a function of the mixer, so that a copy of a model computes with its own weights."""
     if names == {_LIGHTNING}:

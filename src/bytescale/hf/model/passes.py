@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,87 +12,47 @@ from torch import Tensor, nn
 from bytescale.attention import PackedAttention
 from bytescale.attention.autocast import in_autocast
 from bytescale.common.errors import ConfigError, RankFailure
-from bytescale.hf.model.interface import Call, foreign_model
-from bytescale.hf.model.probe import LayerAttention, ModelFacts
+from bytescale.hf.model.interface import Call, Target, foreign_model
 from bytescale.hf.model.refusal import refusal
 from bytescale.recurrence import Cuts, GroupCuts
 
-
-@dataclass(kw_only=True)
-class AttachedModel:
-    """The attached model as passes need it: attention by module, and the modules that draw random numbers."""
-
-    layers: dict[nn.Module, LayerAttention]
-    mixers: frozenset[nn.Module]
-    random_modules: dict[str, nn.Module]
-    num_calls: int
-    plain_heads: dict[int, bool] = field(default_factory=dict)
-    """By the id of a head's weight, whether ``head.has_plain_head``; filled on demand."""
-    is_frozen: bool = False
-    """Whether it is a second model, which runs without gradients (``attach.frozen_model``)."""
-
-    def is_in(self, model: nn.Module) -> bool:
-        """Whether ``model`` is the attached model or a module around it."""
-        return self.layers.keys() | self.mixers <= set(model.modules())
-
-    @staticmethod
-    def of(model: nn.Module, facts: ModelFacts) -> AttachedModel:
-        modules = {name or type(module).__name__: module for name, module in model.named_modules()}
-        return AttachedModel(
-            layers={modules[layer.name]: layer for layer in facts.layers},
-            mixers=frozenset(modules[mixer.name] for mixer in facts.mixers),
-            random_modules={name: modules[name] for name in facts.random_parts if name in modules},
-            num_calls=len(facts.layers) + len(facts.mixers),
-        )
+if TYPE_CHECKING:
+    from bytescale.hf.model.decoder import AttachedDecoder
 
 
-class MicroBatchPass:
-    """The ``Target`` (``hf.model.interface``) of one micro-batch: hands every layer's call to the ring or the pack."""
+class MicroBatchPass(Target):
+    """Hands every layer's call to the ring or the pack. No mask is made: the documents of a micro-batch are known."""
 
     def __init__(
-        self, attention_of: Callable[[torch.dtype], PackedAttention], model: AttachedModel, *, num_rows: int,
-        has_ring: bool, name: str, around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, decoder: AttachedDecoder, attention_of: Callable[[torch.dtype], PackedAttention], num_rows: int, *,
+        has_ring: bool = True, name: str = "a micro-batch",
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
         """``num_rows``: this rank's tokens; 0 in a ring: the model runs on one row that stands for none.
 
         ``around``: makes the context of every forward.
         """
-        self.name = name
-        self.has_ring = has_ring
-        self.num_rows = num_rows
-        self.outermost: nn.Module | None = None
+        self.decoder, self.num_rows, self.has_ring, self.name = decoder, num_rows, has_ring, name
         self.keep: Callable[[Tensor, Tensor], None] | None = None
         """Called for every layer, in order, with this rank's keys and values ``[T, Hkv, D]``."""
-        self.model = model
-        self._attention_of = attention_of
-        self._around = around
-        self._context = ExitStack()
+        self._attention_of, self._around, self._context = attention_of, around, ExitStack()
         self.trained = False
         """Whether the model has run it with gradients."""
         self.bypassed = False
         """Whether, while it was the loop's, the model ran with gradients and without it."""
         self._cuts: dict[int, GroupCuts] = {}
-        self._calls = 0
+        self._calls = self._backwards_to_come = 0
         self._in_forward = False
-        self._backwards_to_come = 0
 
     def require_model(self, model: nn.Module) -> None:
         """Raise ``ConfigError`` if ``model`` is neither the attached model nor a module around it."""
-        if not self.model.is_in(model):
+        if not self.decoder.is_in(model):
             raise foreign_model(type(model).__name__)
 
     def begin(self) -> None:
         """Called when the model's forward begins. Raises ``ConfigError`` where random numbers would be drawn."""
-        drawing = [name for name, module in self.model.random_modules.items() if module.training]
-        if drawing:
-            raise refusal(
-                drawing[0],
-                "it draws random numbers in training mode (dropout or jitter)",
-                so="results would depend on the plan and on the number of ranks",
-                fix="load the model with every dropout probability at 0 (attention_dropout=0.0, ...), or call "
-                "model.eval()",
-            )
-        if self.model.is_frozen and torch.is_grad_enabled():
+        self.decoder.require_no_randomness()
+        if self.decoder.is_frozen and torch.is_grad_enabled():
             raise refusal(
                 "a second model",
                 "it runs with gradients, and was attached for passes without them",
@@ -108,11 +67,11 @@ class MicroBatchPass:
         """Called when forward has ended. Raises ``ConfigError`` unless all layers have called attention."""
         self._in_forward = False
         self._context.close()
-        if completed and self._calls != self.model.num_calls:
+        if completed and self._calls != self.decoder.num_calls:
             raise refusal(
                 "the model",
                 f"attention and recurrences were called {self._calls} times in a pass; when the model was attached, "
-                f"{self.model.num_calls} times",
+                f"{self.decoder.num_calls} times",
                 so="members of a ring would wait for each other forever",
                 fix="run the same layers in every pass (no layer drop), and attach again after the model has changed",
             )
@@ -121,13 +80,10 @@ class MicroBatchPass:
         """The attached model was called without this pass among its inputs."""
         self.bypassed |= torch.is_grad_enabled()
 
-    def mask(self, mask_function: Callable[..., Any]) -> None:
-        """No mask is made: the documents of a micro-batch are known."""
-
     @torch.compiler.disable
     def attend(self, call: Call) -> Tensor:
         """``[1, T, H, Dv]`` from ``[1, H, T, D]`` queries; rows in the micro-batch's order."""
-        layer = self.model.layers.get(call.module)
+        layer = self.decoder.attentions.get(call.module)
         if layer is None:
             raise _not_attached(call.module)
         rows = max(1, self.num_rows)
@@ -154,7 +110,7 @@ class MicroBatchPass:
     @torch.compiler.disable
     def mix(self, mixer: nn.Module, plain: Callable[[], Any], cut: Callable[[Cuts], Any]) -> Any:
         """The output of a recurrent layer, whose documents are cut as the plan says."""
-        if mixer not in self.model.mixers:
+        if mixer not in self.decoder.mixers:
             raise _not_attached(mixer)
         attention = self._attention_of(in_autocast(next(mixer.parameters())).dtype)
         out = cut(self._cuts.setdefault(id(attention), GroupCuts(attention)))

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import AttentionRules
 from bytescale.hf.model.blind import NUM_ROWS, Blind, MaskFunction, alike, mode, run_blind
-from bytescale.hf.model.head import causal_model
+from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.interface import Call
 from bytescale.hf.model.mixer_probe import LayerRecurrence, probe_mixers
 from bytescale.hf.model.refusal import refusal
@@ -267,8 +267,7 @@ def _window_sizes(module: nn.Module) -> list[int]:
 
 
 def _embedding(model: nn.Module) -> nn.Module:
-    getter = getattr(causal_model(model), "get_input_embeddings", None)
-    embedding = None if getter is None else getter()
+    embedding = embeddings_of(model)[0]
     if not isinstance(embedding, nn.Module):
         raise refusal(
             type(model).__name__,

@@ -7,7 +7,6 @@ Shape letters: T rows, n rows of a chunk, C hidden size, V vocabulary, K words o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,30 +38,12 @@ class RowScores(NamedTuple):
     """``[T, C]`` hidden states after the final norm, for a head of one's own."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WantedScores:
-    """What is computed of each row.
-
-    Attributes:
-        temperature: logits are divided by it: a number, or ``[T]`` of them.
-        entropy: whether entropies are.
-        top: K likeliest words.
-        words: ``[T, K]`` int64, words whose log-probabilities are wanted; None: none.
-        mean_logits: whether means of logits are.
-        rows_at_a_time: rows of a chunk; None: as many as the vocabulary allows.
-    """
-
-    temperature: float | Tensor = 1.0
-    entropy: bool = False
-    top: int = 0
-    words: Tensor | None = None
-    mean_logits: bool = False
-    rows_at_a_time: int | None = None
-
-
-def row_scores(model: nn.Module, inputs: dict[str, Any], labels: Tensor, wanted: WantedScores) -> RowScores:
-    """Run the model, and score its rows ``labels [T]``. Raises ``DataError`` for a temperature that is not positive."""
-    temperature = wanted.temperature
+def row_scores(
+    model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, temperature: float | Tensor = 1.0,
+    rows_at_a_time: int | None = None, entropy: bool = False, top: int = 0, words: Tensor | None = None,
+    mean_logits: bool = False,
+) -> RowScores:  # fmt: skip
+    """Run the model, and score its rows ``labels [T]``; ``Micro.logprobs``."""
     if not isinstance(temperature, Tensor) and not temperature > 0:
         raise DataError(
             f"the temperature is {temperature}",
@@ -71,42 +52,37 @@ def row_scores(model: nn.Module, inputs: dict[str, Any], labels: Tensor, wanted:
         )
     states, head = hidden_states(model, inputs)
     hidden = states[0, : len(labels)]
-    chunk_rows = wanted.rows_at_a_time or loss_chunk_tokens(head.num_words, hidden.device.type)
+    chunk_rows = rows_at_a_time or loss_chunk_tokens(head.num_words, hidden.device.type)
+
+    def scores(rows: Tensor, labels: Tensor, divisor: Any, asked: Tensor | None) -> list[Tensor | None]:
+        logits = head(rows)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if isinstance(divisor, Tensor):
+            logits = logits / divisor.to(logits)[:, None]
+        elif divisor != 1:
+            logits = logits / divisor
+        lse = logits.logsumexp(dim=1)
+        counted = labels != IGNORE_INDEX
+        chosen = logits.gather(1, labels.where(counted, 0)[:, None])[:, 0] - lse
+        values, best = logits.topk(top, dim=1) if top else (None, None)
+        return [
+            chosen.where(counted, 0),
+            lse - (logits.softmax(dim=1) * logits).sum(dim=1) if entropy else None,
+            None if values is None else values - lse[:, None],
+            best,
+            None if asked is None else logits.gather(1, asked) - lse[:, None],
+            logits.mean(dim=1) if mean_logits else None,
+        ]
+
     targets = labels.split(chunk_rows)
     columns = [
-        [values] * len(targets) if not isinstance(values, Tensor) else values.split(chunk_rows)
-        for values in (temperature, wanted.words)
+        values.split(chunk_rows) if isinstance(values, Tensor) else [values] * len(targets)
+        for values in (temperature, words)
     ]
-
-    def chunk(rows: Tensor, targets: Tensor, divisor: Any, asked: Tensor | None) -> list[Tensor | None]:
-        return _scores(head(rows), targets, divisor, asked, wanted)
-
     parts = [
-        checkpoint(chunk, *own, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled()
-        else chunk(*own)
+        checkpoint(scores, *own, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled()
+        else scores(*own)
         for own in zip(hidden.split(chunk_rows), targets, *columns, strict=True)
     ]  # fmt: skip
     joined = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
     return RowScores(*joined, hidden)  # type: ignore[call-arg, arg-type]
-
-
-def _scores(
-    logits: Tensor, labels: Tensor, divisor: float | Tensor, words: Tensor | None, wanted: WantedScores
-) -> list[Tensor | None]:
-    """From logits ``[n, V]`` to the columns of ``RowScores``."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if isinstance(divisor, Tensor):
-        logits = logits / divisor.to(logits)[:, None]
-    elif divisor != 1:
-        logits = logits / divisor
-    lse = logits.logsumexp(dim=1)
-    counted = labels != IGNORE_INDEX
-    chosen = logits.gather(1, labels.where(counted, 0)[:, None])[:, 0] - lse
-    entropy = lse - (logits.softmax(dim=1) * logits).sum(dim=1) if wanted.entropy else None
-    top_logprobs, top_words = None, None
-    if wanted.top:
-        values, top_words = logits.topk(wanted.top, dim=1)
-        top_logprobs = values - lse[:, None]
-    found = None if words is None else logits.gather(1, words) - lse[:, None]
-    means = logits.mean(dim=1) if wanted.mean_logits else None
-    return [chosen.where(counted, 0), entropy, top_logprobs, top_words, found, means]
