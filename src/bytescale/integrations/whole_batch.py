@@ -1,13 +1,12 @@
 """Batches of all ranks as one global batch under ``HDP``: what trainers and engines of other people run as a model.
 
-They give every rank sequences of its own, ask a model for values of their tokens, such as log-probabilities, and
-compute a loss from these, as they like. ``WholeBatch`` stands where they expect the model. ``run`` gathers the
-sequences of all ranks, plans them together, and returns the values of this rank's, as if its model had computed them.
-The loss goes backward into these values. ``finish`` then goes backward through the model, on the same plan.
+``WholeBatch.run`` gathers the sequences of all ranks, plans them together, and returns the values of this rank's, such
+as log-probabilities, as if a model had computed them. A loss goes backward into these values. ``finish`` then goes
+backward through the model, on the same plan.
 
 That takes one forward more than a model would, unless the gradient can be *guessed*: where the loss is minus the sum of
-log-probabilities over a known number, backward runs with the guess in the first pass. What the trainer's loss then says
-decides: where the guess was wrong, a second pass makes up for the difference.
+log-probabilities over a known number, backward runs with the guess in the first pass. Where what the trainer's loss
+then says differs, a second pass makes up for the difference.
 
 Shape letters: S tokens of a sequence, N of all sequences of this rank; K values of a token, D of them differentiable.
 """
@@ -155,10 +154,7 @@ def word_columns(model: nn.Module, temperature: float | None = 1.0) -> Columns:
 
     def columns(micro: Micro) -> Tensor:
         divisor = micro.number if temperature is None else temperature
-        scores = micro.logprobs(model, temperature=divisor, entropy=True, top=1, mean_logits=True)
-        assert scores.entropy is not None, "asked for"
-        assert scores.top_words is not None, "asked for"
-        assert scores.mean_logits is not None, "asked for"
+        scores: Any = micro.logprobs(model, temperature=divisor, entropy=True, top=1, mean_logits=True)
         hit = (scores.top_words[:, 0] == micro.labels).to(scores.entropy)
         four = torch.stack([scores.logprobs, scores.entropy, hit, scores.mean_logits], dim=1)
         return four * (micro.labels != IGNORE_INDEX)[:, None]

@@ -44,9 +44,7 @@ def measure_rows(
         micro_batch = replace(micro_batch, offload_ratios=((micro_batch.num_tokens, ratio),))
         attention = PackedAttention(micro_batch, kernel, alone.exchange, activations.attention_memory)
         positions = torch.as_tensor(micro_batch.position_ids()).to(device)
-        tokens = (
-            torch.arange(micro_batch.num_tokens, device=device) % 61
-        )  # of any vocabulary; experts get different ones
+        tokens = torch.arange(micro_batch.num_tokens, device=device) % 61  # experts get different ones
         activations.begin_step([micro_batch])
         before = 0 if activations.offload is None else activations.offload.bytes_moved
         with LiveBytes() as live:

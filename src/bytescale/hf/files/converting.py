@@ -13,7 +13,7 @@ from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.checkpoint.writing import Part
 from bytescale.common.errors import CheckpointError
 from bytescale.config import HF_PREFIX, AttachedArchitecture, Config
-from bytescale.hf.files.folder import constants_of, load_model, parameters_of, save_folder, write_folder
+from bytescale.hf.files.folder import constants_of, load_model, make_model, parameters_of, save_folder, set_constants
 from bytescale.hf.files.partly_trained import train_a_part
 from bytescale.runtime import DTYPES
 from bytescale.storage.place import Place
@@ -29,41 +29,40 @@ def export_attached(
 ) -> list[Path]:
     """``checkpoint.hugging_face.export_checkpoint`` for an attached model. The process holds the whole model once.
 
-    config.json is the one that the run began with, with the dtype of the weights that are written.
+    config.json is the one that the run began with, with the dtype of the weights that are written. What was not trained
+    is read from the folder that the run began with. Adapters are merged; as they are, they lie in ``adapter/``.
     """
-    stored = CheckpointReader(checkpoint)
+    stored, target_dtype = CheckpointReader(checkpoint), DTYPES[dtype]
     architecture = AttachedArchitecture.of_dict(stored.state.architecture)
     if architecture.trained:
-        return _export_with_base(stored, target, architecture, dtype, shard_bytes, run_config)
-    held = {name.removeprefix("master.") for name in stored.shapes() if name.startswith("master.")}
-    if lost := sorted(held - parameters_of(architecture.content).keys()):
-        so, fix = "it would be lost", "set tie_word_embeddings to false in the model's config.json, and train it anew"
-        raise CheckpointError(f"{checkpoint} has {lost[0]}, for which its model has no place", so=so, fix=fix)
-    with appearing(target) as hidden:
-        shards = write_folder(
-            hidden,
-            architecture.content,
-            architecture.buffers,
-            lambda name: stored.read(f"master.{name}"),
-            dtype=DTYPES[dtype],
-            shard_bytes=shard_bytes,
-        )
+        model = load_model(_base_of(run_config), architecture.content, torch.float32)
+        wrapped: Any = train_a_part(model, architecture.trained, seed=0)
+    else:
+        held = {name.removeprefix("master.") for name in stored.shapes() if name.startswith("master.")}
+        if lost := sorted(held - parameters_of(architecture.content).keys()):
+            raise CheckpointError(
+                f"{checkpoint} has {lost[0]}, for which its model has no place",
+                so="it would be lost",
+                fix="set tie_word_embeddings to false in the model's config.json, and train it anew",
+            )
+        model = make_model(architecture.content, target_dtype)
+        set_constants(model, architecture.buffers)
+    with torch.no_grad(), appearing(target) as hidden:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(stored.read(f"master.{name}"))
+        if "lora" in architecture.trained:
+            wrapped.save_pretrained(hidden / "adapter")
+            model = wrapped.merge_and_unload()
+        if architecture.trained:
+            model = model.to(target_dtype)
+        shards = save_folder(model, hidden, architecture.content, dtype=target_dtype, shard_bytes=shard_bytes)
         add_companions(stored, hidden, run_config)
     return [target / shard.name for shard in shards]
 
 
-def _export_with_base(
-    stored: CheckpointReader,
-    target: Path,
-    architecture: AttachedArchitecture,
-    dtype: str,
-    shard_bytes: int,
-    run_config: Config | None,
-) -> list[Path]:
-    """The same where only a part was trained. Adapters are merged; as they are, they lie in the folder's ``adapter/``.
-
-    What was not trained is read from the folder that the run began with.
-    """
+def _base_of(run_config: Config | None) -> Path:
+    """The folder of the model that a run began with."""
     preset = "" if run_config is None else run_config.model.preset
     base = Path(preset.removeprefix(HF_PREFIX)).expanduser()
     if not (base / "config.json").is_file():
@@ -73,20 +72,7 @@ def _export_with_base(
             so="there is nothing to put it into",
             fix="bring that folder back, or name its new place as model.preset in the run's config.toml",
         )
-    model = load_model(base, architecture.content, torch.float32)
-    wrapped: Any = train_a_part(model, architecture.trained, seed=0)
-    with torch.no_grad(), appearing(target) as hidden:
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.copy_(stored.read(f"master.{name}"))
-        if "lora" in architecture.trained:
-            wrapped.save_pretrained(hidden / "adapter")
-            model = wrapped.merge_and_unload()
-        shards = save_folder(
-            model.to(DTYPES[dtype]), hidden, architecture.content, dtype=DTYPES[dtype], shard_bytes=shard_bytes
-        )
-        add_companions(stored, hidden, run_config)
-    return [target / shard.name for shard in shards]
+    return base
 
 
 def import_attached(source: Path, target: Path, architecture: AttachedArchitecture) -> int:

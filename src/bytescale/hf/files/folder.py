@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -196,31 +196,10 @@ def set_constants(model: nn.Module, constants: dict[str, Any]) -> None:
         buffers[name].copy_(value)
 
 
-def write_folder(
-    target: Path,
-    content: dict[str, Any],
-    constants: dict[str, Any],
-    weight: Callable[[str], Tensor],
-    *,
-    dtype: torch.dtype,
-    shard_bytes: int,
-) -> list[Path]:
-    """Write a model as transformers does, with ``content`` as its config.json. The process holds the whole model.
-
-    ``weight``: by the name of a parameter, its value. Returns the shards.
-    """
-    model = make_model(content, dtype)
-    set_constants(model, constants)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weight(name))
-    return save_folder(model, target, content, dtype=dtype, shard_bytes=shard_bytes)
-
-
 def save_folder(
     model: nn.Module, target: Path, content: dict[str, Any], *, dtype: torch.dtype, shard_bytes: int
 ) -> list[Path]:
-    """Write ``model``, whose weights have ``dtype``. Returns the shards."""
+    """Write ``model``, whose weights have ``dtype``, with ``content`` as its config.json. Returns the shards."""
     with _no_progress_bar():
         model.save_pretrained(target, max_shard_size=shard_bytes)  # type: ignore[operator]
     name = str(dtype).removeprefix("torch.")

@@ -1,17 +1,9 @@
 """What a model does with attention, found by running it on a few tokens.
 
-The probe runs the model with an attention that sees nothing: it returns zeros. Then
-
-* every call tells its layer, heads, widths, scale, soft cap, sinks and mask (``LayerAttention``);
-* no row may depend on another row. If the gradient of one row with respect to another row's input is not zero, a part
-  other than attention mixes tokens: a recurrence, a convolution, a shift;
-* a row may depend on its position only as ``position_ids`` say, so that a token in the middle of a micro-batch is
-  computed as in a document of its own; and the positions that the model would choose itself are 0, 1, 2 and so on;
-* random numbers (dropout, jitter) are noticed, with the part that draws them;
-* recurrent layers (``mixers``) run with every row as a document. Then they run on documents cut at random places, which
-  has to reproduce the whole documents.
-
-All of it is the same on every rank, since it depends on the model's code and configuration alone.
+The probe runs the model with an attention that sees nothing: it returns zeros. Every call tells its layer. No row may
+depend on another row, and on its position only as ``position_ids`` say. Random numbers are noticed, with the part that
+draws them. Recurrent layers run on documents cut at random places, which has to reproduce the whole documents. All of
+it is the same on every rank, since it depends on the model's code and configuration alone.
 """
 
 from __future__ import annotations
@@ -27,10 +19,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import AttentionRules
-from bytescale.hf.model.blind import NUM_ROWS, Blind, MaskFunction, alike, mode, run_blind
+from bytescale.hf.model.blind import (
+    NUM_ROWS,
+    Blind,
+    LayerRecurrence,
+    MaskFunction,
+    alike,
+    mode,
+    probe_mixers,
+    run_blind,
+)
 from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.interface import Call
-from bytescale.hf.model.mixer_probe import LayerRecurrence, probe_mixers
 from bytescale.hf.model.refusal import refusal
 
 _HARMLESS = frozenset(
