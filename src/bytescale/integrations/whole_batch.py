@@ -14,7 +14,7 @@ Shape letters: S tokens of a sequence, N of all sequences of this rank; K values
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.hf.loop.coupled import Values, backward_from
 from bytescale.hf.loop.hdp import HDP
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
 
-Columns = Callable[[Micro], Tensor]
+Columns = Values
 """From a micro-batch to its values ``[T, K]``, of which the first D are differentiable."""
 LOG_PROBS, ENTROPY, IS_TOP1, MEAN_LOGITS = range(4)
 """Values that ``word_columns`` gives; the first two are differentiable."""
@@ -108,10 +109,8 @@ class WholeBatch:
                 if wrong <= 1e-5 * scale:
                     continue
             _, coefficients = self._gathered(list(gradient.T.split(call.lengths, dim=1)), gradient.T)
-            for micro in call.planned:
-                columns = self._columns(micro)[:, : self._num_trained]
-                rows = [coefficients[s][:, a:b].T for s, a, b in micro.plan.runs]
-                (torch.cat([columns[:0].cpu(), *rows]).to(columns) * columns).sum().backward()
+            gradients = [rows.T for rows in coefficients]
+            backward_from(call.planned, gradients, lambda micro: self._columns(micro)[:, : self._num_trained])
 
     def _documents_of_all(self, sequences: Sequences, guess: float) -> tuple[int, list[dict[str, Any]]]:
         device = self.hdp.group.device

@@ -61,11 +61,7 @@ class Documents:
             DataError: for documents without tokens, fields of other lengths, fields that only some documents have,
                 labels that are the tokens themselves, or weights that sum to zero or are not numbers.
         """
-        if (
-            isinstance(batch, Mapping)
-            or not isinstance(batch, Sequence)
-            or not all(isinstance(d, Mapping) for d in batch)
-        ):
+        if not isinstance(batch, Sequence) or not all(isinstance(document, Mapping) for document in batch):
             raise DataError(
                 f"a batch is a list of documents, each a mapping of fields; this is a {type(batch).__name__}",
                 fix='give [{"tokens": [...], "labels": [...]}, ...]; split padded batches into documents',
@@ -103,7 +99,8 @@ class Documents:
             content.update(f"{name} {values[0].dtype}".encode())
             for value in values:
                 content.update(np.int64(len(value)).tobytes())
-                content.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                packed = value.cpu().clone(memory_format=torch.contiguous_format)
+                content.update(packed.flatten().view(torch.uint8).numpy().tobytes())
         return int.from_bytes(content.digest(), "little") >> 1
 
 
@@ -173,23 +170,16 @@ def _token_aligned(name: str, values: list[Tensor], fields: dict[str, list[Tenso
                 so="its rows could not be cut with the tokens",
                 fix="give one entry per token, or one number per document, of the same dtype everywhere",
             )
-        _require_numbers(name, number, value)
+        # Log-probabilities of single tokens may be infinite. Weights are looked at together (``_complete``).
+        wrong = ~value.isfinite() if value.dim() == 0 else value.isnan()
+        if name != "weights" and bool(wrong.any()):
+            raise DataError(
+                f"field {name!r} of document {number} {'is' if value.dim() == 0 else 'has'} {float(value[wrong][0])}",
+                so="the loss and every gradient would not be numbers either",
+                fix="give numbers, or leave the document out",
+            )
         aligned.append(rows)
     return aligned
-
-
-def _require_numbers(name: str, number: int, value: Tensor) -> None:
-    """Raise ``DataError`` for a field that is not a number somewhere, and for an infinite number of a document.
-
-    Log-probabilities of single tokens may be infinite. Weights are looked at together (``_complete``).
-    """
-    wrong = ~value.isfinite() if value.dim() == 0 else value.isnan()
-    if name != "weights" and bool(wrong.any()):
-        raise DataError(
-            f"field {name!r} of document {number} {'is' if value.dim() == 0 else 'has'} {float(value[wrong][0])}",
-            so="the loss and every gradient would not be numbers either",
-            fix="give numbers, or leave the document out",
-        )
 
 
 def _complete(fields: dict[str, list[Tensor]], shift_labels: bool) -> None:

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
+from bytescale.attention import PackedAttention, RingBuffers, select_kernel
 from bytescale.common.errors import ConfigError
 from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.memory import DeviceKind
@@ -26,16 +26,16 @@ _GIB = 2**30
 
 def require_use_of_host_memory(host_gib: float, *, equal_counts: bool, forward_only: bool) -> None:
     """Raise ``ConfigError`` if ``host_gib`` is above 0 for passes in which nothing can be offloaded."""
-    if host_gib and (equal_counts or forward_only):
-        name, why = (
-            ("forward_only", "without a backward nothing is kept")
-            if forward_only
-            else ("equal_counts", "memory of weights that FSDP frees and fills again cannot be told from activations")
-        )
-        raise ConfigError(
-            f"host_gib = {host_gib} with {name} = True: {why}", so="nothing could be offloaded",
-                    fix=f"leave host_gib out, or {name}"
-        )  # fmt: skip
+    for name, given, why in (
+        ("forward_only", forward_only, "without a backward nothing is kept"),
+        ("equal_counts", equal_counts, "memory of weights that FSDP frees and fills again looks like activations"),
+    ):
+        if host_gib and given:
+            raise ConfigError(
+                f"host_gib = {host_gib} with {name} = True: {why}",
+                so="nothing could be offloaded",
+                fix=f"leave host_gib out, or {name}",
+            )
 
 
 class Engine:
@@ -56,8 +56,7 @@ class Engine:
         """
         check_widths(decoder.facts, cuda_flash=group.device.type == "cuda" and kernel != "math")
         self.decoder, self.group = decoder, group
-        self._kernel_name = kernel
-        self._kernels: dict[torch.dtype, AttentionKernel] = {}
+        self._kernel = cache(lambda dtype: select_kernel(kernel, group.device, dtype))
         self.others: list[AttachedDecoder] = []
         self._host_bytes = int(host_gib * _GIB)
         self._pool = HostPool(self._host_bytes, pinned=group.device.type == "cuda") if host_gib else None
@@ -68,33 +67,22 @@ class Engine:
         """The micro-batch of a plan with its rows ``fields``."""
         # Without a ring, the row that stands for no token is a document of its own.
         attended = plan if plan.num_tokens or plan.shared is not None else MicroBatch.of_documents(0, [1])
-        memory = self.activations.attention_memory
+        exchange = self.group.exchange
 
         def pass_of(decoder: AttachedDecoder) -> MicroBatchPass:
             own = decoder is self.decoder
-
-            @cache
-            def attention_of(dtype: torch.dtype) -> PackedAttention:
-                kept = memory if own else None
-                return PackedAttention(attended, self._kernel(dtype), self.group.exchange, kept, buffers)
-
+            kept = self.activations.attention_memory if own else None
             return MicroBatchPass(
                 decoder,
-                attention_of,
+                cache(lambda dtype: PackedAttention(attended, self._kernel(dtype), exchange, kept, buffers)),
                 plan.num_tokens,
                 has_ring=plan.shared is not None,
                 name=f"micro-batch {plan.index} of rank {self.group.rank}",
                 around=(lambda: self.activations.forward(plan)) if own else nullcontext,
             )
 
-        return Micro(
-            plan,
-            fields,
-            pass_of(self.decoder),
-            self.group.device,
-            exchange=self.group.exchange,
-            other_passes=lambda: [pass_of(decoder) for decoder in self.others],
-        )
+        own, *others = map(pass_of, (self.decoder, *self.others))
+        return Micro(plan, fields, own, self.group.device, exchange=exchange, others=others)
 
     def offload_rule(self) -> OffloadRule | None:
         """Equation 3 for the planner, from what the layers were seen to keep; None: there is no host memory for them.
@@ -118,8 +106,3 @@ class Engine:
         memory = measured_memory(self.decoder, rows, kind=kind, num_ranks=self.group.size)
         times = ASSUMED[kind].profile(self.decoder.spec, bytes_per_element=parameters[0].element_size())
         return memory.offload_rule(times, -self.group.max_of([-float(self._host_bytes)])[0])
-
-    def _kernel(self, dtype: torch.dtype) -> AttentionKernel:
-        if dtype not in self._kernels:
-            self._kernels[dtype] = select_kernel(self._kernel_name, self.group.device, dtype)
-        return self._kernels[dtype]

@@ -2,48 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
 
 from bytescale.common.errors import RankFailure
 from bytescale.hf.model.passes import MicroBatchPass
 
+_LACKS = "the gradient would lack its tokens"
 _ALL = (
     "call model(**micro.inputs) and backward on every micro-batch of hdp.plan(batch), and score under torch.no_grad()"
 )
 
 
-@dataclass
 class HandedOut:
     """Passes by batch and micro-batch. A loop may look at a batch first, and run it in a second one."""
 
-    _batches: dict[int, tuple[int, dict[int, list[MicroBatchPass]]]] = field(default_factory=dict)
-
-    _last_number: int = 0
-
-    def new_number(self) -> int:
-        """Return a number that identifies a new batch."""
-        self._last_number += 1
-        return self._last_number
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self._batches: dict[int, tuple[int, dict[int, list[MicroBatchPass]]]] = {}
 
     def begin(self, batch: int, num_passes: int) -> None:
-        """A loop over a batch of ``num_passes`` micro-batches begins."""
+        """A loop over the batch of this number and of ``num_passes`` micro-batches begins."""
         self._batches.setdefault(batch, (num_passes, {}))
 
     def add(self, batch: int, index: int, target: MicroBatchPass) -> None:
         """A micro-batch is handed out."""
         self._batches[batch][1].setdefault(index, []).append(target)
 
-    def passes(self, batch: int | None = None) -> list[MicroBatchPass]:
-        """All of a batch, or of all batches since the last update."""
-        chosen = self._batches.values() if batch is None else [self._batches[batch]]
-        return [target for _, held in chosen for own in held.values() for target in own]
+    def require_backwards(self, before: str) -> None:
+        """Raise ``RankFailure`` if a backward has not run ``before`` something."""
+        for _, held in self._batches.values():
+            for target in itertools.chain.from_iterable(held.values()):
+                if target.backward_is_missing:
+                    raise RankFailure(
+                        f"{target.name}: its backward has not run before {before}",
+                        so=_LACKS,
+                        fix="call backward on every micro-batch's loss, inside of the loop over a batch that was "
+                        "planned with last=True, and run scoring under torch.no_grad()",
+                    )
+
+    def require_trained(self, batch: int) -> None:
+        """Raise ``RankFailure`` if a pass of a batch that was planned with last=True ran without gradients."""
+        for target in itertools.chain.from_iterable(self._batches[batch][1].values()):
+            if not target.trained:
+                raise RankFailure(
+                    f"{target.name}: the loop over a batch that was planned with last=True ended without a backward",
+                    so=f"{_LACKS}, and ranks are about to reduce it",
+                    fix="plan a batch that is only looked at without last=True",
+                )
 
     def finish(self) -> None:
         """An update is due: forget all. Raises ``RankFailure`` if gradients would lack tokens."""
+        self.require_backwards("step()")
         batches, self._batches = self._batches, {}
         trained = False
         for num_passes, held in batches.values():
-            _require_backwards(held)
             ran = {index for index, passes in held.items() if any(target.trained for target in passes)}
             trained |= bool(ran)
             for index, passes in held.items():
@@ -60,17 +72,6 @@ class HandedOut:
             raise _not_run(lost[0])
 
 
-def _require_backwards(held: dict[int, list[MicroBatchPass]]) -> None:
-    for passes in held.values():
-        for target in passes:
-            if target.backward_is_missing:
-                raise RankFailure(
-                    f"{target.name}: its backward has not run before step()",
-                    so="the gradient would lack its tokens",
-                    fix="call backward on every micro-batch's loss, and run scoring under torch.no_grad()",
-                )
-
-
 def _not_run(target: MicroBatchPass) -> RankFailure:
     if target.bypassed:
         return RankFailure(
@@ -78,4 +79,4 @@ def _not_run(target: MicroBatchPass) -> RankFailure:
             so="its documents saw each other, and ranks that share them would wait",
             fix="call model(**micro.inputs) with all that is in it, hdp_attention included",
         )
-    return RankFailure(f"{target.name} was not run by the model", so="the gradient would lack its tokens", fix=_ALL)
+    return RankFailure(f"{target.name} was not run by the model", so=_LACKS, fix=_ALL)

@@ -42,7 +42,6 @@ from bytescale.hf.loop.loaded import LoadedBatches, loaded_batches
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch, check_plan
 from bytescale.hf.loop.prefill import Prefill, Ready, prefill
-from bytescale.hf.loop.promise import Promise
 from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.checks import require_words, second_model, weight_sums
 from bytescale.hf.model.decoder import AttachedDecoder
@@ -103,7 +102,6 @@ class HDP(Updates):
         super().__init__(model, _rank_group(group, next(model.parameters()).device))
         self.capacity_tokens = capacity_tokens
         self.equal_counts = equal_counts
-        self.promise = Promise(self)
         self._collected: Collected | None = None
         self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
         require_use_of_host_memory(host_gib, equal_counts=equal_counts, forward_only=forward_only)
@@ -187,7 +185,7 @@ class HDP(Updates):
             capacity_tokens: tokens that a micro-batch of a rank may hold in this batch; None: as ``HDP(...)`` was told.
                 Under ``torch.no_grad()``, the plan is then one for forward alone, which holds more.
             last: promises that ``step()`` follows the loop over this batch. Ranks then reduce gradients while others
-                still compute (``hf.loop.promise``).
+                still compute (``hf.loop.planned_batch``).
 
         Raises:
             ConfigError: with ``last``, where nothing can overlap; or before the ``step()`` that was promised.
@@ -195,7 +193,7 @@ class HDP(Updates):
             PlanError: if no plan can be made, or the given plan is of other documents or ranks.
             RankFailure: if ranks have different documents or plans.
         """
-        self.promise.require_none("a batch was planned")
+        self.require_no_reduction("a batch was planned")
         documents = Documents.of(batch, shift_labels=shift_labels)
         for model in (self.model, *(other.model for other in self.engine.others)):
             require_words(documents.fields, model)
@@ -304,7 +302,7 @@ class HDP(Updates):
 
     def begin_batch(self, planned: PlannedBatch, part: RankBatch) -> None:
         """Forget what was collected: the documents of ``part`` follow. Called when a batch's loop begins."""
-        self.promise.require_none("a loop over a batch began")
+        self.require_no_reduction("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
         self.require_at_home("weights")
         self.engine.activations.begin_step(part.rank_plan.micro_batches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
@@ -14,7 +14,7 @@ from bytescale.common.errors import DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.batch.whole_documents import WholeDocuments
 from bytescale.hf.model.head import hidden_states
-from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
+from bytescale.hf.model.interface import KEYWORD, Unusable, foreign_model
 from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.hf.model.row_scores import RowScores, row_scores
 from bytescale.plan import MicroBatch
@@ -44,13 +44,13 @@ class Micro:
         device: torch.device,
         *,
         exchange: Exchange,
-        other_passes: Callable[[], list[MicroBatchPass]] = list,
+        others: Sequence[MicroBatchPass] = (),
     ) -> None:
         self.plan = plan
         self.index = plan.index
         self.num_rows = plan.num_tokens
         self.target = target
-        self._given, self._exchange, self._other_passes = fields, exchange, other_passes
+        self._given, self._exchange, self._others = fields, exchange, others
         self._fields = {name: to_device(rows, device) for name, rows in fields.items()}
         tokens, position_ids = self._fields["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
         if not self.num_rows:
@@ -59,7 +59,7 @@ class Micro:
             "input_ids": tokens[None],
             "position_ids": position_ids[None],
             "use_cache": False,
-            "attention_mask": OnlyAttached(foreign_model("a model that is on no HDP's attention")),
+            "attention_mask": Unusable(foreign_model("a model that is on no HDP's attention")),
             KEYWORD: target,
         }
 
@@ -105,7 +105,7 @@ class Micro:
         """
         if self.target.decoder.is_in(model):
             return self.inputs
-        for target in self._other_passes():
+        for target in self._others:
             if target.decoder.is_in(model):
                 return {**self.inputs, KEYWORD: target}
         raise foreign_model(type(model).__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,6 @@ from bytescale.checkpoint.reading import read_run_state
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import RankGroup, ShardedOptimizer
-
-
-@dataclass(frozen=True)
-class _Participants:
-    """The ranks that write and read together (``checkpoint.Participants``)."""
-
-    is_first: bool
-    checkpoint_group: dist.ProcessGroup
 
 
 class Savings:
@@ -44,8 +35,10 @@ class Savings:
                 fix="cast them to one dtype before hdp.adamw(), or keep hdp.state()",
             )
         ranks = None if group.group is None else dist.get_process_group_ranks(group.group)
-        made = dist.new_group(ranks or [dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        self._participants = _Participants(group.rank == 0, made)
+        self.is_first = group.rank == 0
+        self.checkpoint_group = dist.new_group(
+            ranks or [dist.get_rank()], backend="gloo", use_local_synchronization=True
+        )
         self._optimizer = optimizer
         self._group = group
         self._architecture = {
@@ -69,14 +62,14 @@ class Savings:
 
     def _refuse_later(self, folder: Path, step: int) -> None:
         """Raise ``CheckpointError`` if a later checkpoint is there: it would outlive the new one, and be loaded."""
-        error, found = None, complete_checkpoints(folder) if self._participants.is_first else []
+        error, found = None, complete_checkpoints(folder) if self.is_first else []
         if found and step_of(found[-1].name) > step:
             error = CheckpointError(
                 f"{folder} has {found[-1].name}, and this model has made {step} updates",
                 so="the checkpoint of another run, or of a later time, would be kept in place of the new one",
                 fix="save to another folder, or move the later checkpoints away",
             )
-        settle(error, self._participants.checkpoint_group)
+        settle(error, self.checkpoint_group)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Continue from a checkpoint, or from the newest one in a folder of them. Returns the caller's ``extra``."""
@@ -96,4 +89,4 @@ class Savings:
         return extra
 
     def _checkpoints(self, folder: Path, keep: int) -> Checkpointer:
-        return Checkpointer(folder, self._participants, CheckpointConfig(background=False, keep=keep))
+        return Checkpointer(folder, self, CheckpointConfig(background=False, keep=keep))

@@ -14,8 +14,8 @@ from bytescale.common.errors import ConfigError, NonFiniteError
 from bytescale.hf.files.weight_stream import named_weights
 from bytescale.hf.loop.engine import Engine
 from bytescale.hf.loop.handed_out import HandedOut
-from bytescale.hf.loop.promise import Promise, layers_of
 from bytescale.hf.loop.saving import Savings
+from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
 from bytescale.runtime.optimizer.optimizers import GroupOptions
 from bytescale.runtime.optimizer.parking import Parking
@@ -26,7 +26,8 @@ class Updates:
     """Updates of one attached model, whose gradients and optimizer states are sharded over the ranks of a group."""
 
     engine: Engine
-    promise: Promise
+    is_reducing = False
+    """Whether ranks reduce gradients already: the loop over a batch that was planned with last=True has ended."""
 
     def __init__(self, model: nn.Module, group: RankGroup) -> None:
         self.model, self.group = model, group
@@ -76,7 +77,7 @@ class Updates:
         if former := ShardedOptimizer.of(self.model):
             former.leave(self.model)
         named = list(self.model.named_parameters())
-        self._optimizer = take_over(named, self.group, cls, options, group_options, **layers_of(self.engine.decoder))
+        self._optimizer = take_over(named, self.group, cls, options, group_options, **_layers_of(self.engine.decoder))
         self._optimizer.join(self.model)
         return self._optimizer.torch_optimizer
 
@@ -110,7 +111,7 @@ class Updates:
         sharded = self.sharded()
         self.require_at_home("weights", "gradients", "states")
         self.handed_out.finish()
-        self.promise.kept()
+        self.is_reducing = False
         sharded.require_parameters_of(self.model)
         options = {name: value for name, value in (("lr", lr), ("betas", betas)) if value is not None}
         sharded.set_options(options)
@@ -133,7 +134,7 @@ class Updates:
 
         Copies, in fp32 or wider; ``step`` may follow.
         """
-        self.promise.require_none("gradients() was called")
+        self.require_no_reduction("gradients() was called")
         return self.sharded().whole_gradients()
 
     def state(self) -> dict[str, Any]:
@@ -236,6 +237,15 @@ class Updates:
 
     # -- internals -------------------------------------------------------------------------------------------------
 
+    def require_no_reduction(self, what: str) -> None:
+        """Raise ``ConfigError`` if ``what`` would come between the last batch's loop and ``step()``."""
+        if self.is_reducing:
+            raise ConfigError(
+                f"{what} after the loop over a batch that was planned with last=True",
+                so="ranks have begun to reduce gradients, and would wait for each other",
+                fix="call hdp.step() first, or plan this batch without last=True",
+            )
+
     @property
     def has_optimizer(self) -> bool:
         """Whether ``adamw`` or ``optimizer`` was called."""
@@ -252,3 +262,11 @@ class Updates:
         optimizer = self.sharded()
         self._saved = self._saved or Savings(self.group, optimizer, self.model)
         return self._saved
+
+
+def _layers_of(decoder: AttachedDecoder) -> dict[str, Any]:
+    """What ``take_over`` is told of the layers, in whose order gradients are complete; nothing if none has a number."""
+    try:
+        return {"chunk": (decoder.model, decoder.layers), "late": decoder.late_parameters()}
+    except ConfigError:
+        return {}

@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bytescale.common.errors import ConfigError
-from bytescale.hf.model.mixers import Mixers
+from bytescale.hf.model.mixers import put_on_kernels
 from bytescale.hf.model.refusal import refusal
 from bytescale.recurrence import Cuts
 
@@ -93,7 +93,7 @@ def foreign_model(name: str) -> ConfigError:
 
 
 class Unusable:
-    """Stands where a model expects its mask. Whoever looks into it gets an error."""
+    """Stands where a model expects its mask. An attached model drops it; whoever looks into it gets an error."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -105,10 +105,6 @@ class Unusable:
 
     def __getitem__(self, key: Any) -> Any:
         raise self._error
-
-
-class OnlyAttached(Unusable):
-    """The mask in ``micro.inputs``: an attached model drops it, and any other stumbles over it."""
 
 
 class Attachment:
@@ -124,29 +120,23 @@ class Attachment:
                 so="its attention could not be reached",
                 fix="attach a model of transformers, or build the loop from bytescale.attention and bytescale.plan",
             )
-        for part in self.parts:
-            if not part._can_set_attn_implementation():
-                raise refusal(
-                    type(part).__name__,
-                    "its attention does not go through transformers' AttentionInterface",
-                    so="it would attend to other documents' tokens",
-                    fix="use another implementation of the model, or a newer version of transformers",
-                )
+        if fixed := [part for part in self.parts if not part._can_set_attn_implementation()]:
+            raise refusal(
+                type(fixed[0]).__name__,
+                "its attention does not go through transformers' AttentionInterface",
+                so="it would attend to other documents' tokens",
+                fix="use another implementation of the model, or a newer version of transformers",
+            )
         self._is_detached = False
         self._before = [(part, part.config._attn_implementation) for part in self.parts]
         for part, name in self._before:
             original = (name or "sdpa").removeprefix(PREFIX)
             part.config._attn_implementation_internal = _register(original)
-        self.mixers = Mixers(model, _target_of)
-        modules = dict.fromkeys([model, *self.parts])
-        self._hooks = [
-            handle
-            for module in modules
-            for handle in (
-                module.register_forward_pre_hook(_begin, with_kwargs=True),
-                module.register_forward_hook(_end, with_kwargs=True, always_call=True),
-            )
-        ]
+        self._mixers = put_on_kernels(model, _target_of)
+        self._hooks = []
+        for module in dict.fromkeys([model, *self.parts]):
+            self._hooks.append(module.register_forward_pre_hook(_begin, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(_end, with_kwargs=True, always_call=True))
 
     def require_attached(self) -> None:
         """Raise ``ConfigError`` after ``detach``."""
@@ -162,7 +152,8 @@ class Attachment:
         self._is_detached = True
         for part, name in self._before:
             part.config._attn_implementation_internal = name
-        self.mixers.detach()
+        for mixer in self._mixers:
+            vars(mixer).pop("forward", None)
         for hook in self._hooks:
             hook.remove()
 
@@ -183,14 +174,9 @@ def _register(original: str) -> str:
 
 
 def _attention(
-    original: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any = None,
+    original: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     target: Target | None = options.pop(KEYWORD, None)
     if target is not None:
         call = Call(module=module, query=query, key=key, value=value, mask=attention_mask, options=options)
@@ -218,7 +204,7 @@ def _mask(original: str, *args: Any, mask_function: Callable[..., Any], **option
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = kwargs.get(KEYWORD)
-    if isinstance(kwargs.get("attention_mask"), OnlyAttached):
+    if isinstance(kwargs.get("attention_mask"), Unusable):
         kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
     if target is None and _pass.get() is None and (bypass := _bypass.get()) is not None:
         bypass()

@@ -1,9 +1,7 @@
 """Recurrent layers of transformers: their own forward, with the kernels of ``recurrence`` in place of the stock ones.
 
-A mixer's forward calls functions of its module by name: a convolution and the kernel of its recurrence. In a pass of a
-plan the same code runs with other functions behind these names, which know where documents begin and what other ranks
-hold. So projections, gates and norms stay the model's, and there is no list of model types: whatever calls one of
-``recurrence.KERNELS`` is a mixer, and the probe decides whether it can be cut.
+In a pass of a plan the same code runs with other functions behind the names of its kernels. There is no list of model
+types: whatever calls one of ``recurrence.KERNELS`` is a mixer, and the probe decides whether it can be cut.
 """
 
 from __future__ import annotations
@@ -30,20 +28,16 @@ _LIGHTNING = "get_linear_cache"
 _cuts: ContextVar[Cuts] = ContextVar("bytescale_cuts")
 
 
-class Mixers:
-    """The mixers of a model, put on our kernels. ``detach`` undoes it."""
+def put_on_kernels(model: nn.Module, target_of: Callable[[dict[str, Any]], Target | None]) -> list[nn.Module]:
+    """Replace ``forward`` of a model's mixers, which are returned.
 
-    def __init__(self, model: nn.Module, target_of: Callable[[dict[str, Any]], Target | None]) -> None:
-        """``target_of`` takes the pass out of a forward's keywords, or knows it otherwise; None: outside of plans."""
-        self.mixers = [module for module in model.modules() if _kernels(module)]
-        for mixer in self.mixers:
-            function = inspect.unwrap(type(mixer).forward)
-            mixer.forward = MethodType(_forward(function, _kernels(mixer), target_of), mixer)
-
-    def detach(self) -> None:
-        """Give the mixers back the forward that they had."""
-        for mixer in self.mixers:
-            vars(mixer).pop("forward", None)
+    ``target_of`` takes the pass out of a forward's keywords, or knows it otherwise; None: outside of plans.
+    """
+    mixers = [module for module in model.modules() if _kernels(module)]
+    for mixer in mixers:
+        function = inspect.unwrap(type(mixer).forward)
+        mixer.forward = MethodType(_forward(function, _kernels(mixer), target_of), mixer)
+    return mixers
 
 
 def _kernels(module: nn.Module) -> set[str]:

@@ -117,7 +117,15 @@ def _mixing_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tup
     blind = Blind(names)
     stack: list[str] = []
     ran: list[str] = []
-    hooks = [_embedding(model).register_forward_hook(keep)]
+    embedding = embeddings_of(model)[0]
+    if not isinstance(embedding, nn.Module):
+        raise refusal(
+            type(model).__name__,
+            "it has no get_input_embeddings()",
+            so="it could not be tested whether its tokens meet in attention alone",
+            fix="attach a decoder of transformers",
+        )
+    hooks = [embedding.register_forward_hook(keep)]
     for module, name in names.items():
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
         hooks.append(module.register_forward_hook(lambda *_: ran.append(stack.pop()), always_call=True))
@@ -264,18 +272,6 @@ def _window_sizes(module: nn.Module) -> list[int]:
         for key, value in content.items()
         if isinstance(value, int) and ("window" in key or "chunk" in key or "block" in key) and value < 2**22
     ]
-
-
-def _embedding(model: nn.Module) -> nn.Module:
-    embedding = embeddings_of(model)[0]
-    if not isinstance(embedding, nn.Module):
-        raise refusal(
-            type(model).__name__,
-            "it has no get_input_embeddings()",
-            so="it could not be tested whether its tokens meet in attention alone",
-            fix="attach a decoder of transformers",
-        )
-    return embedding
 
 
 class _RandomNumbers(TorchDispatchMode):
