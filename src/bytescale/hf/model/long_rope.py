@@ -6,6 +6,8 @@ in a micro-batch. So the choice has to be made once, for all documents; it holds
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -64,5 +66,5 @@ def unfix_rope(fixed: list[tuple[nn.Module, object]]) -> None:
 def _kinds(module: nn.Module) -> dict[str | None, str]:
     """Of a module with rotary positions, the kinds that depend on the pass, by type of layer (None: all layers)."""
     rope_type = getattr(module, "rope_type", None)
-    types = rope_type if isinstance(rope_type, dict) else {None: rope_type}
+    types: dict[str | None, Any] = rope_type if isinstance(rope_type, dict) else {None: rope_type}
     return {layer: kind for layer, kind in types.items() if "dynamic" in str(kind) or "longrope" in str(kind)}
