@@ -6,10 +6,7 @@
     trainer.train()
 
 TRL's trainers ask a model for log-probabilities of padded batches, and compute everything else themselves. They get a
-``WholeBatch`` in the model's place, which gathers the batches of all ranks and plans them together. So the results are
-those of TRL under DistributedDataParallel with as many ranks, and no rank needs room for its longest sequence.
-
-Nothing of TRL is replaced: three methods of ``transformers.Trainer`` and, for GRPO, one of TRL are overridden.
+``WholeBatch`` in the model's place. So the results are those of TRL under DistributedDataParallel with as many ranks.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ import trl
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.loop.hdp import HDP
+from bytescale.hf.loop.updates import HDPOptimizer
 from bytescale.integrations.whole_batch import (
     ENTROPY,
     IS_TOP1,
@@ -41,30 +39,6 @@ from bytescale.integrations.whole_batch import (
 
 _TAKEN = ("input_ids", "attention_mask", "labels", "use_cache", "fused_lm_head")
 _STATES = "hdp"
-
-
-class HDPOptimizer(torch.optim.Optimizer):
-    """The optimizer of this rank's shards, whose ``step`` is ``hdp.step``. Schedules set its learning rate."""
-
-    def __init__(self, hdp: HDP, shards: torch.optim.Optimizer, max_grad_norm: float) -> None:
-        self.hdp, self.shards, self.max_grad_norm = hdp, shards, max_grad_norm
-        self.grad_norm = 0.0
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.shards.param_groups
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.grad_norm = self.hdp.step(max_grad_norm=self.max_grad_norm).grad_norm
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.hdp.zero_grad()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.shards.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.shards.load_state_dict(state_dict)
 
 
 class _Planned:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +23,7 @@ from bytescale.data.loading.loader import Reader, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.hf.batch.rank_batch import RankBatch
 from bytescale.hf.loop.planned_batch import PlannedBatch
-from bytescale.hf.model.head import causal_model
-from bytescale.runtime import RankGroup
+from bytescale.hf.model.head import embeddings_of
 from bytescale.runtime.plain_data import broadcast_json
 
 if TYPE_CHECKING:
@@ -51,27 +51,25 @@ class LoadedBatch(PlannedBatch):
         self.loss_divisor = data.loss_divisor
 
 
+@dataclass(kw_only=True)
 class LoadedBatches:
     """Iterates over the global batches of a corpus, on one rank."""
 
-    def __init__(
-        self, hdp: HDP, steps: Iterator[StepData], state: SamplerState, fields: Sequence[str], *, last: bool
-    ) -> None:
-        self._hdp = hdp
-        self._last = last
-        self._steps = steps
-        self._state = state
-        self._fields = fields
+    hdp: HDP
+    steps: Iterator[StepData]
+    state: SamplerState
+    fields: Sequence[str]
+    last: bool
 
     def __iter__(self) -> Iterator[LoadedBatch]:
-        for data in self._steps:
-            self._hdp.group.agree(f"the plan of step {data.step}", data.rank_plan.digest)
-            self._state = data.sampler_state_after
-            yield LoadedBatch(self._hdp, data, self._fields, last=self._last)
+        for data in self.steps:
+            self.hdp.group.agree(f"the plan of step {data.step}", data.rank_plan.digest)
+            self.state = data.sampler_state_after
+            yield LoadedBatch(self.hdp, data, self.fields, last=self.last)
 
     def state_dict(self) -> SamplerState:
         """Where the batch behind the last one starts, as plain numbers and texts: ``HDP.batches`` continues there."""
-        return dict(self._state)
+        return dict(self.state)
 
 
 @contextmanager
@@ -80,20 +78,18 @@ def loaded_batches(
 ) -> Iterator[LoadedBatches]:
     """Open the loader of one rank for the time of the block; see ``HDP.batches``."""
     group = hdp.group
-    reader = Reader(
-        hdp_rank=group.rank, num_processes=group.size, is_first=group.rank == 0, tell=lambda items: _tell(group, items)
-    )
+
+    def tell(items: list[Any]) -> None:
+        items[:] = broadcast_json(items, group.group, device=group.device)
+
+    reader = Reader(hdp_rank=group.rank, num_processes=group.size, is_first=group.rank == 0, tell=tell)
     with opened_feed(data, reader) as feed:
-        check_vocabulary(feed.metadata, len(causal_model(hdp.model).get_input_embeddings().weight))
+        check_vocabulary(feed.metadata, len(embeddings_of(hdp.model)[0].weight))
         if state is not None:
             feed.load_state_dict(state)
         start = feed.state_dict()
         with feed.open(hdp.planner, stop_step) as steps:
-            yield LoadedBatches(hdp, steps, start, data.fields, last=last)
-
-
-def _tell(group: RankGroup, items: list[Any]) -> None:
-    items[:] = broadcast_json(items, group.group, device=group.device)
+            yield LoadedBatches(hdp=hdp, steps=steps, state=start, fields=data.fields, last=last)
 
 
 def _rank_batch(data: StepData, fields: Sequence[str], dtype: torch.dtype) -> RankBatch:

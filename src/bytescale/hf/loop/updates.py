@@ -264,6 +264,30 @@ class Updates:
         return self._saved
 
 
+class HDPOptimizer(torch.optim.Optimizer):
+    """For trainers that call an optimizer: that of this rank's shards, whose ``step`` is ``hdp.step``."""
+
+    def __init__(self, hdp: Updates, shards: torch.optim.Optimizer, max_grad_norm: float) -> None:
+        self.hdp, self.shards, self.max_grad_norm = hdp, shards, max_grad_norm
+        self.grad_norm = 0.0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.shards.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.grad_norm = self.hdp.step(max_grad_norm=self.max_grad_norm).grad_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.hdp.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.shards.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.shards.load_state_dict(state_dict)
+
+
 def _layers_of(decoder: AttachedDecoder) -> dict[str, Any]:
     """What ``take_over`` is told of the layers, in whose order gradients are complete; nothing if none has a number."""
     try:
