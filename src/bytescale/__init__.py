@@ -15,8 +15,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bytescale.hf.batch.documents import RankBatch, cut
     from bytescale.hf.batch.planning import make_planner
-    from bytescale.hf.batch.rank_batch import RankBatch, cut
     from bytescale.hf.loop.hdp import HDP
     from bytescale.hf.loop.micro_batch import Micro
     from bytescale.hf.loop.planned_batch import PlannedBatch
@@ -29,9 +29,9 @@ __version__ = "0.2.0"
 _PLACES = {
     "HDP": "bytescale.hf.loop.hdp",
     "PlannedBatch": "bytescale.hf.loop.planned_batch",
-    "RankBatch": "bytescale.hf.batch.rank_batch",
+    "RankBatch": "bytescale.hf.batch.documents",
     "Update": "bytescale.runtime",
-    "cut": "bytescale.hf.batch.rank_batch",
+    "cut": "bytescale.hf.batch.documents",
     "Micro": "bytescale.hf.loop.micro_batch",
     "make_planner": "bytescale.hf.batch.planning",
     "Plan": "bytescale.plan",

@@ -35,7 +35,7 @@ class Run:
 
     Attributes:
         out: ``[n, ...]``.
-        effect: returns what the run does to a state: its decay and the state after it (``states``).
+        effect: returns what the run does to a state: its decay and the state after it (``cuts``).
         read: what a state before the run adds to ``out``.
     """
 

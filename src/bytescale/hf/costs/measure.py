@@ -17,8 +17,8 @@ from bytescale.cost import flops
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, RingWidths, States, nccl_reserve_bytes
 from bytescale.hf.costs.live_bytes import LiveBytes
 from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.interface import refusal
 from bytescale.hf.model.probe import LayerAttention, ModelFacts
-from bytescale.hf.model.refusal import refusal
 from bytescale.plan import MicroBatch
 from bytescale.runtime import Activations, RankGroup
 from bytescale.runtime.loss import PlainHead

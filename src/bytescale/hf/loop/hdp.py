@@ -32,15 +32,13 @@ from bytescale.config import DataConfig, PlannerName
 from bytescale.cost import Cluster, CostModel
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.memory import DeviceKind
-from bytescale.hf.batch.documents import Batch, Documents
+from bytescale.hf.batch.documents import Batch, Documents, RankBatch
 from bytescale.hf.batch.planning import make_planner
-from bytescale.hf.batch.rank_batch import RankBatch
-from bytescale.hf.loop.collected import Collected
 from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values, backward_of
 from bytescale.hf.loop.engine import Engine, require_use_of_host_memory
 from bytescale.hf.loop.loaded import LoadedBatches, loaded_batches
 from bytescale.hf.loop.micro_batch import Micro
-from bytescale.hf.loop.planned_batch import PlannedBatch, check_plan
+from bytescale.hf.loop.planned_batch import Collected, PlannedBatch, check_plan
 from bytescale.hf.loop.prefill import Prefill, Ready, prefill
 from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.checks import require_words, second_model, weight_sums

@@ -21,7 +21,7 @@ from bytescale.data.loading.assemble import MicroBatchData
 from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Reader, StepData
 from bytescale.data.order.batches import SamplerState
-from bytescale.hf.batch.rank_batch import RankBatch
+from bytescale.hf.batch.documents import RankBatch
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.model.head import embeddings_of
 from bytescale.runtime.plain_data import broadcast_json

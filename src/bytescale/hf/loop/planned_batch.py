@@ -9,19 +9,144 @@ reductions when its loop over the batch ends. Nothing else may use the gradients
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from bytescale.attention import RingBuffers
-from bytescale.common.errors import ConfigError, PlanError
-from bytescale.hf.batch.rank_batch import RankBatch
+from bytescale.common.errors import ConfigError, PlanError, RankFailure
+from bytescale.hf.batch.documents import RankBatch
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.interface import note_bypass
+from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.plan import MicroBatch, Plan
 from bytescale.plan.last_message import last_backward_is_silent
+from bytescale.runtime import RankGroup
 
 if TYPE_CHECKING:
     from bytescale.hf.loop.hdp import HDP
+
+
+_LACKS = "the gradient would lack its tokens"
+_ALL = (
+    "call model(**micro.inputs) and backward on every micro-batch of hdp.plan(batch), and score under torch.no_grad()"
+)
+
+
+class HandedOut:
+    """Passes by batch and micro-batch. A loop may look at a batch first, and run it in a second one."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self._batches: dict[int, tuple[int, dict[int, list[MicroBatchPass]]]] = {}
+
+    def begin(self, batch: int, num_passes: int) -> None:
+        """A loop over the batch of this number and of ``num_passes`` micro-batches begins."""
+        self._batches.setdefault(batch, (num_passes, {}))
+
+    def add(self, batch: int, index: int, target: MicroBatchPass) -> None:
+        """A micro-batch is handed out."""
+        self._batches[batch][1].setdefault(index, []).append(target)
+
+    def require_backwards(self, before: str) -> None:
+        """Raise ``RankFailure`` if a backward has not run ``before`` something."""
+        for _, held in self._batches.values():
+            for target in itertools.chain.from_iterable(held.values()):
+                if target.backward_is_missing:
+                    raise RankFailure(
+                        f"{target.name}: its backward has not run before {before}",
+                        so=_LACKS,
+                        fix="call backward on every micro-batch's loss, inside of the loop over a batch that was "
+                        "planned with last=True, and run scoring under torch.no_grad()",
+                    )
+
+    def require_trained(self, batch: int) -> None:
+        """Raise ``RankFailure`` if a pass of a batch that was planned with last=True ran without gradients."""
+        for target in itertools.chain.from_iterable(self._batches[batch][1].values()):
+            if not target.trained:
+                raise RankFailure(
+                    f"{target.name}: the loop over a batch that was planned with last=True ended without a backward",
+                    so=f"{_LACKS}, and ranks are about to reduce it",
+                    fix="plan a batch that is only looked at without last=True",
+                )
+
+    def finish(self) -> None:
+        """An update is due: forget all. Raises ``RankFailure`` if gradients would lack tokens."""
+        self.require_backwards("step()")
+        batches, self._batches = self._batches, {}
+        trained = False
+        for num_passes, held in batches.values():
+            ran = {index for index, passes in held.items() if any(target.trained for target in passes)}
+            trained |= bool(ran)
+            for index, passes in held.items():
+                if index not in ran and (ran or any(target.bypassed for target in passes)):
+                    raise _not_run(passes[-1])
+            if ran and len(ran) < num_passes:
+                raise RankFailure(
+                    f"the loop over a batch ended after {len(ran)} of its {num_passes} micro-batches",
+                    so="the gradient would lack the tokens of the others",
+                    fix=_ALL,
+                )
+        lost = [passes[-1] for _, held in batches.values() for passes in held.values()]
+        if lost and not trained:
+            raise _not_run(lost[0])
+
+
+def _not_run(target: MicroBatchPass) -> RankFailure:
+    if target.bypassed:
+        return RankFailure(
+            f"{target.name}: the model ran without micro.inputs, and attention of the plan was called zero times",
+            so="its documents saw each other, and ranks that share them would wait",
+            fix="call model(**micro.inputs) with all that is in it, hdp_attention included",
+        )
+    return RankFailure(f"{target.name} was not run by the model", so=_LACKS, fix=_ALL)
+
+
+class Collected:
+    """Results of one global batch. S: documents."""
+
+    def __init__(self, part: RankBatch) -> None:
+        self._part = part
+        self._kept: list[tuple[Micro, Tensor]] = []
+
+    def add(self, micro: Micro, values: Tensor) -> None:
+        """Keep ``values [T, ...]`` of a micro-batch. Raises ``PlanError`` for another number of rows."""
+        if len(values) != micro.num_rows:
+            raise PlanError(
+                f"{len(values)} results for the {micro.num_rows} rows of micro-batch {micro.index}",
+                so="they could not be given back to their tokens",
+                fix="collect one result per row, without the row that stands for none: values[: micro.num_rows]",
+            )
+        self._kept.append((micro, values.detach()))
+
+    def of_all(self, group: RankGroup) -> list[Tensor]:
+        """``[S]`` tensors ``[length, ...]`` on the group's device, the same on every rank.
+
+        Every token's result comes from one rank; the others add zero.
+        """
+        # A rank without rows does not know the shape of a result, so ranks exchange it: number of dimensions and sizes.
+        known = self._kept[0][1].shape[1:] if self._kept else torch.Size()
+        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+        mine = [len(known) + 1, dtypes.index(self._kept[0][1].dtype), *known] if self._kept else [0, 0]
+        mine += [0] * (8 - len(mine))
+        largest = [int(value) for value in group.max_of([float(value) for value in mine])]
+        if not largest[0]:
+            raise PlanError("no rank has collected anything", fix="call hdp.collect(micro, values) in the loop")
+        lengths = self._part.all_lengths(group)
+        starts = [0, *itertools.accumulate(lengths)]
+        shape, dtype = largest[2 : 1 + largest[0]], dtypes[largest[1]]
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        flat = torch.zeros(starts[-1], *shape, dtype=wide, device=group.device)
+        for micro, values in self._kept:
+            row = 0
+            for document, start, stop in micro.plan.runs:
+                place = slice(starts[document] + start, starts[document] + stop)
+                flat[place] = values[row : row + stop - start].to(wide)
+                row += stop - start
+        return list(group.all_reduce(flat).to(dtype).split(lengths))
 
 
 class PlannedBatch:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from bytescale.common.errors import DataError
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.head import causal_model, last_logits
-from bytescale.hf.model.refusal import refusal
+from bytescale.hf.model.interface import refusal
 from bytescale.planner.short_first import short_first
 
 if TYPE_CHECKING:

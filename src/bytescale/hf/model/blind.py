@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import BytescaleError
-from bytescale.hf.model.interface import KEYWORD, Call, Target, Unusable
-from bytescale.hf.model.refusal import refusal
+from bytescale.hf.model.interface import KEYWORD, Call, Target, Unusable, refusal
 from bytescale.recurrence import Cuts, OneProcessCuts
 
 NUM_ROWS = 8

@@ -20,11 +20,10 @@ from bytescale.attention import PackedAttention
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.model.costs import spec_of
 from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states
-from bytescale.hf.model.interface import KEYWORD, Attachment
+from bytescale.hf.model.interface import KEYWORD, Attachment, refusal
 from bytescale.hf.model.long_rope import fix_rope, unfix_rope
 from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.hf.model.probe import LayerAttention, LayerRecurrence, ModelFacts, probe
-from bytescale.hf.model.refusal import refusal
 from bytescale.runtime.loss import Head, PlainHead
 
 

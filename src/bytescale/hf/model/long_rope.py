@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bytescale.hf.model.refusal import refusal
+from bytescale.hf.model.interface import refusal
 
 _FIXED = "bytescale_longest_document"
 """Attribute of a module whose angles were fixed: for how many tokens."""

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from bytescale.attention import PackedAttention
 from bytescale.attention.autocast import in_autocast
 from bytescale.common.errors import ConfigError, RankFailure
-from bytescale.hf.model.interface import Call, Target, foreign_model
-from bytescale.hf.model.refusal import refusal
+from bytescale.hf.model.interface import Call, Target, foreign_model, refusal
 from bytescale.recurrence import Cuts, GroupCuts
 
 if TYPE_CHECKING:

@@ -30,8 +30,7 @@ from bytescale.hf.model.blind import (
     run_blind,
 )
 from bytescale.hf.model.head import embeddings_of
-from bytescale.hf.model.interface import Call
-from bytescale.hf.model.refusal import refusal
+from bytescale.hf.model.interface import Call, refusal
 
 _HARMLESS = frozenset(
     ("scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
