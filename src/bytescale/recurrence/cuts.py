@@ -5,9 +5,9 @@ documents. A recurrent layer has to know two things of the tokens before a fragm
 convolution looks at (the halo), and the state that they leave behind.
 
 A run of tokens maps the state before it to the state after it: ``E -> D E + S``, where D is a matrix a head (delta
-rules), or numbers (Mamba, lightning). First ``(D1, S1)``, then ``(D2, S2)``, is ``(D2 D1, D2 S1 + S2)``. The 2N segments
-of a sequence that N members share have positions 0 .. 2N-1; member ``i`` holds ``i`` and ``2N-1-i``. Each position wants
-the composition of all maps before it, applied to nothing: an exclusive scan.
+rules), or numbers (Mamba, lightning). First ``(D1, S1)``, then ``(D2, S2)``, is ``(D2 D1, D2 S1 + S2)``. The segments
+of a sequence that N members share have positions 0 .. 2N-1; member ``i`` holds ``i`` and ``2N-1-i``. Each position
+wants the composition of all maps before it, applied to nothing: an exclusive scan.
 
   scan    round r = 0, 1, .. with d = 2^r: position p sends the composition of the d maps up to its own to position
           p + d, which puts it before what it has. Where p < d, the composition is complete, and S alone is sent.

@@ -14,7 +14,7 @@ from bytescale.common.errors import DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.batch.whole_documents import WholeDocuments
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
-from bytescale.hf.model.interface import KEYWORD, Unusable, foreign_model
+from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
 from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.plan import MicroBatch
 from bytescale.runtime.loss import loss_sum
@@ -58,7 +58,7 @@ class Micro:
             "input_ids": tokens[None],
             "position_ids": position_ids[None],
             "use_cache": False,
-            "attention_mask": Unusable(foreign_model("a model that is on no HDP's attention")),
+            "attention_mask": OnlyAttached(foreign_model("a model that is on no HDP's attention")),
             KEYWORD: target,
         }
 

@@ -180,7 +180,7 @@ def foreign_model(name: str) -> ConfigError:
 
 
 class Unusable:
-    """Stands where a model expects its mask. An attached model drops it; whoever looks into it gets an error."""
+    """Stands where a model expects its mask. Whoever looks into it gets an error."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -192,6 +192,10 @@ class Unusable:
 
     def __getitem__(self, key: Any) -> Any:
         raise self._error
+
+
+class OnlyAttached(Unusable):
+    """The mask in ``micro.inputs``: an attached model drops it, and any other stumbles over it."""
 
 
 class Attachment:
@@ -291,7 +295,7 @@ def _mask(original: str, *args: Any, mask_function: Callable[..., Any], **option
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = kwargs.get(KEYWORD)
-    if isinstance(kwargs.get("attention_mask"), Unusable):
+    if isinstance(kwargs.get("attention_mask"), OnlyAttached):
         kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
     if target is None and _pass.get() is None and (bypass := _bypass.get()) is not None:
         bypass()
