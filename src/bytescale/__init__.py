@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bytescale.hf.loop.hdp import HDP
     from bytescale.hf.loop.micro_batch import Micro
     from bytescale.hf.loop.planned_batch import PlannedBatch
-    from bytescale.hf.scoring.score import score
+    from bytescale.hf.scoring.score_file import score
     from bytescale.plan import Plan
     from bytescale.runtime import Update
 
@@ -35,7 +35,7 @@ _PLACES = {
     "Micro": "bytescale.hf.loop.micro_batch",
     "make_planner": "bytescale.hf.batch.planning",
     "Plan": "bytescale.plan",
-    "score": "bytescale.hf.scoring.score",
+    "score": "bytescale.hf.scoring.score_file",
 }
 
 __all__ = ["HDP", "Micro", "Plan", "PlannedBatch", "RankBatch", "Update", "cut", "make_planner", "score"]

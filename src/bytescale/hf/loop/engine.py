@@ -15,8 +15,7 @@ from bytescale.cost.memory import DeviceKind
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.hf.costs.measure import check_widths, measure_rows, measured_memory
 from bytescale.hf.loop.micro_batch import Micro
-from bytescale.hf.model.decoder import AttachedDecoder
-from bytescale.hf.model.passes import MicroBatchPass
+from bytescale.hf.model.decoder import AttachedDecoder, MicroBatchPass
 from bytescale.plan import MicroBatch
 from bytescale.runtime import Activations, HostPool, RankGroup
 from bytescale.runtime.saved.checkpointing import Checkpointing

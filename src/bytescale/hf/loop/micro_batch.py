@@ -13,9 +13,9 @@ from bytescale.attention.copies import to_device
 from bytescale.common.errors import DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.batch.whole_documents import WholeDocuments
+from bytescale.hf.model.decoder import MicroBatchPass
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
 from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
-from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.plan import MicroBatch
 from bytescale.runtime.loss import loss_sum
 

@@ -20,8 +20,8 @@ from bytescale.attention import RingBuffers
 from bytescale.common.errors import ConfigError, PlanError, RankFailure
 from bytescale.hf.batch.documents import RankBatch
 from bytescale.hf.loop.micro_batch import Micro
+from bytescale.hf.model.decoder import MicroBatchPass
 from bytescale.hf.model.interface import note_bypass
-from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.plan import MicroBatch, Plan
 from bytescale.plan.last_message import last_backward_is_silent
 from bytescale.runtime import RankGroup

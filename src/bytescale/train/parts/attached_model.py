@@ -20,8 +20,7 @@ from bytescale.config.validate import may_offload
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.costs.measure import check_widths, measure_rows, measured_memory
-from bytescale.hf.files.folder import constants_of, load_model, make_model, set_constants
-from bytescale.hf.files.partly_trained import train_a_part
+from bytescale.hf.files.folder import constants_of, load_model, make_model, set_constants, train_a_part
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.models.hf_folder import exact_dtype
 from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, ShardedOptimizer
