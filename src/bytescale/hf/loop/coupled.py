@@ -16,7 +16,6 @@ Shape letters: T rows of a micro-batch, S tokens of a document.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,10 +115,10 @@ def backward_of(
                 if documents.counted[documents.numbers.index(numbers[0])]:
                     counted.add(float(part.detach()), metrics)
         total.backward()
-    rows_of_ranks = all_gather_json([counted.loss, counted.metrics, wrong], hdp.group.group, hdp.group.device)
-    for own_loss, own_metrics, _ in rows_of_ranks:
+    told, wrong = all_gather_json([counted.loss, counted.metrics, wrong], hdp.group.group, hdp.group.device), []
+    for own_loss, own_metrics, own_wrong in told:
         result.add(own_loss, own_metrics)
-    wrong = list(itertools.chain.from_iterable(own for _, _, own in rows_of_ranks))
+        wrong += own_wrong
     if wrong and hdp.has_optimizer:
         hdp.zero_grad()
     _require_finite(wrong)

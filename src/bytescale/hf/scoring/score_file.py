@@ -7,6 +7,7 @@ depend on the corpus and ``batch_tokens`` alone, never on the ranks, so another 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bytescale.common.atomic import remove_stale_temporaries, whole_file
+from bytescale.common.atomic import remove_stale_temporaries, whole_file, write_atomically
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.parsing import parse_json
@@ -58,8 +59,7 @@ def score(hdp: HDP, documents: Iterable[Mapping[str, Any]], *, batch_tokens: int
             held, num_tokens = [], 0
         held.append(document)
         num_tokens += length
-    if held:
-        yield from score_batch(hdp, held)
+    yield from score_batch(hdp, held) if held else ()
 
 
 @torch.no_grad()
@@ -105,23 +105,16 @@ class ScoreFile:
         self.check_is_new()
         self.parts.mkdir(parents=True, exist_ok=True)
         known = self.parts / "settings.json"
-        wanted = json.dumps(settings, indent=2, sort_keys=True)
         if not known.exists():
-            with whole_file(known) as temporary:
-                temporary.write_text(wanted, encoding="utf-8")
+            write_atomically(known, json.dumps(settings, indent=2, sort_keys=True).encode())
         found = parse_json(known.read_text(encoding="utf-8"))
-        changed = sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name))
-        if changed:
-            name = changed[0]
+        for name in sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name)):
             raise ConfigError(
                 f"{self.parts} was begun with {name} = {found.get(name)!r}, and now it is {settings.get(name)!r}",
                 so="one file would hold scores of both",
                 fix="repeat the command as it was, or delete the folder to start again",
             )
-        done = 0
-        while self.part(done).exists():
-            done += 1
-        return done
+        return next(done for done in itertools.count() if not self.part(done).exists())
 
     def part(self, number: int) -> Path:
         """The path of a part."""
