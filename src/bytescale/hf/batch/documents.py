@@ -34,11 +34,10 @@ class Documents:
 
     Attributes:
         fields: by name, one tensor ``[length of the document, ...]`` per document, in CPU memory or where it was.
-        left_out: fields that are neither numbers nor arrays (texts, names), which no micro-batch has.
+            Those that are neither numbers nor arrays (texts, names) are left out.
     """
 
     fields: dict[str, list[Tensor]]
-    left_out: frozenset[str]
 
     @property
     def lengths(self) -> list[int]:
@@ -72,19 +71,17 @@ class Documents:
         renamed = [_with_tokens(document, number) for number, document in enumerate(batch)]
         _require_same_fields(renamed)
         fields: dict[str, list[Tensor]] = {}
-        left_out = set()
         for name in renamed[0]:
             if name in MICRO_BATCH_NAMES:
                 raise DataError(
                     f"a field is called {name!r}, which a micro-batch has itself", fix="give it another name"
                 )
             values = [_tensor(document[name]) for document in renamed]
-            if any(value is None for value in values):
-                left_out.add(name)
-            else:
-                fields[name] = _token_aligned(name, [v for v in values if v is not None], fields)
+            numbers = [value for value in values if value is not None]
+            if len(numbers) == len(values):
+                fields[name] = _token_aligned(name, numbers, fields)
         _complete(fields, shift_labels)
-        return Documents(fields=fields, left_out=frozenset(left_out))
+        return Documents(fields=fields)
 
     def rows(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """The rows ``[T, ...]`` of one micro-batch, of every field, in the order of its segments."""

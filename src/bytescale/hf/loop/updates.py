@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,78 +28,11 @@ from bytescale.runtime.optimizer.parking import Parking
 from bytescale.runtime.optimizer.take_over import take_over
 
 
-class Savings:
-    """Saves and restores the optimizer of one ``HDP``. Every method is called by every rank."""
+class _Ranks(NamedTuple):
+    """The ranks that write and read checkpoints together (``checkpoint.checkpointer.Participants``)."""
 
-    def __init__(self, group: RankGroup, optimizer: ShardedOptimizer, model: nn.Module) -> None:
-        """Raises ``ConfigError`` where torch.distributed is not initialised, or parameters have several dtypes."""
-        if not dist.is_initialized():
-            raise ConfigError(
-                "checkpoints are written by torch.distributed, which is not initialised",
-                fix="call init_process_group() before HDP(), also for a single rank, or keep hdp.state()",
-            )
-        if len(optimizer.zeros) > 1:
-            raise ConfigError(
-                "the trained parameters have several dtypes",
-                so="a checkpoint holds weights of one dtype",
-                fix="cast them to one dtype before hdp.adamw(), or keep hdp.state()",
-            )
-        ranks = None if group.group is None else dist.get_process_group_ranks(group.group)
-        self.is_first = group.rank == 0
-        self.checkpoint_group = dist.new_group(
-            ranks or [dist.get_rank()], backend="gloo", use_local_synchronization=True
-        )
-        self._optimizer = optimizer
-        self._group = group
-        self._architecture = {
-            "model": type(model).__name__,
-            "parameters": {entry.name: list(entry.shape) for entry in optimizer.parameters.entries},
-        }
-
-    def save(self, folder: Path, extra: dict[str, Any], keep: int) -> Path:
-        """Write ``folder/step-<updates>`` and return its path. ``extra`` is the caller's, as in ``HDP.save``."""
-        state = RunState(
-            step=self._optimizer.num_updates,
-            sampler={"extra": extra, "numbers": self._optimizer.state_numbers()},
-            architecture=self._architecture,
-            mesh={"hdp": self._group.size},
-        )
-        self._refuse_later(folder, state.step)
-        checkpoints = self._checkpoints(folder, keep)
-        checkpoints.save(state, self._optimizer)
-        checkpoints.finish()
-        return folder / step_name(state.step)
-
-    def _refuse_later(self, folder: Path, step: int) -> None:
-        """Raise ``CheckpointError`` if a later checkpoint is there: it would outlive the new one, and be loaded."""
-        error, found = None, complete_checkpoints(folder) if self.is_first else []
-        if found and step_of(found[-1].name) > step:
-            error = CheckpointError(
-                f"{folder} has {found[-1].name}, and this model has made {step} updates",
-                so="the checkpoint of another run, or of a later time, would be kept in place of the new one",
-                fix="save to another folder, or move the later checkpoints away",
-            )
-        settle(error, self.checkpoint_group)
-
-    def load(self, path: Path) -> dict[str, Any]:
-        """Continue from a checkpoint, or from the newest one in a folder of them. Returns the caller's ``extra``."""
-        self._optimizer.require_adopted()
-        complete = complete_checkpoints(path)
-        path = complete[-1] if complete else path
-        state = read_run_state(path)
-        if "numbers" not in state.sampler:
-            raise CheckpointError(
-                f"{path} was written by bytescale train, not by HDP.save()",
-                so="its names are not those of this model",
-                fix="convert it with bytescale convert, and load the folder with transformers",
-            )
-        checkpoints = self._checkpoints(path.parent, keep=2**31)
-        checkpoints.restore(path, self._optimizer, self._architecture, numbers=state.sampler["numbers"])
-        extra: dict[str, Any] = state.sampler["extra"]
-        return extra
-
-    def _checkpoints(self, folder: Path, keep: int) -> Checkpointer:
-        return Checkpointer(folder, self, CheckpointConfig(background=False, keep=keep))
+    is_first: bool
+    checkpoint_group: dist.ProcessGroup
 
 
 class Updates:
@@ -113,7 +46,7 @@ class Updates:
         self.model, self.group = model, group
         self.handed_out = HandedOut()
         self._optimizer: ShardedOptimizer | None = None
-        self._saved: Savings | None = None
+        self._ranks: _Ranks | None = None
         self._parking = Parking()
 
     def adamw(
@@ -243,7 +176,25 @@ class Updates:
 
         Raises ``CheckpointError`` if it cannot be written.
         """
-        return self._savings().save(Path(folder), extra or {}, keep)
+        optimizer, folder = self.sharded(), Path(folder)
+        checkpoints, ranks = self._checkpoints(folder, keep)
+        error, found = None, complete_checkpoints(folder) if ranks.is_first else []
+        if found and step_of(found[-1].name) > optimizer.num_updates:
+            error = CheckpointError(
+                f"{folder} has {found[-1].name}, and this model has made {optimizer.num_updates} updates",
+                so="the checkpoint of another run, or of a later time, would be kept in place of the new one",
+                fix="save to another folder, or move the later checkpoints away",
+            )
+        settle(error, ranks.checkpoint_group)
+        state = RunState(
+            step=optimizer.num_updates,
+            sampler={"extra": extra or {}, "numbers": optimizer.state_numbers()},
+            architecture=self._architecture(),
+            mesh={"hdp": self.group.size},
+        )
+        checkpoints.save(state, optimizer)
+        checkpoints.finish()
+        return folder / step_name(state.step)
 
     def load(self, path: Path | str) -> dict[str, Any]:
         """Continue exactly from a checkpoint, or from the newest in a folder of checkpoints. Returns its ``extra``.
@@ -251,7 +202,45 @@ class Updates:
         Every rank calls it, after ``adamw`` or ``optimizer``. Raises ``CheckpointError`` if there is none, or if it is
         of another model.
         """
-        return self._savings().load(Path(path))
+        optimizer, path = self.sharded(), Path(path)
+        optimizer.require_adopted()
+        complete = complete_checkpoints(path)
+        path = complete[-1] if complete else path
+        checkpoints, _ = self._checkpoints(path.parent, keep=2**31)
+        state = read_run_state(path)
+        if "numbers" not in state.sampler:
+            raise CheckpointError(
+                f"{path} was written by bytescale train, not by HDP.save()",
+                so="its names are not those of this model",
+                fix="convert it with bytescale convert, and load the folder with transformers",
+            )
+        checkpoints.restore(path, optimizer, self._architecture(), numbers=state.sampler["numbers"])
+        extra: dict[str, Any] = state.sampler["extra"]
+        return extra
+
+    def _architecture(self) -> dict[str, Any]:
+        shapes = {entry.name: list(entry.shape) for entry in self.sharded().parameters.entries}
+        return {"model": type(self.model).__name__, "parameters": shapes}
+
+    def _checkpoints(self, folder: Path, keep: int) -> tuple[Checkpointer, _Ranks]:
+        """What writes and reads. Raises ``ConfigError`` without torch.distributed, or for several dtypes."""
+        if not dist.is_initialized():
+            raise ConfigError(
+                "checkpoints are written by torch.distributed, which is not initialised",
+                fix="call init_process_group() before HDP(), also for a single rank, or keep hdp.state()",
+            )
+        if len(self.sharded().zeros) > 1:
+            raise ConfigError(
+                "the trained parameters have several dtypes",
+                so="a checkpoint holds weights of one dtype",
+                fix="cast them to one dtype before hdp.adamw(), or keep hdp.state()",
+            )
+        if self._ranks is None:
+            group = self.group.group
+            ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+            made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._ranks = _Ranks(self.group.rank == 0, made)
+        return Checkpointer(folder, self._ranks, CheckpointConfig(background=False, keep=keep)), self._ranks
 
     # -- memory and weights ----------------------------------------------------------------------------------------
 
@@ -337,11 +326,6 @@ class Updates:
             raise ConfigError("this HDP has no optimizer", fix="call hdp.adamw(lr=...) or hdp.optimizer(...) first")
         self._optimizer.require_not_replaced(self.model)
         return self._optimizer
-
-    def _savings(self) -> Savings:
-        optimizer = self.sharded()
-        self._saved = self._saved or Savings(self.group, optimizer, self.model)
-        return self._saved
 
 
 class HDPOptimizer(torch.optim.Optimizer):
