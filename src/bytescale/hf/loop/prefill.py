@@ -87,16 +87,19 @@ class Prefill:
         """The prompt's KV cache (``transformers.DynamicCache``) on ``rank``; None on the others.
 
         The members send what they hold. Their own parts stay, so a cache may be gathered again. Raises ``ConfigError``
-        for a model whose cache is not as transformers' own are: MiniMax, and Zamba 2, which uses layers repeatedly.
+        for a model whose cache holds something else: compressed keys (DeepSeek, Kimi Linear), MiniMax's states, and
+        layers that are used several times (Zamba 2).
         """
         from transformers import DynamicCache
 
         decoder = self.hdp.engine.decoder
-        unlike = ["a layer that is used several times"] * (len(decoder.attentions) < len(decoder.facts.layers))
-        for name in [*unlike, *(type(mixer).__name__ for mixer in decoder.mixers if has_own_cache(mixer))]:
+        unlike = ["a layer that is used several times"] * (len(set(self._layers())) < len(decoder.facts.layers))
+        unlike += [type(mixer).__name__ for mixer in decoder.mixers if has_own_cache(mixer)]
+        unlike += [type(layer).__name__ for layer in decoder.attentions if hasattr(layer, "expand_kv")]
+        for name in unlike:
             raise refusal(
                 name,
-                "the model's cache is not as transformers' own caches are",
+                "the model's cache does not hold the keys and values, or the states, that its layers compute with",
                 so="generate could not go on from what prefill gathers",
                 fix="call model.generate without past_key_values; next tokens and logits are known without it",
             )
