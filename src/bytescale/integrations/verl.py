@@ -27,11 +27,11 @@ from verl.workers.engine.utils import detach_tree
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.hf.loop.coupled import Values
 from bytescale.hf.loop.hdp import HDP
 from bytescale.integrations.whole_batch import (
     ENTROPY,
     LOG_PROBS,
-    Columns,
     Sequences,
     WholeBatch,
     value_columns,
@@ -208,7 +208,7 @@ class BytescaleEngine(BaseEngine):
             "metrics": {name: [value] for name, value in metrics.items()},
         }
 
-    def _columns(self) -> tuple[Columns, int]:
+    def _columns(self) -> tuple[Values, int]:
         return word_columns(self.module, None), 2
 
     def _sequences(self, data: TensorDict) -> Sequences:
@@ -307,7 +307,7 @@ class BytescaleValueEngine(BytescaleEngine):
             self.model_config.local_path, dtype=dtype, **_SAFE, **given
         )
 
-    def _columns(self) -> tuple[Columns, int]:
+    def _columns(self) -> tuple[Values, int]:
         return value_columns(self.module), 1
 
     def _sequences(self, data: TensorDict) -> Sequences:

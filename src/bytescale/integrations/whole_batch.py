@@ -28,8 +28,6 @@ from bytescale.hf.loop.hdp import HDP
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
 
-Columns = Values
-"""From a micro-batch to its values ``[T, K]``, of which the first D are differentiable."""
 LOG_PROBS, ENTROPY, IS_TOP1, MEAN_LOGITS = range(4)
 """Values that ``word_columns`` gives; the first two are differentiable."""
 
@@ -57,8 +55,8 @@ class _Call:
 class WholeBatch:
     """Runs of one model in one training step. Every rank makes the same."""
 
-    def __init__(self, hdp: HDP, columns: Columns, *, num_trained: int) -> None:
-        """``num_trained``: D, the columns that a loss may go backward into; 0: none, as for a second model."""
+    def __init__(self, hdp: HDP, columns: Values, *, num_trained: int) -> None:
+        """``columns``: a micro-batch's values ``[T, K]``. ``num_trained``: D; 0: none, as for a second model."""
         self.hdp, self._columns, self._num_trained = hdp, columns, num_trained
         self._calls: list[_Call] = []
 
@@ -145,7 +143,7 @@ class WholeBatch:
         return sum(counts[: group.rank]), found
 
 
-def word_columns(model: nn.Module, temperature: float | None = 1.0) -> Columns:
+def word_columns(model: nn.Module, temperature: float | None = 1.0) -> Values:
     """``[T, 4]``: log-probability, entropy, whether the label is the likeliest word, mean of logits; 0 without label.
 
     ``temperature``: None: the micro-batches' field ``number`` has it.
@@ -161,7 +159,7 @@ def word_columns(model: nn.Module, temperature: float | None = 1.0) -> Columns:
     return columns
 
 
-def value_columns(model: nn.Module) -> Columns:
+def value_columns(model: nn.Module) -> Values:
     """``[T, 1]``: the only number that a model for token classification gives each token."""
 
     def columns(micro: Micro) -> Tensor:

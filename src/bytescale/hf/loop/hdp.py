@@ -38,7 +38,7 @@ from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values, backward_of
 from bytescale.hf.loop.engine import Engine, require_use_of_host_memory
 from bytescale.hf.loop.loaded import LoadedBatches, loaded_batches
 from bytescale.hf.loop.micro_batch import Micro
-from bytescale.hf.loop.planned_batch import Collected, PlannedBatch, check_plan
+from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.prefill import Prefill, Ready, prefill
 from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.checks import require_words, second_model, weight_sums
@@ -100,7 +100,7 @@ class HDP(Updates):
         super().__init__(model, _rank_group(group, next(model.parameters()).device))
         self.capacity_tokens = capacity_tokens
         self.equal_counts = equal_counts
-        self._collected: Collected | None = None
+        self._looped: PlannedBatch | None = None
         self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
         require_use_of_host_memory(host_gib, equal_counts=equal_counts, forward_only=forward_only)
         decoder = AttachedDecoder(model, longest_document=longest_document)
@@ -197,10 +197,17 @@ class HDP(Updates):
             require_words(documents.fields, model)
         if plan is None:
             plan = self.planner_of(capacity_tokens)(np.array(documents.lengths), together)
-        check_plan(plan, documents.lengths, self.group.size)
+        lengths, ranks = documents.lengths, self.group.size
+        if plan.lengths.tolist() != lengths or plan.num_ranks != ranks:
+            raise PlanError(
+                f"the plan is of {plan.num_sequences} documents with {plan.num_tokens} tokens on {plan.num_ranks} "
+                f"ranks; the batch has {len(lengths)} documents with {sum(lengths)} tokens, and there are {ranks} ranks",
+                so="rows would go to wrong places",
+                fix="give the plan that was made for these documents, in the same order",
+            )
         rank_plan = RankPlan.of(plan, self.group.rank)
         self.group.agree("the documents of a batch, or its plan", documents.digest() ^ rank_plan.digest)
-        self._collected = None
+        self._looped = None
         return PlannedBatch(self, RankBatch.of(rank_plan, documents), last=last)
 
     def planner_of(self, capacity_tokens: int | None) -> VerifiedPlanner:
@@ -251,7 +258,7 @@ class HDP(Updates):
         """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``); ``last``: see ``plan``."""
         for rows in part.rows:
             require_words({name: [values] for name, values in rows.items()}, self.model)
-        self._collected = None
+        self._looped = None
         return PlannedBatch(self, part, last=last)
 
     def batches(
@@ -275,18 +282,18 @@ class HDP(Updates):
 
     def collect(self, micro: Micro, values: Tensor) -> None:
         """Keep one result per row of a micro-batch, ``[T]`` or ``[T, ...]``, for ``collected``."""
-        if self._collected is None:
+        if self._looped is None:
             raise PlanError("collect() was called before plan()", fix="collect inside the loop over hdp.plan(batch)")
-        self._collected.add(micro, values)
+        self._looped.collect(micro, values)
 
     def collected(self) -> list[Tensor]:
         """The kept results of all ranks, one tensor ``[length, ...]`` per document, in the caller's order.
 
         Every rank calls it, after the loop, and gets all of them.
         """
-        if self._collected is None:
+        if self._looped is None:
             raise PlanError("nothing was collected", fix="call hdp.collect(micro, values) for every one")
-        return self._collected.of_all(self.group)
+        return self._looped.collected()
 
     def prefill(self, prompts: Sequence[Sequence[int] | Tensor], *, ready: Ready | None = None) -> Prefill:
         """Run prompts ``[S]`` forward: their next tokens, and KV caches from which ``model.generate`` goes on.
@@ -298,14 +305,13 @@ class HDP(Updates):
 
     # -- internals -------------------------------------------------------------------------------------------------
 
-    def begin_batch(self, planned: PlannedBatch, part: RankBatch) -> None:
-        """Forget what was collected: the documents of ``part`` follow. Called when a batch's loop begins."""
+    def begin_batch(self, planned: PlannedBatch) -> None:
+        """Called when a batch's loop begins."""
         self.require_no_reduction("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
         self.require_at_home("weights")
-        self.engine.activations.begin_step(part.rank_plan.micro_batches)
-        self.handed_out.begin(planned.number, len(planned))
-        self._collected = Collected(part)
+        self.engine.activations.begin_step(planned.rank_plan.micro_batches)
+        self._looped = planned
 
     def _fingerprint(self) -> int:
         """63 bits of what has to be equal on all ranks."""

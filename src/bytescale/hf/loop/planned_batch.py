@@ -22,9 +22,8 @@ from bytescale.hf.batch.documents import RankBatch
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.decoder import MicroBatchPass
 from bytescale.hf.model.interface import note_bypass
-from bytescale.plan import MicroBatch, Plan
+from bytescale.plan import MicroBatch
 from bytescale.plan.last_message import last_backward_is_silent
-from bytescale.runtime import RankGroup
 
 if TYPE_CHECKING:
     from bytescale.hf.loop.hdp import HDP
@@ -43,13 +42,10 @@ class HandedOut:
         self.numbers = itertools.count()
         self._batches: dict[int, tuple[int, dict[int, list[MicroBatchPass]]]] = {}
 
-    def begin(self, batch: int, num_passes: int) -> None:
-        """A loop over the batch of this number and of ``num_passes`` micro-batches begins."""
-        self._batches.setdefault(batch, (num_passes, {}))
-
-    def add(self, batch: int, index: int, target: MicroBatchPass) -> None:
+    def add(self, batch: PlannedBatch, index: int, target: MicroBatchPass) -> None:
         """A micro-batch is handed out."""
-        self._batches[batch][1].setdefault(index, []).append(target)
+        _, held = self._batches.setdefault(batch.number, (len(batch), {}))
+        held.setdefault(index, []).append(target)
 
     def require_backwards(self, before: str) -> None:
         """Raise ``RankFailure`` if a backward has not run ``before`` something."""
@@ -65,7 +61,8 @@ class HandedOut:
 
     def require_trained(self, batch: int) -> None:
         """Raise ``RankFailure`` if a pass of a batch that was planned with last=True ran without gradients."""
-        for target in itertools.chain.from_iterable(self._batches[batch][1].values()):
+        _, held = self._batches.get(batch, (0, {}))
+        for target in itertools.chain.from_iterable(held.values()):
             if not target.trained:
                 raise RankFailure(
                     f"{target.name}: the loop over a batch that was planned with last=True ended without a backward",
@@ -105,50 +102,6 @@ def _not_run(target: MicroBatchPass) -> RankFailure:
     return RankFailure(f"{target.name} was not run by the model", so=_LACKS, fix=_ALL)
 
 
-class Collected:
-    """Results of one global batch. S: documents."""
-
-    def __init__(self, part: RankBatch) -> None:
-        self._part = part
-        self._kept: list[tuple[Micro, Tensor]] = []
-
-    def add(self, micro: Micro, values: Tensor) -> None:
-        """Keep ``values [T, ...]`` of a micro-batch. Raises ``PlanError`` for another number of rows."""
-        if len(values) != micro.num_rows:
-            raise PlanError(
-                f"{len(values)} results for the {micro.num_rows} rows of micro-batch {micro.index}",
-                so="they could not be given back to their tokens",
-                fix="collect one result per row, without the row that stands for none: values[: micro.num_rows]",
-            )
-        self._kept.append((micro, values.detach()))
-
-    def of_all(self, group: RankGroup) -> list[Tensor]:
-        """``[S]`` tensors ``[length, ...]`` on the group's device, the same on every rank.
-
-        Every token's result comes from one rank; the others add zero.
-        """
-        # A rank without rows does not know the shape of a result, so ranks exchange it: number of dimensions and sizes.
-        known = self._kept[0][1].shape[1:] if self._kept else torch.Size()
-        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
-        mine = [len(known) + 1, dtypes.index(self._kept[0][1].dtype), *known] if self._kept else [0, 0]
-        mine += [0] * (8 - len(mine))
-        largest = [int(value) for value in group.max_of([float(value) for value in mine])]
-        if not largest[0]:
-            raise PlanError("no rank has collected anything", fix="call hdp.collect(micro, values) in the loop")
-        lengths = self._part.all_lengths(group)
-        starts = [0, *itertools.accumulate(lengths)]
-        shape, dtype = largest[2 : 1 + largest[0]], dtypes[largest[1]]
-        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-        flat = torch.zeros(starts[-1], *shape, dtype=wide, device=group.device)
-        for micro, values in self._kept:
-            row = 0
-            for document, start, stop in micro.plan.runs:
-                place = slice(starts[document] + start, starts[document] + stop)
-                flat[place] = values[row : row + stop - start].to(wide)
-                row += stop - start
-        return list(group.all_reduce(flat).to(dtype).split(lengths))
-
-
 class PlannedBatch:
     """This rank's micro-batches of one global batch; iterating runs through them once, in the plan's order."""
 
@@ -158,6 +111,7 @@ class PlannedBatch:
         self.rank_plan = part.rank_plan
         self._part = part
         self._last = last
+        self._kept: list[tuple[Micro, Tensor]] = []
         self._num_passes = part.rank_plan.num_rounds
         if hdp.equal_counts and part.rank_plan.domain != part.rank_plan.num_ranks:
             raise PlanError(
@@ -178,7 +132,8 @@ class PlannedBatch:
 
     def __iter__(self) -> Iterator[Micro]:
         hdp = self.hdp
-        hdp.begin_batch(self, self._part)
+        hdp.begin_batch(self)
+        self._kept = []
         buffers = RingBuffers()
         for index in range(self._num_passes):
             if index < len(self._part.rows):
@@ -188,7 +143,7 @@ class PlannedBatch:
             if self._last and index + 1 == len(self):
                 hdp.handed_out.require_backwards("gradients are reduced (last=True)")
                 hdp.sharded().expect_last_backward(last_backward_is_silent(self.rank_plan))
-            hdp.handed_out.add(self.number, index, micro.target)
+            hdp.handed_out.add(self, index, micro.target)
             note_bypass(micro.target.bypass)
             try:
                 yield micro
@@ -202,14 +157,34 @@ class PlannedBatch:
             hdp.sharded().after_last_message()
             hdp.is_reducing = True
 
+    def collect(self, micro: Micro, values: Tensor) -> None:
+        """``HDP.collect``. Raises ``PlanError`` for another number of rows."""
+        if len(values) != micro.num_rows:
+            raise PlanError(
+                f"{len(values)} results for the {micro.num_rows} rows of micro-batch {micro.index}",
+                so="they could not be given back to their tokens",
+                fix="collect one result per row, without the row that stands for none: values[: micro.num_rows]",
+            )
+        self._kept.append((micro, values.detach()))
 
-def check_plan(plan: Plan, lengths: list[int], num_ranks: int) -> None:
-    """Raise ``PlanError`` unless ``plan`` is of documents of these lengths on so many ranks."""
-    if plan.lengths.tolist() != lengths or plan.num_ranks != num_ranks:
-        raise PlanError(
-            f"the plan is of {plan.num_sequences} documents with {plan.num_tokens} tokens on {plan.num_ranks} "
-            f"ranks; the batch has {len(lengths)} documents with {sum(lengths)} tokens, and there are {num_ranks} "
-            "ranks",
-            so="rows would go to wrong places",
-            fix="give the plan that was made for these documents, in the same order",
-        )
+    def collected(self) -> list[Tensor]:
+        """``HDP.collected``. Every token's result comes from one rank; the others add zero."""
+        group = self.hdp.group
+        # A rank without rows does not know the shape of a result, so ranks exchange it: number of dimensions and sizes.
+        known = self._kept[0][1].shape[1:] if self._kept else torch.Size()
+        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+        mine = [len(known) + 1, dtypes.index(self._kept[0][1].dtype), *known] if self._kept else [0, 0]
+        mine += [0] * (8 - len(mine))
+        largest = [int(value) for value in group.max_of([float(value) for value in mine])]
+        if not largest[0]:
+            raise PlanError("no rank has collected anything", fix="call hdp.collect(micro, values) in the loop")
+        lengths = self._part.all_lengths(group)
+        starts = [0, *itertools.accumulate(lengths)]
+        shape, dtype = largest[2 : 1 + largest[0]], dtypes[largest[1]]
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        flat = torch.zeros(starts[-1], *shape, dtype=wide, device=group.device)
+        for micro, values in self._kept:
+            runs = micro.plan.runs
+            for (document, start, stop), own in zip(runs, values.split([b - a for _, a, b in runs]), strict=True):
+                flat[starts[document] + start : starts[document] + stop] = own.to(wide)
+        return list(group.all_reduce(flat).to(dtype).split(lengths))

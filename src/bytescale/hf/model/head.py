@@ -27,15 +27,6 @@ from bytescale.cost.memory import loss_chunk_tokens
 from bytescale.hf.model.interface import KEYWORD, refusal
 
 
-def last_logits(model: nn.Module, inputs: dict[str, Any], rows: Tensor) -> Tensor:
-    """``[n, V]`` logits of the given rows ``[n]`` of a micro-batch, in fp32 or wider. Other rows get no logits."""
-    hidden, forward_of = hidden_states(model, inputs)
-    if not len(rows):
-        return hidden.new_zeros(0, 0)
-    logits = forward_of(hidden[0, rows.to(hidden.device)])
-    return _wide(logits)
-
-
 def has_plain_head(head: ModelHead, hidden_size: int) -> bool:
     """Whether logits are ``hidden @ weight.T`` and nothing else: no bias, scale, soft cap or adapter.
 
