@@ -54,7 +54,7 @@ class _Planned:
 
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **more: Any) -> Any:
         """``[B, L]`` tokens, padded on any side, and labels to results ``[B, L - 1]``, as TRL's models have them."""
-        require_plain({name: value for name, value in more.items() if name not in _TAKEN}, "the model")
+        require_plain({name: value for name, value in more.items() if name not in _TAKEN})
         next_labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORE_INDEX)], dim=1)
         rows, places = attention_mask.nonzero(as_tuple=True)
         lengths = attention_mask.sum(dim=1).tolist()

@@ -13,7 +13,6 @@ Shape letters: S tokens of a sequence, N of all sequences of this rank; K values
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -111,20 +110,19 @@ class WholeBatch:
             backward_from(call.planned, gradients, lambda micro: self._columns(micro)[:, : self._num_trained])
 
     def _documents_of_all(self, sequences: Sequences, guess: float) -> tuple[int, list[dict[str, Any]]]:
-        device = self.hdp.group.device
-        own = [torch.stack(pair).to(device) for pair in zip(sequences.tokens, sequences.labels, strict=True)]
-        first, rows = self._gathered(own, torch.zeros(2, 0, dtype=torch.int64))
-        documents: list[dict[str, Any]] = [{"tokens": tokens, "labels": labels} for tokens, labels in rows]
-        for document in documents:
+        numbers = sequences.numbers or [torch.zeros(len(tokens)) for tokens in sequences.tokens]
+        own = [  # integers below 2^53 are exact
+            torch.stack([part.to(self.hdp.group.device, torch.float64) for part in parts])
+            for parts in zip(sequences.tokens, sequences.labels, numbers, strict=True)
+        ]
+        first, rows = self._gathered(own, torch.zeros(3, 0, dtype=torch.float64))
+        documents: list[dict[str, Any]] = [
             # Weights are a loss's own affair: they may sum to zero here.
-            document["weights"] = torch.ones(len(document["labels"]))
-            if guess:
-                document["guess"] = (document["labels"] != IGNORE_INDEX).double() * guess
-        if sequences.numbers is not None:
-            numbers = [number[None].to(device, torch.float64) for number in sequences.numbers]
-            _, found = self._gathered(numbers, torch.zeros(1, 0, dtype=torch.float64))
-            for document, (number,) in zip(documents, found, strict=True):
-                document["number"] = number
+            {"tokens": tokens.long(), "labels": labels.long(), "number": number, "weights": torch.ones(len(labels))}
+            for tokens, labels, number in rows
+        ]
+        for document in documents if guess else ():
+            document["guess"] = (document["labels"] != IGNORE_INDEX).double() * guess
         return first, documents
 
     def _gathered(self, own: list[Tensor], like: Tensor) -> tuple[int, list[Tensor]]:
@@ -134,8 +132,8 @@ class WholeBatch:
         lengths = [float(rows.shape[1]) for rows in own] + [0.0] * (max(counts) - len(own))
         table = [[int(n) for n in row[:count]] for row, count in zip(group.share(lengths), counts, strict=True)]
         mine = torch.zeros(1, len(like), max(map(sum, table)), dtype=like.dtype, device=group.device)
-        for rows, end in zip(own, itertools.accumulate(rows.shape[1] for rows in own), strict=True):
-            mine[0, :, end - rows.shape[1] : end] = rows
+        if own:
+            mine[0, :, : int(sum(lengths))] = torch.cat(own, dim=1)
         everything = mine.new_zeros(group.size, *mine.shape[1:])
         group.all_gather(everything, mine)
         whole = everything.cpu()
@@ -169,12 +167,12 @@ def value_columns(model: nn.Module) -> Values:
     return columns
 
 
-def require_plain(asked: dict[str, Any], what: str) -> None:
+def require_plain(asked: dict[str, Any]) -> None:
     """Raise ``ConfigError`` for inputs of a model that plans do not have, such as images."""
     unknown = sorted(name for name, value in asked.items() if value is not None and value is not False)
     if unknown:
         raise ConfigError(
-            f"{what} was given {', '.join(unknown)}",
+            f"the model was given {', '.join(unknown)}",
             so="a plan has tokens alone",
             fix="train on texts, without balance losses of experts",
         )

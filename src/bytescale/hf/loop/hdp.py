@@ -201,7 +201,8 @@ class HDP(Updates):
         if plan.lengths.tolist() != lengths or plan.num_ranks != ranks:
             raise PlanError(
                 f"the plan is of {plan.num_sequences} documents with {plan.num_tokens} tokens on {plan.num_ranks} "
-                f"ranks; the batch has {len(lengths)} documents with {sum(lengths)} tokens, and there are {ranks} ranks",
+                f"ranks; the batch has {len(lengths)} documents with {sum(lengths)} tokens, and there are {ranks} "
+                "ranks",
                 so="rows would go to wrong places",
                 fix="give the plan that was made for these documents, in the same order",
             )
