@@ -96,15 +96,16 @@ def alike(first: Tensor, second: Tensor) -> bool:
 
 
 @contextmanager
-def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Training or evaluation mode for a while; every module gets its own mode back."""
-    before = [(module, module.training) for module in model.modules()]
-    model.train(training)
+def while_set(model: nn.Module, name: str, value: bool) -> Iterator[None]:
+    """Set an attribute of all modules that have it for a while, such as ``training``."""
+    before = {module: vars(module)[name] for module in model.modules() if name in vars(module)}
+    for module in before:
+        vars(module)[name] = value
     try:
         yield
     finally:
-        for module, was in before:
-            module.training = was
+        for module, was in before.items():
+            vars(module)[name] = was
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ def probe_mixers(model: nn.Module, names: dict[nn.Module, str]) -> tuple[LayerRe
     inner = torch.randint(2, _CUT_ROWS - 1, (4,), generator=random).tolist()
     tokens = torch.randint(2, 50, (_CUT_ROWS,), generator=random)
     blind = Blind(names, cuts=OneProcessCuts(sorted([0, 1, *inner, inner[0], _CUT_ROWS])), compares=True)
-    with torch.no_grad(), mode(model, training=True):
+    with torch.no_grad(), while_set(model, "training", True):
         run_blind(model, blind, torch.arange(_CUT_ROWS), tokens)
     for mixer, difference, limit, _ in blind.mixed:
         if not difference <= limit:
