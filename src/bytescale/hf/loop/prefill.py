@@ -170,7 +170,7 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
         ends, row = {}, 0
         for prompt, start, stop in micro.plan.runs:
             row += stop - start
-            if stop == lengths[prompt]:
+            if start < stop == lengths[prompt]:
                 ends[prompt] = row - 1
         hidden, head = hidden_states(hdp.model, micro.inputs)
         logits = head(hidden[0, list(ends.values())]) if ends else hidden.new_zeros(0, 0)
