@@ -38,21 +38,12 @@ def require_use_of_host_memory(host_gib: float, *, equal_counts: bool, forward_o
 
 
 class Engine:
-    """Micro-batches of one attached model on one rank.
-
-    Attributes:
-        activations: what becomes of those of the model's layers.
-        others: second models, which run the same micro-batches without gradients.
-    """
+    """Micro-batches of one attached model on one rank; ``others`` run the same ones without gradients."""
 
     def __init__(
         self, decoder: AttachedDecoder, group: RankGroup, *, kernel: str, checkpointing: Checkpointing, host_gib: float
     ) -> None:
-        """Apply checkpointing and offloading to the layers.
-
-        Raises ``ConfigError`` where either is asked for, and attention does not lie in numbered layers; and for heads
-        that no kernel has.
-        """
+        """Apply checkpointing and offloading to the layers. Raises ``ConfigError`` where they have no numbers."""
         check_widths(decoder.facts, cuda_flash=group.device.type == "cuda" and kernel != "math")
         self.decoder, self.group = decoder, group
         self._kernel = cache(lambda dtype: select_kernel(kernel, group.device, dtype))
@@ -86,8 +77,7 @@ class Engine:
     def offload_rule(self) -> OffloadRule | None:
         """Equation 3 for the planner, from what the layers were seen to keep; None: there is no host memory for them.
 
-        Every rank calls it, and gets the same. The model runs forward and backward on a few short documents. The
-        gradients that it had stay. Raises ``ConfigError`` where offloading frees nothing.
+        Every rank calls it, and gets the same. Gradients stay. Raises ``ConfigError`` where offloading frees nothing.
         """
         if self._pool is None:
             return None

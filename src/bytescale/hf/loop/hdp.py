@@ -96,7 +96,10 @@ class HDP(Updates):
                 the way.
             RankFailure: if the ranks have different settings or models.
         """
-        super().__init__(model, _rank_group(group, next(model.parameters()).device))
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        alone = group is None or group.size() == 1
+        super().__init__(model, RankGroup(None if alone else group, device=next(model.parameters()).device))
         self.capacity_tokens = capacity_tokens
         self.equal_counts = equal_counts
         self._looped: PlannedBatch | None = None
@@ -158,8 +161,6 @@ class HDP(Updates):
         self.engine.activations.remove()
         if self._optimizer is not None:
             self._optimizer.leave(self.model)
-
-    # -- plans ---------------------------------------------------------------------------------------------------
 
     def plan(
         self,
@@ -278,8 +279,6 @@ class HDP(Updates):
         """
         return loaded_batches(self, data, state, stop_step, last)
 
-    # -- results per document --------------------------------------------------------------------------------------
-
     def collect(self, micro: Micro, values: Tensor) -> None:
         """Keep one result per row of a micro-batch, ``[T]`` or ``[T, ...]``, for ``collected``."""
         if self._looped is None:
@@ -303,8 +302,6 @@ class HDP(Updates):
         """
         return prefill(self, prompts, ready)
 
-    # -- internals -------------------------------------------------------------------------------------------------
-
     def begin_batch(self, planned: PlannedBatch) -> None:
         """Called when a batch's loop begins."""
         self.require_no_reduction("a loop over a batch began")
@@ -322,10 +319,3 @@ class HDP(Updates):
 
 def _digest(*content: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=8).digest(), "little") >> 1
-
-
-def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGroup:
-    """The ranks of ``group``; None: all ranks, or this one alone."""
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    return RankGroup(None if group is None or group.size() == 1 else group, device=device)

@@ -242,8 +242,6 @@ class Updates:
             self._ranks = _Ranks(self.group.rank == 0, made)
         return Checkpointer(folder, self._ranks, CheckpointConfig(background=False, keep=keep)), self._ranks
 
-    # -- memory and weights ----------------------------------------------------------------------------------------
-
     def to(
         self, device: torch.device | str, *, weights: bool = True, gradients: bool = True, states: bool = True
     ) -> None:
@@ -303,8 +301,6 @@ class Updates:
         """
         self.require_at_home("weights")
         return named_weights(self.model, dtype)
-
-    # -- internals -------------------------------------------------------------------------------------------------
 
     def require_no_reduction(self, what: str) -> None:
         """Raise ``ConfigError`` if ``what`` would come between the last batch's loop and ``step()``."""

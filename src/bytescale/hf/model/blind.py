@@ -110,13 +110,10 @@ def while_set(model: nn.Module, name: str, value: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRecurrence:
-    """One mixer: a recurrence with its convolution, or a convolution alone.
+    """One mixer: a recurrence with its convolution, or a convolution alone, which has no state.
 
-    Attributes:
-        name: of the module, as in ``named_modules``.
-        state_numbers: of what a sequence's tokens leave behind; 0 for a convolution alone.
-        decay_numbers: of what a run of tokens does to a state, beside what it adds to it.
-        halo_numbers: of the rows before a fragment that convolutions look at.
+    Numbers are of a state, of what a run of tokens does to it beside what it adds, and of the rows before a fragment
+    that convolutions look at.
     """
 
     name: str

@@ -40,13 +40,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttention:
-    """One layer's attention.
-
-    Attributes:
-        name: of the module, as in ``named_modules``.
-        rules: scale, window and soft cap.
-        has_sinks: whether every head has a learned logit beside those of its keys.
-    """
+    """One layer's attention. ``has_sinks``: whether every head has a learned logit beside those of its keys."""
 
     name: str
     num_heads: int
@@ -59,13 +53,7 @@ class LayerAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What the probe found.
-
-    Attributes:
-        layers: attention, in the order of the calls.
-        random_parts: modules that draw random numbers in training mode.
-        mixers: recurrences, in the order of the calls.
-    """
+    """What the probe found, in the order of the calls. ``random_parts`` draw random numbers in training mode."""
 
     layers: tuple[LayerAttention, ...]
     random_parts: tuple[str, ...]
