@@ -67,13 +67,12 @@ def backward_of(
     batch: Batch,
     loss: Loss,
     *,
-    together: Sequence[Hashable] | None,
+    labels: Sequence[Hashable],
     values: Values | None,
     passes: int | None,
     shift: bool,
 ) -> LossOfBatch:
     """``HDP.backward``."""
-    labels: list[Hashable] = [0] * len(batch) if together is None else list(together)
     of_labels: dict[Hashable, list[int]] = {}
     for number, label in enumerate(labels):
         of_labels.setdefault(label, []).append(number)
@@ -155,7 +154,7 @@ def _require_finite(wrong: Sequence[int]) -> None:
         )
 
 
-def _cheaper(hdp: HDP, batch: Batch, labels: list[Hashable], passes: int | None) -> tuple[Plan, int]:
+def _cheaper(hdp: HDP, batch: Batch, labels: Sequence[Hashable], passes: int | None) -> tuple[Plan, int]:
     """The plan, and with how many passes it is run."""
     lengths = np.array([len(document.get("tokens", document.get("input_ids", ()))) for document in batch])
     alone = len(set(labels)) == len(labels)

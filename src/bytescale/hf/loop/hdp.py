@@ -253,7 +253,8 @@ class HDP(Updates):
         Raises as ``plan``; ``PlanError`` where one pass is asked for and no plan keeps a label's documents together;
         ``NonFiniteError`` if a loss is not a number. The gradients are then zero, where this object has an optimizer.
         """
-        return backward_of(self, batch, loss, together=together, values=values, passes=passes, shift=shift_labels)
+        labels = [0] * len(batch) if together is None else list(together)
+        return backward_of(self, batch, loss, labels=labels, values=values, passes=passes, shift=shift_labels)
 
     def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
         """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``); ``last``: see ``plan``."""
