@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,9 @@ class _Mode(BaseEngineCtx):
 class BytescaleEngine(BaseEngine):
     """Actor, reference and supervised fine-tuning."""
 
+    auto_model: Any = AutoModelForCausalLM
+    of_config: ClassVar[dict[str, Any]] = {}
+
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any, **more: Any
     ) -> None:
@@ -129,15 +132,13 @@ class BytescaleEngine(BaseEngine):
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled, grad=False)
 
     def _load(self, dtype: torch.dtype) -> torch.nn.Module:
-        return AutoModelForCausalLM.from_pretrained(
-            self.model_config.local_path, dtype=dtype, **_SAFE, **self._overridden()
-        )
-
-    def _overridden(self) -> dict[str, Any]:
-        changes = {
-            key: value for key, value in dict(self.model_config.override_config).items() if key != "model_config"
-        }
-        return {"config": AutoConfig.from_pretrained(self.model_config.local_path, trust_remote_code=False, **changes)}
+        path, given = self.model_config.local_path, dict(self.model_config.override_config)
+        changes = {name: value for name, value in given.items() if name != "model_config"}
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **changes)
+        for name, value in self.of_config.items():
+            setattr(config, name, value)
+        torch.manual_seed(self.engine_config.seed)  # a new head is the same on every rank
+        return self.auto_model.from_pretrained(path, dtype=dtype, config=config, **_SAFE)
 
     def _with_adapters(self, model: torch.nn.Module) -> torch.nn.Module:
         rank = self.model_config.lora_rank
@@ -298,14 +299,8 @@ class BytescaleEngine(BaseEngine):
 class BytescaleValueEngine(BytescaleEngine):
     """The critic: a model for token classification that gives each token one number."""
 
-    def _load(self, dtype: torch.dtype) -> torch.nn.Module:
-        given = self._overridden()
-        for name, value in (("num_labels", 1), ("classifier_dropout", 0.0), ("hidden_dropout", 0.0)):
-            setattr(given["config"], name, value)
-        torch.manual_seed(self.engine_config.seed)  # a new head is the same on every rank
-        return AutoModelForTokenClassification.from_pretrained(
-            self.model_config.local_path, dtype=dtype, **_SAFE, **given
-        )
+    auto_model = AutoModelForTokenClassification
+    of_config: ClassVar[dict[str, Any]] = {"num_labels": 1, "classifier_dropout": 0.0, "hidden_dropout": 0.0}
 
     def _columns(self) -> tuple[Values, int]:
         return value_columns(self.module), 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
     plan = random_plan(lengths, setup.num_ranks, setup.seed, weighted=True) if setup.planner == "random" else None
     capacity = max(-(-sum(lengths) // 3), -(-max(lengths) // setup.num_ranks) + 1)
 
-    def one_rank(group: dist.ProcessGroup) -> tuple[float, list[Tensor], dict[str, Tensor]]:
+    def one_rank(group: dist.ProcessGroup) -> StepNumbers:
         own = copy.deepcopy(model)  # here, because what is older than the ranks outlives them, with its groups' threads
         hdp = HDP(
             own,
@@ -125,7 +125,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
         with WideCasts(), torch.no_grad():
             for micro in hdp.plan(documents, plan=plan):
                 hdp.collect(micro, micro.logprobs(own, rows_at_a_time=7))
-        return loss, hdp.collected(), gradients
+        return StepNumbers(loss=loss, logprobs=hdp.collected(), gradients=gradients)
 
     try:
         results = run_ranks(setup.num_ranks, one_rank)
@@ -133,7 +133,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise
-    return StepNumbers(loss=sum(loss for loss, _, _ in results), logprobs=results[0][1], gradients=results[-1][2])
+    return replace(results[-1], loss=sum(own.loss for own in results))
 
 
 def _planned_pass(hdp: HDP, model: nn.Module, documents: list[Document], plan: Plan | None) -> float:

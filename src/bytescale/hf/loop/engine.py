@@ -72,7 +72,7 @@ class Engine:
             )
 
         own, *others = map(pass_of, (self.decoder, *self.others))
-        return Micro(plan, fields, own, self.group.device, exchange=exchange, others=others)
+        return Micro(plan, fields, own, self.group, others)
 
     def offload_rule(self) -> OffloadRule | None:
         """Equation 3 for the planner, from what the layers were seen to keep; None: there is no host memory for them.

@@ -29,6 +29,7 @@ from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
 from bytescale.plan import MicroBatch
 from bytescale.plan.layout import segment_bounds
 from bytescale.plan.rank_plan import SharedGroup, concatenated_ranges
+from bytescale.runtime import RankGroup
 from bytescale.runtime.loss import loss_sum
 
 
@@ -52,16 +53,15 @@ class Micro:
         plan: MicroBatch,
         fields: dict[str, Tensor],
         target: MicroBatchPass,
-        device: torch.device,
-        *,
-        exchange: Exchange,
+        group: RankGroup,
         others: Sequence[MicroBatchPass] = (),
     ) -> None:
         self.plan = plan
         self.index = plan.index
         self.num_rows = plan.num_tokens
         self.target = target
-        self._given, self._exchange, self._others = fields, exchange, others
+        self._given, self._exchange, self._others = fields, group.exchange, others
+        device = group.device
         self._fields = {name: to_device(rows, device) for name, rows in fields.items()}
         tokens, position_ids = self._fields["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
         if not self.num_rows:

@@ -71,7 +71,7 @@ class MaskFunction(Unusable):
 
 
 def run_blind(model: nn.Module, blind: Blind, position_ids: Tensor | None, tokens: Tensor | None = None) -> Any:
-    """One pass over ``tokens [T]``; None: all alike. Raises ``Refusal`` with the innermost part that fails."""
+    """One pass over ``tokens [T]``; None: all alike. Raises ``ConfigError`` with the innermost part that fails."""
     device = next(model.parameters()).device
     tokens = torch.ones(1, NUM_ROWS, dtype=torch.int64, device=device) if tokens is None else tokens[None].to(device)
     if position_ids is not None:
@@ -125,8 +125,8 @@ class LayerRecurrence:
 def probe_mixers(model: nn.Module, names: dict[nn.Module, str]) -> tuple[LayerRecurrence, ...]:
     """Run a document that is cut at random places, also into an empty fragment, and whole.
 
-    Raises ``Refusal`` for a mixer that differs. Its cut and its own forward are given the same rows: in a deep model,
-    rounding may send a token to another expert, and later layers would differ.
+    Raises ``ConfigError`` for a mixer that differs. Its cut and its own forward are given the same rows: in a deep
+    model, rounding may send a token to another expert, and later layers would differ.
     """
     random = torch.Generator().manual_seed(0)
     inner = torch.randint(2, _CUT_ROWS - 1, (4,), generator=random).tolist()

@@ -30,13 +30,9 @@ from bytescale.common.errors import ConfigError
 from bytescale.recurrence import KERNELS, Cuts, LightningAttention
 
 
-class Refusal(ConfigError):
-    """A model, or something that it does, for which a plan would not give the results of one process."""
-
-
-def refusal(part: str, what: str, *, so: str, fix: str) -> Refusal:
-    """``part`` names the module or its layer; the rest is as in ``ConfigError``."""
-    return Refusal(f"{part} cannot be attached: {what}", so=so, fix=fix)
+def refusal(part: str, what: str, *, so: str, fix: str) -> ConfigError:
+    """Of a model for which a plan would not give the results of one process. ``part`` names the module or its layer."""
+    return ConfigError(f"{part} cannot be attached: {what}", so=so, fix=fix)
 
 
 _LIGHTNING = "get_linear_cache"

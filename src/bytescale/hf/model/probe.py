@@ -61,7 +61,7 @@ class ModelFacts:
 
 
 def probe(model: nn.Module) -> ModelFacts:
-    """Run an attached model. Raises ``Refusal`` (a ``ConfigError``) where a plan would change its results."""
+    """Run an attached model. Raises ``ConfigError`` where a plan would change its results."""
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
     _refuse_balance_loss(model)
     with while_set(model, "training", True), while_set(model, "gradient_checkpointing", False):
