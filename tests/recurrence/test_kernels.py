@@ -17,7 +17,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from bytescale.parity.wide_casts import WideCasts
+from bytescale.parity.compare import WideCasts
 from bytescale.recurrence import KERNELS, Cuts, LightningAttention, OneProcessCuts
 
 from .reference import gated_delta_rule, lightning_attention, selective_scan

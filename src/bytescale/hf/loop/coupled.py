@@ -1,15 +1,11 @@
 """Losses that look at several whole documents at once: pairs of DPO, groups of rollouts of one prompt.
 
 The loss is a sum over *labels*; the loss of a label looks at the values (log-probabilities) of the documents that have
-the label. There are two ways to compute it, with the same numbers:
+the label. Of two ways to compute it, with the same numbers, the one that is estimated to take less time is taken:
 
-* **One pass.** The plan keeps the documents of a label in one micro-batch of one group. Its members gather the values
-  of whole documents (``hf.batch.whole_documents``), compute the loss and go backward.
+* **One pass.** The plan keeps the documents of a label in one micro-batch of one group, whose members gather them.
 * **Two passes.** A pass without gradients gathers the values of all documents. Every rank computes the loss and its
-  gradient with respect to the values. The second pass, on the same plan, goes backward from the sum of these gradients
-  times the values, token by token. Documents may then lie anywhere, at the price of one more forward.
-
-The way that is estimated to take less time is taken.
+  gradient with respect to the values, from which the second pass, on the same plan, goes backward.
 
 Shape letters: T rows of a micro-batch, S tokens of a document.
 """

@@ -35,8 +35,7 @@ from bytescale.cost.memory import DeviceKind
 from bytescale.hf.batch.documents import Batch, Documents, RankBatch
 from bytescale.hf.batch.planning import make_planner
 from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values, backward_of
-from bytescale.hf.loop.engine import Engine, require_use_of_host_memory
-from bytescale.hf.loop.micro_batch import Micro
+from bytescale.hf.loop.micro_batch import Engine, Micro, require_use_of_host_memory
 from bytescale.hf.loop.planned_batch import LoadedBatches, PlannedBatch, loaded_batches
 from bytescale.hf.loop.prefill import Prefill, Ready, prefill
 from bytescale.hf.loop.updates import Updates

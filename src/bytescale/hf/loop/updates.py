@@ -19,7 +19,7 @@ from bytescale.checkpoint.reading import read_run_state
 from bytescale.common.errors import CheckpointError, ConfigError, NonFiniteError
 from bytescale.config import CheckpointConfig
 from bytescale.hf.files.weight_stream import named_weights
-from bytescale.hf.loop.engine import Engine
+from bytescale.hf.loop.micro_batch import Engine
 from bytescale.hf.loop.planned_batch import HandedOut
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
