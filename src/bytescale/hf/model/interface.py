@@ -27,7 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bytescale.common.errors import ConfigError
-from bytescale.recurrence import KERNELS, Cuts, LightningAttention
+from bytescale.recurrence import KERNELS, Cuts, lightning_mixer
 
 
 def refusal(part: str, what: str, *, so: str, fix: str) -> ConfigError:
@@ -106,7 +106,7 @@ def _carried(kernel: Callable[..., Any], stock: Callable[..., Any], *args: Any, 
 
 
 def _lightning(mixer: nn.Module, hidden_states: Any, *_: Any, **__: Any) -> Any:
-    return LightningAttention.forward(_cuts.get(), mixer, hidden_states)
+    return lightning_mixer(_cuts.get(), mixer, hidden_states)
 
 
 KEYWORD = "hdp_attention"
