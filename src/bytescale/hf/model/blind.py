@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import BytescaleError
-from bytescale.hf.model.interface import KEYWORD, Call, Target, Unusable, refusal
+from bytescale.hf.model.interface import KEYWORD, Call, Target, Unusable, refusal, while_set
 from bytescale.recurrence import Cuts, OneProcessCuts
 
 NUM_ROWS = 8
@@ -95,19 +94,6 @@ def alike(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first.float(), second.float(), rtol=2e-2, atol=2e-2 * float(first.abs().max()))
 
 
-@contextmanager
-def while_set(model: nn.Module, name: str, value: bool) -> Iterator[None]:
-    """Set an attribute of all modules that have it for a while, such as ``training``."""
-    before = {module: vars(module)[name] for module in model.modules() if name in vars(module)}
-    for module in before:
-        vars(module)[name] = value
-    try:
-        yield
-    finally:
-        for module, was in before.items():
-            vars(module)[name] = was
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerRecurrence:
     """One mixer: a recurrence with its convolution, or a convolution alone, which has no state.
@@ -132,7 +118,7 @@ def probe_mixers(model: nn.Module, names: dict[nn.Module, str]) -> tuple[LayerRe
     inner = torch.randint(2, _CUT_ROWS - 1, (4,), generator=random).tolist()
     tokens = torch.randint(2, 50, (_CUT_ROWS,), generator=random)
     blind = Blind(names, cuts=OneProcessCuts(sorted([0, 1, *inner, inner[0], _CUT_ROWS])), compares=True)
-    with torch.no_grad(), while_set(model, "training", True):
+    with torch.no_grad(), while_set(model.modules(), "training", True):
         run_blind(model, blind, torch.arange(_CUT_ROWS), tokens)
     for mixer, difference, limit, _ in blind.mixed:
         if not difference <= limit:

@@ -9,8 +9,7 @@ Shape letters: T rows, n rows of a chunk, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from bytescale.attention.autocast import without_autocast
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory import loss_chunk_tokens
-from bytescale.hf.model.interface import KEYWORD, refusal
+from bytescale.hf.model.interface import KEYWORD, refusal, while_set
 
 
 def has_plain_head(head: ModelHead, hidden_size: int) -> bool:
@@ -108,7 +107,7 @@ class ModelHead:
             output = (hidden[None], *self.output[1:])
         else:
             output = replace(self.output, last_hidden_state=hidden[None])
-        with _returning(self.decoder, output):
+        with while_set([self.decoder], "forward", lambda *args, **kwargs: output):
             position = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
             result = self.model(input_ids=position, position_ids=position, use_cache=False)
         logits: Tensor = result[0] if isinstance(result, tuple) else result.logits
@@ -124,12 +123,9 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
     decoder = _decoder(model)
     kept: list[Any] = []
     hook = decoder.register_forward_hook(lambda module, args, output: kept.append(output))
-    least: dict[str, Any] = {}
-    causal = causal_model(model)
-    if "logits_to_keep" in inspect.signature(causal.forward).parameters:
-        least["logits_to_keep"] = 1
+    keeps = "logits_to_keep" in inspect.signature(causal_model(model).forward).parameters
     try:
-        model(**inputs, **least)
+        model(**inputs, **({"logits_to_keep": 1} if keeps else {}))
     finally:
         hook.remove()
     output = kept[0]
@@ -170,23 +166,8 @@ def causal_model(model: Any) -> Any:
 def embeddings_of(model: Any) -> tuple[Any, Any]:
     """The model's embedding and its output projection; None where it has none."""
     root = causal_model(model)
-    getters = (getattr(root, f"get_{kind}_embeddings", lambda: None) for kind in ("input", "output"))
-    given, output = (getter() for getter in getters)
+    given, output = (getattr(root, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output"))
     return given, output
-
-
-@contextmanager
-def _returning(module: nn.Module, output: Any) -> Iterator[None]:
-    """Replace a module's forward by a function that returns ``output``."""
-    before = module.__dict__.get("forward")
-    module.forward = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.forward = before
 
 
 class RowScores(NamedTuple):

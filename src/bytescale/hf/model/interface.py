@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -152,6 +153,22 @@ class Target:
 
     def end(self, completed: bool) -> None:
         """Called when it has ended; ``completed``: without an error."""
+
+
+@contextmanager
+def while_set(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
+    """Give modules an attribute of their own for a while."""
+    missing = object()
+    before = [(vars(module), vars(module).get(name, missing)) for module in modules]
+    for attributes, _ in before:
+        attributes[name] = value
+    try:
+        yield
+    finally:
+        for attributes, was in before:
+            attributes[name] = was
+            if was is missing:
+                del attributes[name]
 
 
 # Masks are made by functions of transformers that get none of the model's keywords, so the pass is noted here. The

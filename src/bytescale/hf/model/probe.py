@@ -25,10 +25,9 @@ from bytescale.hf.model.blind import (
     alike,
     probe_mixers,
     run_blind,
-    while_set,
 )
 from bytescale.hf.model.head import embeddings_of
-from bytescale.hf.model.interface import Call, refusal
+from bytescale.hf.model.interface import Call, refusal, while_set
 
 _HARMLESS = frozenset(
     ("scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
@@ -64,7 +63,9 @@ def probe(model: nn.Module) -> ModelFacts:
     """Run an attached model. Raises ``ConfigError`` where a plan would change its results."""
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
     _refuse_balance_loss(model)
-    with while_set(model, "training", True), while_set(model, "gradient_checkpointing", False):
+    again = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    # Layers that run again in backward would be counted twice.
+    with while_set(model.modules(), "training", True), while_set(again, "gradient_checkpointing", False):
         random_parts, blind = _mixing_and_randomness(model, names)
     if not blind.calls and not blind.mixed:
         raise refusal(
@@ -160,7 +161,7 @@ def _require_positions_are_followed(model: nn.Module, names: dict[nn.Module, str
     """Rows of equal tokens and equal ``position_ids`` have to be equal, wherever they lie."""
     rows = torch.arange(NUM_ROWS, device=next(model.parameters()).device)[None]
     halves, given, chosen = Blind(names), Blind(names), Blind(names)
-    with torch.no_grad(), while_set(model, "training", False):
+    with torch.no_grad(), while_set(model.modules(), "training", False):
         for blind, position_ids in ((halves, rows % (NUM_ROWS // 2)), (given, rows), (chosen, None)):
             run_blind(model, blind, position_ids)
     for call, known, own in zip(halves.calls, given.calls, chosen.calls, strict=True):
