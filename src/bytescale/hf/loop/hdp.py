@@ -39,8 +39,8 @@ from bytescale.hf.loop.micro_batch import Engine, Micro, require_use_of_host_mem
 from bytescale.hf.loop.planned_batch import LoadedBatches, PlannedBatch, loaded_batches
 from bytescale.hf.loop.prefill import Prefill, Ready, prefill
 from bytescale.hf.loop.updates import Updates
-from bytescale.hf.model.checks import require_words, second_model, weight_sums
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import AttachedDecoder, second_model
+from bytescale.hf.model.head import require_words
 from bytescale.hf.model.probe import ModelFacts
 from bytescale.plan import Plan, RankPlan
 from bytescale.planner.verified import VerifiedPlanner
@@ -147,7 +147,7 @@ class HDP(Updates):
         Raises ``ConfigError`` as ``HDP(...)``, and for another vocabulary; ``RankFailure`` for different weights.
         """
         decoder = second_model(model, self.model, same_tokenizer=same_tokenizer)
-        self.group.agree("the weights of a second model", _digest(decoder.facts, weight_sums(model)))
+        self.group.agree("the weights of a second model", _digest(decoder.facts, _weight_sums(model)))
         self.engine.others.append(decoder)
 
     def detach(self) -> None:
@@ -314,8 +314,22 @@ class HDP(Updates):
         """63 bits of what has to be equal on all ranks."""
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
         settings = (self.facts, self.cost, self.capacity_tokens, self.equal_counts, self.planner.config)
-        return _digest(settings, shapes, weight_sums(self.model))
+        return _digest(settings, shapes, _weight_sums(self.model))
 
 
 def _digest(*content: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _weight_sums(model: nn.Module) -> list[int]:
+    """Per parameter, the sum of its numbers' bits as integers, which is exact in any order.
+
+    Parameters that are sharded already (FSDP) or have no memory yet differ between ranks and are left out.
+    """
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [
+        parameter.detach().contiguous().view(integers[parameter.element_size()]).sum(dtype=torch.int64)
+        for parameter in model.parameters()
+        if type(parameter.data) is Tensor and not parameter.is_meta
+    ]
+    return torch.stack(sums).tolist() if sums else []

@@ -9,7 +9,7 @@ Shape letters: T rows, n rows of a chunk, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
 
@@ -168,6 +168,29 @@ def embeddings_of(model: Any) -> tuple[Any, Any]:
     root = causal_model(model)
     given, output = (getattr(root, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output"))
     return given, output
+
+
+def require_words(fields: Mapping[str, Sequence[Tensor]], model: nn.Module) -> None:
+    """Raise ``DataError`` for tokens outside of the model's embedding, and labels outside of its head.
+
+    ``fields``: ``tokens`` and ``labels``, each a list of ``[S]`` numbers.
+    """
+    for name, module in zip(("tokens", "labels"), embeddings_of(model), strict=True):
+        weight = getattr(module, "weight", None)
+        if weight is None:
+            continue
+        for number, values in enumerate(fields[name]):
+            wrong = (values < 0) | (values >= weight.shape[0])
+            if name == "labels":
+                wrong &= values != IGNORE_INDEX
+            if bool(wrong.any()):
+                raise DataError(
+                    f"the {name} of document {number} have {int(values[wrong][0])}; the model has "
+                    f"{weight.shape[0]} words",
+                    so="there is no row of its matrix for it",
+                    fix="use the tokenizer that belongs to the model"
+                    + (f"; {IGNORE_INDEX} marks a token without a label" if name == "labels" else ""),
+                )
 
 
 class RowScores(NamedTuple):
