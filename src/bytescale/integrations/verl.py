@@ -34,6 +34,7 @@ from bytescale.integrations.whole_batch import (
     LOG_PROBS,
     Sequences,
     WholeBatch,
+    set_rates,
     value_columns,
     word_columns,
 )
@@ -274,9 +275,7 @@ class BytescaleEngine(BaseEngine):
         extra = self.hdp.load(Path(local_path) / "bytescale")
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(extra["schedule"])
-            rates = self.lr_scheduler.get_last_lr()
-            for group, rate in zip(self.lr_scheduler.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+            set_rates(self.lr_scheduler.optimizer, self.lr_scheduler)
         dist.barrier()
 
     def get_data_parallel_rank(self) -> int:

@@ -167,6 +167,12 @@ def value_columns(model: nn.Module) -> Values:
     return columns
 
 
+def set_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+    """Give an optimizer the rates of a schedule that was restored."""
+    for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        group["lr"] = rate
+
+
 def require_plain(asked: dict[str, Any]) -> None:
     """Raise ``ConfigError`` for inputs of a model that plans do not have, such as images."""
     unknown = sorted(name for name, value in asked.items() if value is not None and value is not False)
