@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,14 @@ from verl.workers.engine.utils import detach_tree
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.hf.loop.coupled import Values
 from bytescale.hf.loop.hdp import HDP
 from bytescale.integrations.whole_batch import (
     ENTROPY,
     LOG_PROBS,
-    Columns,
     Sequences,
     WholeBatch,
+    set_rates,
     value_columns,
     word_columns,
 )
@@ -93,6 +94,9 @@ class _Mode(BaseEngineCtx):
 class BytescaleEngine(BaseEngine):
     """Actor, reference and supervised fine-tuning."""
 
+    auto_model: Any = AutoModelForCausalLM
+    of_config: ClassVar[dict[str, Any]] = {}
+
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any, **more: Any
     ) -> None:
@@ -129,15 +133,13 @@ class BytescaleEngine(BaseEngine):
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled, grad=False)
 
     def _load(self, dtype: torch.dtype) -> torch.nn.Module:
-        return AutoModelForCausalLM.from_pretrained(
-            self.model_config.local_path, dtype=dtype, **_SAFE, **self._overridden()
-        )
-
-    def _overridden(self) -> dict[str, Any]:
-        changes = {
-            key: value for key, value in dict(self.model_config.override_config).items() if key != "model_config"
-        }
-        return {"config": AutoConfig.from_pretrained(self.model_config.local_path, trust_remote_code=False, **changes)}
+        path, given = self.model_config.local_path, dict(self.model_config.override_config)
+        changes = {name: value for name, value in given.items() if name != "model_config"}
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **changes)
+        for name, value in self.of_config.items():
+            setattr(config, name, value)
+        torch.manual_seed(self.engine_config.seed)  # a new head is the same on every rank
+        return self.auto_model.from_pretrained(path, dtype=dtype, config=config, **_SAFE)
 
     def _with_adapters(self, model: torch.nn.Module) -> torch.nn.Module:
         rank = self.model_config.lora_rank
@@ -208,7 +210,7 @@ class BytescaleEngine(BaseEngine):
             "metrics": {name: [value] for name, value in metrics.items()},
         }
 
-    def _columns(self) -> tuple[Columns, int]:
+    def _columns(self) -> tuple[Values, int]:
         return word_columns(self.module, None), 2
 
     def _sequences(self, data: TensorDict) -> Sequences:
@@ -273,9 +275,7 @@ class BytescaleEngine(BaseEngine):
         extra = self.hdp.load(Path(local_path) / "bytescale")
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(extra["schedule"])
-            rates = self.lr_scheduler.get_last_lr()
-            for group, rate in zip(self.lr_scheduler.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+            set_rates(self.lr_scheduler.optimizer, self.lr_scheduler)
         dist.barrier()
 
     def get_data_parallel_rank(self) -> int:
@@ -298,16 +298,10 @@ class BytescaleEngine(BaseEngine):
 class BytescaleValueEngine(BytescaleEngine):
     """The critic: a model for token classification that gives each token one number."""
 
-    def _load(self, dtype: torch.dtype) -> torch.nn.Module:
-        given = self._overridden()
-        for name, value in (("num_labels", 1), ("classifier_dropout", 0.0), ("hidden_dropout", 0.0)):
-            setattr(given["config"], name, value)
-        torch.manual_seed(self.engine_config.seed)  # a new head is the same on every rank
-        return AutoModelForTokenClassification.from_pretrained(
-            self.model_config.local_path, dtype=dtype, **_SAFE, **given
-        )
+    auto_model = AutoModelForTokenClassification
+    of_config: ClassVar[dict[str, Any]] = {"num_labels": 1, "classifier_dropout": 0.0, "hidden_dropout": 0.0}
 
-    def _columns(self) -> tuple[Columns, int]:
+    def _columns(self) -> tuple[Values, int]:
         return value_columns(self.module), 1
 
     def _sequences(self, data: TensorDict) -> Sequences:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.overrides import TorchFunctionMode
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.loop.hdp import HDP
 from bytescale.parity.thread_ranks import run_ranks
-from bytescale.parity.wide_casts import WideCasts
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 
@@ -108,7 +109,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
     plan = random_plan(lengths, setup.num_ranks, setup.seed, weighted=True) if setup.planner == "random" else None
     capacity = max(-(-sum(lengths) // 3), -(-max(lengths) // setup.num_ranks) + 1)
 
-    def one_rank(group: dist.ProcessGroup) -> tuple[float, list[Tensor], dict[str, Tensor]]:
+    def one_rank(group: dist.ProcessGroup) -> StepNumbers:
         own = copy.deepcopy(model)  # here, because what is older than the ranks outlives them, with its groups' threads
         hdp = HDP(
             own,
@@ -125,7 +126,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
         with WideCasts(), torch.no_grad():
             for micro in hdp.plan(documents, plan=plan):
                 hdp.collect(micro, micro.logprobs(own, rows_at_a_time=7))
-        return loss, hdp.collected(), gradients
+        return StepNumbers(loss=loss, logprobs=hdp.collected(), gradients=gradients)
 
     try:
         results = run_ranks(setup.num_ranks, one_rank)
@@ -133,7 +134,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise
-    return StepNumbers(loss=sum(loss for loss, _, _ in results), logprobs=results[0][1], gradients=results[-1][2])
+    return replace(results[-1], loss=sum(own.loss for own in results))
 
 
 def _planned_pass(hdp: HDP, model: nn.Module, documents: list[Document], plan: Plan | None) -> float:
@@ -218,3 +219,29 @@ def _merge_some_locals(
         else:
             merged.append(micro_batch)
     return merged
+
+
+class WideCasts(TorchFunctionMode):
+    """Within it, a conversion of fp64 numbers to fp32 leaves them in fp64.
+
+    Many norms, routers and recurrences compute in fp32. Sums in another order then differ by 1e-6, and a mistake of
+    that size would not show. A mode holds for one thread, hence for one rank of ``thread_ranks``. ``backward`` within
+    it is for losses, which are single numbers.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``func`` with fp64 for fp32, if a number that it is given is fp64."""
+        kwargs = kwargs or {}
+        if func is Tensor.backward:
+            # Layers may be computed again, for which the mode has to hold. Functions that it is asked about run
+            # without it, hence the engine's own, which it is not asked about.
+            with self:
+                return Variable._execution_engine.run_backward(
+                    (args[0],), (torch.ones_like(args[0]),), False, False, (), True, accumulate_grad=True
+                )
+        if any(isinstance(given, Tensor) and given.dtype == torch.float64 for given in (*args, *kwargs.values())):
+            if func is Tensor.float:
+                return args[0]
+            args = [torch.float64 if given is torch.float32 else given for given in args]
+            kwargs = {name: torch.float64 if given is torch.float32 else given for name, given in kwargs.items()}
+        return func(*args, **kwargs)

@@ -48,16 +48,9 @@ def act(decay: Tensor, state: Tensor, *, matrix: bool) -> Tensor:
 
 
 def entry_states(decay: Tensor, state: Tensor, grid: Grid, kind: Kind, *, matrix: bool) -> Tensor:
-    """The state before each of this member's positions.
+    """The state ``[2, K, H, R, C]`` before each of this member's positions, from what each does to a state.
 
-    Args:
-        decay: ``[2, K, H, R, R]`` if ``matrix``, else anything that broadcasts to the states.
-        state: ``[2, K, H, R, C]``.
-        grid: the member's ranks and messages.
-        kind: of the messages.
-        matrix: how decays act.
-
-    Returns ``[2, K, H, R, C]``.
+    ``decay``: ``[2, K, H, R, R]`` if ``matrix``, else anything that broadcasts to ``state [2, K, H, R, C]``.
     """
     assert decay.dtype == state.dtype, "both travel in one message"
     member, size = grid.member, grid.size

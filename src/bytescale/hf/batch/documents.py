@@ -77,9 +77,9 @@ class Documents:
                     f"a field is called {name!r}, which a micro-batch has itself", fix="give it another name"
                 )
             values = [_tensor(document[name]) for document in renamed]
-            numbers = [value for value in values if value is not None]
-            if len(numbers) == len(values):
-                fields[name] = _token_aligned(name, numbers, fields)
+            held = [value for value in values if value is not None]
+            if len(held) == len(values):
+                fields[name] = _token_aligned(name, held, fields)
         _complete(fields, shift_labels)
         return Documents(fields=fields)
 

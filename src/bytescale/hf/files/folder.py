@@ -224,16 +224,10 @@ _EMPTY = "there is nothing to train"
 
 
 def train_a_part(model: nn.Module, trained: dict[str, Any], *, seed: int) -> nn.Module:
-    """Put adapters into ``model``, in place, and freeze what is not trained.
+    """Put adapters into ``model``, in place, and freeze what is not trained (``AttachedArchitecture.trained``).
 
-    Args:
-        model: with all parameters trainable.
-        trained: ``AttachedArchitecture.trained``.
-        seed: of the adapters' first weights; they are the same on all ranks, and change nothing before the first step.
-
-    Returns peft's wrapper if there are adapters, which saves and merges them, else ``model``.
-
-    Raises ``ConfigError`` for modules and parameters that do not exist, and if nothing is left to train.
+    ``seed``: of the adapters' first weights. Returns peft's wrapper if there are adapters, which saves and merges them,
+    else ``model``. Raises ``ConfigError`` for parts that do not exist, and if nothing is left to train.
     """
     wrapped = _with_adapters(model, trained["lora"], seed) if "lora" in trained else model
     names = dict(model.named_parameters())

@@ -1,15 +1,11 @@
 """Losses that look at several whole documents at once: pairs of DPO, groups of rollouts of one prompt.
 
 The loss is a sum over *labels*; the loss of a label looks at the values (log-probabilities) of the documents that have
-the label. There are two ways to compute it, with the same numbers:
+the label. Of two ways to compute it, with the same numbers, the one that is estimated to take less time is taken:
 
-* **One pass.** The plan keeps the documents of a label in one micro-batch of one group. Its members gather the values
-  of whole documents (``hf.batch.whole_documents``), compute the loss and go backward.
+* **One pass.** The plan keeps the documents of a label in one micro-batch of one group, whose members gather them.
 * **Two passes.** A pass without gradients gathers the values of all documents. Every rank computes the loss and its
-  gradient with respect to the values. The second pass, on the same plan, goes backward from the sum of these gradients
-  times the values, token by token. Documents may then lie anywhere, at the price of one more forward.
-
-The way that is estimated to take less time is taken.
+  gradient with respect to the values, from which the second pass, on the same plan, goes backward.
 
 Shape letters: T rows of a micro-batch, S tokens of a document.
 """
@@ -67,13 +63,12 @@ def backward_of(
     batch: Batch,
     loss: Loss,
     *,
-    together: Sequence[Hashable] | None,
+    labels: Sequence[Hashable],
     values: Values | None,
     passes: int | None,
     shift: bool,
 ) -> LossOfBatch:
     """``HDP.backward``."""
-    labels: list[Hashable] = [0] * len(batch) if together is None else list(together)
     of_labels: dict[Hashable, list[int]] = {}
     for number, label in enumerate(labels):
         of_labels.setdefault(label, []).append(number)
@@ -155,7 +150,7 @@ def _require_finite(wrong: Sequence[int]) -> None:
         )
 
 
-def _cheaper(hdp: HDP, batch: Batch, labels: list[Hashable], passes: int | None) -> tuple[Plan, int]:
+def _cheaper(hdp: HDP, batch: Batch, labels: Sequence[Hashable], passes: int | None) -> tuple[Plan, int]:
     """The plan, and with how many passes it is run."""
     lengths = np.array([len(document.get("tokens", document.get("input_ids", ()))) for document in batch])
     alone = len(set(labels)) == len(labels)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from bytescale.common.errors import DataError
 from bytescale.hf.loop.micro_batch import Micro
-from bytescale.hf.model.head import causal_model, last_logits
+from bytescale.hf.model.head import causal_model, hidden_states
 from bytescale.hf.model.interface import has_own_cache, refusal
 from bytescale.planner.short_first import short_first
 from bytescale.runtime.plain_data import all_gather_json
@@ -225,8 +225,9 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
             row += stop - start
             if start < stop == lengths[prompt]:
                 ends[prompt] = row - 1
-        logits = last_logits(hdp.model, micro.inputs, torch.tensor(list(ends.values()), dtype=torch.int64))
-        rows = dict(zip(ends, logits, strict=True))
+        hidden, head = hidden_states(hdp.model, micro.inputs)
+        logits = head(hidden[0, list(ends.values())]) if ends else hidden.new_zeros(0, 0)
+        rows = dict(zip(ends, logits.to(torch.promote_types(logits.dtype, torch.float32)), strict=True))
         result.add(micro, kept, rows)
         for prompt, values in rows.items():
             next_tokens[prompt] = values.argmax()

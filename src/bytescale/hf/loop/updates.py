@@ -19,7 +19,7 @@ from bytescale.checkpoint.reading import read_run_state
 from bytescale.common.errors import CheckpointError, ConfigError, NonFiniteError
 from bytescale.config import CheckpointConfig
 from bytescale.hf.files.weight_stream import named_weights
-from bytescale.hf.loop.engine import Engine
+from bytescale.hf.loop.micro_batch import Engine
 from bytescale.hf.loop.planned_batch import HandedOut
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
@@ -242,8 +242,6 @@ class Updates:
             self._ranks = _Ranks(self.group.rank == 0, made)
         return Checkpointer(folder, self._ranks, CheckpointConfig(background=False, keep=keep)), self._ranks
 
-    # -- memory and weights ----------------------------------------------------------------------------------------
-
     def to(
         self, device: torch.device | str, *, weights: bool = True, gradients: bool = True, states: bool = True
     ) -> None:
@@ -303,8 +301,6 @@ class Updates:
         """
         self.require_at_home("weights")
         return named_weights(self.model, dtype)
-
-    # -- internals -------------------------------------------------------------------------------------------------
 
     def require_no_reduction(self, what: str) -> None:
         """Raise ``ConfigError`` if ``what`` would come between the last batch's loop and ``step()``."""

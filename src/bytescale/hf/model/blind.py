@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import BytescaleError
-from bytescale.hf.model.interface import KEYWORD, Call, Target, Unusable, refusal
+from bytescale.hf.model.interface import KEYWORD, Call, Target, Unusable, refusal, while_set
 from bytescale.recurrence import Cuts, OneProcessCuts
 
 NUM_ROWS = 8
@@ -71,7 +70,7 @@ class MaskFunction(Unusable):
 
 
 def run_blind(model: nn.Module, blind: Blind, position_ids: Tensor | None, tokens: Tensor | None = None) -> Any:
-    """One pass over ``tokens [T]``; None: all alike. Raises ``Refusal`` with the innermost part that fails."""
+    """One pass over ``tokens [T]``; None: all alike. Raises ``ConfigError`` with the innermost part that fails."""
     device = next(model.parameters()).device
     tokens = torch.ones(1, NUM_ROWS, dtype=torch.int64, device=device) if tokens is None else tokens[None].to(device)
     if position_ids is not None:
@@ -95,27 +94,12 @@ def alike(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first.float(), second.float(), rtol=2e-2, atol=2e-2 * float(first.abs().max()))
 
 
-@contextmanager
-def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Training or evaluation mode for a while; every module gets its own mode back."""
-    before = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, was in before:
-            module.training = was
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerRecurrence:
-    """One mixer: a recurrence with its convolution, or a convolution alone.
+    """One mixer: a recurrence with its convolution, or a convolution alone, which has no state.
 
-    Attributes:
-        name: of the module, as in ``named_modules``.
-        state_numbers: of what a sequence's tokens leave behind; 0 for a convolution alone.
-        decay_numbers: of what a run of tokens does to a state, beside what it adds to it.
-        halo_numbers: of the rows before a fragment that convolutions look at.
+    Numbers are of a state, of what a run of tokens does to it beside what it adds, and of the rows before a fragment
+    that convolutions look at.
     """
 
     name: str
@@ -127,14 +111,14 @@ class LayerRecurrence:
 def probe_mixers(model: nn.Module, names: dict[nn.Module, str]) -> tuple[LayerRecurrence, ...]:
     """Run a document that is cut at random places, also into an empty fragment, and whole.
 
-    Raises ``Refusal`` for a mixer that differs. Its cut and its own forward are given the same rows: in a deep model,
-    rounding may send a token to another expert, and later layers would differ.
+    Raises ``ConfigError`` for a mixer that differs. Its cut and its own forward are given the same rows: in a deep
+    model, rounding may send a token to another expert, and later layers would differ.
     """
     random = torch.Generator().manual_seed(0)
     inner = torch.randint(2, _CUT_ROWS - 1, (4,), generator=random).tolist()
     tokens = torch.randint(2, 50, (_CUT_ROWS,), generator=random)
     blind = Blind(names, cuts=OneProcessCuts(sorted([0, 1, *inner, inner[0], _CUT_ROWS])), compares=True)
-    with torch.no_grad(), mode(model, training=True):
+    with torch.no_grad(), while_set(model.modules(), "training", True):
         run_blind(model, blind, torch.arange(_CUT_ROWS), tokens)
     for mixer, difference, limit, _ in blind.mixed:
         if not difference <= limit:

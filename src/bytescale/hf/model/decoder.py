@@ -306,3 +306,25 @@ def _not_attached(module: nn.Module) -> ConfigError:
         so="where its documents begin is not known",
         fix="attach again after the model has changed",
     )
+
+
+def second_model(model: nn.Module, first: nn.Module, *, same_tokenizer: bool) -> AttachedDecoder:
+    """Attach ``model`` for passes without gradients, on micro-batches of ``first``; ``HDP.attach``."""
+    if set(model.modules()) & set(first.modules()):
+        raise ConfigError(
+            "the second model has modules of the first one",
+            so="its attention would be counted as that of the first",
+            fix="take a copy; a model with its adapters switched off needs no second one: "
+            "with torch.no_grad(), model.disable_adapter(): micro.logprobs(model)",
+        )
+    words, others = (len(embeddings_of(one)[0].weight) for one in (first, model))
+    if words != others and not same_tokenizer:
+        raise ConfigError(
+            f"the second model has {others} words, and the first one {words}",
+            so="a token may stand for another word there, and its log-probability would mean nothing",
+            fix="use a model with the same tokenizer; if only the padding of the matrices differs, say "
+            "hdp.attach(model, same_tokenizer=True)",
+        )
+    decoder = AttachedDecoder(model)
+    decoder.is_frozen = True
+    return decoder

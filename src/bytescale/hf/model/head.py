@@ -9,8 +9,7 @@ Shape letters: T rows, n rows of a chunk, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,16 +23,7 @@ from bytescale.attention.autocast import without_autocast
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory import loss_chunk_tokens
-from bytescale.hf.model.interface import KEYWORD, refusal
-
-
-def last_logits(model: nn.Module, inputs: dict[str, Any], rows: Tensor) -> Tensor:
-    """``[n, V]`` logits of the given rows ``[n]`` of a micro-batch, in fp32 or wider. Other rows get no logits."""
-    hidden, forward_of = hidden_states(model, inputs)
-    if not len(rows):
-        return hidden.new_zeros(0, 0)
-    logits = forward_of(hidden[0, rows.to(hidden.device)])
-    return _wide(logits)
+from bytescale.hf.model.interface import KEYWORD, refusal, while_set
 
 
 def has_plain_head(head: ModelHead, hidden_size: int) -> bool:
@@ -117,7 +107,7 @@ class ModelHead:
             output = (hidden[None], *self.output[1:])
         else:
             output = replace(self.output, last_hidden_state=hidden[None])
-        with _returning(self.decoder, output):
+        with while_set([self.decoder], "forward", lambda *args, **kwargs: output):
             position = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
             result = self.model(input_ids=position, position_ids=position, use_cache=False)
         logits: Tensor = result[0] if isinstance(result, tuple) else result.logits
@@ -133,12 +123,9 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
     decoder = _decoder(model)
     kept: list[Any] = []
     hook = decoder.register_forward_hook(lambda module, args, output: kept.append(output))
-    least: dict[str, Any] = {}
-    causal = causal_model(model)
-    if "logits_to_keep" in inspect.signature(causal.forward).parameters:
-        least["logits_to_keep"] = 1
+    keeps = "logits_to_keep" in inspect.signature(causal_model(model).forward).parameters
     try:
-        model(**inputs, **least)
+        model(**inputs, **({"logits_to_keep": 1} if keeps else {}))
     finally:
         hook.remove()
     output = kept[0]
@@ -179,23 +166,31 @@ def causal_model(model: Any) -> Any:
 def embeddings_of(model: Any) -> tuple[Any, Any]:
     """The model's embedding and its output projection; None where it has none."""
     root = causal_model(model)
-    getters = (getattr(root, f"get_{kind}_embeddings", lambda: None) for kind in ("input", "output"))
-    given, output = (getter() for getter in getters)
+    given, output = (getattr(root, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output"))
     return given, output
 
 
-@contextmanager
-def _returning(module: nn.Module, output: Any) -> Iterator[None]:
-    """Replace a module's forward by a function that returns ``output``."""
-    before = module.__dict__.get("forward")
-    module.forward = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.forward = before
+def require_words(fields: Mapping[str, Sequence[Tensor]], model: nn.Module) -> None:
+    """Raise ``DataError`` for tokens outside of the model's embedding, and labels outside of its head.
+
+    ``fields``: ``tokens`` and ``labels``, each a list of ``[S]`` numbers.
+    """
+    for name, module in zip(("tokens", "labels"), embeddings_of(model), strict=True):
+        weight = getattr(module, "weight", None)
+        if weight is None:
+            continue
+        for number, values in enumerate(fields[name]):
+            wrong = (values < 0) | (values >= weight.shape[0])
+            if name == "labels":
+                wrong &= values != IGNORE_INDEX
+            if bool(wrong.any()):
+                raise DataError(
+                    f"the {name} of document {number} have {int(values[wrong][0])}; the model has "
+                    f"{weight.shape[0]} words",
+                    so="there is no row of its matrix for it",
+                    fix="use the tokenizer that belongs to the model"
+                    + (f"; {IGNORE_INDEX} marks a token without a label" if name == "labels" else ""),
+                )
 
 
 class RowScores(NamedTuple):

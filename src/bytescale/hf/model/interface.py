@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -27,16 +28,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bytescale.common.errors import ConfigError
-from bytescale.recurrence import KERNELS, Cuts, LightningAttention
+from bytescale.recurrence import KERNELS, Cuts, lightning_mixer
 
 
-class Refusal(ConfigError):
-    """A model, or something that it does, for which a plan would not give the results of one process."""
-
-
-def refusal(part: str, what: str, *, so: str, fix: str) -> Refusal:
-    """``part`` names the module or its layer; the rest is as in ``ConfigError``."""
-    return Refusal(f"{part} cannot be attached: {what}", so=so, fix=fix)
+def refusal(part: str, what: str, *, so: str, fix: str) -> ConfigError:
+    """Of a model for which a plan would not give the results of one process. ``part`` names the module or its layer."""
+    return ConfigError(f"{part} cannot be attached: {what}", so=so, fix=fix)
 
 
 _LIGHTNING = "get_linear_cache"
@@ -115,7 +112,7 @@ def _carried(kernel: Callable[..., Any], stock: Callable[..., Any], *args: Any, 
 
 
 def _lightning(mixer: nn.Module, hidden_states: Any, *_: Any, **__: Any) -> Any:
-    return LightningAttention.forward(_cuts.get(), mixer, hidden_states)
+    return lightning_mixer(_cuts.get(), mixer, hidden_states)
 
 
 KEYWORD = "hdp_attention"
@@ -161,6 +158,22 @@ class Target:
 
     def end(self, completed: bool) -> None:
         """Called when it has ended; ``completed``: without an error."""
+
+
+@contextmanager
+def while_set(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
+    """Give modules an attribute of their own for a while."""
+    missing = object()
+    before = [(vars(module), vars(module).get(name, missing)) for module in modules]
+    for attributes, _ in before:
+        attributes[name] = value
+    try:
+        yield
+    finally:
+        for attributes, was in before:
+            attributes[name] = was
+            if was is missing:
+                del attributes[name]
 
 
 # Masks are made by functions of transformers that get none of the model's keywords, so the pass is noted here. The

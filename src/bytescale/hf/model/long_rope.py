@@ -20,8 +20,8 @@ _FIXED = "bytescale_longest_document"
 def fix_rope(model: nn.Module, longest_document: int | None) -> list[tuple[nn.Module, object]]:
     """Make the angles those of a document of ``longest_document`` tokens, in every pass.
 
-    Returns what ``unfix_rope`` takes. Raises ``Refusal`` where ``longest_document`` is None and angles depend on the
-    pass, or where they were fixed for another number of tokens.
+    Returns what ``unfix_rope`` takes. Raises ``ConfigError`` where ``longest_document`` is None and angles depend on
+    the pass, or where they were fixed for another number of tokens.
     """
     fixed_here = list[tuple[nn.Module, object]]()
     for name, module in model.named_modules():
