@@ -14,7 +14,7 @@ from torch import nn
 from bytescale import HDP
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.parity import small_model
-from bytescale.parity.wide_casts import WideCasts
+from bytescale.parity.compare import WideCasts
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 from tests.helpers.effort import one_in, one_of
