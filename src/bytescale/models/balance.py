@@ -27,6 +27,7 @@ Shape letters: T tokens, C hidden size, E experts, K experts of a token, L layer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -73,11 +74,17 @@ class BalanceSums:
         self.products.view(-1, hidden.shape[1]).addmm_(pairs.T, hidden)
 
 
+class HasWeight(Protocol):
+    """A router. Its weight may be replaced after it was made."""
+
+    weight: nn.Parameter
+
+
 class BalanceLoss:
     """The loss over all layers that this rank holds."""
 
-    def __init__(self, shape: Architecture, layers: Sequence[tuple[BalanceSums, nn.Parameter]]) -> None:
-        """``layers``: the sums and the router's weight ``[E, C]`` of each layer. A stage holds some of the L layers."""
+    def __init__(self, shape: Architecture, layers: Sequence[tuple[BalanceSums, HasWeight]]) -> None:
+        """``layers``: the sums and the router (weight ``[E, C]``) of each layer. A stage holds some of the L layers."""
         self.shape = shape
         self.layers = list(layers)
 
@@ -88,7 +95,7 @@ class BalanceLoss:
 
     def sums(self) -> Tensor:
         """This rank's counts and probabilities, ``[layers, 2, E]`` fp64: to be added up over all ranks."""
-        device = self.layers[0][1].device
+        device = self.layers[0][1].weight.device
         total = torch.zeros(len(self.layers), 2, self.shape.num_experts, dtype=torch.float64, device=device)
         for row, (sums, _) in zip(total, self.layers, strict=True):
             if sums.counts is not None and sums.probabilities is not None:
@@ -104,14 +111,14 @@ class BalanceLoss:
         value = scale * (fractions * means).sum()
         # A term of value zero that has this gradient: so autograd accumulates it like all other gradients.
         carriers = []
-        for layer, (sums, weight) in enumerate(self.layers):
+        for layer, (sums, router) in enumerate(self.layers):
             if sums.products is None:
                 continue
             wide = sums.products.dtype
             f = fractions[layer].to(wide)
             gradient = torch.einsum("ej,ejc->jc", f[None, :] - f[:, None], sums.products)
             gradient *= scale / float(num_tokens[layer])
-            carriers.append((weight.to(wide) * gradient).sum())
+            carriers.append((router.weight.to(wide) * gradient).sum())
         if not carriers:
             return value
         carrier = torch.stack(carriers).sum()

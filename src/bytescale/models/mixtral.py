@@ -21,7 +21,7 @@ class Mixtral(Llama):
     def __init__(self, shape: Architecture, layers: range | None = None) -> None:
         super().__init__(shape, layers)
         mixtures = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
-        balanced = [(mixture.balance, mixture.router.weight) for mixture in mixtures if mixture.balance is not None]
+        balanced = [(mixture.balance, mixture.router) for mixture in mixtures if mixture.balance is not None]
         self._balance = BalanceLoss(shape, balanced) if balanced else None
 
     def make_feed_forward(self) -> nn.Module:
@@ -45,4 +45,4 @@ class Mixtral(Llama):
 
     def batch_parameters(self) -> Sequence[nn.Parameter]:
         """The weights of the routers: the load-balancing loss acts on them alone."""
-        return [] if self._balance is None else [weight for _, weight in self._balance.layers]
+        return [] if self._balance is None else [router.weight for _, router in self._balance.layers]
