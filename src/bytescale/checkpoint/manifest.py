@@ -74,8 +74,6 @@ class Manifest:
     """Names of the optimizer's states that are stored: ``master``, ``exp_avg``, ``exp_avg_sq``."""
     layouts: Sequence[Layout]
     files: Sequence[StoredFile]
-    companions: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Other files, such as a tokenizer's: name to bytes and checksum."""
 
     def entries(self) -> dict[str, LayoutEntry]:
         """The stored parameters by name. Of a parameter's parts, any stands for it."""
@@ -83,7 +81,7 @@ class Manifest:
 
     def names(self) -> set[str]:
         """Every file of the folder."""
-        return {MANIFEST, *map(file_name, range(len(self.files))), *self.companions}
+        return {MANIFEST, *map(file_name, range(len(self.files)))}
 
     def num_bytes(self) -> int:
         """Bytes of all files with tensors."""
@@ -97,7 +95,7 @@ class Manifest:
             "states": list(self.states),
             "layouts": [layout_to_json(layout) for layout in self.layouts],
             "files": [astuple(file) for file in self.files],
-            "companions": self.companions,
+            "companions": {},  # older versions expect it
         }
         return json.dumps({**content, "checksum": checksum_of(_canonical(content))}).encode()
 
@@ -138,11 +136,7 @@ def read_manifest(folder: Place) -> Manifest:
             states=typed(list[str], content["states"]),
             layouts=[layout_from_json(item, len(files)) for item in typed(list[Any], content["layouts"])],
             files=files,
-            companions=typed(dict[str, tuple[int, str]], content["companions"]),
         )
-        for name in manifest.companions:
-            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", name):
-                raise ValueError(f"file name {name!r}")
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise damaged(folder, MANIFEST, f"it has no valid {printable(error)}") from error
     name = folder.resolve().name if isinstance(folder, Path) else folder.name
@@ -177,22 +171,6 @@ def _content(folder: Place) -> dict[str, Any]:
 
 
 _NAME_A_CHECKPOINT = "name a folder checkpoints/step-*"
-
-
-def wrong_companions(folder: Place, manifest: Manifest) -> list[str]:
-    """What is wrong with the files that are no tensors; empty: every byte of them is what was written.
-
-    Raises ``CheckpointError`` if one cannot be read.
-    """
-    found = []
-    for name, (_, checksum) in manifest.companions.items():
-        try:
-            content = read_file(folder / name)
-        except OSError as error:
-            raise unreachable(error, f"{folder}/{name}") from error
-        if checksum_of(content) != checksum:
-            found.append(str(damaged(folder, name, "it has another checksum than when it was written")))
-    return found
 
 
 def damaged(folder: Place, name: str, what: str) -> CheckpointDamage:

@@ -16,12 +16,10 @@ from torch import Tensor
 from bytescale.checkpoint.agree import attempt, settle
 from bytescale.checkpoint.layout import Box, Layout, LayoutEntry
 from bytescale.checkpoint.manifest import (
-    CheckpointDamage,
     RunState,
     damaged,
     file_name,
     read_manifest,
-    wrong_companions,
 )
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
 from bytescale.checkpoint.writing import DTYPES, bytes_of, layout_of
@@ -57,8 +55,8 @@ class _Request:
 class CheckpointReader:
     """Reads tensors of one checkpoint. Raises ``CheckpointError`` for what is not there or is damaged."""
 
-    def __init__(self, place: str | Place, *, companions: bool = True) -> None:
-        """Read the manifest. With ``companions``, check the files that are no tensors: they are copied or read too."""
+    def __init__(self, place: str | Place) -> None:
+        """Read the manifest."""
         self.folder = place_at(place)
         self.manifest = read_manifest(self.folder)
         self._holders: dict[str, list[tuple[Layout, LayoutEntry]]] = defaultdict(list)
@@ -66,8 +64,6 @@ class CheckpointReader:
             for entry in layout.entries:
                 if entry.written:
                     self._holders[entry.name].append((layout, entry))
-        for wrong in wrong_companions(self.folder, self.manifest) if companions else ():
-            raise CheckpointDamage(wrong)
         self._open = lru_cache(_OPEN_FILES)(self._open_file)
 
     @property
@@ -160,7 +156,7 @@ def load_states(
     read: list[RunState] = []
 
     def fill() -> None:
-        reader = CheckpointReader(place, companions=False)
+        reader = CheckpointReader(place)
         check_same_model(place, reader.state.architecture, architecture)
         if only is None and reader.state.step:
             optimizer.require_states()

@@ -15,7 +15,6 @@ from bytescale.checkpoint.manifest import (
     file_name,
     read_manifest,
     unreachable,
-    wrong_companions,
 )
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
 from bytescale.common.errors import BytescaleError
@@ -44,7 +43,7 @@ def problems_of(folder: Place, *, part: tuple[int, int] = (0, 1)) -> list[str]:
             _check_file(folder, file, expected[number])
         except CheckpointDamage as damage:
             found.append(str(damage))
-    return found + (wrong_companions(folder, manifest) if part[0] == 0 else [])
+    return found
 
 
 def wrong_files(folder: Place, manifest: Manifest) -> list[str]:
@@ -54,7 +53,6 @@ def wrong_files(folder: Place, manifest: Manifest) -> list[str]:
     except OSError as error:
         raise unreachable(error, folder) from error
     sizes = {file_name(number): file.num_bytes for number, file in enumerate(manifest.files)}
-    sizes |= {name: size for name, (size, _) in manifest.companions.items()}
     found = [str(damaged(folder, name, "the file is missing")) for name in sizes if name not in there]
     found += [
         str(damaged(folder, name, f"it has {there[name]} bytes, and {size} were written"))

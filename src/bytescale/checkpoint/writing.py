@@ -7,11 +7,10 @@ some 100 bytes a parameter, whatever the number of ranks.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,76 +228,3 @@ def _header(heads: Sequence[TensorHead], checksums: Sequence[str], step: int) ->
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-_FILE_BYTES = 4 * 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A parameter, or a rectangle of one; ``read`` gives it when its turn has come."""
-
-    name: str
-    shape: tuple[int, ...]
-    """The shape of the whole parameter."""
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    read: Callable[[], Tensor]
-
-
-def write_weights(folder: Path, state: RunState, parts: Sequence[Part], companions: Sequence[str]) -> None:
-    """Write a checkpoint of master weights in fp32, and nothing else, into ``folder``.
-
-    The folder exists and already holds the files ``companions``. Raises ``OSError``, and ``DiskFullError`` before
-    anything is written.
-    """
-    disk, files, layouts = Disk(), list[StoredFile](), list[Layout]()
-    check_room(disk, folder, sum(map(_num_bytes, parts)))
-    for own in _files(parts):
-        layout = _layout(own, len(files))
-        heads = [
-            TensorHead(piece_name("master", piece.entry.name, piece.box), torch.float32, piece.box[1])
-            for piece in layout.pieces(0)
-        ]
-        files.append(write_tensors(disk, folder / file_name(len(files)), heads, _cut(own, layout), step=state.step))
-        layouts.append(layout)
-    contents = {name: (folder / name).read_bytes() for name in companions}
-    known = {name: (len(content), checksum_of(content)) for name, content in contents.items()}
-    manifest = Manifest(state=state, states=["master"], layouts=layouts, files=files, companions=known)
-    _write_manifest(disk, folder, manifest)
-
-
-def _cut(parts: Sequence[Part], layout: Layout) -> Iterator[Tensor]:
-    """The pieces of ``layout``. One part is in memory at a time."""
-    by_part = itertools.groupby(layout.pieces(0), key=lambda piece: piece.entry.start)
-    for part, (start, pieces) in zip(parts, by_part, strict=True):
-        values = part.read().reshape(-1)
-        yield from (values[piece.start - start : piece.stop - start] for piece in pieces)
-
-
-def _files(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Parts of one file each: as many as 4 GiB hold, and at least one."""
-    own: list[Part] = []
-    for part in parts:
-        if own and sum(map(_num_bytes, [*own, part])) > _FILE_BYTES:
-            yield own
-            own = []
-        own.append(part)
-    if own:
-        yield own
-
-
-def _layout(parts: Sequence[Part], number: int) -> Layout:
-    """One shard with the parts one behind the other."""
-    entries, start = [], 0
-    for part in parts:
-        entry = LayoutEntry(
-            name=part.name, shape=part.shape, offsets=part.offsets, sizes=part.sizes, start=start, written=True
-        )
-        entries.append(entry)
-        start = entry.stop
-    return Layout(entries=tuple(entries), bounds=(0, start), num_shards=1, first_file=number)
-
-
-def _num_bytes(part: Part) -> int:
-    return 4 * math.prod(part.sizes)

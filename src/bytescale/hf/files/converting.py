@@ -1,19 +1,17 @@
-"""Checkpoints of attached models as Hugging Face folders, and the other way round."""
+"""Checkpoints of attached models as Hugging Face folders."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bytescale.checkpoint.hugging_face import add_companions, appearing, write_imported
+from bytescale.checkpoint.hugging_face import add_companions, appearing
 from bytescale.checkpoint.reading import CheckpointReader
-from bytescale.checkpoint.writing import Part
 from bytescale.common.errors import CheckpointError
 from bytescale.config import HF_PREFIX, AttachedArchitecture, Config
-from bytescale.hf.files.folder import constants_of, load_model, parameters_of, save_folder, write_folder
+from bytescale.hf.files.folder import load_model, parameters_of, save_folder, write_folder
 from bytescale.hf.files.partly_trained import train_a_part
 from bytescale.runtime import DTYPES
 from bytescale.storage.place import Place
@@ -87,23 +85,3 @@ def _export_with_base(
         )
         add_companions(stored, hidden, run_config)
     return [target / shard.name for shard in shards]
-
-
-def import_attached(source: Path, target: Path, architecture: AttachedArchitecture) -> int:
-    """``checkpoint.hugging_face.import_folder`` for an attached model. Returns the number of weights."""
-    with appearing(target) as hidden:
-        model = load_model(source, architecture.content, torch.float32)
-        described = replace(architecture, buffers=constants_of(model)).as_dict()
-        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        parts = [
-            Part(
-                name=name,
-                shape=tuple(value.shape),
-                offsets=(0,) * value.dim(),
-                sizes=tuple(value.shape),
-                read=lambda value=value: value,  # type: ignore[misc]
-            )
-            for name, value in weights.items()
-        ]
-        write_imported(hidden, source, described, parts)
-    return sum(value.numel() for value in weights.values())
