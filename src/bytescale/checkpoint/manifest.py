@@ -36,7 +36,7 @@ FORMAT = 4
 """1 stored flat buffers, 2 was PyTorch's, of version 0.1.0, and 3 had checksums of blocks; none is read any more."""
 MANIFEST = "run_state.json"
 STEP_NAME = re.compile(r"step-(\d{6,})")
-OLDER = "use an older checkpoint of the run, or a copy from a source that you trust"
+OLDER = "use an older checkpoint of the run (`bytescale checkpoint verify` says which are whole), or a trusted copy"
 
 Value = TypeVar("Value")
 
@@ -245,6 +245,8 @@ def typed(hint: type[Value], value: Any) -> Value:
         raise ValueError(f"{kind.__name__} (it has {value!r})")
     elif kind is int and value < 0:
         raise ValueError(f"number of at least 0 (it has {value})")
+    elif inner == (int, ...) and all(type(item) is int and item >= 0 for item in value):  # most of a manifest
+        made = tuple(value)
     elif kind is dict and inner:
         made = {typed(inner[0], key): typed(inner[1], item) for key, item in value.items()}
     elif kind is list or inner[1:] == (...,):

@@ -21,11 +21,8 @@ from bytescale.common.errors import BytescaleError
 from bytescale.storage.place import Place, file_sizes, folders_in
 
 
-def problems_of(folder: Place, *, part: tuple[int, int] = (0, 1)) -> list[str]:
+def problems_of(folder: Place) -> list[str]:
     """What is wrong with a checkpoint; an empty list: every byte is what was written.
-
-    Args:
-        part: ``(i, n)`` checks one in n of the files with tensors.
 
     Raises ``CheckpointError`` if the folder is no checkpoint, or cannot be reached.
     """
@@ -37,7 +34,7 @@ def problems_of(folder: Place, *, part: tuple[int, int] = (0, 1)) -> list[str]:
     if found:
         return found
     expected = _expected_pieces(manifest)
-    for number in range(part[0], len(manifest.files), part[1]):
+    for number in range(len(manifest.files)):
         try:
             file = TensorFile(folder, file_name(number), manifest.files[number])
             _check_file(folder, file, expected[number])

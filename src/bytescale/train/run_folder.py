@@ -55,10 +55,6 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def exports(self) -> Path:
-        return self.path / "exports"
-
-    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,6 @@ from bytescale.checkpoint.reading import read_run_state
 from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import RankGroup, ShardedOptimizer
-
-
-@dataclass(frozen=True)
-class _Participants:
-    """The ranks that write and read together (``checkpoint.Participants``)."""
-
-    is_first: bool
-    checkpoint_group: dist.ProcessGroup
 
 
 class Savings:
@@ -48,8 +39,9 @@ class Savings:
                 )
             )
         ranks = None if group.group is None else dist.get_process_group_ranks(group.group)
-        made = dist.new_group(ranks or [dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        self._participants = _Participants(group.rank == 0, made)
+        self._of_checkpoints = dist.new_group(
+            ranks or [dist.get_rank()], backend="gloo", use_local_synchronization=True
+        )
         self._optimizer = optimizer
         self._group = group
         self._architecture = {
@@ -73,7 +65,7 @@ class Savings:
 
     def _refuse_later(self, folder: Path, step: int) -> None:
         """Raise ``CheckpointError`` if a later checkpoint is there: it would outlive the new one, and be loaded."""
-        error, found = None, complete_checkpoints(folder) if self._participants.is_first else []
+        error, found = None, complete_checkpoints(folder) if self._group.rank == 0 else []
         if found and step_of(found[-1].name) > step:
             error = CheckpointError(
                 problem(
@@ -82,7 +74,7 @@ class Savings:
                     fix="save to another folder, or move the later checkpoints away",
                 )
             )
-        settle(error, self._participants.checkpoint_group)
+        settle(error, self._of_checkpoints)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Continue from a checkpoint, or from the newest one in a folder of them. Returns the caller's ``extra``."""
@@ -104,4 +96,4 @@ class Savings:
         return extra
 
     def _checkpoints(self, folder: Path, keep: int) -> Checkpointer:
-        return Checkpointer(folder, self._participants, CheckpointConfig(background=False, keep=keep))
+        return Checkpointer(folder, self._of_checkpoints, CheckpointConfig(background=False, keep=keep))
