@@ -17,8 +17,7 @@ import pytest
 
 from bytescale.common.atomic import file_lock
 from bytescale.data.sources.files import SourceFile
-from bytescale.data.tokens import open_parts
-from bytescale.data.tokens.open_parts import RemoteTokens, local_index, local_pair
+from bytescale.data.tokens.open_parts import local_index, local_pair
 from bytescale.storage.place import Url
 from tests.data.http_server import Files, http_server
 
@@ -102,23 +101,6 @@ def test_a_process_that_is_killed_while_it_fetches_holds_nobody_up(tmp_path: Pat
 
     assert in_processes(fetch) == [-signal.SIGKILL] + [0] * (NUM_PROCESSES - 1)
     assert kinds_of_files(tmp_path) == [".bin", ".idx", ".json"]
-
-
-def test_blocks_of_tokens_are_whole_in_every_process(tmp_path: Path, files: Files, monkeypatch: Any) -> None:
-    """Processes may fetch the same block twice, because a lock for each block would cost more than that."""
-    monkeypatch.setattr(open_parts, "BLOCK_TOKENS", 10_000)
-
-    def read(number: int) -> None:
-        tokens = RemoteTokens(Url(f"{files.url}/d.bin"), TOKENS.dtype, len(TOKENS), tmp_path, read_retries=0)
-        order = np.random.default_rng(number).permutation(20)
-        for start in (5000 * order).tolist():
-            assert np.array_equal(tokens[start : start + 7000], TOKENS[start : start + 7000])
-
-    assert in_processes(read) == [0] * NUM_PROCESSES
-    assert kinds_of_files(tmp_path) == [".block"] * 10
-    asked = Counter(asked for path, asked, _ in files.requests if asked)
-    assert len(asked) == 10
-    assert max(asked.values()) <= NUM_PROCESSES
 
 
 def test_a_lock_has_one_holder_and_dies_with_it(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from bytescale.data.tokens.bpe import cached_bpe
 from bytescale.data.tokens.fields import WEIGHTS
 from bytescale.data.tokens.open_parts import OpenParts, Slice
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
-from bytescale.data.tokens.shards import Shard, ShardReader, remote_parts
+from bytescale.data.tokens.shards import Shard, ShardReader
 from bytescale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from bytescale.plan.rank_plan import RankPlan
 from bytescale.storage.retry import with_retries
@@ -102,7 +102,7 @@ def prepare_corpus(
     shards, reader = plan_shards(config, progress)
     finder = TokeniseHere(shards, reader, config.num_workers, progress, ahead=ahead)
     return Corpus(
-        parts=OpenParts(lambda part: reader.open_part(shards[part]), remote_parts(shards)),
+        parts=OpenParts(lambda part: reader.open_part(shards[part])),
         index=CorpusIndex(config, shards, reader.encode, finder, text_later=text_later),
         further_fields=config.fields,
         tokenizer=reader.tokenizer,

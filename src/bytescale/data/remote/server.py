@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.data.remote.calls import Shared
 from bytescale.data.tokens.fields import field_dtype, without_field
-from bytescale.data.tokens.indexed import Tokens
-from bytescale.data.tokens.open_parts import BLOCK_TOKENS, OpenParts, Slice
-from bytescale.data.tokens.shards import Shard, ShardReader, remote_parts
+from bytescale.data.tokens.open_parts import OpenParts, Slice
+from bytescale.data.tokens.shards import Shard, ShardReader
 
 SharedWork = Shared[tuple[list[Shard], ShardReader]]
 """The shards of a corpus and their reader."""
 
 TOKENISING = "tokenising"
 """Name of the thread of a server that tokenises parts ahead of need. Another thread answers reads."""
+_DEALT_TOKENS = 1 << 20
 _KEPT_CONTENTS = 64
 """Contents of parts that a server keeps in Ray's memory, for the planners of all nodes."""
 
@@ -53,8 +53,7 @@ class ServerSlices:
 class PartOwners:
     """Says which server reads what.
 
-    A part of text is read by the server that tokenised it. The blocks of a ``.bin`` file are dealt to all servers in
-    turn. They are the blocks in which a remote ``.bin`` is fetched, so that no two servers fetch the same one.
+    A part of text is read by the server that tokenised it. Ranges of a ``.bin`` file are dealt to all servers in turn.
     """
 
     num_servers: int
@@ -71,7 +70,7 @@ class PartOwners:
 
     def servers_of(self, parts: IntArray, places: IntArray) -> IntArray:
         """``[P]`` number of the server that reads range i, which starts at ``places[i]`` of ``parts[i]``."""
-        turn = np.where(self.is_text[parts], parts, parts + places // BLOCK_TOKENS)
+        turn = np.where(self.is_text[parts], parts, parts + places // _DEALT_TOKENS)
         return turn % self.num_servers
 
 
@@ -85,7 +84,7 @@ class DataServer:
         """Read nothing yet. The server reads any shard of ``work`` that it is asked for (see ``PartOwners``)."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per server: there may be a server for each core
         self._shards, self._reader = work.get()
-        self._parts = OpenParts(self._open_part, remote_parts(self._shards))
+        self._parts = OpenParts(lambda part: self._reader.open_part(self._shards[part]))
         self._content = lru_cache(_KEPT_CONTENTS)(self._put_content)
         self._life = uuid.uuid4().hex
 
@@ -121,11 +120,6 @@ class DataServer:
     def _put_content(self, part: int) -> Any:
         self._reader.prepare([self._shards[part]])
         return ray.put(self._reader.open(self._shards[part]).content)
-
-    def _open_part(self, part: int) -> tuple[Tokens, Mapping[str, Tokens]]:
-        # A restarted server may be asked for text before it has the pair in its cache.
-        self._reader.prepare([self._shards[part]])
-        return self._reader.open_part(self._shards[part])
 
 
 def server_actor() -> Any:

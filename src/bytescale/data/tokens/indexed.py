@@ -152,24 +152,6 @@ def pair_paths(path: Path) -> tuple[Path, Path]:
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
 
 
-def map_tokens(path: Path) -> NDArray[np.integer]:
-    """Map the tokens of a pair, ``[num_tokens]``. ``IndexedDataset.open`` must have checked the pair before.
-
-    The pair may be that of a field. Raises ``DataError`` if it has vanished since.
-    """
-    bin_path, idx_path = pair_paths(path)
-    try:
-        with idx_path.open("rb") as file:
-            header = HEADER.unpack(file.read(HEADER.size))
-        return _map(bin_path, NUMBER_DTYPES[header[2]])
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or bin_path} cannot be read ({error.strerror or error})",
-            so="its tokens were in the corpus when the run began",
-            fix="restore it, then resume",
-        ) from error
-
-
 def _map(bin_path: Path, dtype: np.dtype) -> NDArray[np.integer]:
     """Map a ``.bin``. An empty file cannot be mapped, so it gives an empty array."""
     return np.memmap(bin_path, dtype=dtype, mode="r") if bin_path.stat().st_size else np.zeros(0, dtype)

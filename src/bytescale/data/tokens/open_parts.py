@@ -1,8 +1,7 @@
 """Access to the tokens of the parts of a corpus. Each part on this machine is memory-mapped while it is in use.
 
-The tokens of a ``.bin`` that lies on another machine are fetched in blocks when they are read, and the blocks are kept
-in the cache folder. So nobody copies a corpus of terabytes before the first step: a server fetches the blocks that are
-dealt to it (``data.remote.server.PartOwners``), and a local loader those that hold its rank's slices.
+Of a ``.bin`` that lies on another machine, ranges of tokens are read when they are asked for. So nobody copies a corpus
+of terabytes before the first step, and nobody needs room for it.
 """
 
 from __future__ import annotations
@@ -12,101 +11,45 @@ import errno
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock, remove_stale_temporaries, whole_file
-from bytescale.common.errors import DataError
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.tokens.indexed import Tokens
 from bytescale.storage.place import Url
 from bytescale.storage.retry import unreadable, with_retries
 
-BLOCK_TOKENS = 1 << 20
-"""Tokens of a block, which is fetched in one request: 2 MiB of uint16 or 4 MiB of int32."""
-_BLOCKS_PER_FOLDER = 1024
-_FETCHED_AT_ONCE = 8
+_READ_AT_ONCE = 16
+"""Ranges of remote files that are read at the same time."""
 _COPY_BYTES = 8 * 1024**2
 
 
 class RemoteTokens:
     """Offers what readers need of a memory map: ``dtype`` and ``tokens[first:stop]``. No file stays open."""
 
-    def __init__(self, url: Url, dtype: np.dtype, num_tokens: int, folder: Path, read_retries: int) -> None:
-        """Fetch nothing yet.
-
-        Args:
-            url: URL of the ``.bin``.
-            dtype: integer type of its tokens.
-            num_tokens: number of tokens in it.
-            folder: folder for the blocks. No other file, and no other version of this file, may use the folder.
-            read_retries: how often a failing read is tried again.
-        """
+    def __init__(self, url: Url, dtype: np.dtype, num_tokens: int, read_retries: int) -> None:
+        """Read nothing yet. ``read_retries``: how often a failing read is tried again."""
         self.dtype = dtype
         self._url = url
         self._num_tokens = num_tokens
-        self._folder = folder
         self._read_retries = read_retries
 
-    def __len__(self) -> int:
-        return self._num_tokens
-
     def __getitem__(self, wanted: slice) -> NDArray[np.integer]:
-        """Return tokens ``first`` to ``stop - 1``. Raises ``DataError`` if they cannot be fetched."""
-        first, stop, step = wanted.indices(self._num_tokens)
-        assert step == 1, "ranges of tokens have no gaps"
-        blocks = range(first // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)) if first < stop else range(0)
-        found = [np.zeros(0, self.dtype)]
-        for block in blocks:
-            begin = block * BLOCK_TOKENS
-            start, end = max(first - begin, 0), min(stop - begin, BLOCK_TOKENS)
-            found.append(np.fromfile(self._fetched(block), self.dtype, end - start, offset=start * self.dtype.itemsize))
-        return np.concatenate(found)
+        """Return tokens ``first`` to ``stop - 1``. Raises ``DataError`` if they cannot be read."""
+        first, stop, _ = wanted.indices(self._num_tokens)
+        content = with_retries(partial(self._read, first, stop), self._read_retries) if first < stop else b""
+        return np.frombuffer(content, self.dtype)
 
-    def fetch(self, starts: IntArray, stops: IntArray) -> None:
-        """Fetch the blocks that token ranges ``starts[i]`` to ``stops[i]`` need, some at the same time.
-
-        Raises ``DataError`` if one cannot be fetched.
-        """
-        needed = {
-            block
-            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
-            for block in range(start // BLOCK_TOKENS, -(-min(stop, self._num_tokens) // BLOCK_TOKENS))
-        }
-        missing = sorted(block for block in needed if not self._path(block).exists())
-        if missing:
-            with ThreadPoolExecutor(_FETCHED_AT_ONCE, thread_name_prefix="bytescale-fetch") as pool:
-                list(pool.map(self._fetched, missing))
-
-    def _path(self, block: int) -> Path:
-        return self._folder / f"{block // _BLOCKS_PER_FOLDER:04d}" / f"{block:07d}.block"
-
-    def _fetched(self, block: int) -> Path:
-        """Return the file of a block. The block is fetched now if the file does not exist."""
-        path = self._path(block)
-        if path.exists():
-            return path
-        content = with_retries(partial(self._read, block), self._read_retries)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            remove_stale_temporaries(path)
-            with whole_file(path) as temporary:  # two processes that fetch the same block write the same content
-                temporary.write_bytes(content)
-        except OSError as error:
-            raise DataError(
-                f"{path} cannot be written ({error})", fix="make room in data.cache_dir, or choose another"
-            ) from error
-        return path
-
-    def _read(self, block: int) -> bytes:
+    def _read(self, first: int, stop: int) -> bytes:
         size = self.dtype.itemsize
-        first, stop = block * BLOCK_TOKENS, min((block + 1) * BLOCK_TOKENS, self._num_tokens)
         try:
             content = self._url.read(first * size, stop * size)
             if len(content) != (stop - first) * size:
@@ -198,20 +141,15 @@ class OpenParts:
     """Maps a part when it is first asked for, and closes the least recently used ones when too many files are open."""
 
     def __init__(
-        self,
-        open_part: Callable[[int], tuple[Tokens, Mapping[str, Tokens]]],
-        remote_parts: Sequence[int] = (),
-        most_open: int = MOST_OPEN,
+        self, open_part: Callable[[int], tuple[Tokens, Mapping[str, Tokens]]], most_open: int = MOST_OPEN
     ) -> None:
         """Open nothing yet.
 
         Args:
             open_part: function from the number of a part to its tokens and fields, 1-D.
-            remote_parts: numbers of the parts whose tokens may have to be fetched.
             most_open: files that may be open at the same time. Views of a part that is closed stay valid.
         """
         self._open_part = open_part
-        self._remote_parts = remote_parts
         self._most_open = most_open
         self._num_open = 0
         self._open: OrderedDict[int, tuple[Tokens, Mapping[str, Tokens]]] = OrderedDict()
@@ -219,19 +157,16 @@ class OpenParts:
     def slices(self, parts: IntArray, places: IntArray, counts: IntArray) -> list[Slice]:
         """Return ``counts[i]`` tokens from ``places[i]`` on in part ``parts[i]``, with fields: views where possible.
 
-        Of remote parts the blocks are fetched first, several at the same time. All arguments are int64 ``[N]``.
-        Raises ``DataError`` if one cannot be read.
+        All arguments are int64 ``[N]``. Raises ``DataError`` if a range cannot be read.
         """
-        for remote in np.intersect1d(parts, self._remote_parts).tolist() if self._remote_parts else []:
-            own = parts == remote
-            if isinstance(tokens := self[remote], RemoteTokens):
-                tokens.fetch(places[own], places[own] + counts[own])
-        found: list[Slice] = []
-        for part, place, count in zip(parts.tolist(), places.tolist(), counts.tolist(), strict=True):
-            tokens, fields = self._opened(part)
-            stop = place + count
-            found.append((tokens[place:stop], {name: values[place:stop] for name, values in fields.items()}))
-        return found
+        found: list[tuple[Any, Mapping[str, NDArray]]] = []
+        with ThreadPoolExecutor(_READ_AT_ONCE, thread_name_prefix="bytescale-fetch") as pool:
+            for part, place, count in zip(parts.tolist(), places.tolist(), counts.tolist(), strict=True):
+                tokens, fields = self._opened(part)
+                own = slice(place, place + count)
+                values = pool.submit(tokens.__getitem__, own) if isinstance(tokens, RemoteTokens) else tokens[own]
+                found.append((values, {name: numbers[own] for name, numbers in fields.items()}))
+        return [(values.result() if isinstance(values, Future) else values, fields) for values, fields in found]
 
     def __getitem__(self, part: int) -> Tokens:
         return self._opened(part)[0]

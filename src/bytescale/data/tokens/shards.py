@@ -28,7 +28,7 @@ from bytescale.data.sources.files import SourceFile, local_path
 from bytescale.data.sources.readers import ReadCounts, WorkUnit, too_many_corrupt_records
 from bytescale.data.sources.records import iter_records
 from bytescale.data.tokens.fields import WEIGHTS, WeightRuns, field_prefix
-from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, map_tokens, pair_paths, read_index
+from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, read_index
 from bytescale.data.tokens.metadata import TokenMetadata, is_as_written, load_metadata, metadata_of
 from bytescale.data.tokens.open_parts import RemoteTokens, local_index, local_pair
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
@@ -198,18 +198,10 @@ class ShardReader:
         return opened
 
     def open_part(self, shard: Shard) -> tuple[Tokens, Mapping[str, Tokens]]:
-        """Return the tokens of a shard that has been opened before, and its fields by name.
-
-        ``OWN_FIELDS`` may be missing. The index of a pair on this machine is not read again.
-        """
-        if shard.file is not None and isinstance(shard.file.path, Url):
-            dataset = self.open(shard).dataset
-            return dataset.tokens, dataset.fields
-        prefix = self._prefix(shard) if shard.file is None else pair_paths(local_path(shard.file))[0].with_suffix("")
-        paths = {name: field_prefix(prefix, name) for name in self.field_names}
-        return map_tokens(prefix), {
-            name: map_tokens(path) for name, path in paths.items() if pair_paths(path)[1].exists()
-        }
+        """Return the tokens of a shard, and its fields by name; text that the cache does not have is tokenised."""
+        self.prepare([shard])
+        dataset = self.open(shard).dataset
+        return dataset.tokens, dataset.fields
 
     def places(self, unit: WorkUnit) -> Iterator[Callable[[], str]]:
         """Yield a function for each document of a unit, which returns the document's place."""
@@ -227,7 +219,7 @@ class ShardReader:
         return (*OWN_FIELDS, *self.fields)
 
     def _in_place(self, file: SourceFile) -> OpenShard | None:
-        """Open a remote ``.bin`` by copying only its index. Its tokens are fetched when they are read.
+        """Open a remote ``.bin`` by copying only its index.
 
         Returns None if the file is on this machine. Also returns None if all of the file has to be copied first:
         because no metadata lie beside it, or because its server sends whole files only.
@@ -249,7 +241,7 @@ class ShardReader:
         if copy.exists() or metadata is None or not has_ranges or not metadata.describes(index):
             return None
         check_size(url, index, file.num_bytes)
-        tokens = RemoteTokens(url, index.dtype, index.num_tokens, copy.with_suffix(".blocks"), self.read_retries)
+        tokens = RemoteTokens(url, index.dtype, index.num_tokens, self.read_retries)
         return OpenShard(
             dataset=IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens), metadata=metadata
         )
@@ -291,11 +283,6 @@ class ShardReader:
                 line = f"{file.path}\0{file.format}\0{file.num_bytes}\0{file.mtime_ns}\0{unit.start}\0{unit.stop}\n"
                 settings.update(line.encode(errors="surrogateescape"))
         return Shard(source=source, units=tuple(units), name=settings.hexdigest())
-
-
-def remote_parts(shards: Sequence[Shard]) -> list[int]:
-    """Return the numbers of the shards that are remote ``.bin`` files."""
-    return [part for part, shard in enumerate(shards) if shard.file and isinstance(shard.file.path, Url)]
 
 
 def write_as_pair(
