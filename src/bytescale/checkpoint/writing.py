@@ -8,9 +8,8 @@ some 100 bytes a parameter, whatever the number of ranks.
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from bytescale.checkpoint.agree import attempt, settle
 from bytescale.checkpoint.disk import Disk, check_room, checksum_of
-from bytescale.checkpoint.layout import Layout, LayoutEntry, LayoutPiece
+from bytescale.checkpoint.layout import Layout, LayoutEntry
 from bytescale.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -38,19 +37,6 @@ from bytescale.runtime import Range, ShardedOptimizer, values_of
 _TAG = 7
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorHead:
-    """What the header of a file says of a tensor."""
-
-    name: str
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.sizes) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +62,16 @@ class Snapshot:
         }
         return Snapshot(layout_of(optimizer), optimizer.group.rank, copies)
 
-    def heads(self) -> list[TensorHead]:
-        """The rectangles of this rank in the order of its file: state by state, as the buffer has them."""
-        return [
-            TensorHead(piece_name(state, piece.entry.name, piece.box), ranges[0].values.dtype, piece.box[1])
+    def tensors(self) -> dict[str, Tensor]:
+        """The rectangles of this rank by name, state by state in the buffer's order. They are views."""
+        pieces = [piece for piece in self.layout.pieces(self.shard) if piece.entry.written]
+        return {
+            piece_name(state, piece.entry.name, piece.box): values_of(ranges, piece.start, piece.stop).view(
+                piece.box[1]
+            )
             for state, ranges in self.states.items()
-            for piece in self._pieces()
-        ]
-
-    def tensors(self) -> Iterator[Tensor]:
-        """The content of ``heads``."""
-        for ranges in self.states.values():
-            for piece in self._pieces():
-                yield values_of(ranges, piece.start, piece.stop)
-
-    def _pieces(self) -> list[LayoutPiece]:
-        return [piece for piece in self.layout.pieces(self.shard) if piece.entry.written]
+            for piece in pieces
+        }
 
 
 def layout_of(optimizer: ShardedOptimizer) -> Layout:
@@ -128,8 +108,8 @@ def write_checkpoint(disk: Disk, folder: Path, state: RunState, snapshot: Snapsh
         DiskFullError: there is no room; nothing was written.
         CheckpointError: a rank could not write.
     """
-    heads = snapshot.heads()
-    own_bytes = sum(head.num_bytes for head in heads)
+    tensors = snapshot.tensors()
+    own_bytes = sum(tensor.nbytes for tensor in tensors.values())
     total_bytes = torch.tensor([own_bytes])
     dist.all_reduce(total_bytes, group=group)
     is_first = group.rank() == 0
@@ -138,9 +118,7 @@ def write_checkpoint(disk: Disk, folder: Path, state: RunState, snapshot: Snapsh
     needed = int(total_bytes) if is_shared else own_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     settle(attempt(lambda: _make_room(disk, folder, needed)), group)  # before any rank takes up space
     path, written = folder / file_name(snapshot.layout.file_of(snapshot.shard)), list[StoredFile]()
-    settle(
-        attempt(lambda: written.append(write_tensors(disk, path, heads, snapshot.tensors(), step=state.step))), group
-    )
+    settle(attempt(lambda: written.append(write_tensors(disk, path, tensors, state.step))), group)
     rows, layouts = _gather(written[0], snapshot, group)
     manifest = Manifest(state=state, states=list(snapshot.states), layouts=layouts, files=rows)
     settle(attempt(lambda: _write_manifest(disk, folder, manifest)) if is_first else None, group)
@@ -185,29 +163,15 @@ def _gather(written: StoredFile, snapshot: Snapshot, group: dist.ProcessGroup) -
     return [files[number] for number in range(len(rows))], layouts
 
 
-def write_tensors(
-    disk: Disk, path: Path, heads: Sequence[TensorHead], tensors: Iterable[Tensor], *, step: int
-) -> StoredFile:
-    """Write the file of ``tensor_file`` and wait until it is on disk. Raises ``OSError``.
-
-    The header is written twice: first to take up its place, and when all checksums are known. Of ``tensors``, one at a
-    time is in use.
-    """
-    blank = _header(heads, ["0" * 16] * len(heads), step)
-    checksums: list[str] = []
+def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor], step: int) -> StoredFile:
+    """Write the file of ``tensor_file`` and wait until it is on disk. Raises ``OSError``."""
+    header = _header(tensors, step)
     with disk.create(path) as file:
-        disk.write(file, blank)
-        for head, tensor in zip(heads, tensors, strict=True):
-            content = bytes_of(tensor.to(head.dtype).contiguous())
-            assert len(content) == head.num_bytes, f"{head.name} is not what was announced"
-            checksums.append(checksum_of(content))
-            disk.write(file, content)
-        header = _header(heads, checksums, step)
-        assert len(header) == len(blank), "checksums have a fixed width"
-        file.seek(0)
         disk.write(file, header)
+        for tensor in tensors.values():
+            disk.write(file, bytes_of(tensor))
         disk.sync(file)
-    total = len(header) + sum(head.num_bytes for head in heads)
+    total = len(header) + sum(tensor.nbytes for tensor in tensors.values())
     return StoredFile(num_bytes=total, header_bytes=len(header), checksum=checksum_of(header))
 
 
@@ -217,13 +181,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(content)
 
 
-def _header(heads: Sequence[TensorHead], checksums: Sequence[str], step: int) -> bytes:
-    sums = {head.name: checksum for head, checksum in zip(heads, checksums, strict=True)}
+def _header(tensors: Mapping[str, Tensor], step: int) -> bytes:
+    sums = {name: checksum_of(bytes_of(tensor)) for name, tensor in tensors.items()}
     content: dict[str, Any] = {"__metadata__": {METADATA: json.dumps({"step": step, "checksums": sums})}}
     end = 0
-    for head in heads:
-        place = [end, end + head.num_bytes]
-        content[head.name] = {"dtype": _NAMES[head.dtype], "shape": list(head.sizes), "data_offsets": place}
+    for name, tensor in tensors.items():
+        place = [end, end + tensor.nbytes]
+        content[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
         end = place[1]
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

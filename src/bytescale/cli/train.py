@@ -15,7 +15,6 @@ from bytescale.common.cuda_allocator import use_expandable_segments
 from bytescale.common.environment import environment
 from bytescale.common.errors import ConfigError
 from bytescale.common.private_folder import private_folder
-from bytescale.common.versions import require_torch
 from bytescale.config import (
     CHECKPOINT_PREFIX,
     HF_PREFIX,
@@ -66,7 +65,6 @@ def run(arguments: Sequence[str]) -> int:
 def start_training(options: TrainOptions) -> None:
     """Train with these options, in this process or in ranks that run the same command."""
     use_expandable_segments()  # has to come before torch is imported; the ranks started from here inherit it
-    require_torch()
     config = options.config
     validate(config, num_ranks=_ranks_of_torchrun())
     if config.trainer.epochs:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
-from bytescale.common.versions import require_torch
 from bytescale.config import Config, validate
 from bytescale.train.loop.best import BestEvaluation
 from bytescale.train.loop.comparison import compare_planners
@@ -46,7 +45,6 @@ def train(
         RankFailure: another rank is gone or disagrees; the last checkpoint is intact.
         NonFiniteError: loss or gradients are not finite; weights and the last checkpoint are as before the step.
     """
-    require_torch()
     validate(config, num_ranks=ranks_of_torchrun())
     run = RunFolder(Path(config.trainer.run_dir))
     resume = config.trainer.resume or restarted_by_torchrun()
