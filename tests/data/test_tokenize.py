@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from bytescale.common.errors import DataError
+from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.sources.readers import WorkUnit
 from bytescale.data.sources.records import plan_units, text_kind
@@ -36,8 +37,8 @@ def tokenised(
     files: Sequence[SourceFile], prefix: Path, tokenizer: Tokenizer | None = None, **settings: Any
 ) -> TokenMetadata:
     """The files as one pair, as ``bytescale data tokenize`` makes it; the cache lies beside the pair's folder."""
-    encode = UnitEncoder(tokenizer=tokenizer or ByteTokenizer())
-    reader = ShardReader(encode=encode, cache_dir=prefix.parent.with_name("cache"))
+    data = DataConfig(cache_dir=str(prefix.parent.with_name("cache")), read_retries=0)
+    reader = ShardReader.of(data, tokenizer or ByteTokenizer())
     runs = itertools.groupby(files, key=lambda file: file.format == "bin")
     return write_as_pair(reader, [shard for _, run in runs for shard in reader.plan(list(run))], prefix, **settings)
 
@@ -243,7 +244,7 @@ def test_few_units_are_under_way_however_slow_the_reader_of_results(tmp_path: Pa
             taken.append(unit.start)
             yield unit
 
-    encode = UnitEncoder(tokenizer=ByteTokenizer(), text_key="text")
+    encode = UnitEncoder(tokenizer=ByteTokenizer())
     for done, _ in enumerate(encode_in_processes(take(), encode, num_workers=2), start=1):
         assert len(taken) <= done + 2 * 2
     assert done == len(units) == 11

@@ -26,7 +26,7 @@ from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile, local_path
 from bytescale.data.sources.readers import ReadCounts, WorkUnit, too_many_corrupt_records
-from bytescale.data.sources.records import iter_records
+from bytescale.data.sources.records import iter_records, plan_units
 from bytescale.data.tokens.fields import WEIGHTS, WeightRuns, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, read_index
 from bytescale.data.tokens.metadata import TokenMetadata, is_as_written, load_metadata, metadata_of
@@ -96,27 +96,20 @@ class OpenShard:
 class ShardReader:
     """Tokenises and opens shards. It can be sent to other processes."""
 
+    config: DataConfig
     encode: UnitEncoder | None
     """None where all sources are ``.bin`` files and no tokenizer is set."""
-    cache_dir: Path
-    read_retries: int = 0
-    verify: bool = False
-    """Whether every pair is read through and compared with its hash before it is used for the first time."""
-    fields: tuple[str, ...] = ()
-    """Fields that the corpus has beside ``OWN_FIELDS`` (``data.fields``)."""
     verified: set[str] = field(default_factory=set, compare=False)
     """Names of the shards whose pairs were found to be right."""
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer | None) -> ShardReader:
         """Return the reader with the settings of ``config``. Raises as ``ExampleEncoder.of``."""
-        return ShardReader(
-            encode=None if tokenizer is None else UnitEncoder.of(config, tokenizer),
-            cache_dir=Path(config.cache_dir).expanduser(),
-            read_retries=config.read_retries,
-            verify=config.verify,
-            fields=config.fields,
-        )
+        return ShardReader(config=config, encode=None if tokenizer is None else UnitEncoder.of(config, tokenizer))
+
+    @property
+    def cache_dir(self) -> Path:
+        return Path(self.config.cache_dir).expanduser()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -130,7 +123,7 @@ class ShardReader:
         shards: list[Shard] = []
         for source in sorted({file.source for file in text}):
             own = [file for file in text if file.source == source]
-            units = with_retries(partial(self._encode.plan, own), self.read_retries)
+            units = with_retries(partial(plan_units, own, self._encode.kind), self.config.read_retries)
             shards.extend(self._shard(source, run) for run in _runs(units, least_bytes))
         return shards + [Shard(source=file.source, file=file) for file in files if file.format == "bin"]
 
@@ -183,12 +176,14 @@ class ShardReader:
             return OpenShard(dataset=IndexedDataset.open(prefix, self.field_names), metadata=metadata)
         opened = self._in_place(shard.file)
         if opened is None:
-            file = with_retries(partial(local_pair, shard.file, self.cache_dir, self.field_names), self.read_retries)
+            file = with_retries(
+                partial(local_pair, shard.file, self.cache_dir, self.field_names), self.config.read_retries
+            )
             dataset = IndexedDataset.open(local_path(file), self.field_names)
             opened = OpenShard(dataset=dataset, metadata=metadata_of(dataset, file, self.cache_dir, progress))
             self._check_pair(f"{shard.file.path}", opened, progress)
         check_same_tokenizer(f"{shard.file.path}", opened.metadata, self.tokenizer)
-        if missing := set(self.fields) - set(opened.dataset.fields):
+        if missing := set(self.config.fields) - set(opened.dataset.fields):
             raise DataError(
                 f"{shard.file.path} has no field {min(missing)!r}, which data.fields names",
                 so="its documents would lack it",
@@ -205,7 +200,7 @@ class ShardReader:
 
     def places(self, unit: WorkUnit) -> Iterator[Callable[[], str]]:
         """Yield a function for each document of a unit, which returns the document's place."""
-        counts = ReadCounts(max_corrupt=self._encode.max_corrupt_records)
+        counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
         yield from (lambda record=record: record.place for record in iter_records(unit, self._encode.kind, counts))
 
     @property
@@ -216,7 +211,7 @@ class ShardReader:
     @property
     def field_names(self) -> tuple[str, ...]:
         """The fields that the corpus may have."""
-        return (*OWN_FIELDS, *self.fields)
+        return (*OWN_FIELDS, *self.config.fields)
 
     def _in_place(self, file: SourceFile) -> OpenShard | None:
         """Open a remote ``.bin`` by copying only its index.
@@ -234,14 +229,14 @@ class ShardReader:
             except OSError as error:
                 raise unreadable(error, url) from error
 
-        copy, has_ranges = with_retries(look, self.read_retries)
+        copy, has_ranges = with_retries(look, self.config.read_retries)
         index, metadata = read_index(copy.with_suffix(".idx")), load_metadata(copy)
         if any(copy.with_suffix(f".{name}.idx").exists() for name in self.field_names):
             return None  # pairs with fields are copied as a whole: they are small
         if copy.exists() or metadata is None or not has_ranges or not metadata.describes(index):
             return None
         check_size(url, index, file.num_bytes)
-        tokens = RemoteTokens(url, index.dtype, index.num_tokens, self.read_retries)
+        tokens = RemoteTokens(url, index.dtype, index.num_tokens, self.config.read_retries)
         return OpenShard(
             dataset=IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens), metadata=metadata
         )
@@ -249,7 +244,7 @@ class ShardReader:
     def _is_prepared(self, shard: Shard) -> bool:
         prefix = self._prefix(shard)
         metadata = load_metadata(prefix) if prefix.with_suffix(".idx").exists() else None
-        if metadata is None or not self.verify or shard.name in self.verified:
+        if metadata is None or not self.config.verify or shard.name in self.verified:
             return metadata is not None
         try:
             is_right = is_as_written(IndexedDataset.open(prefix), metadata)
@@ -263,7 +258,7 @@ class ShardReader:
 
     def _check_pair(self, place: str, opened: OpenShard, progress: ProgressCallback) -> None:
         """With ``verify``, raise ``DataError`` if a ``.bin`` is not what its metadata were gathered of."""
-        if not self.verify or place in self.verified:
+        if not self.config.verify or place in self.verified:
             return
         if not is_as_written(opened.dataset, opened.metadata, progress):
             raise DataError(

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +27,8 @@ from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.units import format_count
 from bytescale.config.schema import DataConfig
-from bytescale.data.sources.files import SourceFile
-from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit
-from bytescale.data.sources.records import RecordKind, iter_records, plan_units, text_kind
+from bytescale.data.sources.readers import ReadCounts, WorkUnit
+from bytescale.data.sources.records import RecordKind, iter_records, text_kind
 from bytescale.data.tokens.examples import Example, ExampleEncoder, concatenated
 from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix, without_field
 from bytescale.data.tokens.indexed import IndexedWriter, pair_paths, token_dtype
@@ -59,28 +59,20 @@ class UnitEncoder:
     """Reads a unit and encodes it. Each worker process gets one copy."""
 
     tokenizer: Tokenizer
-    text_key: str = "text"
-    """Key (JSONL) or column (Parquet) that holds the text."""
-    max_corrupt_records: int = 0
-    read_retries: int = 0
+    config: DataConfig = field(default_factory=DataConfig)
     examples: ExampleEncoder | None = None
     """For records of fine-tuning data; None: each document is one text."""
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer) -> UnitEncoder:
         """Return the encoder with the settings of ``config``. Raises as ``ExampleEncoder.of``."""
-        return UnitEncoder(
-            tokenizer=tokenizer,
-            text_key=config.text_key,
-            max_corrupt_records=config.max_corrupt_records,
-            read_retries=config.read_retries,
-            examples=ExampleEncoder.of(config, tokenizer),
-        )
+        return UnitEncoder(tokenizer=tokenizer, config=config, examples=ExampleEncoder.of(config, tokenizer))
 
     @property
     def fingerprint(self) -> str:
         """A text that changes with the tokens that the same files give."""
-        return f"{self.text_key if self.examples is None else self.examples.fingerprint} {self.tokenizer.fingerprint}"
+        kind = self.config.text_key if self.examples is None else self.examples.fingerprint
+        return f"{kind} {self.tokenizer.fingerprint}"
 
     @property
     def dtype(self) -> np.dtype:
@@ -95,24 +87,18 @@ class UnitEncoder:
     @property
     def kind(self) -> RecordKind:
         """The kind of the records."""
-        return text_kind(self.text_key) if self.examples is None else self.examples.kind
-
-    def plan(self, files: Sequence[SourceFile]) -> list[WorkUnit]:
-        """Cut files into units. Raises as ``plan_units``."""
-        return plan_units(files, self.kind, UNIT_BYTES)
+        return text_kind(self.config.text_key) if self.examples is None else self.examples.kind
 
     def __call__(self, unit: WorkUnit) -> EncodedUnit:
         """Encode a unit. A read that may succeed later is tried ``read_retries`` times more.
 
         Raises ``DataError`` as ``iter_records``.
         """
-        if self.examples is not None:
-            encoder = self.examples
-            return with_retries(lambda: self._encode_records(unit, encoder), self.read_retries)
-        return with_retries(lambda: self._encode(unit), self.read_retries)
+        encode = self._encode_texts if self.examples is None else partial(self._encode_records, self.examples)
+        return with_retries(partial(encode, unit), self.config.read_retries)
 
-    def _encode_records(self, unit: WorkUnit, encoder: ExampleEncoder) -> EncodedUnit:
-        counts = ReadCounts(max_corrupt=self.max_corrupt_records)
+    def _encode_records(self, encoder: ExampleEncoder, unit: WorkUnit) -> EncodedUnit:
+        counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
         examples: list[Example] = []
         for record in iter_records(unit, encoder.kind, counts):
             try:
@@ -128,13 +114,13 @@ class UnitEncoder:
             fields=concatenated(examples, encoder.field_names),
         )
 
-    def _encode(self, unit: WorkUnit) -> EncodedUnit:
-        counts = ReadCounts(max_corrupt=self.max_corrupt_records)
+    def _encode_texts(self, unit: WorkUnit) -> EncodedUnit:
+        counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
         encoded: list[NDArray[np.integer]] = []
         texts: list[str] = []
         num_characters = 0
         for record in iter_records(unit, self.kind, counts):
-            texts.append(record.values[self.text_key])
+            texts.append(record.values[self.config.text_key])
             num_characters += len(texts[-1])
             if num_characters >= _BATCH_CHARACTERS:
                 encoded.extend(self.tokenizer.encode_batch(texts))
@@ -233,10 +219,7 @@ def report_progress(
 def encode_units(units: Sequence[WorkUnit], encode: UnitEncoder, num_workers: int) -> Iterator[EncodedUnit]:
     """Encode ``units`` in this process or in several, and yield the results in the order of ``units``."""
     num_workers = min(num_workers, len(units))
-    if num_workers > 1:
-        yield from encode_in_processes(units, encode, num_workers)
-    else:
-        yield from map(encode, units)
+    return encode_in_processes(units, encode, num_workers) if num_workers > 1 else map(encode, units)
 
 
 def _with_eos(documents: list[NDArray[np.integer]], tokenizer: Tokenizer) -> NDArray[np.integer]:
