@@ -74,7 +74,7 @@ def test_a_file_is_fetched_once(tmp_path: Path, files: Files) -> None:
 
 def check_copies(copy: Path, files: Files, cache: Path) -> None:
     assert copy.with_suffix(".idx").read_bytes() == CONTENTS["/d.idx"]
-    assert local_pair(pair_at(files), cache).path == copy
+    assert local_pair(pair_at(files), cache) == copy
     assert copy.read_bytes() == CONTENTS["/d.bin"]
 
 
@@ -97,7 +97,7 @@ def test_a_process_that_is_killed_while_it_fetches_holds_nobody_up(tmp_path: Pat
             Url.open = lambda path: KilledInTheMiddle() if path.suffix == ".bin" else opened(path)
         else:
             has_begun.wait(60)
-        assert local_pair(pair_at(files), tmp_path).path.read_bytes() == CONTENTS["/d.bin"]
+        assert local_pair(pair_at(files), tmp_path).read_bytes() == CONTENTS["/d.bin"]
 
     assert in_processes(fetch) == [-signal.SIGKILL] + [0] * (NUM_PROCESSES - 1)
     assert kinds_of_files(tmp_path) == [".bin", ".idx", ".json"]

@@ -44,17 +44,6 @@ class SourceFile:
     """Place in ``data.sources`` of the first source that found this file."""
 
 
-def local_path(file: SourceFile) -> Path:
-    """Return the path of a file on this machine. Raises ``ConfigError`` for a file that lies elsewhere."""
-    if isinstance(file.path, Path):
-        return file.path
-    raise ConfigError(
-        f"{file.path} lies elsewhere and has to be mapped into memory",
-        so="it cannot be used in place",
-        fix="copy the .bin/.idx pair here first (training and `data tokenize` do so by themselves)",
-    )
-
-
 def fingerprint_files(files: Iterable[SourceFile]) -> str:
     """16 hex digits that change when a file is added, removed, moved, resized or touched."""
     content = hashlib.blake2b(digest_size=8)

@@ -12,7 +12,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,13 +59,9 @@ class RemoteTokens:
         return content
 
 
-def local_pair(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -> SourceFile:
-    """Return ``file`` if it is local, else a copy of the remote ``.bin/.idx`` pair in the cache.
-
-    Raises ``UnreadableError``.
-    """
-    if not isinstance(file.path, Url):
-        return file
+def local_pair(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -> Path:
+    """Copy the remote ``.bin/.idx`` pair ``file`` into the cache. Returns the ``.bin``. Raises ``UnreadableError``."""
+    assert isinstance(file.path, Url), f"{file.path} is here"
     try:
         copy = local_index(file, cache_dir, fields)
         with file_lock(copy.with_suffix(".lock")):
@@ -74,7 +69,7 @@ def local_pair(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) ->
                 _fetch(file.path, copy)
     except OSError as error:
         raise unreadable(error, file.path) from error
-    return replace(file, path=copy)
+    return copy
 
 
 def local_index(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -> Path:

@@ -24,7 +24,7 @@ from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
-from bytescale.data.sources.files import SourceFile, local_path
+from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import ReadCounts, WorkUnit, too_many_corrupt_records
 from bytescale.data.sources.records import iter_records, plan_units
 from bytescale.data.tokens.fields import WEIGHTS, WeightRuns, field_prefix
@@ -94,7 +94,7 @@ class OpenShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardReader:
-    """Tokenises and opens shards. It can be sent to other processes."""
+    """Tokenises and opens shards. It can be pickled."""
 
     config: DataConfig
     encode: UnitEncoder | None
@@ -154,13 +154,14 @@ class ShardReader:
             own = itertools.islice(encoded, len(shard.units))
             with file_lock(self._prefix(shard).with_suffix(".lock")):
                 if not self._is_prepared(shard):
-                    metadata = write_units(own, self._prefix(shard), encode.tokenizer, encode.dtype, encode.field_names)
-                    _log_metadata(metadata, self._prefix(shard))
+                    made = write_units(own, self._prefix(shard), encode.tokenizer, encode.dtype, encode.field_names)
+                    what = made.num_documents, made.num_tokens, len(made.skipped_files)
+                    logger.info("tokenised %d documents into %d tokens (%d files are not text)", *what)
                 elif shard is not shards[-1]:  # another process has done this shard: skip its units
                     deque(own, maxlen=0)
 
     def _missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Those of ``shards`` that have to be tokenised: with ``verify``, those whose pair has rotted too."""
+        """Those of ``shards`` that have to be tokenised."""
         return [shard for shard in shards if shard.file is None and not self._is_prepared(shard)]
 
     def open(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> OpenShard:
@@ -174,14 +175,7 @@ class ShardReader:
             metadata = load_metadata(prefix)
             assert metadata is not None, f"{prefix} is prepared before it is opened"
             return OpenShard(dataset=IndexedDataset.open(prefix, self.field_names), metadata=metadata)
-        opened = self._in_place(shard.file)
-        if opened is None:
-            file = with_retries(
-                partial(local_pair, shard.file, self.cache_dir, self.field_names), self.config.read_retries
-            )
-            dataset = IndexedDataset.open(local_path(file), self.field_names)
-            opened = OpenShard(dataset=dataset, metadata=metadata_of(dataset, file, self.cache_dir, progress))
-            self._check_pair(f"{shard.file.path}", opened, progress)
+        opened = self._open_bin(shard.file, progress)
         check_same_tokenizer(f"{shard.file.path}", opened.metadata, self.tokenizer)
         if missing := set(self.config.fields) - set(opened.dataset.fields):
             raise DataError(
@@ -213,33 +207,33 @@ class ShardReader:
         """The fields that the corpus may have."""
         return (*OWN_FIELDS, *self.config.fields)
 
-    def _in_place(self, file: SourceFile) -> OpenShard | None:
-        """Open a remote ``.bin`` by copying only its index.
+    def _open_bin(self, file: SourceFile, progress: ProgressCallback) -> OpenShard:
+        """Open a ``.bin`` file. A remote one stays where it is if ranges of it can be read and its metadata are known.
 
-        Returns None if the file is on this machine. Also returns None if all of the file has to be copied first:
-        because no metadata lie beside it, or because its server sends whole files only.
+        Pairs with fields are copied as a whole: they are small.
         """
-        url = file.path
-        if not isinstance(url, Url):
-            return None
+        path = file.path
+        if isinstance(path, Url):
+            copy, has_ranges = with_retries(partial(self._look_at, file, path), self.config.read_retries)
+            index, metadata = read_index(copy.with_suffix(".idx")), load_metadata(copy)
+            has_fields = any(copy.with_suffix(f".{name}.idx").exists() for name in self.field_names)
+            if has_ranges and not has_fields and not copy.exists() and metadata and metadata.describes(index):
+                check_size(path, index, file.num_bytes)
+                tokens = RemoteTokens(path, index.dtype, index.num_tokens, self.config.read_retries)
+                there = IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens)
+                return OpenShard(dataset=there, metadata=metadata)
+            copied = partial(local_pair, file, self.cache_dir, self.field_names)
+            path = with_retries(copied, self.config.read_retries)
+        dataset = IndexedDataset.open(path, self.field_names)
+        opened = OpenShard(dataset=dataset, metadata=metadata_of(dataset, file, self.cache_dir, progress))
+        self._check_pair(f"{file.path}", opened, progress)
+        return opened
 
-        def look(url: Url = url) -> tuple[Path, bool]:
-            try:
-                return local_index(file, self.cache_dir, self.field_names), url.has_ranges()
-            except OSError as error:
-                raise unreadable(error, url) from error
-
-        copy, has_ranges = with_retries(look, self.config.read_retries)
-        index, metadata = read_index(copy.with_suffix(".idx")), load_metadata(copy)
-        if any(copy.with_suffix(f".{name}.idx").exists() for name in self.field_names):
-            return None  # pairs with fields are copied as a whole: they are small
-        if copy.exists() or metadata is None or not has_ranges or not metadata.describes(index):
-            return None
-        check_size(url, index, file.num_bytes)
-        tokens = RemoteTokens(url, index.dtype, index.num_tokens, self.config.read_retries)
-        return OpenShard(
-            dataset=IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens), metadata=metadata
-        )
+    def _look_at(self, file: SourceFile, url: Url) -> tuple[Path, bool]:
+        try:
+            return local_index(file, self.cache_dir, self.field_names), url.has_ranges()
+        except OSError as error:
+            raise unreadable(error, url) from error
 
     def _is_prepared(self, shard: Shard) -> bool:
         prefix = self._prefix(shard)
@@ -366,17 +360,3 @@ def _runs(units: Iterable[WorkUnit], least_bytes: int) -> Iterator[list[WorkUnit
             run = []
     if run:
         yield run
-
-
-def _log_metadata(metadata: TokenMetadata, prefix: Path) -> None:
-    logger.info(
-        "tokenised %d documents into %d tokens (longest %d, %d empty ones and %d files that are not text left out): %s",
-        metadata.num_documents,
-        metadata.num_tokens,
-        metadata.longest_document_tokens,
-        metadata.num_empty_documents,
-        len(metadata.skipped_files),
-        prefix,
-    )
-    for path in metadata.skipped_files:
-        logger.debug("left out, not UTF-8 text: %s", path)
