@@ -63,11 +63,7 @@ class Corpus:
         return assemble(rank_plan, segments, self._slices(segments), self.further_fields)
 
     def documents(self, samples: Samples, fields: Sequence[str] = (WEIGHTS,)) -> list[dict[str, NDArray]]:
-        """Return samples as ``bytescale.HDP.plan`` takes documents.
-
-        Each has ``tokens`` and ``labels`` (int64 ``[length]``) and the named ``fields`` (fp32 ``[length]``), as
-        ``assemble.labelled`` returns them.
-        """
+        """Return samples as ``HDP.plan`` takes documents: ``tokens``, ``labels`` and the fields of ``labelled``."""
         segments = Segments.whole(samples)
         tokens, labels, found = labelled(segments, self._slices(segments), fields)
         columns: dict[str, NDArray] = {"tokens": tokens, "labels": labels, **found}
@@ -84,16 +80,9 @@ def prepare_corpus(
 ) -> Corpus:
     """Tokenise the sources of ``config``, as far as the cache does not have them, and open the corpus.
 
-    1. List the files (``data.sources``) and find or train the tokenizer.
-    2. Tokenise text, JSONL and Parquet files into ``.bin/.idx`` pairs in the cache, one pair per shard. ``.bin`` files
-       stay as they are.
-    3. Split, truncate or drop the documents that are longer than the context.
-
     With ``text_later``, a part of the text is tokenised only when it is first needed (``CorpusIndex.load``). With
-    ``ahead``, threads in the background also tokenise the parts that are expected, until ``Corpus.close``.
-
-    The cache key is made of the files' paths, sizes and times, the text key and the tokenizer. Several processes may
-    call this function at the same time.
+    ``ahead``, threads in the background also tokenise the parts that are expected, until ``Corpus.close``. Several
+    processes may call this function at the same time.
 
     Raises:
         ConfigError: a source matches nothing, or there is no such tokenizer.
@@ -113,8 +102,7 @@ def prepare_corpus(
 def place_of_document(config: DataConfig, part: int, number: int) -> str:
     """Return where document ``number`` of a part of a corpus is, counted from 0: its file, and line or row.
 
-    The part's source is read again up to there, so this is for error messages. It fits corpora from which no document
-    was left out.
+    The part is read again, so this is for error messages. It fits corpora from which no document was left out.
     """
     shards, reader = plan_shards(config)
     if (file := shards[part].file) is not None:
@@ -175,10 +163,7 @@ class TokeniseHere:
 
 
 def plan_shards(config: DataConfig, progress: ProgressCallback = ignore_progress) -> tuple[list[Shard], ShardReader]:
-    """List the sources, find or train the tokenizer, and cut the corpus into shards. Raises as ``prepare_corpus``.
-
-    Returns the shards, and the reader that opens them.
-    """
+    """List the sources, find or train the tokenizer, and cut the corpus into shards, which the reader opens."""
     files = list_sources(config)
     reader = ShardReader.of(config, choose_tokenizer(config, files, progress))
     return reader.plan(files), reader

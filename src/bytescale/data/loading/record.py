@@ -1,8 +1,7 @@
 """A run's record of its data: the token ranges that every rank was given in every step, and a check of the record.
 
-Each attempt at a run (the first start, and every restart) writes a folder of its own, in which each rank writes a file
-of JSON lines. A step that was repeated after a restart stands in several attempts. The last of them is the one that
-trained the weights.
+Each attempt at a run (the first start, and every restart) has a folder, in which each rank writes a file of JSON lines.
+Of a step that was repeated after a restart, the last attempt trained the weights.
 """
 
 from __future__ import annotations
@@ -32,11 +31,9 @@ def recorder(folder: Path | None, rank: int, about: dict[str, int]) -> Callable[
     """Return a function that writes down the token ranges of a step: ``Feed.record`` of HDP rank ``rank``.
 
     Args:
-        folder: of this attempt, the same on all ranks; None in a process that records nothing, because another process
-            of the same HDP rank (of its tensor-parallel group or pipeline) does.
+        folder: of this attempt, the same on all ranks; None where another process of the same HDP rank records.
         rank: HDP rank of this process.
-        about: what stands in every line: ``num_ranks``, the number of HDP ranks, and ``batch_tokens``, which a resumed
-            run may change.
+        about: what stands in every line: ``num_ranks`` and ``batch_tokens``, which a resumed run may change.
     """
     if folder is None:
         return None
@@ -74,12 +71,9 @@ def new_attempt_folder(folder: Path) -> Path:
 
 
 def read_record(folder: Path, num_steps: int) -> list[tuple[IntArray, int | None]]:
-    """Return what trained the weights in steps 0 to ``num_steps - 1``.
+    """Return what trained the weights in each step: rows of ``segments_of`` of all ranks, and ``data.batch_tokens``.
 
-    For each step the rows of ``segments_of``, of all ranks, and ``data.batch_tokens`` (None in records of version 0.1).
-
-    Raises:
-        DataError: a step or a rank is missing.
+    Records of version 0.1 have None for the latter. Raises ``DataError`` if a step or a rank is missing.
     """
     given: dict[int, dict[int, IntArray]] = {}
     needed: dict[int, int] = {}
@@ -121,9 +115,7 @@ class RecordCheck:
 def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfig) -> RecordCheck:
     """Compare every token range of a record with the batches that the seed and the corpus ask for.
 
-    Raises:
-        DataError: a token was lost, given twice, or differs from the token in the corpus. The message names the first
-            such step.
+    Raises ``DataError`` for the first step in which a token was lost, given twice, or differs from the corpus.
     """
     sampler = BatchSampler(corpus.index, config)
     num_tokens = 0
@@ -155,10 +147,7 @@ def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfi
 
 
 def _coverage(starts: IntArray, stops: IntArray) -> IntArray:
-    """Return how often ranges cover each token, in a form that is equal for equal coverage: int64 ``[2, N]``.
-
-    The first row holds the places at which the number of covering ranges changes, the second row by how much.
-    """
+    """Int64 ``[2, N]``: the places at which the number of ranges that cover a token changes, and by how much."""
     places, inverse = np.unique(np.concatenate([starts, stops]), return_inverse=True)
     changes = np.zeros(len(places), dtype=np.int64)
     np.add.at(changes, inverse, np.repeat([1, -1], len(starts)))

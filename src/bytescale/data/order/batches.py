@@ -1,7 +1,4 @@
-"""Decides which samples make up which global batch.
-
-The decision depends on the corpus, the seed and the token budget. It never depends on the number of ranks. A
-sample is a document, or a part of one (``data.order.samples``).
+"""Decides which samples make up which global batch, by the corpus, the seed and the token budget, never by the ranks.
 
 Epoch ``e`` reads the samples in an order that depends on (seed, ``e``) alone (``data.order.epoch``). The epochs form
 one endless stream of samples. A batch takes whole samples from the stream until the next one would exceed the budget.
@@ -88,10 +85,7 @@ class GlobalBatch:
 
 
 def check_same(key: str, state: SamplerState, ours: object, settings: str) -> None:
-    """Raise ``CheckpointError`` if entry ``key`` of a saved state differs from ``ours``, the value of this run.
-
-    ``settings`` names the settings that the user would have to restore; it goes into the message.
-    """
+    """Raise ``CheckpointError`` if entry ``key`` of a saved state is not ``ours``, which comes from ``settings``."""
     if state.get(key) != ours:
         raise CheckpointError(
             f"the checkpoint was made with data {key} {state.get(key)}, this run has {ours}",
@@ -101,10 +95,7 @@ def check_same(key: str, state: SamplerState, ours: object, settings: str) -> No
 
 
 def batches_of_epochs(index: CorpusIndex, config: DataConfig, epochs: int) -> int:
-    """The number of batches that begin in the first ``epochs`` epochs, of a corpus that has been read.
-
-    With ``data.weights``, an epoch has ended when every source has been passed. Raises as ``BatchSampler``.
-    """
+    """The number of batches that begin in the first ``epochs`` epochs, with ``data.weights`` of every source."""
     sampler = BatchSampler(index, config)
     while True:
         batch = sampler.next_batch()
@@ -124,7 +115,7 @@ class BatchSampler:
         Raises:
             ConfigError: as ``check_batches``.
             CheckpointError: ``state`` belongs to other data.
-            DataError: a source with a weight has nothing to draw from, or a part that has to be read first is broken.
+            DataError: a source has nothing to draw from, or a part that has to be read first is broken.
         """
         check_batches(config)
         self._index = index
@@ -182,12 +173,7 @@ class BatchSampler:
         }
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Go on where ``state`` was taken. No sample is repeated or skipped, even if ``batch_tokens`` has changed.
-
-        Raises:
-            CheckpointError: the state belongs to another corpus, context, over-length policy, order or mixture.
-            DataError: as ``SampleStream.enter``.
-        """
+        """Go on where ``state`` was taken. No sample is repeated or skipped, even if ``batch_tokens`` has changed."""
         check_same("corpus", state, self._index.fingerprint, "the files, tokenizer, context_length, over_length")
         check_same("shuffle_seed", state, self._seed, "shuffle_seed")
         check_same("weights", state, self._weights, "weights")

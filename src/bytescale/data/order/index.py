@@ -1,10 +1,9 @@
 """The index of a corpus: its parts, and the samples of the parts that have been read. The index holds no tokens.
 
-A corpus is a list of parts (``data.tokens.shards``). The list is known as soon as the files are listed. The samples
-of a part are known later: a ``.bin`` file has an index of its own, which is read at once, but text has to be
-tokenised first. Whoever needs the samples of some parts calls ``load``, and may announce it earlier with ``expect``.
-The index keeps the samples that it was made with. Those that are loaded later belong to the caller, so that a corpus
-of any size takes the memory of a window (``data.order.epoch``).
+The parts (``data.tokens.shards``) are known as soon as the files are listed, the samples of text only once it is
+tokenised. Whoever needs the samples of some parts calls ``load``, and may announce it earlier with ``expect``. The
+index keeps the samples that it was made with. Those that are loaded later belong to the caller, so that a corpus of any
+size takes the memory of a window (``data.order.epoch``).
 """
 
 from __future__ import annotations
@@ -33,11 +32,9 @@ class PartFinder(Protocol):
 
     def expect(self, parts: Sequence[int]) -> None:
         """Start to read ``parts``, which will be wanted soon, and return at once."""
-        ...
 
     def find(self, parts: Sequence[int]) -> list[PartContent]:
         """Return the content of each of ``parts``. Raises ``DataError`` if one cannot be read."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +106,10 @@ class CorpusIndex:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that identify how the corpus is listed and cut. They do not depend on machine or file times.
+        """16 hex digits of how the corpus is listed and cut, the same on every machine.
 
-        The fingerprint covers the sizes of the texts, the tokens of the ``.bin`` files, the tokenizer and the length
-        settings. It does not cover the content of the texts, which is known only once they are read: see
-        ``content_hash``.
+        They cover the sizes of the texts, the tokens of the ``.bin`` files, the tokenizer and the length settings. Of
+        the content of texts, which is known only once they are read, see ``content_hash``.
         """
         config = self._config
         cut = (config.context_length, config.over_length, config.min_document_tokens, config.max_document_tokens)

@@ -1,7 +1,5 @@
 """Cuts documents into samples: the sequences that the model is trained on, none longer than the context.
 
-A sample is a whole document or a part of one.
-
 The label of a token is the next token of the same DOCUMENT. So where a document continues in a second sample, the last
 token of the first sample predicts the first token of the second. The last token of a document (its EOS) predicts
 nothing, and neither does the last token that is kept of a truncated document. In a corpus that is split, every token
@@ -21,7 +19,6 @@ from bytescale.common.arrays import IntArray
 from bytescale.plan.rank_plan import concatenated_ranges
 
 OverLength = Literal["split", "truncate", "drop"]
-
 
 PART_SHIFT = 32
 """The name of a sample is ``(number of its part << PART_SHIFT) + number of the sample in that part``."""
@@ -119,11 +116,10 @@ def make_samples(
         part: its number.
         offsets: ``[D + 1]`` first token of each of its documents, then the number of its tokens.
         context_length: longest sample in tokens, at least 1.
-        over_length: what happens to a document longer than the context. ``split`` cuts it into samples of
-            ``context_length`` tokens and a rest, ``truncate`` keeps its first ``context_length`` tokens, and ``drop``
-            leaves it out.
-        least: documents of fewer tokens are left out, whatever the policy.
-        most: documents of more tokens are left out, whatever the policy. None sets no limit.
+        over_length: of a longer document, ``split`` makes several samples, ``truncate`` keeps the first tokens, and
+            ``drop`` nothing.
+        least: documents of fewer tokens are left out.
+        most: documents of more tokens are left out; None: no limit.
     """
     starts, lengths = offsets[:-1], np.diff(offsets)
     num_empty = int((lengths == 0).sum())

@@ -41,14 +41,7 @@ class PlannerActor:
     """Many requests wait at the same time for one thread that plans: only that thread uses index and sampler."""
 
     def __init__(self, config: DataConfig, work: SharedWork, servers: Sequence[Any], nodes: Sequence[str]) -> None:
-        """Ask nobody for anything yet.
-
-        Args:
-            config: the ``[data]`` section.
-            work: the shards of the corpus and their reader.
-            servers: handles of the ``DataServer`` actors of all nodes, in order.
-            nodes: ids of the nodes that have a planner, in the order of the planners' names.
-        """
+        """``servers``: handles of all ``DataServer`` actors. ``nodes``: those with planners, in these' order."""
         self._config = config
         self._shards, self._reader = work.get()
         self._servers = servers
@@ -67,11 +60,7 @@ class PlannerActor:
         self._sampler: BatchSampler | None = None
 
     def metadata(self) -> CorpusMetadata:
-        """Return the summary of the parts of the corpus that have been read so far.
-
-        Raises:
-            DataError: a part that has to be read first is broken.
-        """
+        """Return the summary of the parts that have been read so far. Raises ``DataError`` if one is broken."""
         return self._thread.submit(lambda: self._index().metadata).result()
 
     def check_state(self, state: SamplerState | None) -> SamplerState:
@@ -96,7 +85,7 @@ class PlannerActor:
         return self._finder.num_waiting
 
     def part(self, rank: int, state: SamplerState, costs: Any, how: HowToPlan) -> tuple[StepData, Segments, str]:
-        """Return the part of ``rank`` in the step that starts at ``state``, where its tokens are, and this life's id.
+        """Return the part of HDP ``rank`` in the step that starts at ``state``, where its tokens are, and an id.
 
         The id changes when the planner is restarted. The first rank gets the whole plan, too.
 
@@ -132,17 +121,14 @@ class PlannerActor:
         return os.getpid()
 
     def _index(self) -> CorpusIndex:
-        """Return the index, made now if this is the first call. For the planning thread."""
-        if self._made_index is None:
-            made = CorpusIndex(self._config, self._shards, self._reader.encode, self._finder, text_later=True)
-            self._made_index = made
+        """For the planning thread."""
+        self._made_index = self._made_index or CorpusIndex(
+            self._config, self._shards, self._reader.encode, self._finder, text_later=True
+        )
         return self._made_index
 
     def _step(self, state: SamplerState, costs: Any) -> Future[PlannedStep]:
-        """Return the step that starts at ``state``. It is planned now, unless it is planned already or under way.
-
-        What failed is planned again, because the reason may be gone. The caller holds the lock.
-        """
+        """The step that starts at ``state``; one that failed is planned again. The caller holds the lock."""
         step = int(state["step"])
         known = self._steps.get(step)
         if known is None or known[:2] != (state, costs) or _failed(known[2]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,7 @@ logger = logging.getLogger(__name__)
 _LOOK_AGAIN_SECONDS = 0.05
 _SAY_SECONDS = 5.0
 _START_SECONDS = 3600.0
-"""The least time that other ranks wait for the first rank to start the actors.
-
-Before it starts them, the first rank lists the sources and may train a tokenizer. If it dies, all ranks end anyway.
-"""
+"""The least time that other ranks wait for the first one, which lists the sources and may train a tokenizer."""
 _WHO = "the planner actor"
 
 
@@ -60,11 +57,10 @@ class RemoteFeed(Feed):
         Args:
             config: the ``[data]`` section.
             session: name of this attempt, the same on all ranks and never used before.
-            rank: HDP rank whose slices are fetched. With tensor or pipeline parallelism, several processes have the
-                same HDP rank.
+            rank: HDP rank whose slices are fetched. Several processes may have the same.
             num_ranks: number of processes that fetch.
             is_owner: whether this process starts the actors; None: HDP rank 0 does.
-            say: called with a line of text about the progress of the servers while somebody has to wait for them.
+            say: called with a line about the progress of the servers while somebody has to wait for them.
 
         Raises:
             ConfigError, DataError: as ``prepare_corpus``.
@@ -73,10 +69,13 @@ class RemoteFeed(Feed):
         self._config = config
         self._rank = rank
         self._say = say
-        self._actors: Actors | None = None
         self._is_owner = rank == 0 if is_owner is None else is_owner
+        self._work: SharedWork | None = None
+        self.actors: list[Any] = []
+        """Handles of a planner, then of the servers, then of the planners of further nodes. Only the owner has any."""
         if self._is_owner:
-            self._actors = start_actors(config, session, num_ranks)
+            self._work = Shared(plan_shards(config))
+            self.actors = start_actors(config, session, num_ranks, self._work)
         first = _find(f"{session}-planner-0", max(config.answer_seconds, _START_SECONDS))
         # No time limit where this process has just started the actors: Ray may have to start workers first.
         found = wait_for(first.others.remote(), _WHO, None if self._is_owner else config.answer_seconds)
@@ -92,17 +91,6 @@ class RemoteFeed(Feed):
     @property
     def metadata(self) -> CorpusMetadata:
         return wait_for(self.planner.metadata.remote(), _WHO, None)
-
-    @property
-    def actors(self) -> list[Any]:
-        """Handles of a planner, then of the servers, then of the planners of further nodes, to watch or to kill them.
-
-        Only the process that started them has any.
-        """
-        if self._actors is None:
-            return []
-        first, *further = self._actors.planners
-        return [first, *self._actors.servers, *further]
 
     def state_dict(self) -> SamplerState:
         if self._state is None:
@@ -144,7 +132,6 @@ class RemoteFeed(Feed):
             yield replace(data, micro_batches=micro_batches, times=times)
 
     def close(self) -> None:
-        """End the actors, if this rank started them."""
         for actor in self.actors:
             ray.kill(actor)
 
@@ -202,19 +189,8 @@ class RemoteFeed(Feed):
         return wait_for(asked, _WHO, None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Actors:
-    """Handles of the actors, which keep them alive, and the data that they need when they are restarted."""
-
-    planners: list[Any]
-    """One for each node."""
-    servers: list[Any]
-    work: SharedWork
-
-
-def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
+def start_actors(config: DataConfig, session: str, num_ranks: int, work: SharedWork) -> list[Any]:
     """Start planners and servers. They live as long as this process; Ray restarts an actor that dies earlier."""
-    work = Shared(plan_shards(config))
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     # Ray 2.60 ignores the node affinity of an actor that needs no resource, so each actor asks for one byte of memory.
     lasting = {"num_cpus": 0, "memory": 1, "max_restarts": -1, "max_task_retries": -1}
@@ -230,11 +206,11 @@ def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
     actor: Any = ray.remote(PlannerActor)
     # A call takes a thread of the actor while it waits, and only ranks of the node make calls that wait.
     settings = {"max_concurrency": 4 * -(-num_ranks // len(nodes)) + 16}
-    planners = [
+    first, *further = [
         actor.options(**on(node, f"planner-{number}"), **settings).remote(config, work, servers, nodes)
         for number, node in enumerate(nodes)
     ]
-    return Actors(planners=planners, servers=servers, work=work)
+    return [first, *servers, *further]
 
 
 def _find(name: str, timeout_seconds: float) -> Any:
@@ -254,6 +230,5 @@ def _find(name: str, timeout_seconds: float) -> Any:
 
 def _num_bytes(tables: list[Any]) -> int:
     """Return the bytes of all arrays in dataclasses."""
-    assert all(map(is_dataclass, tables)), "tables of arrays"
     arrays = [getattr(table, spec.name) for table in tables for spec in fields(table)]
     return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))

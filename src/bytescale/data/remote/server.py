@@ -75,13 +75,9 @@ class PartOwners:
 
 
 class DataServer:
-    """Tokenises and reads parts of the corpus.
-
-    A server holds nothing that it could not find again: after a restart it opens from the cache what it had tokenised.
-    """
+    """Tokenises and reads parts of the corpus. It holds nothing that it could not find again in the cache."""
 
     def __init__(self, work: SharedWork) -> None:
-        """Read nothing yet. The server reads any shard of ``work`` that it is asked for (see ``PartOwners``)."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per server: there may be a server for each core
         self._shards, self._reader = work.get()
         self._parts = OpenParts(lambda part: self._reader.open_part(self._shards[part]))
@@ -92,10 +88,7 @@ class DataServer:
     def content(self, part: int) -> list[Any]:
         """Tokenise a part, unless the cache has it. Returns Ray's reference to its ``PartContent``, in a list.
 
-        The planners of all nodes ask for it. Ray's memory has it once, and nodes pull it from each other.
-
-        Raises:
-            DataError: a source is gone or broken. Parts that were finished before stay in the cache.
+        Ray's memory has it once, and nodes pull it from each other. Raises ``DataError`` as ``ShardReader.prepare``.
         """
         return [self._content(part)]
 
