@@ -145,10 +145,9 @@ class MetadataGatherer:
 def metadata_of(
     dataset: IndexedDataset, file: SourceFile, cache_dir: Path, progress: ProgressCallback
 ) -> TokenMetadata:
-    """Return the metadata of a pair. They are looked for beside the pair, then in the cache.
+    """Return the metadata of a pair, which are looked for beside it, then in the cache; else it is read through.
 
-    If neither has metadata that fit, the pair is read through (some GB a second) and the cache keeps the result. Raises
-    ``DataError`` if the pair was made with fields that have vanished.
+    Raises ``DataError`` if the pair was made with fields that have vanished.
     """
     cached = cache_dir / "facts" / f"{_key_of(dataset, file)}.json"
     for path in (metadata_path(dataset.prefix), cached):
@@ -199,12 +198,11 @@ def _load(path: Path) -> TokenMetadata | None:
 
 def _key_of(dataset: IndexedDataset, file: SourceFile) -> str:
     """A name that changes when the pair or one of its fields is replaced."""
-    paths = [pair_paths(field_prefix(dataset.prefix, name))[0] for name in sorted(dataset.fields)]
-    stats = [(path, path.stat()) for path in paths]
-    beside = [
-        SourceFile(path=path, format="bin", num_bytes=found.st_size, mtime_ns=found.st_mtime_ns)
-        for path, found in stats
-    ]
+    beside = []
+    for name in sorted(dataset.fields):
+        path = pair_paths(field_prefix(dataset.prefix, name))[0]
+        found = path.stat()
+        beside.append(SourceFile(path=path, format="bin", num_bytes=found.st_size, mtime_ns=found.st_mtime_ns))
     return fingerprint_files([file, *beside])
 
 

@@ -1,8 +1,6 @@
 """Encodes units of text (``data.sources.readers``), with several processes, and writes what was encoded as a pair.
 
-1. Processes read and encode the units. Each document gets its EOS. At most two units per process are under way.
-2. The results are written in the order of the units, so the pair does not depend on the number of processes.
-3. The pair appears under its name when all of it is on disk (``data.tokens.indexed``).
+Results are written in the order of the units, so the pair does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -90,10 +88,7 @@ class UnitEncoder:
         return text_kind(self.config.text_key) if self.examples is None else self.examples.kind
 
     def __call__(self, unit: WorkUnit) -> EncodedUnit:
-        """Encode a unit. A read that may succeed later is tried ``read_retries`` times more.
-
-        Raises ``DataError`` as ``iter_records``.
-        """
+        """Encode a unit; a read that may succeed later is tried again. Raises ``DataError`` as ``iter_records``."""
         encode = self._encode_texts if self.examples is None else partial(self._encode_records, self.examples)
         return with_retries(partial(encode, unit), self.config.read_retries)
 
@@ -144,18 +139,17 @@ def write_units(
     dtype: np.dtype,
     fields: Sequence[str] = (),
 ) -> TokenMetadata:
-    """Write units, in order, to ``prefix.bin/.idx``. The pair appears whole or not at all.
+    """Write units, in order, to ``prefix.bin/.idx``. The pair appears whole or not at all, in place of an older one.
 
     Args:
         encoded: units from ``encode_units``, or documents of pairs.
-        prefix: path of the pair without its endings. An existing pair is replaced.
+        prefix: path of the pair without its endings.
         tokenizer: the tokenizer that made the tokens; None if it is not known.
         dtype: integer type of the tokens in the file.
-        fields: names of the fields that are written beside the tokens (``data.tokens.fields``). Units without weights
-            or labels get those of ``without_field``. Labels are left out if all of them are their own tokens.
+        fields: that are written beside the tokens. Units without weights or labels get those of ``without_field``.
+            Labels are left out if all of them are their own tokens.
 
-    Raises:
-        DataError: the disk is full.
+    Raises ``DataError`` if the disk is full.
     """
     gatherer = MetadataGatherer(dtype)
     num_empty = 0
@@ -163,7 +157,9 @@ def write_units(
     corrupt: list[str] = []
     with ExitStack() as opened:
         writer = opened.enter_context(IndexedWriter(prefix, dtype))
-        beside = {name: opened.enter_context(_field_writer(prefix, name)) for name in fields}
+        beside = {
+            name: opened.enter_context(IndexedWriter(field_prefix(prefix, name), field_dtype(name))) for name in fields
+        }
         gatherer.add_fields({name: np.zeros(0, field_dtype(name)) for name in fields})
         own_labels = LABELS in fields  # whether every label so far is its own token
         for unit in encoded:
@@ -171,7 +167,8 @@ def write_units(
             writer.add_documents(tokens, unit.lengths)
             gatherer.add(tokens, unit.lengths)
             for name, field_writer in beside.items():
-                values = _field_of(unit, name)
+                values = unit.fields[name] if name in unit.fields else without_field(name, unit.tokens)
+                values = np.asarray(values).astype(field_dtype(name), copy=False)
                 field_writer.add_documents(values, unit.lengths)
                 gatherer.add_fields({name: values})
                 own_labels &= name != LABELS or bool((values == tokens).all())
@@ -191,15 +188,6 @@ def write_units(
             field_writer.commit(None)
         writer.commit(metadata.to_json())
     return metadata
-
-
-def _field_writer(prefix: Path, name: str) -> IndexedWriter:
-    return IndexedWriter(field_prefix(prefix, name), field_dtype(name))
-
-
-def _field_of(unit: EncodedUnit, name: str) -> NDArray:
-    values = unit.fields[name] if name in unit.fields else without_field(name, unit.tokens)
-    return np.asarray(values).astype(field_dtype(name), copy=False)
 
 
 def report_progress(
@@ -235,10 +223,7 @@ def _with_eos(documents: list[NDArray[np.integer]], tokenizer: Tokenizer) -> NDA
 
 
 def encode_in_processes(units: Iterable[WorkUnit], encode: UnitEncoder, num_workers: int) -> Iterator[EncodedUnit]:
-    """Encode ``units`` in ``num_workers`` processes, and yield the results in the order of ``units``.
-
-    At most two units per process are under way or wait to be taken.
-    """
+    """Encode ``units`` in processes, and yield the results in their order. Two units per process are under way."""
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),
