@@ -53,8 +53,7 @@ class Checkpointer:
         """Claim ``config.folder``. Nothing is written or deleted in a folder that is only read from.
 
         Args:
-            folder: the run's own, on this machine's file system: for its checkpoints, or for copies if
-                ``config.folder`` is a URL.
+            folder: the run's own, for its checkpoints, or for copies if ``config.folder`` is a URL.
             group: all ranks, in a group of gloo that nothing else uses meanwhile.
             say: takes what people should know; called on the first rank.
             disk: another one in tests.
@@ -93,10 +92,7 @@ class Checkpointer:
             self._settle()
 
     def finish(self, upload_seconds: float | None = None) -> None:
-        """Wait until the last checkpoint is published, and uploaded. All ranks call it.
-
-        Args:
-            upload_seconds: the upload is given up after that time; None: it may take as long as it takes.
+        """Wait until the last checkpoint is published, and uploaded, for at most ``upload_seconds``.
 
         Raises ``CheckpointError`` if the last checkpoint could not be written or uploaded.
         """
@@ -175,10 +171,6 @@ class Checkpointer:
             self._uploader.also_kept = best_step(state)
             self._start_upload(state.step, snapshot.layout.file_of(snapshot.shard))
 
-    def _publish(self, hidden: Path, state: RunState) -> None:
-        publish(self._disk, hidden, self.folder / step_name(state.step))
-        self._prune(state)
-
     def _clean_once(self) -> None:
         """Delete what a killed run has left half written. For the first rank, before this run uses the folder."""
         if self._is_first and not self._is_clean:
@@ -232,7 +224,8 @@ class Checkpointer:
         newer = [step for step in steps if step > local_step]
         return str(self._uploader.store.checkpoint(newer[-1])) if newer else ""
 
-    def _prune(self, state: RunState) -> None:
+    def _publish(self, hidden: Path, state: RunState) -> None:
+        publish(self._disk, hidden, self.folder / step_name(state.step))
         complete = {step_of(path.name): path for path in complete_checkpoints(self.folder)}
         under_way = self._uploader.step_under_way if self._uploader is not None else None
         kept = [*best_step(state), *([] if under_way is None else [under_way])]

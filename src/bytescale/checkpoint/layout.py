@@ -10,9 +10,8 @@ tensors are stored row by row::
                                                    C C . . .     three rectangles: A, B and C
 
 Rectangles of more than ``PIECE_ELEMENTS`` elements are cut further, so that a reader of a part need not read much more.
-
-A checkpoint keeps each HDP group's ``Layout``. From it a reader on any other mesh computes which file has which part
-of a tensor, without a list of all rectangles. No torch here.
+From each HDP group's ``Layout``, a reader on any other mesh computes which file has which part of a tensor. No torch
+here.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ class Layout:
     most_elements: int = PIECE_ELEMENTS
 
     def file_of(self, shard: int) -> int:
-        """Number of the file that ``shard`` writes."""
         return self.first_file + shard * self.stride
 
     def pieces(self, shard: int) -> Iterator[LayoutPiece]:
@@ -94,10 +92,7 @@ class Layout:
             yield from self._within(bucket, low, low + size)
 
     def overlapping(self, entry: LayoutEntry, wanted: Box) -> Iterator[tuple[int, Box, Box]]:
-        """The stored rectangles that share elements with a rectangle of the parameter.
-
-        Yields the number of the file, the stored rectangle, and what it shares with ``wanted``.
-        """
+        """Yield each stored rectangle that shares elements with ``wanted``: its file, itself, and what it shares."""
         shared = intersection(wanted, (entry.offsets, entry.sizes))
         if shared is None:
             return

@@ -56,7 +56,6 @@ class CheckpointReader:
     """Reads tensors of one checkpoint. Raises ``CheckpointError`` for what is not there or is damaged."""
 
     def __init__(self, place: str | Place) -> None:
-        """Read the manifest."""
         self.folder = place_at(place)
         self.manifest = read_manifest(self.folder)
         self._holders: dict[str, list[tuple[Layout, LayoutEntry]]] = defaultdict(list)
@@ -150,8 +149,8 @@ def load_states(
 ) -> RunState:
     """Fill this rank's parts of the states, or ``only`` some of them. All ranks of ``group`` call it.
 
-    Returns what the checkpoint says of itself. Raises ``CheckpointError`` on every rank when a rank could not read what
-    it needs, or the checkpoint is of another model than ``architecture``. States may be partly filled.
+    Raises ``CheckpointError`` on every rank when a rank could not read what it needs, or the checkpoint is of another
+    model than ``architecture``. States may be partly filled.
     """
     read: list[RunState] = []
 

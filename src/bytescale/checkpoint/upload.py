@@ -1,12 +1,10 @@
 """Copies a run's checkpoints behind a URL while training goes on.
 
 A store has no rename. A checkpoint there is complete when its manifest is there, which is written last and deleted
-first. Every rank uploads its own file. The first rank waits until the store lists all files in their full size, and
-then writes the manifest. One checkpoint at a time is on its way: those that are due meanwhile stay on this machine
-alone.
+first. Every rank uploads its own file, and the first rank the manifest once the store lists all files in their full
+size. One checkpoint at a time is on its way: those that are due meanwhile stay on this machine alone.
 
-While a run trains, only the thread of an upload talks to the store, and nobody waits for that thread. So a store that
-is slow or answers nothing never holds up a step.
+While a run trains, only the thread of an upload talks to the store, and nobody waits for that thread.
 """
 
 from __future__ import annotations
@@ -50,13 +48,11 @@ class Store:
     """The checkpoints of one run behind a URL. All methods raise ``OSError`` when the store does not answer."""
 
     def __init__(self, url: str) -> None:
-        """Raises ``ConfigError`` if there is no file system for the URL."""
         folder = place_at(url)
         assert isinstance(folder, Url), f"{url} is a URL"
         self.folder = folder
 
     def checkpoint(self, step: int) -> Url:
-        """The folder of a checkpoint."""
         return self.folder / step_name(step)
 
     def complete(self) -> list[int]:
@@ -80,7 +76,6 @@ class Store:
         return True
 
     def put(self, source: Path, step: int) -> None:
-        """Copy a file into a checkpoint's folder."""
         seconds = _PATIENCE_SECONDS + source.stat().st_size / _SLOWEST_BYTES_PER_SECOND
         (self.checkpoint(step) / source.name).put(source, seconds)
 

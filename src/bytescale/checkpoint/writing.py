@@ -1,8 +1,7 @@
 """Writes a checkpoint: every rank its own file, and the first rank the manifest behind them.
 
-Each rank computes from the mesh and from its flat buffer's layout which rectangles it writes. The first rank learns
-four numbers of each rank's file, and one layout of each HDP group, from that group's first rank: 32 bytes a rank and
-some 100 bytes a parameter, whatever the number of ranks.
+The first rank learns four numbers of each rank's file, and one layout of each HDP group: 32 bytes a rank and some 100
+bytes a parameter, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bytescale.checkpoint.agree import attempt, settle
-from bytescale.checkpoint.disk import Disk, check_room, checksum_of
+from bytescale.checkpoint.disk import Disk, checksum_of, make_room
 from bytescale.checkpoint.layout import Layout, LayoutEntry
 from bytescale.checkpoint.manifest import (
     MANIFEST,
@@ -116,26 +115,21 @@ def write_checkpoint(disk: Disk, folder: Path, state: RunState, snapshot: Snapsh
     settle(attempt(lambda: disk.make_folder(folder)) if is_first else None, group)
     is_shared = folder.is_dir()  # by the nodes of all ranks; otherwise each node keeps what its own ranks write
     needed = int(total_bytes) if is_shared else own_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    settle(attempt(lambda: _make_room(disk, folder, needed)), group)  # before any rank takes up space
+    settle(attempt(lambda: make_room(disk, folder, needed)), group)  # before any rank takes up space
     path, written = folder / file_name(snapshot.layout.file_of(snapshot.shard)), list[StoredFile]()
     settle(attempt(lambda: written.append(write_tensors(disk, path, tensors, state.step))), group)
     rows, layouts = _gather(written[0], snapshot, group)
     manifest = Manifest(state=state, states=list(snapshot.states), layouts=layouts, files=rows)
-    settle(attempt(lambda: _write_manifest(disk, folder, manifest)) if is_first else None, group)
 
+    def complete() -> None:
+        disk.write_file(folder / MANIFEST, manifest.to_json())
+        disk.sync_folder(folder)
 
-def _write_manifest(disk: Disk, folder: Path, manifest: Manifest) -> None:
-    disk.write_file(folder / MANIFEST, manifest.to_json())
-    disk.sync_folder(folder)
-
-
-def _make_room(disk: Disk, folder: Path, num_bytes: int) -> None:
-    disk.make_folder(folder)
-    check_room(disk, folder, num_bytes)
+    settle(attempt(complete) if is_first else None, group)
 
 
 def _gather(written: StoredFile, snapshot: Snapshot, group: dist.ProcessGroup) -> tuple[list[StoredFile], list[Layout]]:
-    """Return what every rank wrote, and the layout of every HDP group. On all ranks but the first both are empty."""
+    """On the first rank, what every rank wrote, and the layout of every HDP group; elsewhere both are empty."""
     is_leader = snapshot.shard == 0
     layout = json.dumps(layout_to_json(snapshot.layout)).encode() if is_leader else b""
     number = snapshot.layout.file_of(snapshot.shard)
