@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bytescale.checkpoint.layout import Layout
@@ -33,11 +31,12 @@ def problems_of(folder: Place) -> list[str]:
     found = wrong_files(folder, manifest)
     if found:
         return found
-    expected = _expected_pieces(manifest)
-    for number in range(len(manifest.files)):
+    shards = {
+        layout.file_of(shard): (layout, shard) for layout in manifest.layouts for shard in range(layout.num_shards)
+    }
+    for number, written in enumerate(manifest.files):
         try:
-            file = TensorFile(folder, file_name(number), manifest.files[number])
-            _check_file(folder, file, expected[number])
+            _check_file(folder, TensorFile(folder, file_name(number), written), *shards[number])
         except CheckpointDamage as damage:
             found.append(str(damage))
     return found
@@ -88,27 +87,12 @@ def _listed(folder: Place, step: int) -> ListedCheckpoint:
         return ListedCheckpoint(folder.name, step, sum(file_sizes(folder).values()), {}, str(error))
 
 
-def _expected_pieces(manifest: Manifest) -> dict[int, list[tuple[Layout, int]]]:
-    """The layouts and shards whose pieces each file should have."""
-    expected: dict[int, list[tuple[Layout, int]]] = defaultdict(list)
-    for layout in manifest.layouts:
-        for shard in range(layout.num_shards):
-            expected[layout.file_of(shard)].append((layout, shard))
-    return expected
-
-
-def _check_file(folder: Place, file: TensorFile, held: Sequence[tuple[Layout, int]]) -> None:
-    """Raise ``CheckpointDamage`` unless the file has the pieces that the layouts say, and every byte is right."""
-    pieces = {
-        (piece.entry.name, piece.box): piece
-        for layout, shard in held
-        for piece in layout.pieces(shard)
-        if piece.entry.written
-    }
-    names = {(name, box) for name, box in pieces}
+def _check_file(folder: Place, file: TensorFile, layout: Layout, shard: int) -> None:
+    """Raise ``CheckpointDamage`` unless the file has the pieces that its layout says, and every byte is right."""
+    boxes = [(piece.entry.name, piece.box) for piece in layout.pieces(shard) if piece.entry.written]
     stored = set(file.pieces())
     states = {piece.partition(".")[0] for piece in stored}
-    expected = {piece_name(state, name, box): box for state in states for name, box in names}
+    expected = {piece_name(state, name, box): box for state in states for name, box in boxes}
     odd = sorted(stored.symmetric_difference(expected))
     if odd:
         raise damaged(folder, file.name, f"{odd[0]} is {'surplus' if odd[0] in stored else 'missing'}")

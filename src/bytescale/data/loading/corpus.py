@@ -149,7 +149,7 @@ class TokeniseHere:
     def find(self, parts: Sequence[int]) -> list[PartContent]:
         shards = [self._shards[part] for part in parts]
         self._reader.prepare(shards, self._num_workers, self._progress)
-        return [self._reader.open(shard, self._progress).content for shard in shards]
+        return [self._reader.content(shard, self._progress) for shard in shards]
 
     def close(self) -> None:
         """End the threads. Each ends after the unit of text (``data.sources.readers``) that it works on."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
-from bytescale.data.order.samples import SampleCounts, Samples, make_samples
+from bytescale.data.order.samples import SampleCounts, Samples, samples_of
 from bytescale.data.tokens.metadata import TokenMetadata
 from bytescale.data.tokens.shards import PartContent, Shard, check_corrupt_records
 from bytescale.data.tokens.tokenize import UnitEncoder
@@ -213,14 +213,10 @@ class CorpusIndex:
         )
 
     def _cut(self, part: int, content: PartContent) -> tuple[Samples, SampleCounts]:
-        config = self._config
-        policy = (config.context_length, config.over_length, config.min_document_tokens, config.max_document_tokens)
-        samples, counts = make_samples(part, content.document_offsets, *policy)
-        if content.weights is not None:
+        samples, counts = samples_of(part, content.document_offsets, self._config)
+        if content.trained is not None:
             self.has_weights = True
-            first = samples.start + 1  # the label of a token is the next one
-            num_trained, weight_sums = content.weights.sums(first, first + samples.num_targets)
-            samples = replace(samples, num_trained=num_trained, weight_sums=weight_sums)
+            samples = replace(samples, num_trained=content.trained[0], weight_sums=content.trained[1])
         return samples, counts
 
 

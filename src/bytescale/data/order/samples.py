@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
+from bytescale.common.errors import DataError
+from bytescale.config.schema import DataConfig
 from bytescale.plan.rank_plan import concatenated_ranges
 
 OverLength = Literal["split", "truncate", "drop"]
@@ -100,6 +102,31 @@ class SampleCounts:
         return SampleCounts(
             **{spec.name: getattr(self, spec.name) + getattr(other, spec.name) for spec in fields(SampleCounts)}
         )
+
+
+def samples_of(part: int, offsets: IntArray, config: DataConfig) -> tuple[Samples, SampleCounts]:
+    """``make_samples`` with the settings of ``config``."""
+    filters = config.min_document_tokens, config.max_document_tokens
+    return make_samples(part, offsets, config.context_length, config.over_length, *filters)
+
+
+def trained_of(samples: Samples, weights: NDArray, place: str) -> tuple[IntArray, NDArray[np.float64]]:
+    """``num_trained`` and ``weight_sums`` of the samples of a part that has these ``weights [T]``.
+
+    Each sum depends on its own weights alone, to the last bit. Raises ``DataError`` if a weight is not finite in fp32.
+    """
+    values = np.asarray(weights).astype(np.float32)
+    if not np.isfinite(values).all():
+        token = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise DataError(
+            f"{place}: the weight of token {token} is {values[token]}",
+            so="the loss would not be a number",
+            fix="write finite weights",
+        )
+    first = samples.start + 1  # the label of a token is the next one
+    ranges = zip(first.tolist(), (first + samples.num_targets).tolist(), strict=True)
+    own = [np.abs(values[start:stop]).astype(np.float64) for start, stop in ranges]
+    return np.array([np.count_nonzero(one) for one in own], np.int64), np.array([one.sum() for one in own], np.float64)
 
 
 def make_samples(

@@ -17,8 +17,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import ray
 import ray.exceptions
+from numpy.typing import NDArray
 
 from bytescale.common.errors import BytescaleError
 from bytescale.config.schema import DataConfig
@@ -27,7 +29,7 @@ from bytescale.data.loading.loader import PlannedStep, StepData
 from bytescale.data.order.batches import BatchSampler, SamplerState
 from bytescale.data.order.index import CorpusIndex, CorpusMetadata
 from bytescale.data.remote.calls import Shared, wait_for
-from bytescale.data.remote.server import PartOwners, SharedWork
+from bytescale.data.remote.server import SharedWork
 from bytescale.data.tokens.shards import PartContent
 from bytescale.plan import Planner
 
@@ -46,8 +48,7 @@ class PlannerActor:
         self._shards, self._reader = work.get()
         self._servers = servers
         self._nodes = nodes
-        self._owners = PartOwners.of(self._shards, len(servers))
-        self._finder = AskServers(servers, self._owners)
+        self._finder = AskServers(servers)
         self._life = uuid.uuid4().hex
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-planner")
         self._lock = threading.Lock()  # of what follows, up to _latest
@@ -112,9 +113,10 @@ class PlannerActor:
         times = replace(data.times, steps_planned=ahead)
         return replace(data, plan=data.plan if rank == 0 else None, times=times), segments, self._life
 
-    def others(self) -> tuple[list[Any], list[str], PartOwners]:
-        """Return the handles of the servers, the nodes that have a planner, and which server reads what."""
-        return list(self._servers), list(self._nodes), self._owners
+    def others(self) -> tuple[list[Any], list[str], NDArray[np.bool_]]:
+        """Return the handles of the servers, the nodes that have a planner, and which parts of the corpus are text."""
+        is_text = np.array([shard.file is None for shard in self._shards], dtype=np.bool_)
+        return list(self._servers), list(self._nodes), is_text
 
     def pid(self) -> int:
         """Return the id of the process that the planner lives in."""
@@ -163,9 +165,8 @@ class PlannerActor:
 class AskServers:
     """A ``PartFinder`` that asks servers for the content of parts. Each part is asked for once, of its own server."""
 
-    def __init__(self, servers: Sequence[Any], owners: PartOwners) -> None:
+    def __init__(self, servers: Sequence[Any]) -> None:
         self._servers = servers
-        self._owners = owners
         self._asked: dict[int, Any] = {}  # requests for parts that are expected and not yet needed
         self.parts_ahead = 2 * len(servers)  # 2: parts are in random order, so servers get unequal numbers
         self.num_waiting = 0
@@ -205,7 +206,7 @@ class AskServers:
         return [found[part] for part in parts]
 
     def _ask(self, part: int) -> Any:
-        return self._servers[self._owners.server_of(part)].content.remote(part)
+        return self._servers[part % len(self._servers)].content.remote(part)
 
 
 def _failed(future: Future[Any]) -> bool:

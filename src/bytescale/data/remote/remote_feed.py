@@ -22,7 +22,7 @@ from bytescale.data.order.index import CorpusMetadata
 from bytescale.data.remote.calls import Shared, no_answer, wait_for
 from bytescale.data.remote.planner_actor import HowToPlan, PlannerActor
 from bytescale.data.remote.ray_cluster import NAMESPACE
-from bytescale.data.remote.server import ServerSlices, SharedWork, server_actor
+from bytescale.data.remote.server import ServerSlices, SharedWork, server_actor, servers_of
 from bytescale.data.tokens.open_parts import Slice
 from bytescale.plan import Planner
 from bytescale.plan.plan import StepPlanner, costs_of_step
@@ -79,7 +79,7 @@ class RemoteFeed(Feed):
         first = _find(f"{session}-planner-0", max(config.answer_seconds, _START_SECONDS))
         # No time limit where this process has just started the actors: Ray may have to start workers first.
         found = wait_for(first.others.remote(), _WHO, None if self._is_owner else config.answer_seconds)
-        self._servers, nodes, self._owners = found
+        self._servers, nodes, self._is_text = found
         # A node that joined Ray after the actors were started has no planner. Its ranks ask those of other nodes.
         own = ray.get_runtime_context().get_node_id()
         number = nodes.index(own) if own in nodes else rank % len(nodes)
@@ -158,7 +158,7 @@ class RemoteFeed(Feed):
     def _fetch(self, segments: Segments) -> tuple[list[Slice], int]:
         """Return the slice of each segment, and how many bytes the servers have sent."""
         ranges = segments.ranges
-        servers = self._owners.servers_of(segments.parts, segments.places)
+        servers = servers_of(segments.parts, segments.places, self._is_text, len(self._servers))
         wanted = {}
         for server in np.unique(servers[ranges > 0]).tolist():
             own = np.flatnonzero((servers == server) & (ranges > 0))

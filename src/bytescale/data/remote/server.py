@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -49,29 +49,12 @@ class ServerSlices:
             yield self.tokens[start:stop], {name: values[start:stop] for name, values in self.fields.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class PartOwners:
-    """Says which server reads what.
+def servers_of(parts: IntArray, places: IntArray, is_text: NDArray[np.bool_], num_servers: int) -> IntArray:
+    """``[P]`` number of the server that reads range i, which starts at ``places[i]`` of ``parts[i]``.
 
     A part of text is read by the server that tokenised it. Ranges of a ``.bin`` file are dealt to all servers in turn.
     """
-
-    num_servers: int
-    is_text: NDArray[np.bool_]  # [number of parts]
-
-    @staticmethod
-    def of(shards: Sequence[Shard], num_servers: int) -> PartOwners:
-        """Return which server reads which of ``shards``."""
-        return PartOwners(num_servers, np.array([shard.file is None for shard in shards], dtype=np.bool_))
-
-    def server_of(self, part: int) -> int:
-        """Return the number of the server that is asked for the content of a part."""
-        return part % self.num_servers
-
-    def servers_of(self, parts: IntArray, places: IntArray) -> IntArray:
-        """``[P]`` number of the server that reads range i, which starts at ``places[i]`` of ``parts[i]``."""
-        turn = np.where(self.is_text[parts], parts, parts + places // _DEALT_TOKENS)
-        return turn % self.num_servers
+    return np.where(is_text[parts], parts, parts + places // _DEALT_TOKENS) % num_servers
 
 
 class DataServer:
@@ -112,7 +95,7 @@ class DataServer:
 
     def _put_content(self, part: int) -> Any:
         self._reader.prepare([self._shards[part]])
-        return ray.put(self._reader.open(self._shards[part]).content)
+        return ray.put(self._reader.content(self._shards[part]))
 
 
 def server_actor() -> Any:

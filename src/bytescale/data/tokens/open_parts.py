@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -125,29 +124,25 @@ def _fetch(source: Url, target: Path) -> None:
 Slice = tuple[NDArray[np.integer], Mapping[str, NDArray]]
 """A range of tokens of one part, and by name the numbers of those fields that the part has."""
 
-MOST_OPEN = 256
-"""Files that are open at the same time.
+MOST_OPEN = 128
+"""Parts that are open at the same time. A window rarely has more.
 
-A memory map takes a file handle, of which a process has about a thousand by default. A window rarely has more parts.
+Each memory map takes a file handle, of which a process has about a thousand by default.
 """
 
 
 class OpenParts:
-    """Maps a part when it is first asked for, and closes the least recently used ones when too many files are open."""
+    """Maps a part when it is first asked for, and closes the least recently used ones when too many are open."""
 
-    def __init__(
-        self, open_part: Callable[[int], tuple[Tokens, Mapping[str, Tokens]]], most_open: int = MOST_OPEN
-    ) -> None:
-        """Open nothing yet.
+    def __init__(self, open_part: Callable[[int], tuple[Tokens, Mapping[str, Tokens]]]) -> None:
+        """``open_part``: from the number of a part to its tokens and fields, 1-D. Views of a closed part stay valid."""
 
-        Args:
-            open_part: function from the number of a part to its tokens and fields, 1-D.
-            most_open: files that may be open at the same time. Views of a part that is closed stay valid.
-        """
-        self._open_part = open_part
-        self._most_open = most_open
-        self._num_open = 0
-        self._open: OrderedDict[int, tuple[Tokens, Mapping[str, Tokens]]] = OrderedDict()
+        @lru_cache(MOST_OPEN)
+        def opened(part: int) -> tuple[Tokens, Mapping[str, Tokens]]:
+            tokens, fields = open_part(part)
+            return _plain(tokens), {name: _plain(values) for name, values in fields.items()}
+
+        self._opened = opened
 
     def slices(self, parts: IntArray, places: IntArray, counts: IntArray) -> list[Slice]:
         """Return ``counts[i]`` tokens from ``places[i]`` on in part ``parts[i]``, with fields: views where possible.
@@ -165,18 +160,6 @@ class OpenParts:
 
     def __getitem__(self, part: int) -> Tokens:
         return self._opened(part)[0]
-
-    def _opened(self, part: int) -> tuple[Tokens, Mapping[str, Tokens]]:
-        found = self._open.get(part)
-        if found is None:
-            tokens, fields = self._open_part(part)
-            found = _plain(tokens), {name: _plain(values) for name, values in fields.items()}
-            self._open[part] = found
-            self._num_open += 1 + len(fields)
-            while self._num_open > self._most_open and len(self._open) > 1:
-                self._num_open -= 1 + len(self._open.popitem(last=False)[1][1])
-        self._open.move_to_end(part)
-        return found
 
 
 def _plain(tokens: Tokens) -> Tokens:

@@ -18,16 +18,18 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
+from bytescale.data.order.samples import samples_of, trained_of
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import ReadCounts, WorkUnit, too_many_corrupt_records
 from bytescale.data.sources.records import iter_records, plan_units
-from bytescale.data.tokens.fields import WEIGHTS, WeightRuns, field_prefix
+from bytescale.data.tokens.fields import WEIGHTS, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, read_index
 from bytescale.data.tokens.metadata import TokenMetadata, is_as_written, load_metadata, metadata_of
 from bytescale.data.tokens.open_parts import RemoteTokens, local_index, local_pair
@@ -70,8 +72,8 @@ class PartContent:
 
     document_offsets: IntArray  # [D + 1] first token of each document of the part, then the number of all tokens
     metadata: TokenMetadata
-    weights: WeightRuns | None = None
-    """None: every token has weight 1."""
+    trained: tuple[IntArray, NDArray[np.float64]] | None = None
+    """Of each sample, as ``order.samples.trained_of``; None: every token has weight 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +82,6 @@ class OpenShard:
 
     dataset: IndexedDataset
     metadata: TokenMetadata
-
-    @property
-    def content(self) -> PartContent:
-        """What the corpus index needs to know of this shard."""
-        weights = self.dataset.fields.get(WEIGHTS)
-        return PartContent(
-            document_offsets=self.dataset.index.document_offsets,
-            metadata=self.metadata,
-            weights=None if weights is None else WeightRuns.of(weights[:], f"{self.dataset.prefix}.{WEIGHTS}.bin"),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +177,16 @@ class ShardReader:
                 "leave the field out",
             )
         return opened
+
+    def content(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> PartContent:
+        """What the corpus index needs to know of a shard that is prepared. Raises as ``open``."""
+        opened = self.open(shard, progress)
+        offsets, weights = opened.dataset.index.document_offsets, opened.dataset.fields.get(WEIGHTS)
+        if weights is None:
+            return PartContent(document_offsets=offsets, metadata=opened.metadata)
+        samples, _ = samples_of(0, offsets, self.config)
+        trained = trained_of(samples, weights[:], f"{opened.dataset.prefix}.{WEIGHTS}.bin")
+        return PartContent(document_offsets=offsets, metadata=opened.metadata, trained=trained)
 
     def open_part(self, shard: Shard) -> tuple[Tokens, Mapping[str, Tokens]]:
         """Return the tokens of a shard, and its fields by name; text that the cache does not have is tokenised."""

@@ -103,7 +103,11 @@ class JsonTokenizer:
             raise DataError(
                 f"{file} is not a tokenizer.json ({error})", fix="save it again with Tokenizer.save()"
             ) from error
-        return JsonTokenizer(tokenizer, name=str(path), eos_token=eos_token or _configured_eos(file.parent))
+        return JsonTokenizer(
+            tokenizer,
+            name=str(path),
+            eos_token=eos_token or token_text(tokenizer_settings(file.parent).get("eos_token")),
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickle, and set the switch that the library does not pickle. Worker processes must encode as we do."""
@@ -166,15 +170,21 @@ def _find_eos(tokenizer: Any, name: str, eos_token: str | None) -> int:
     )
 
 
-def _configured_eos(folder: Path) -> str | None:
-    """Return ``eos_token`` of a Hugging Face ``tokenizer_config.json``, or None if there is no such file or entry."""
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """What a Hugging Face ``tokenizer_config.json`` says, if the folder has one. Raises ``DataError``."""
     path = folder / "tokenizer_config.json"
-    if not path.exists():
-        return None
+    if not path.is_file():
+        return {}
     try:
-        entry = parse_json(path.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError, OSError) as error:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
         raise DataError(
-            f"{path} is not JSON ({error})", so="its eos_token is unknown", fix="mend it or set data.eos_token"
+            f"{path} is not JSON ({error})", so="its eos_token and chat template are unknown", fix="mend it"
         ) from error
-    return entry.get("content") if isinstance(entry, dict) else entry
+    return content if isinstance(content, dict) else {}
+
+
+def token_text(entry: Any) -> str | None:
+    """The text of a special token in these settings."""
+    found = entry.get("content") if isinstance(entry, dict) else entry
+    return found if isinstance(found, str) else None
