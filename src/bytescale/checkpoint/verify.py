@@ -36,7 +36,7 @@ def problems_of(folder: Place) -> list[str]:
     }
     for number, written in enumerate(manifest.files):
         try:
-            _check_file(folder, TensorFile(folder, file_name(number), written), *shards[number])
+            _check_file(folder, TensorFile(folder, file_name(number), written), shards.get(number))
         except CheckpointDamage as damage:
             found.append(str(damage))
     return found
@@ -87,9 +87,10 @@ def _listed(folder: Place, step: int) -> ListedCheckpoint:
         return ListedCheckpoint(folder.name, step, sum(file_sizes(folder).values()), {}, str(error))
 
 
-def _check_file(folder: Place, file: TensorFile, layout: Layout, shard: int) -> None:
+def _check_file(folder: Place, file: TensorFile, held: tuple[Layout, int] | None) -> None:
     """Raise ``CheckpointDamage`` unless the file has the pieces that its layout says, and every byte is right."""
-    boxes = [(piece.entry.name, piece.box) for piece in layout.pieces(shard) if piece.entry.written]
+    pieces = held[0].pieces(held[1]) if held else ()
+    boxes = [(piece.entry.name, piece.box) for piece in pieces if piece.entry.written]
     stored = set(file.pieces())
     states = {piece.partition(".")[0] for piece in stored}
     expected = {piece_name(state, name, box): box for state in states for name, box in boxes}
