@@ -22,7 +22,7 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.sources.readers import WorkUnit
 from bytescale.data.sources.records import plan_units, text_kind
-from bytescale.data.tokens import shards, tokenize
+from bytescale.data.tokens import shards
 from bytescale.data.tokens.bpe import train_bpe
 from bytescale.data.tokens.indexed import IndexedDataset
 from bytescale.data.tokens.metadata import TokenMetadata, load_metadata, metadata_of
@@ -45,7 +45,7 @@ def tokenised(
 
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenize, "UNIT_BYTES", 500)
+    monkeypatch.setattr(shards, "UNIT_BYTES", 500)
     monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
 
 
@@ -98,7 +98,7 @@ def test_the_pair_does_not_depend_on_processes_units_or_shards(
     tokenizer = JsonTokenizer(train_bpe(text, "text", 280, ignore_progress), name="trained")
     calls: list[Progress] = []
     reference = tokenised(text, tmp_path / "one" / "pair", tokenizer)
-    monkeypatch.setattr(tokenize, "UNIT_BYTES", 64)
+    monkeypatch.setattr(shards, "UNIT_BYTES", 64)
     monkeypatch.setattr(shards, "SHARD_BYTES", 200)
     monkeypatch.setattr(shards, "_COPY_TOKENS", 20)
     (tmp_path / "cache").rename(tmp_path / "first")
@@ -183,7 +183,7 @@ def stop_in_the_middle(progress):
         time.sleep(60)
 
 if __name__ == "__main__":
-    tokenize.UNIT_BYTES, shards.SHARD_BYTES, shards._COPY_TOKENS = 500, 2000, 500
+    shards.UNIT_BYTES, shards.SHARD_BYTES, shards._COPY_TOKENS = 500, 2000, 500
     tokenised(expand_sources([sys.argv[1]]), Path(sys.argv[2]), num_workers=2, progress=stop_in_the_middle)
 """
 

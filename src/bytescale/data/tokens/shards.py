@@ -27,7 +27,7 @@ from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
 from bytescale.data.order.samples import samples_of, trained_of
 from bytescale.data.sources.files import SourceFile
-from bytescale.data.sources.readers import ReadCounts, WorkUnit, too_many_corrupt_records
+from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit, too_many_corrupt_records
 from bytescale.data.sources.records import iter_records, plan_units
 from bytescale.data.tokens.fields import WEIGHTS, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, read_index
@@ -115,7 +115,7 @@ class ShardReader:
         shards: list[Shard] = []
         for source in sorted({file.source for file in text}):
             own = [file for file in text if file.source == source]
-            units = with_retries(partial(plan_units, own, self._encode.kind), self.config.read_retries)
+            units = with_retries(partial(plan_units, own, self._encode.kind, UNIT_BYTES), self.config.read_retries)
             shards.extend(self._shard(source, run) for run in _runs(units, least_bytes))
         return shards + [Shard(source=file.source, file=file) for file in files if file.format == "bin"]
 
