@@ -129,7 +129,6 @@ class BatchSampler:
             for number, own in enumerate(parts)
         ] or [SampleStream(index, np.arange(index.num_parts), window, self._seed)]
         if state is None:
-            self._load_first([None] * len(self._streams))
             for stream in self._streams:
                 stream.enter(0)
         else:
@@ -179,16 +178,9 @@ class BatchSampler:
         check_same("weights", state, self._weights, "weights")
         check_same("shuffle_window", state, self._window, "shuffle_window_mib")
         places = [state] if self._weights is None else state["sources"]
-        self._load_first(places)
         for stream, place in zip(self._streams, places, strict=True):
             stream.load_state_dict(place)
         self._step = state["step"]
-
-    def _load_first(self, states: Sequence[dict[str, Any] | None]) -> None:
-        """Load what all sources of a mixture start with at the same time, before any part is expected."""
-        if len(self._streams) > 1:
-            parts = [stream.first_parts(state) for stream, state in zip(self._streams, states, strict=True)]
-            self._index.load([part for own in parts for part in own])
 
     @property
     def _window(self) -> str:

@@ -117,12 +117,6 @@ class SampleStream:
             if epoch > last_epoch:
                 raise self._index.nothing_to_draw(self._source)
 
-    def first_parts(self, state: dict[str, Any] | None) -> list[int]:
-        """Return the parts that have to be read before the stream can stand at ``state`` (None: at its start)."""
-        epoch, window = (0, 0) if state is None else (state["epoch"], state["window"])
-        windows = self.windows(epoch)
-        return windows[window].tolist() if 0 <= window < len(windows) else []
-
     def draw(self, budget: int, at_most: int) -> tuple[Samples, IntArray, int, bool]:
         """Take the next samples: as many as fit in ``budget`` tokens, lie in this window, and are not over ``at_most``.
 
