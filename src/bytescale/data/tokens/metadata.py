@@ -21,6 +21,7 @@ from bytescale.common.atomic import write_atomically
 from bytescale.common.errors import DataError
 from bytescale.common.parsing import parse_json
 from bytescale.data.sources.files import SourceFile, fingerprint_files
+from bytescale.data.sources.readers import ReadCounts
 from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, TokenIndex, metadata_path, pair_paths
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
@@ -110,15 +111,9 @@ class MetadataGatherer:
         self._longest = max(self._longest, int(lengths.max(initial=0)))
         self._max_token_id = max(self._max_token_id, int(tokens.max()) if len(tokens) else -1)
 
-    def finish(
-        self,
-        tokenizer: Tokenizer | None = None,
-        *,
-        num_empty: int = 0,
-        skipped_files: tuple[str, ...] = (),
-        corrupt_records: tuple[str, ...] = (),
-    ) -> TokenMetadata:
+    def finish(self, tokenizer: Tokenizer | None = None, left_out: ReadCounts | None = None) -> TokenMetadata:
         """Return the metadata. ``tokenizer`` is None if it is not known."""
+        left_out = left_out or ReadCounts()
         lengths_hash = self._lengths_hash.hexdigest()
         self._tokens_hash.update(lengths_hash.encode())
         for name in sorted(self._field_hashes):
@@ -136,9 +131,9 @@ class MetadataGatherer:
             tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else None,
             vocab_size=tokenizer.vocab_size if tokenizer else None,
             eos_id=tokenizer.eos_id if tokenizer else None,
-            num_empty_documents=num_empty,
-            skipped_files=skipped_files,
-            corrupt_records=corrupt_records,
+            num_empty_documents=left_out.num_empty,
+            skipped_files=tuple(left_out.skipped_files),
+            corrupt_records=tuple(left_out.corrupt),
         )
 
 

@@ -309,22 +309,23 @@ def write_as_pair(
 def _documents_of(opened: OpenShard) -> Iterator[EncodedUnit]:
     """Yield the documents of a shard, about ``_COPY_TOKENS`` at a time, and what was left out when it was tokenised."""
     dataset, made, offsets = opened.dataset, opened.metadata, opened.dataset.index.document_offsets
+    skipped, corrupt = list(made.skipped_files), list(made.corrupt_records)
+    counts = ReadCounts(num_empty=made.num_empty_documents, skipped_files=skipped, corrupt=corrupt)
     bounds = [0]
     while bounds[-1] < dataset.index.num_documents:
         stop = int(np.searchsorted(offsets, offsets[bounds[-1]] + _COPY_TOKENS, side="right")) - 1
         bounds.append(max(bounds[-1] + 1, stop))
     for first, stop in itertools.pairwise([0, *bounds]):  # the first range is empty
-        lengths = np.diff(offsets[first : stop + 1])
-        tokens = dataset.tokens[offsets[first] : offsets[stop]]
+        lengths, own = np.diff(offsets[first : stop + 1]), slice(offsets[first], offsets[stop])
+        counts.num_empty += int((lengths == 0).sum())
         yield EncodedUnit(
-            tokens=tokens,
+            tokens=dataset.tokens[own],
             lengths=lengths[lengths > 0],
-            num_bytes=tokens.nbytes,
-            num_empty=int((lengths == 0).sum()) + (0 if stop else made.num_empty_documents),
-            skipped_files=() if stop else made.skipped_files,
-            corrupt_records=() if stop else made.corrupt_records,
-            fields={name: values[offsets[first] : offsets[stop]] for name, values in dataset.fields.items()},
+            num_bytes=int(offsets[stop] - offsets[first]) * dataset.index.dtype.itemsize,
+            counts=counts,
+            fields={name: values[own] for name, values in dataset.fields.items()},
         )
+        counts = ReadCounts()
 
 
 def check_same_tokenizer(place: str, metadata: TokenMetadata, tokenizer: Tokenizer | None) -> None:

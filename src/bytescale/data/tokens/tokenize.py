@@ -46,9 +46,7 @@ class EncodedUnit:
     tokens: NDArray[np.integer]  # [sum of lengths] tokens of all documents, each with its EOS
     lengths: IntArray  # [number of documents] tokens of each document
     num_bytes: int
-    num_empty: int = 0
-    skipped_files: tuple[str, ...] = ()
-    corrupt_records: tuple[str, ...] = ()
+    counts: ReadCounts
     fields: Mapping[str, NDArray] = field(default_factory=dict)  # [sum of lengths] each
 
 
@@ -105,7 +103,7 @@ class UnitEncoder:
             tokens=np.concatenate(tokens),
             lengths=np.array([len(example.tokens) for example in examples], dtype=np.int64),
             num_bytes=unit.num_bytes,
-            corrupt_records=tuple(counts.corrupt),
+            counts=counts,
             fields=concatenated(examples, encoder.field_names),
         )
 
@@ -122,13 +120,12 @@ class UnitEncoder:
                 texts, num_characters = [], 0
         encoded.extend(self.tokenizer.encode_batch(texts))
         documents = [ids for ids in encoded if len(ids)]  # the tokenizer's normaliser may leave nothing of a text
+        counts.num_empty += len(encoded) - len(documents)
         return EncodedUnit(
             tokens=_with_eos(documents, self.tokenizer),
             lengths=np.array([len(ids) + 1 for ids in documents], dtype=np.int64),
             num_bytes=unit.num_bytes,
-            num_empty=counts.num_empty + len(encoded) - len(documents),
-            skipped_files=tuple(counts.skipped_files),
-            corrupt_records=tuple(counts.corrupt),
+            counts=counts,
         )
 
 
@@ -151,10 +148,7 @@ def write_units(
 
     Raises ``DataError`` if the disk is full.
     """
-    gatherer = MetadataGatherer(dtype)
-    num_empty = 0
-    skipped: list[str] = []
-    corrupt: list[str] = []
+    gatherer, left_out = MetadataGatherer(dtype), ReadCounts()
     with ExitStack() as opened:
         writer = opened.enter_context(IndexedWriter(prefix, dtype))
         beside = {
@@ -172,15 +166,11 @@ def write_units(
                 field_writer.add_documents(values, unit.lengths)
                 gatherer.add_fields({name: values})
                 own_labels &= name != LABELS or bool((values == tokens).all())
-            num_empty += unit.num_empty
-            skipped.extend(unit.skipped_files)
-            corrupt.extend(unit.corrupt_records)
+            left_out.add(unit.counts)
         if own_labels:
             gatherer.leave_out(LABELS)
             del beside[LABELS]  # what was written of them is removed in the end, because it is not committed
-        metadata = gatherer.finish(
-            tokenizer, num_empty=num_empty, skipped_files=tuple(skipped), corrupt_records=tuple(corrupt)
-        )
+        metadata = gatherer.finish(tokenizer, left_out)
         pair_paths(prefix)[1].unlink(missing_ok=True)  # the old .idx must not stand beside new fields
         for name in OWN_FIELDS:  # nor old weights beside new tokens
             pair_paths(field_prefix(prefix, name))[1].unlink(missing_ok=True)
