@@ -27,8 +27,6 @@ class LoaderTimes:
 
     planning_seconds: float
     """Time to plan and verify the global batch."""
-    reading_seconds: float
-    """Time from the finished plan to the finished slices."""
     wait_seconds: float = 0.0
     """How long training waited for the step."""
     bytes_read: int = 0
@@ -117,7 +115,7 @@ class PlannedStep:
             rank_plan=rank_plan,
             micro_batches=(),
             sampler_state_after=self.state_after,
-            times=LoaderTimes(planning_seconds=self.planning_seconds, reading_seconds=0.0),
+            times=LoaderTimes(planning_seconds=self.planning_seconds),
         )
         return data, Segments.of(self.batch, rank_plan, self.loss_per)
 
@@ -246,14 +244,9 @@ class LocalFeed(Feed):
         while stop_step is None or sampler.next_step < stop_step:
             costs = costs_of_step(planner, sampler.next_step)
             planned = PlannedStep.draw(sampler, planner, costs, self._config.loss_per)
-            started = time.perf_counter()
             data, segments = planned.part_of(self._rank)
             micro_batches = self._corpus.micro_batches(data.rank_plan, segments)
-            times = replace(
-                data.times,
-                reading_seconds=time.perf_counter() - started,
-                bytes_read=int(segments.counts.sum()) * token_bytes,
-            )
+            times = replace(data.times, bytes_read=int(segments.counts.sum()) * token_bytes)
             yield replace(data, micro_batches=micro_batches, times=times)
 
     def _started(self) -> BatchSampler:

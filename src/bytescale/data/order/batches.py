@@ -49,8 +49,6 @@ class GlobalBatch:
     epoch: int
     """Epoch of the first sequence."""
     samples: Samples  # S of them
-    ends_epoch: bool
-    """Whether the batch holds the last sample of an epoch."""
 
     @property
     def lengths(self) -> IntArray:
@@ -144,17 +142,16 @@ class BatchSampler:
         first_epoch = min(stream.epoch for stream in self._streams)
         at_most = 1 if len(self._streams) > 1 else self._batch_tokens  # after each sample, another source may be behind
         drawn: list[tuple[Samples, IntArray]] = []
-        budget, ends_epoch = self._batch_tokens, False
+        budget = self._batch_tokens
         while True:
             stream = min(self._streams, key=_PROGRESS)
-            samples, rows, num_tokens, epoch_ended = stream.draw(budget, at_most)
+            samples, rows, num_tokens = stream.draw(budget, at_most)
             if not len(rows):
                 break
             drawn.append((samples, rows))
             budget -= num_tokens
-            ends_epoch |= epoch_ended
         self._step += 1
-        return GlobalBatch(step=self._step - 1, epoch=first_epoch, samples=_picked(drawn), ends_epoch=ends_epoch)
+        return GlobalBatch(step=self._step - 1, epoch=first_epoch, samples=_picked(drawn))
 
     def state_dict(self) -> SamplerState:
         """Return where the next batch starts in every source, as plain numbers and strings for a checkpoint."""
@@ -216,5 +213,5 @@ def batches_once(index: CorpusIndex, batch_tokens: int) -> Iterator[GlobalBatch]
     while start < len(samples):
         stop = int(np.searchsorted(before, before[start] + batch_tokens, side="right")) - 1
         stop = max(stop, start + 1)
-        yield GlobalBatch(step=step, epoch=0, samples=samples[start:stop], ends_epoch=stop == len(samples))
+        yield GlobalBatch(step=step, epoch=0, samples=samples[start:stop])
         start, step = stop, step + 1

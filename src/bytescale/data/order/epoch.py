@@ -117,10 +117,10 @@ class SampleStream:
             if epoch > last_epoch:
                 raise self._index.nothing_to_draw(self._source)
 
-    def draw(self, budget: int, at_most: int) -> tuple[Samples, IntArray, int, bool]:
+    def draw(self, budget: int, at_most: int) -> tuple[Samples, IntArray, int]:
         """Take the next samples: as many as fit in ``budget`` tokens, lie in this window, and are not over ``at_most``.
 
-        Returns a table, rows of it, their tokens, and whether an epoch ended. No row: the next one exceeds the budget.
+        Returns a table, rows of it, and their tokens. No row: the next one exceeds the budget.
         """
         first, before = self.position, self.tokens_before
         count = 1
@@ -132,17 +132,11 @@ class SampleStream:
             count = num_tokens = 0
         samples, rows = self.samples, self.order[first : first + count]
         self.num_tokens += num_tokens
-        return samples, rows, num_tokens, self._take(first + count)
-
-    def _take(self, stop: int) -> bool:
-        """Move in front of sample ``stop``, or into the next window. Returns whether this ended the epoch."""
-        self.position = stop
-        if stop < len(self.order):
-            return False
-        before = self.epoch
-        last = self.window + 1 == len(self.windows(before))
-        self.enter(*((before + 1, 0) if last else (before, self.window + 1)))
-        return self.epoch > before
+        self.position = first + count
+        if self.position == len(self.order):
+            last = self.window + 1 == len(self.windows(self.epoch))
+            self.enter(*((self.epoch + 1, 0) if last else (self.epoch, self.window + 1)))
+        return samples, rows, num_tokens
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the hash of the window's texts, as plain numbers and strings."""

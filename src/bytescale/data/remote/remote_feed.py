@@ -115,7 +115,6 @@ class RemoteFeed(Feed):
             # 1. Get this rank's part of the plan, and ask for the next one if its costs are known.
             asked = asked or ask(state)
             data, segments = self._part(asked, state)
-            started = time.perf_counter()
             state = data.sampler_state_after
             is_known = not isinstance(planner, StepPlanner) or planner.knows(state["step"])
             asked = ask(state) if wants(state) and is_known else None
@@ -123,7 +122,6 @@ class RemoteFeed(Feed):
             slices, num_bytes = self._fetch(segments)
             times = replace(
                 data.times,
-                reading_seconds=time.perf_counter() - started,
                 bytes_read=num_bytes,
                 bytes_received=num_bytes + _num_bytes([segments, *data.rank_plan.micro_batches]),
                 restarts=sum(len(lives) - 1 for lives in self._lives.values()),
