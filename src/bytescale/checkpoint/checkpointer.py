@@ -29,7 +29,7 @@ from bytescale.checkpoint.folder_of_run import (
 )
 from bytescale.checkpoint.manifest import MANIFEST, RunState, step_name, step_of, unreachable
 from bytescale.checkpoint.reading import load_states
-from bytescale.checkpoint.upload import Store, Uploader, claim, how_to_upload, run_id_of
+from bytescale.checkpoint.upload import Store, Uploader, claim, run_id_of
 from bytescale.checkpoint.writing import Snapshot, write_checkpoint
 from bytescale.common.errors import BytescaleError, CheckpointError, DiskFullError
 from bytescale.config import CheckpointConfig
@@ -106,8 +106,7 @@ class Checkpointer:
         if self._not_uploaded is not None:  # it was due while an older one was on its way
             step, file_number = self._not_uploaded
             if self._any(error is not None):
-                by_hand = how_to_upload(self.folder / step_name(step), self.config.folder)
-                self._say(f"{step_name(step)} is on this machine alone: {by_hand}")
+                self._say(f"{self.folder / step_name(step)} is on this machine alone")
             else:
                 left = None if upload_seconds is None else max(0.0, upload_seconds - (time.monotonic() - began))
                 self._start_upload(step, file_number)

@@ -158,7 +158,7 @@ class Uploader:
         self._failure = CheckpointError(
             f"the checkpoint {step_name(step)} could not be uploaded ({str(error).rstrip('.')})",
             so=f"the copy in {self._folder} is whole, and so are older checkpoints in {self.store.folder}",
-            fix=how_to_upload(self._folder / step_name(step), self.store.folder),
+            fix=f"when the store answers again, copy {self._folder / step_name(step)} there, {MANIFEST} last",
         )
         self._failure.__cause__ = error
         if self.is_first:
@@ -228,27 +228,3 @@ def run_id_of(folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, uuid.uuid4().hex.encode())
     return path.read_text(encoding="utf-8")
-
-
-def how_to_upload(local: Path, url: object) -> str:
-    """The command that uploads a checkpoint by hand."""
-    return f"when the store answers again, run `bytescale checkpoint upload {local} {url}`"
-
-
-def upload_checkpoint(local: Path, url: str) -> str:
-    """Copy one whole checkpoint of this machine behind ``url``, which holds checkpoints. Returns its URL.
-
-    Raises:
-        CheckpointError: ``local`` is no whole checkpoint, or the store cannot be reached.
-        ConfigError: there is no file system for ``url``.
-    """
-    manifest, store = read_manifest(local), Store(url)
-    step = manifest.state.step
-    try:
-        store.remove(step)
-        for number in range(len(manifest.files)):
-            store.put(local / file_name(number), step)
-        store.put_manifest(local, step)
-    except OSError as error:
-        raise unreachable(error, url) from error
-    return str(store.checkpoint(step))
