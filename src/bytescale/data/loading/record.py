@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,33 +126,26 @@ def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfi
             sampler = BatchSampler(corpus.index, config, sampler.state_dict())
         batch = sampler.next_batch()
         names, starts, stops, checksums = segments.T
-        known, first = np.unique(batch.samples.name, return_index=True)  # where an epoch ends, a sample may come twice
-        one = batch.samples[first]
-        base = np.cumsum(one.length) - one.length
-        given, wanted = np.searchsorted(known, names), np.searchsorted(known, batch.samples.name)
-        if not np.isin(names, known).all() or not np.array_equal(
-            _coverage(base[given] + starts, base[given] + stops), _coverage(base[wanted], base[wanted] + batch.lengths)
-        ):
-            count, batch_tokens = int((stops - starts).sum()), batch.num_tokens
-            raise _wrong(
-                step, f"its ranks were given {count} tokens, which are not exactly the {batch_tokens} of its batch"
-            )
-        slices = corpus.parts.slices(one.part[given], one.start[given] + starts, stops - starts)
-        for row, (tokens, _) in enumerate(slices):
-            if _checksum(tokens) != checksums[row]:
-                document = f"document {one.document[given[row]]} of part {one.part[given[row]]}"
-                raise _wrong(step, f"tokens {starts[row]} to {stops[row]} of a sample of {document} differ")
+        samples, row_of = batch.samples, {name: row for row, name in enumerate(batch.samples.name.tolist())}
+        if _coverage(names, starts, stops) != _coverage(samples.name, np.zeros_like(samples.length), samples.length):
+            count, wanted = int((stops - starts).sum()), batch.num_tokens
+            raise _wrong(step, f"its ranks were given {count} tokens, which are not exactly the {wanted} of its batch")
+        rows = np.array([row_of[name] for name in names.tolist()], dtype=np.int64)
+        slices = corpus.parts.slices(samples.part[rows], samples.start[rows] + starts, stops - starts)
+        for number, (tokens, _) in enumerate(slices):
+            if _checksum(tokens) != checksums[number]:
+                document = f"document {samples.document[rows[number]]} of part {samples.part[rows[number]]}"
+                raise _wrong(step, f"tokens {starts[number]} to {stops[number]} of a sample of {document} differ")
         num_tokens += batch.num_tokens
     attempts = len(list(folder.glob("attempt-*")))
     return RecordCheck(num_steps=num_steps, num_tokens=num_tokens, num_attempts=attempts, state=sampler.state_dict())
 
 
-def _coverage(starts: IntArray, stops: IntArray) -> IntArray:
-    """Int64 ``[2, N]``: the places at which the number of ranges that cover a token changes, and by how much."""
-    places, inverse = np.unique(np.concatenate([starts, stops]), return_inverse=True)
-    changes = np.zeros(len(places), dtype=np.int64)
-    np.add.at(changes, inverse, np.repeat([1, -1], len(starts)))
-    return np.stack([places[changes != 0], changes[changes != 0]])
+def _coverage(names: IntArray, starts: IntArray, stops: IntArray) -> dict[tuple[int, int], int]:
+    """By sample and token, by how much the number of ranges changes that cover the sample's tokens."""
+    changes = Counter(zip(names.tolist(), starts.tolist(), strict=True))
+    changes.subtract(Counter(zip(names.tolist(), stops.tolist(), strict=True)))
+    return {place: change for place, change in changes.items() if change}
 
 
 def _checksum(tokens: NDArray[np.integer]) -> int:
