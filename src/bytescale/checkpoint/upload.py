@@ -79,12 +79,6 @@ class Store:
         seconds = _PATIENCE_SECONDS + source.stat().st_size / _SLOWEST_BYTES_PER_SECOND
         (self.checkpoint(step) / source.name).put(source, seconds)
 
-    def put_manifest(self, local: Path, step: int) -> None:
-        """Copy the manifest, which completes the checkpoint. Raises ``CheckpointError`` unless it arrived whole."""
-        self.put(local / MANIFEST, step)
-        if read_file(self.checkpoint(step) / MANIFEST) != (local / MANIFEST).read_bytes():
-            raise CheckpointError(f"{self.checkpoint(step)}/{MANIFEST} is not what was sent")
-
     def remove(self, step: int) -> None:
         """Delete a checkpoint, the manifest first."""
         folder = self.checkpoint(step)
@@ -125,46 +119,43 @@ class Uploader:
     @property
     def step_under_way(self) -> int | None:
         """The checkpoint that this rank is uploading; None: none."""
-        self._settle(waits=False)
+        if self._pending is not None and self._pending[1].done():
+            self._settle()
         return self._pending[0] if self._pending is not None else None
 
     def start(self, step: int, file_number: int) -> None:
         """Upload this rank's file in the background, and on the first rank the manifest behind all files."""
-        self._settle(waits=True)
+        self._settle()
         self._pending = step, in_a_thread(lambda: self._upload(step, file_number))
 
     def finish(self, seconds: float | None = None) -> None:
         """Wait for the upload under way, at most ``seconds``. Raises ``CheckpointError`` if the last one failed."""
-        if self._pending is not None:
-            step, future = self._pending
-            if not wait([future], seconds).done:
-                self._pending = None
-                self._failed(step, CheckpointError(f"it did not arrive within {seconds:.0f} s"))
-        self._settle(waits=True)
+        self._settle(seconds)
         if self._failure is not None:
             raise self._failure
 
-    def _settle(self, *, waits: bool) -> None:
-        if self._pending is None or not (waits or self._pending[1].done()):
+    def _settle(self, seconds: float | None = None) -> None:
+        if self._pending is None:
             return
         (step, future), self._pending = self._pending, None
         try:
+            if not wait([future], seconds).done:
+                raise CheckpointError(f"it did not arrive within {seconds:.0f} s")
             future.result()
             self._failure = None
         except (OSError, CheckpointError, ConfigError) as error:
-            self._failed(step, unreachable(error, self.store.folder) if isinstance(error, OSError) else error)
-
-    def _failed(self, step: int, error: Exception) -> None:
-        self._failure = CheckpointError(
-            f"the checkpoint {step_name(step)} could not be uploaded ({str(error).rstrip('.')})",
-            so=f"the copy in {self._folder} is whole, and so are older checkpoints in {self.store.folder}",
-            fix=f"when the store answers again, copy {self._folder / step_name(step)} there, {MANIFEST} last",
-        )
-        self._failure.__cause__ = error
-        if self.is_first:
-            self._say(f"warning {self._failure}")
-        else:
-            logger.warning("%s", self._failure)
+            cause = unreachable(error, self.store.folder) if isinstance(error, OSError) else error
+            local = self._folder / step_name(step)
+            self._failure = CheckpointError(
+                f"the checkpoint {step_name(step)} could not be uploaded ({str(cause).rstrip('.')})",
+                so=f"the copy in {self._folder} is whole, and so are older checkpoints in {self.store.folder}",
+                fix=f"when the store answers again, copy {local} there, {MANIFEST} last",
+            )
+            self._failure.__cause__ = cause
+            if self.is_first:
+                self._say(f"warning {self._failure}")
+            else:
+                logger.warning("%s", self._failure)
 
     def _upload(self, step: int, file_number: int) -> None:
         local = self._folder / step_name(step)
@@ -174,7 +165,9 @@ class Uploader:
         manifest = read_manifest(local)
         self._wait_for_all(step, manifest)
         check_owner(self.store.folder, self._run_id)
-        self.store.put_manifest(local, step)
+        self.store.put(local / MANIFEST, step)
+        if read_file(self.store.checkpoint(step) / MANIFEST) != (local / MANIFEST).read_bytes():
+            raise CheckpointError(f"{self.store.checkpoint(step)}/{MANIFEST} is not what was sent")
         for old in to_delete(self.store.complete(), self.config, also_kept=self.also_kept):
             self.store.remove(old)
 
