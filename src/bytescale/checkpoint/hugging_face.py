@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,14 @@ def export_checkpoint(
     """
     stored = CheckpointReader(checkpoint)
     shape = Architecture(**stored.state.architecture)
-    master = _StoredMaster(stored)
+    read = lru_cache(1)(stored.read)  # experts of a layer are pieces of one parameter
+
+    def value(piece: HFTensor) -> Tensor:
+        whole = read(f"master.{piece.name}")
+        return whole if piece.expert is None else whole[piece.expert]
+
     with appearing(target) as hidden:
-        shards = write_pieces(
-            hidden, architecture_pieces(shape), master.value, dtype=DTYPES[dtype], shard_bytes=shard_bytes
-        )
+        shards = write_pieces(hidden, architecture_pieces(shape), value, dtype=DTYPES[dtype], shard_bytes=shard_bytes)
         special = _end_of_text(run_config)
         write_json(hidden / "config.json", _config_json(shape, dtype, run_config) | special)
         if special:
@@ -73,20 +77,6 @@ def appearing(target: Path) -> Iterator[Path]:
         hidden.replace(target)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-class _StoredMaster:
-    """Master weights of a checkpoint, read one parameter at a time."""
-
-    def __init__(self, stored: CheckpointReader) -> None:
-        self._stored = stored
-        self._last: tuple[str, Tensor] | None = None  # experts of a layer are pieces of one parameter
-
-    def value(self, piece: HFTensor) -> Tensor:
-        """One tensor of a Hugging Face file."""
-        if self._last is None or self._last[0] != piece.name:
-            self._last = piece.name, self._stored.read(f"master.{piece.name}")
-        return self._last[1] if piece.expert is None else self._last[1][piece.expert]
 
 
 def _config_json(shape: Architecture, dtype: str, run_config: Config | None) -> dict[str, Any]:

@@ -117,14 +117,7 @@ def labelled(
 def assemble(
     rank_plan: RankPlan, segments: Segments, slices: Sequence[Slice], further_fields: Sequence[str] = ()
 ) -> tuple[MicroBatchData, ...]:
-    """Join slices into the data of each micro-batch of ``rank_plan``.
-
-    Args:
-        rank_plan: the plan that ``segments`` belongs to.
-        segments: where each segment of the rank lies in the corpus.
-        slices: ``segments.ranges[i]`` tokens of segment i.
-        further_fields: the names of ``data.fields``.
-    """
+    """Join slices, ``segments.ranges[i]`` tokens of segment i, into the data of each micro-batch of ``rank_plan``."""
     has_weights = any(WEIGHTS in own for _, own in slices)
     names = (WEIGHTS, *further_fields) if has_weights else further_fields
     tokens, labels, found = labelled(segments, slices, names)

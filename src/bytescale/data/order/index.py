@@ -75,11 +75,7 @@ class CorpusIndex:
         *,
         text_later: bool = False,
     ) -> None:
-        """Read all parts; with ``text_later``, read only the parts that are tokens already.
-
-        Raises:
-            DataError: as ``load``.
-        """
+        """Read all parts; with ``text_later``, only those that are tokens already. Raises as ``load``."""
         self._config = config
         self._shards = shards
         self._encode = encode  # None: all parts are .bin files, and no tokenizer is known

@@ -2,8 +2,8 @@
 
 Planning a step is a pure function of the state in which the step starts, and of its costs if ranks refine these while
 they train. So every node plans for itself, and gets the plans of the others. Every request carries the state, the costs
-and how to plan. So a planner that was killed goes on from whatever its ranks ask for. The planner keeps finished steps
-only to answer faster. It plans steps that nobody has asked for only if all steps have the same costs.
+and how to plan, so a planner that was killed goes on from whatever its ranks ask for. It plans steps that nobody has
+asked for only if all steps have the same costs.
 """
 
 from __future__ import annotations
@@ -67,11 +67,7 @@ class PlannerActor:
     def check_state(self, state: SamplerState | None) -> SamplerState:
         """Check that a step can start at ``state`` and return it. For None, return where the first step starts.
 
-        The call returns once the texts of that step are tokenised.
-
-        Raises:
-            CheckpointError: ``state`` belongs to other data.
-            DataError: a part that the step needs is broken.
+        The call returns once the texts of that step are tokenised. Raises as ``BatchSampler``.
         """
         key = json.dumps(state, sort_keys=True)
         with self._lock:  # every rank asks about the same state

@@ -52,7 +52,7 @@ class RemoteFeed(Feed):
         is_owner: bool | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Start the actors if this process is their owner, else wait for them.
+        """Start the actors if this process is their owner, else wait for them. Raises as ``prepare_corpus``.
 
         Args:
             config: the ``[data]`` section.
@@ -61,9 +61,6 @@ class RemoteFeed(Feed):
             num_ranks: number of processes that fetch.
             is_owner: whether this process starts the actors; None: HDP rank 0 does.
             say: called with a line about the progress of the servers while somebody has to wait for them.
-
-        Raises:
-            ConfigError, DataError: as ``prepare_corpus``.
         """
         super().__init__(config.prefetch_steps)
         self._config = config

@@ -122,12 +122,10 @@ class ShardReader:
     def prepare(
         self, shards: Sequence[Shard], num_workers: int = 1, progress: ProgressCallback = ignore_progress
     ) -> None:
-        """Tokenise those of ``shards`` that the cache does not have, one after the other, with one pool of processes.
+        """Tokenise those of ``shards`` that the cache does not have, with one pool of processes.
 
-        A process that comes while another one does the same shards waits for it.
-
-        Raises:
-            DataError: as ``iter_records``. The shards that were finished before stay in the cache.
+        A process that comes while another one does the same shards waits for it. Raises ``DataError`` as
+        ``iter_records``; the shards that were finished before stay in the cache.
         """
         missing = self._missing(shards)
         if not missing:
@@ -157,10 +155,9 @@ class ShardReader:
         return [shard for shard in shards if shard.file is None and not self._is_prepared(shard)]
 
     def open(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> OpenShard:
-        """Open a shard: text that is prepared, or a ``.bin`` file. Of a remote ``.bin`` it fetches what it needs first.
+        """Open a shard: text that is prepared, or a ``.bin`` file.
 
-        Raises:
-            DataError: the pair is broken or was made with another tokenizer.
+        Raises ``DataError`` if the pair is broken, lacks a field, or was made with another tokenizer.
         """
         if shard.file is None:
             prefix = self._prefix(shard)
@@ -286,10 +283,7 @@ def write_as_pair(
     """Write all documents of ``shards``, in order, to ``prefix.bin/.idx``, which is replaced if it exists.
 
     Text is tokenised into the cache first, shard by shard: a process that was killed goes on behind the last one.
-    Documents of ``.bin`` files are copied as they are, with whatever token ends them, and empty ones are left out.
-
-    Raises:
-        DataError: as ``ShardReader.prepare`` and ``ShardReader.open``; or the disk is full.
+    Raises ``DataError`` as ``ShardReader.prepare`` and ``ShardReader.open``, or for a full disk.
     """
     of_bins = [reader.open(shard, progress).metadata for shard in shards if shard.file]  # errors come before the work
     reader.prepare(shards, num_workers, progress)

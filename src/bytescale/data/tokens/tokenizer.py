@@ -67,12 +67,7 @@ class JsonTokenizer:
     """A tokenizer of the ``tokenizers`` library. It can be pickled: worker processes get a copy."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, name: str, eos_token: str | None = None) -> None:
-        """Wrap ``tokenizer``, which this object then owns.
-
-        Raises:
-            ConfigError: the tokenizer has no token ``eos_token``; or ``eos_token`` is None and the tokenizer has none
-                of ``EOS_NAMES``.
-        """
+        """Wrap ``tokenizer``, which this object then owns. Raises ``ConfigError`` unless it has the EOS."""
         # A tokenizer.json may carry the truncation and padding of the model it was saved with.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -89,8 +84,7 @@ class JsonTokenizer:
     def from_file(path: Path, eos_token: str | None = None) -> JsonTokenizer:
         """Read a ``tokenizer.json``, or the one inside a folder.
 
-        EOS is ``eos_token``. If that is None, EOS is what ``tokenizer_config.json`` in the same folder says. If that
-        file or its entry is missing, EOS is the first of ``EOS_NAMES`` that exists.
+        EOS is ``eos_token``, else what ``tokenizer_config.json`` beside it says, else the first of ``EOS_NAMES``.
 
         Raises:
             ConfigError: the tokenizer does not have the EOS.
