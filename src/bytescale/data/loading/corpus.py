@@ -89,7 +89,7 @@ def prepare_corpus(
         DataError: a file is broken, the corpus is empty, or a ``.bin`` was made with another tokenizer.
     """
     shards, reader = plan_shards(config, progress)
-    finder = TokeniseHere(shards, reader, config.num_workers, progress, ahead=ahead)
+    finder = TokeniseHere(shards, reader, progress, ahead=ahead)
     return Corpus(
         parts=OpenParts(lambda part: reader.open_part(shards[part])),
         index=CorpusIndex(config, shards, reader.encode, finder, text_later=text_later),
@@ -117,18 +117,11 @@ class TokeniseHere:
     parts_ahead = 1
 
     def __init__(
-        self,
-        shards: Sequence[Shard],
-        reader: ShardReader,
-        num_workers: int,
-        progress: ProgressCallback,
-        *,
-        ahead: bool,
+        self, shards: Sequence[Shard], reader: ShardReader, progress: ProgressCallback, *, ahead: bool
     ) -> None:
         """Read nothing yet. With ``ahead``, ``expect`` starts to tokenise in a thread; without it, it does nothing."""
         self._shards = shards
         self._reader = reader
-        self._num_workers = num_workers
         self._progress = progress
         self._ahead = ahead
         self._threads: list[threading.Thread] = []
@@ -140,7 +133,9 @@ class TokeniseHere:
 
         def ahead() -> None:
             with suppress(Exception):
-                self._reader.prepare([self._shards[part] for part in parts], self._num_workers, self._stop_if_closed)
+                self._reader.prepare(
+                    [self._shards[part] for part in parts], self._reader.config.num_workers, self._stop_if_closed
+                )
 
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(threading.Thread(target=ahead, name="bytescale-tokeniser", daemon=True))
@@ -148,7 +143,7 @@ class TokeniseHere:
 
     def find(self, parts: Sequence[int]) -> list[PartContent]:
         shards = [self._shards[part] for part in parts]
-        self._reader.prepare(shards, self._num_workers, self._progress)
+        self._reader.prepare(shards, self._reader.config.num_workers, self._progress)
         return [self._reader.content(shard, self._progress) for shard in shards]
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
-from bytescale.data.order.samples import SampleCounts, Samples, samples_of
+from bytescale.data.order.samples import SampleCounts, Samples, make_samples
 from bytescale.data.tokens.metadata import TokenMetadata
 from bytescale.data.tokens.shards import PartContent, Shard, check_corrupt_records
 from bytescale.data.tokens.tokenize import UnitEncoder
@@ -209,7 +209,7 @@ class CorpusIndex:
         )
 
     def _cut(self, part: int, content: PartContent) -> tuple[Samples, SampleCounts]:
-        samples, counts = samples_of(part, content.document_offsets, self._config)
+        samples, counts = make_samples(part, content.document_offsets, self._config)
         if content.trained is not None:
             self.has_weights = True
             samples = replace(samples, num_trained=content.trained[0], weight_sums=content.trained[1])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +18,6 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
 from bytescale.plan.rank_plan import concatenated_ranges
-
-OverLength = Literal["split", "truncate", "drop"]
 
 PART_SHIFT = 32
 """The name of a sample is ``(number of its part << PART_SHIFT) + number of the sample in that part``."""
@@ -104,12 +101,6 @@ class SampleCounts:
         )
 
 
-def samples_of(part: int, offsets: IntArray, config: DataConfig) -> tuple[Samples, SampleCounts]:
-    """``make_samples`` with the settings of ``config``."""
-    filters = config.min_document_tokens, config.max_document_tokens
-    return make_samples(part, offsets, config.context_length, config.over_length, *filters)
-
-
 def trained_of(samples: Samples, weights: NDArray, place: str) -> tuple[IntArray, NDArray[np.float64]]:
     """``num_trained`` and ``weight_sums`` of the samples of a part that has these ``weights [T]``.
 
@@ -124,30 +115,24 @@ def trained_of(samples: Samples, weights: NDArray, place: str) -> tuple[IntArray
             fix="write finite weights",
         )
     first = samples.start + 1  # the label of a token is the next one
-    ranges = zip(first.tolist(), (first + samples.num_targets).tolist(), strict=True)
-    own = [np.abs(values[start:stop]).astype(np.float64) for start, stop in ranges]
-    return np.array([np.count_nonzero(one) for one in own], np.int64), np.array([one.sum() for one in own], np.float64)
+    counts, sums = np.zeros(len(samples), np.int64), np.zeros(len(samples))
+    for row, (start, count) in enumerate(zip(first.tolist(), samples.num_targets.tolist(), strict=True)):
+        own = np.abs(values[start : start + count]).astype(np.float64)
+        counts[row], sums[row] = np.count_nonzero(own), own.sum()
+    return counts, sums
 
 
-def make_samples(
-    part: int,
-    offsets: IntArray,
-    context_length: int,
-    over_length: OverLength,
-    least: int = 1,
-    most: int | None = None,
-) -> tuple[Samples, SampleCounts]:
+def make_samples(part: int, offsets: IntArray, config: DataConfig) -> tuple[Samples, SampleCounts]:
     """Apply the length filters, then the over-length policy, to a part. Returns its samples and the counts.
 
     Args:
         part: its number.
         offsets: ``[D + 1]`` first token of each of its documents, then the number of its tokens.
-        context_length: longest sample in tokens, at least 1.
-        over_length: of a longer document, ``split`` makes several samples, ``truncate`` keeps the first tokens, and
-            ``drop`` nothing.
-        least: documents of fewer tokens are left out.
-        most: documents of more tokens are left out; None: no limit.
+        config: whose ``over_length`` makes several samples of a longer document than ``context_length`` (``split``),
+            keeps its first tokens (``truncate``) or nothing (``drop``).
     """
+    context_length, over_length = config.context_length, config.over_length
+    least, most = config.min_document_tokens, config.max_document_tokens
     starts, lengths = offsets[:-1], np.diff(offsets)
     num_empty = int((lengths == 0).sum())
     filtered = (lengths > 0) & ((lengths < least) | (lengths > (np.inf if most is None else most)))

@@ -144,9 +144,9 @@ def metadata_of(
 
     Raises ``DataError`` if the pair was made with fields that have vanished.
     """
-    cached = cache_dir / "facts" / f"{_key_of(dataset, file)}.json"
-    for path in (metadata_path(dataset.prefix), cached):
-        metadata = _load(path)
+    cached = cache_dir / "facts" / _key_of(dataset, file)
+    for prefix in (dataset.prefix, cached):
+        metadata = load_metadata(prefix)
         if metadata is None or not metadata.describes(dataset.index):
             continue
         lost = [name for name in metadata.fields if not pair_paths(field_prefix(dataset.prefix, name))[1].exists()]
@@ -160,7 +160,7 @@ def metadata_of(
             return metadata
     metadata = _scan(dataset, progress)
     cached.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(cached, metadata.to_json())
+    write_atomically(metadata_path(cached), metadata.to_json())
     return metadata
 
 
@@ -176,12 +176,8 @@ def is_as_written(
 
 def load_metadata(prefix: Path) -> TokenMetadata | None:
     """Return the metadata that stand beside a pair, or None if there are none that can be read."""
-    return _load(metadata_path(prefix))
-
-
-def _load(path: Path) -> TokenMetadata | None:
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(metadata_path(prefix).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # the file is absent, or another program's: the metadata are gathered again
         return None
     names = {spec.name for spec in fields(TokenMetadata)}

@@ -58,27 +58,27 @@ class RemoteTokens:
         return content
 
 
-def local_pair(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -> Path:
-    """Copy the remote ``.bin/.idx`` pair ``file`` into the cache. Returns the ``.bin``. Raises ``UnreadableError``."""
-    assert isinstance(file.path, Url), f"{file.path} is here"
-    try:
-        copy = local_index(file, cache_dir, fields)
-        with file_lock(copy.with_suffix(".lock")):
-            if not copy.exists():
-                _fetch(file.path, copy)
-    except OSError as error:
-        raise unreadable(error, file.path) from error
-    return copy
+def local_copy(
+    file: SourceFile, cache_dir: Path, fields: Sequence[str] = (), *, whole: bool = False
+) -> tuple[Path, bool]:
+    """Copy into the cache what belongs to a remote ``.bin``: its ``.idx``, its ``.meta.json``, and pairs of ``fields``.
 
-
-def local_index(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -> Path:
-    """Copy the ``.idx`` of a remote ``.bin`` into the cache, and its ``.meta.json`` if there is one.
-
-    Those pairs ``PREFIX.FIELD.bin/.idx`` that exist are copied as a whole. Returns the path that the copy of the
-    ``.bin`` has or would have. Raises ``OSError``.
+    With ``whole``, the ``.bin`` too. Returns the path that its copy has or would have, and whether ranges of it can be
+    read where it is. Raises ``UnreadableError``.
     """
     path = file.path
     assert isinstance(path, Url), f"{path} is here"
+    try:
+        copy = _copied(path, file, cache_dir, fields)
+        with file_lock(copy.with_suffix(".lock")):
+            if whole and not copy.exists():
+                _fetch(path, copy)
+        return copy, not whole and path.has_ranges()
+    except OSError as error:
+        raise unreadable(error, path) from error
+
+
+def _copied(path: Url, file: SourceFile, cache_dir: Path, fields: Sequence[str]) -> Path:
     described = "\0".join(
         [str(path), str(file.num_bytes), str(file.mtime_ns), *fields, *_versions_beside(path, fields)]
     )

@@ -25,19 +25,19 @@ from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
-from bytescale.data.order.samples import samples_of, trained_of
+from bytescale.data.order.samples import make_samples, trained_of
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit, too_many_corrupt_records
 from bytescale.data.sources.records import iter_records, plan_units
 from bytescale.data.tokens.fields import WEIGHTS, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, read_index
 from bytescale.data.tokens.metadata import TokenMetadata, is_as_written, load_metadata, metadata_of
-from bytescale.data.tokens.open_parts import RemoteTokens, local_index, local_pair
+from bytescale.data.tokens.open_parts import RemoteTokens, local_copy
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.tokenize import EncodedUnit, UnitEncoder, encode_units, report_progress, write_units
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.place import Url
-from bytescale.storage.retry import unreadable, with_retries
+from bytescale.storage.retry import with_retries
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class ShardReader:
         offsets, weights = opened.dataset.index.document_offsets, opened.dataset.fields.get(WEIGHTS)
         if weights is None:
             return PartContent(document_offsets=offsets, metadata=opened.metadata)
-        samples, _ = samples_of(0, offsets, self.config)
+        samples, _ = make_samples(0, offsets, self.config)
         trained = trained_of(samples, weights[:], f"{opened.dataset.prefix}.{WEIGHTS}.bin")
         return PartContent(document_offsets=offsets, metadata=opened.metadata, trained=trained)
 
@@ -213,7 +213,8 @@ class ShardReader:
         """
         path = file.path
         if isinstance(path, Url):
-            copy, has_ranges = with_retries(partial(self._look_at, file, path), self.config.read_retries)
+            copied = partial(local_copy, file, self.cache_dir, self.field_names)
+            copy, has_ranges = with_retries(copied, self.config.read_retries)
             index, metadata = read_index(copy.with_suffix(".idx")), load_metadata(copy)
             has_fields = any(copy.with_suffix(f".{name}.idx").exists() for name in self.field_names)
             if has_ranges and not has_fields and not copy.exists() and metadata and metadata.describes(index):
@@ -221,18 +222,11 @@ class ShardReader:
                 tokens = RemoteTokens(path, index.dtype, index.num_tokens, self.config.read_retries)
                 there = IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens)
                 return OpenShard(dataset=there, metadata=metadata)
-            copied = partial(local_pair, file, self.cache_dir, self.field_names)
-            path = with_retries(copied, self.config.read_retries)
+            path, _ = with_retries(partial(copied, whole=True), self.config.read_retries)
         dataset = IndexedDataset.open(path, self.field_names)
         opened = OpenShard(dataset=dataset, metadata=metadata_of(dataset, file, self.cache_dir, progress))
         self._check_pair(f"{file.path}", opened, progress)
         return opened
-
-    def _look_at(self, file: SourceFile, url: Url) -> tuple[Path, bool]:
-        try:
-            return local_index(file, self.cache_dir, self.field_names), url.has_ranges()
-        except OSError as error:
-            raise unreadable(error, url) from error
 
     def _is_prepared(self, shard: Shard) -> bool:
         prefix = self._prefix(shard)
