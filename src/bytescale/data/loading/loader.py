@@ -35,8 +35,6 @@ class LoaderTimes:
     """Bytes that this rank received from planner and servers; 0 under the local loader."""
     steps_ready: int = 0
     """Finished steps that were waiting when training asked for this one."""
-    steps_planned: int = 0
-    """Plans that the planner held beyond this step."""
     restarts: int = 0
     """Restarts of servers and planners that this rank has noticed so far."""
 

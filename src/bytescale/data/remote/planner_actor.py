@@ -105,9 +105,7 @@ class PlannerActor:
         self._run_ahead(planned.state_after, costs)
         with self._cutting:
             data, segments = planned.part_of(rank)
-        ahead = sum(other > data.step and step[2].done() for other, step in list(self._steps.items()))
-        times = replace(data.times, steps_planned=ahead)
-        return replace(data, plan=data.plan if rank == 0 else None, times=times), segments, self._life
+        return replace(data, plan=data.plan if rank == 0 else None), segments, self._life
 
     def others(self) -> tuple[list[Any], list[str], NDArray[np.bool_]]:
         """Return the handles of the servers, the nodes that have a planner, and which parts of the corpus are text."""
