@@ -6,8 +6,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
+from queue import Empty, Queue
 from types import TracebackType
 from typing import Any, Self
 
@@ -131,20 +132,18 @@ class PrefetchedSteps(Iterator[StepData]):
         """
         assert depth >= 1, f"prefetching {depth} steps is not prefetching"
         self._write = write
-        self._room = threading.Semaphore(depth)
-        self._ready: SimpleQueue[StepData | BaseException] = SimpleQueue()  # the end is an exception, too
-        self._has_ended = self._is_closed = False
+        self._ready: Queue[StepData | BaseException] = Queue(depth)  # the end is an exception, too
+        self._is_closed = False
         self._thread = threading.Thread(target=self._make, args=(steps,), name="bytescale-loader", daemon=True)
         self._thread.start()
 
     def __next__(self) -> StepData:
-        started, ready = time.perf_counter(), self._ready.qsize() - self._has_ended
+        started, ready = time.perf_counter(), self._ready.qsize()
         data = self._ready.get()
         if isinstance(data, BaseException):
             self._ready.put(data)  # for whoever asks again
             raise data
         waited = time.perf_counter() - started
-        self._room.release()
         if self._write is not None:
             self._write(data)
         return replace(data, times=replace(data.times, wait_seconds=waited, steps_ready=ready))
@@ -152,23 +151,20 @@ class PrefetchedSteps(Iterator[StepData]):
     def close(self) -> None:
         """Drop what is ready, and wait until the thread has made what it is making. May be called twice."""
         self._is_closed = True
-        self._room.release()
-        self._thread.join()
-        while not self._ready.empty():
-            self._ready.get()
+        while self._thread.is_alive() or not self._ready.empty():
+            with suppress(Empty):
+                self._ready.get(timeout=0.01)
         self._ready.put(StopIteration())
 
     def _make(self, steps: Iterator[StepData]) -> None:
         end: BaseException = StopIteration()
         try:
             for data in steps:
-                self._room.acquire()
+                self._ready.put(data)
                 if self._is_closed:
                     return
-                self._ready.put(data)
         except BaseException as error:  # handed to the consumer, whatever it is
             end = error
-        self._has_ended = True
         self._ready.put(end)
 
     def __enter__(self) -> Self:

@@ -22,7 +22,7 @@ from bytescale.data.order.index import CorpusMetadata
 from bytescale.data.remote.calls import Shared, no_answer, wait_for
 from bytescale.data.remote.planner_actor import HowToPlan, PlannerActor
 from bytescale.data.remote.ray_cluster import NAMESPACE
-from bytescale.data.remote.server import ServerSlices, SharedWork, server_actor, servers_of
+from bytescale.data.remote.server import SharedWork, server_actor, servers_of
 from bytescale.data.tokens.open_parts import Slice
 from bytescale.plan import Planner
 from bytescale.plan.plan import StepPlanner, costs_of_step
@@ -163,11 +163,13 @@ class RemoteFeed(Feed):
         slices: list[Slice] = [(nothing, {})] * len(ranges)
         num_bytes = 0
         for server, (own, reference) in wanted.items():
-            answer: ServerSlices = wait_for(reference, f"data server {server}", self._config.answer_seconds)
-            self._alive(f"server {server}", answer.server_life)
-            num_bytes += answer.num_bytes
-            for segment, found in zip(own.tolist(), answer.split(ranges[own]), strict=True):
-                slices[segment] = found
+            columns, life = wait_for(reference, f"data server {server}", self._config.answer_seconds)
+            self._alive(f"server {server}", life)
+            num_bytes += sum(values.nbytes for values in columns.values())
+            ends = np.cumsum(ranges[own])[:-1]
+            fields = {name: np.split(values, ends) for name, values in columns.items()}
+            for number, (segment, tokens) in enumerate(zip(own.tolist(), fields.pop("tokens"), strict=True)):
+                slices[segment] = tokens, {name: parts[number] for name, parts in fields.items()}
         return slices, num_bytes
 
     def _alive(self, actor: str, life: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +14,7 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.data.remote.calls import Shared
 from bytescale.data.tokens.fields import field_dtype, without_field
-from bytescale.data.tokens.open_parts import OpenParts, Slice
+from bytescale.data.tokens.open_parts import OpenParts
 from bytescale.data.tokens.shards import Shard, ShardReader
 
 SharedWork = Shared[tuple[list[Shard], ShardReader]]
@@ -27,26 +25,6 @@ TOKENISING = "tokenising"
 _DEALT_TOKENS = 1 << 20
 _KEPT_CONTENTS = 64
 """Contents of parts that a server keeps in Ray's memory, for the planners of all nodes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSlices:
-    """A server's answer: the tokens of the ranges, one range after the other, in the integer type of the file."""
-
-    tokens: NDArray[np.integer]
-    fields: Mapping[str, NDArray]  # by name, of the same tokens; missing ones are those of ``without_field``
-    server_life: str  # changes when the server is restarted
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the arrays."""
-        return self.tokens.nbytes + sum(values.nbytes for values in self.fields.values())
-
-    def split(self, counts: IntArray) -> Iterator[Slice]:
-        """Yield the ranges again: ``counts[i]`` tokens and their fields."""
-        ends = np.cumsum(counts).tolist()
-        for start, stop in zip([0, *ends], ends, strict=False):
-            yield self.tokens[start:stop], {name: values[start:stop] for name, values in self.fields.items()}
 
 
 def servers_of(parts: IntArray, places: IntArray, is_text: NDArray[np.bool_], num_servers: int) -> IntArray:
@@ -75,19 +53,18 @@ class DataServer:
         """
         return [self._content(part)]
 
-    def read(self, parts: IntArray, places: IntArray, ranges: IntArray) -> ServerSlices:
+    def read(self, parts: IntArray, places: IntArray, ranges: IntArray) -> tuple[dict[str, NDArray], str]:
         """Read ranges of tokens, one after the other: ``ranges[i]`` tokens from ``places[i]`` on in ``parts[i]``.
 
-        Their fields come along: each that one of the parts has.
+        Returns ``tokens`` in the integer type of the file, each field that one of the parts has by its name, and an id
+        that changes when the server is restarted.
         """
         slices = self._parts.slices(parts, places, ranges)
-        fields = {}
+        columns = {"tokens": np.concatenate([tokens for tokens, _ in slices])}
         for name in sorted({name for _, own in slices for name in own}):
             taken = [own[name] if name in own else without_field(name, tokens) for tokens, own in slices]
-            fields[name] = np.concatenate([values.astype(field_dtype(name), copy=False) for values in taken])
-        return ServerSlices(
-            tokens=np.concatenate([tokens for tokens, _ in slices]), fields=fields, server_life=self._life
-        )
+            columns[name] = np.concatenate([values.astype(field_dtype(name), copy=False) for values in taken])
+        return columns, self._life
 
     def pid(self) -> int:
         """Return the id of the process that this server lives in."""
