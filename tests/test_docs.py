@@ -181,7 +181,7 @@ def test_reference_pages_name_every_setting_and_command() -> None:
         "| `name` | `adaptive`, `paper`, `greedy`, `naive`, `static` |",
     ):
         assert text in settings
-    for text in ("`--gpus-per-node`", "`--loader.no-overlapped` | flag", "## bytescale data audit", "| `SOURCE` |"):
+    for text in ("`--gpus-per-node`", "`--loader.no-overlapped` | flag", "## bytescale data show", "| `SOURCE` |"):
         assert text in commands
     for page in (settings, commands):
         rows = [line for line in page.splitlines() if line.startswith("| `")]

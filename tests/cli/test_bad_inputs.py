@@ -133,7 +133,6 @@ def cases() -> list[tuple[str, ...]]:
         ("checkpoint", "upload", f"run/checkpoints/{STEP}", "nope://x"),
         ("report", "nothing"),
         ("report", "file"),
-        ("data", "audit", "run"),
     ]  # fmt: skip
     return lines
 
