@@ -29,6 +29,9 @@ from statistics import median
 
 import numpy as np
 import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from tests.helpers.audit import check_record, read_record
 
 from bytescale.checkpoint.verify import problems_of
