@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.checkpoint.manifest import CheckpointDamage
-from bytescale.checkpoint.reading import CheckpointReader, read_run_state
+from bytescale.checkpoint.manifest import CheckpointDamage, read_manifest
+from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.checkpoint.verify import list_checkpoints, problems_of
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError
@@ -213,5 +213,5 @@ def test_bad_folders(tmp_path: Path) -> None:
         if content is not None:
             (tmp_path / "run_state.json").write_bytes(content)
         with pytest.raises(CheckpointError) as caught:
-            read_run_state(tmp_path)
+            read_manifest(tmp_path)
         assert message in str(caught.value)

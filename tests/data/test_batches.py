@@ -46,7 +46,7 @@ def test_batches_are_those_of_the_obvious_way(lengths: list[int], extra: int, se
         assert batch.step == step
         assert batch.lengths.dtype == np.int64
         assert 0 < batch.num_tokens <= budget
-        assert batch.total_targets == batch.num_tokens - batch.num_sequences  # no document is split here
+        assert batch.total_targets == batch.num_tokens - len(batch.samples)  # no document is split here
 
 
 @given(lengths=LENGTHS, extra=st.integers(0, 30))

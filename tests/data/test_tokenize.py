@@ -74,7 +74,8 @@ def mixed(tmp_path: Path) -> list[SourceFile]:
 
 def documents(prefix: Path) -> list[list[int]]:
     dataset = IndexedDataset.open(prefix)
-    return [dataset.document(i).tolist() for i in range(dataset.index.num_documents)]
+    offsets = dataset.index.document_offsets.tolist()
+    return [dataset.tokens[start:stop].tolist() for start, stop in itertools.pairwise(offsets)]
 
 
 def test_every_format_into_one_pair_in_order(tmp_path: Path, mixed: list[SourceFile]) -> None:

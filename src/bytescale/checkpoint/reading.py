@@ -134,11 +134,6 @@ class CheckpointReader:
         )
 
 
-def read_run_state(place: str | Place) -> RunState:
-    """What a checkpoint says of itself. Raises ``CheckpointError`` for a folder that is none."""
-    return read_manifest(place_at(place)).state
-
-
 def load_states(
     place: str | Place,
     optimizer: ShardedOptimizer,

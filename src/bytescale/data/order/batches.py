@@ -56,10 +56,6 @@ class GlobalBatch:
         return self.samples.length
 
     @property
-    def num_sequences(self) -> int:
-        return len(self.samples)
-
-    @property
     def num_tokens(self) -> int:
         return self.samples.num_tokens
 

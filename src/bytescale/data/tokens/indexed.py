@@ -117,11 +117,6 @@ class IndexedDataset:
                 )
         return IndexedDataset(prefix=prefix, index=index, tokens=tokens, fields=found)
 
-    def document(self, number: int) -> NDArray[np.integer]:
-        """``[length]`` token ids of one document, a view into the file."""
-        offsets = self.index.document_offsets
-        return self.tokens[offsets[number] : offsets[number + 1]]
-
 
 def _open(path: Path, dtypes: Mapping[int, np.dtype]) -> tuple[TokenIndex, NDArray]:
     bin_path, idx_path = pair_paths(path)

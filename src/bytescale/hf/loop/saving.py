@@ -11,8 +11,7 @@ from torch import nn
 from bytescale.checkpoint.agree import settle
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
-from bytescale.checkpoint.manifest import RunState, step_name, step_of
-from bytescale.checkpoint.reading import read_run_state
+from bytescale.checkpoint.manifest import RunState, read_manifest, step_name, step_of
 from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import RankGroup, ShardedOptimizer
@@ -81,7 +80,7 @@ class Savings:
         self._optimizer.require_adopted()
         complete = complete_checkpoints(path)
         path = complete[-1] if complete else path
-        state = read_run_state(path)
+        state = read_manifest(path).state
         if "numbers" not in state.sampler:
             raise CheckpointError(
                 problem(
