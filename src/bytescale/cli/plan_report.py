@@ -80,10 +80,7 @@ def print_details(console: Console, name: str, planned: dict[str, Planned], cost
         console.print(f"  ring bytes saved compared with static: {saved:.1%}")
     console.print("  slice groups by degree: " + degrees_in_words(item.plan))
     counts = np.diff(item.plan.rank_micro_batch_offsets)
-    peak = item.step.peak_activation_bytes.max()
-    console.print(
-        f"  micro-batches per rank: {counts.min()} to {counts.max()}; activations: up to {format_bytes(peak)} a device"
-    )
+    console.print(f"  micro-batches per rank: {counts.min()} to {counts.max()}")
     critical = critical_sequence(item)
     where = f"over {critical.degree} ranks" if critical.degree > 1 else "on one rank"
     console.print(

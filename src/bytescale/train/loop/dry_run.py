@@ -37,7 +37,7 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
         check_mesh(config.parallel, architecture, ranks)
     with open_kernels(config, device, dtype) as kernels:
         kernel_lines = kernels.lines()
-        spec, counted = describe_model(config, architecture, kernels.attention, device, dtype, num_ranks=hdp)
+        spec, counted = describe_model(config, architecture, kernels.choice.kernel, device, dtype, num_ranks=hdp)
     devices = Devices.alike(rank_device(config, device, dtype, ranks), hdp)
     planning = plan_of_run(config, spec, counted, devices, device=device, dtype=dtype, ranks_per_node=ranks)
     warn_of_bad_fits(planning.profile)

@@ -181,7 +181,7 @@ def _executor(config: Config, ranks: Ranks, parts: Sequence[Decoder], kernels: K
     """What runs plans on this rank's parts of the model."""
     return Executor(
         parts=parts,
-        kernel=kernels.attention,
+        kernel=kernels.choice.kernel,
         mesh=ranks.mesh,
         z_loss=config.optimizer.z_loss,
         ring_gradients=torch.bfloat16 if config.parallel.ring_gradients == "bf16" else None,

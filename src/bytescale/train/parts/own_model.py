@@ -77,7 +77,7 @@ class OwnModel:
         checkpointing, tp, pool = config.memory.checkpointing, ranks.mesh.tp, memory.host_pool(ranks.device)
         parts = []
         for chunk in self.chunks:
-            kernels.apply(chunk, checkpointing=checkpointing, tp_size=tp.size)
+            kernels.apply(chunk)
             for layer in chunk.layers:
                 apply_head_groups(layer.self_attn, memory.model.head_groups)
             activations = Activations(

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from bytescale.attention import AttentionKernel
 from bytescale.attention.flash import AttentionChoice, Heads, open_attention
-from bytescale.attention.row_compiler import CompiledMerges, RowCompiler
 from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
 from bytescale.models import Llama
-from bytescale.models.compiled import apply_compiled
-from bytescale.models.tensor_parallel import row_wise_parts
+from bytescale.models.compiled import RowCompiler, apply_compiled
 
 
 @dataclass(frozen=True)
@@ -25,8 +22,6 @@ class Kernels:
     """What ``open_kernels`` has chosen."""
 
     choice: AttentionChoice
-    attention: AttentionKernel
-    """The chosen kernel, with compiled merges if the config asks for them."""
     compiler: RowCompiler | None
     """The compiler of pointwise parts; None: nothing is compiled."""
 
@@ -36,11 +31,10 @@ class Kernels:
         first = f"kernels attention {self.choice.name}; pointwise parts {parts}"
         return [first, *(f"        {reason}" for reason in self.choice.passed_over)]
 
-    def apply(self, model: Llama, *, checkpointing: str, tp_size: int) -> None:
+    def apply(self, model: Llama) -> None:
         """Apply the kernels to a model or a part of one, before head groups, checkpointing and offloading."""
         if self.compiler is not None:
-            chunked = checkpointing != "none" and tp_size == 1 and bool(row_wise_parts(model, tp_size))
-            apply_compiled(model, self.compiler, chunked=chunked)
+            apply_compiled(model, self.compiler)
 
 
 @contextmanager
@@ -61,8 +55,7 @@ def open_kernels(
         compiler.check(device)
     heads = _heads(resolve_model(config.model), config.parallel.tp)
     with open_attention(config.kernels.attention, device, dtype, heads, smallest) as choice:
-        kernel = choice.kernel if compiler is None else CompiledMerges(choice.kernel, compiler)
-        yield Kernels(choice, kernel, compiler)
+        yield Kernels(choice, compiler)
 
 
 def _heads(shape: Architecture | AttachedArchitecture, tp: int) -> Heads:
