@@ -1,4 +1,4 @@
-"""Of a remote ``.bin``, ranges of tokens are read when they are needed."""
+"""Of a large remote ``.bin``, ranges of tokens are read when they are needed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from bytescale.common.errors import DataError
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
+from bytescale.data.tokens import shards
 from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.storage.place import Url
 from tests.data.support import config, read_whole, write_pair
@@ -20,8 +21,9 @@ ENDINGS = (".bin", ".idx", ".meta.json")
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Iterator[str]:
-    """A pair of 1000 tokens in 40 documents here, and a copy in fsspec's memory."""
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A pair of 1000 tokens in 40 documents here, and a copy in fsspec's memory; 1999 bytes would be copied."""
+    monkeypatch.setattr(shards, "COPIED_BYTES", 1999)
     dice = np.random.default_rng(0)
     lengths = dice.multinomial(960, np.ones(40) / 40) + 1
     write_pair(tmp_path / "pair", [dice.integers(0, 256, length).tolist() for length in lengths], ByteTokenizer())
@@ -58,6 +60,13 @@ def test_only_what_is_read_is_fetched(tmp_path: Path, base: str, monkeypatch: py
     assert np.array_equal(there.parts[0][3:700], here.parts[0][3:700])
     assert len(there.parts[0][5:5]) == 0
     assert not list((tmp_path / "cache").rglob("*.bin"))
+
+
+def test_a_small_pair_is_copied(tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "COPIED_BYTES", 2000)
+    there = prepare_corpus(config(tmp_path, f"{base}/pair.bin"))
+    assert len(list((tmp_path / "cache").rglob("*.bin"))) == 1
+    assert there.parts[0][:].tolist() == prepare_corpus(config(tmp_path, tmp_path / "pair.bin")).parts[0][:].tolist()
 
 
 def test_a_pair_whose_facts_are_not_known_is_copied_and_read_through(tmp_path: Path, base: str) -> None:
@@ -97,9 +106,10 @@ def test_a_range_that_fails_is_tried_again_and_then_named(
     )
 
 
-def test_an_index_of_other_tokens(tmp_path: Path, base: str) -> None:
+def test_an_index_of_other_tokens(tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = fsspec.filesystem("memory")
     path = f"{base.removeprefix('memory:/')}/pair.bin"
     memory.pipe(path, memory.cat(path)[:-20])
+    monkeypatch.setattr(shards, "COPIED_BYTES", 0)
     with pytest.raises(DataError, match=r"describes 1000 tokens of 2 bytes = 2000 bytes, but .*pair.bin has 1980"):
         prepare_corpus(config(tmp_path, f"{base}/pair.bin"))

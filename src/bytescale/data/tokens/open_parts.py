@@ -1,7 +1,7 @@
 """Access to the tokens of the parts of a corpus. Each part on this machine is memory-mapped while it is in use.
 
-Of a ``.bin`` that lies on another machine, ranges of tokens are read when they are asked for. So nobody copies a corpus
-of terabytes before the first step, and nobody needs room for it.
+Of a large ``.bin`` that lies on another machine, ranges of tokens are read when they are asked for. So nobody copies a
+corpus of terabytes before the first step, and nobody needs room for it.
 """
 
 from __future__ import annotations

@@ -45,6 +45,8 @@ SHARD_BYTES = 16 * 1024**2
 """Smallest size of a shard of text, in bytes. Tokenising it takes some seconds."""
 MAX_SHARDS = 32768
 """About the most shards of text. Above half a TiB of text the shards grow, so that the cache has not too many files."""
+COPIED_BYTES = 4 * 2**30
+"""A remote ``.bin`` of up to that size is copied, because reading many small ranges takes many requests."""
 _CACHE_VERSION = 2
 _COPY_TOKENS = 1 << 22
 _TOKENISING = "tokenising"
@@ -207,17 +209,15 @@ class ShardReader:
         return (*OWN_FIELDS, *self.config.fields)
 
     def _open_bin(self, file: SourceFile, progress: ProgressCallback) -> OpenShard:
-        """Open a ``.bin`` file. A remote one stays where it is if ranges of it can be read and its metadata are known.
-
-        Pairs with fields are copied as a whole: they are small.
-        """
+        """Open a ``.bin`` file. A large remote one stays there if its metadata are known and ranges can be read."""
         path = file.path
         if isinstance(path, Url):
             copied = partial(local_copy, file, self.cache_dir, self.field_names)
             copy, has_ranges = with_retries(copied, self.config.read_retries)
             index, metadata = read_index(copy.with_suffix(".idx")), load_metadata(copy)
             has_fields = any(copy.with_suffix(f".{name}.idx").exists() for name in self.field_names)
-            if has_ranges and not has_fields and not copy.exists() and metadata and metadata.describes(index):
+            is_large = file.num_bytes > COPIED_BYTES and not has_fields and not copy.exists()
+            if is_large and has_ranges and metadata and metadata.describes(index):
                 check_size(path, index, file.num_bytes)
                 tokens = RemoteTokens(path, index.dtype, index.num_tokens, self.config.read_retries)
                 there = IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens)
