@@ -76,10 +76,7 @@ class MetadataGatherer:
     def __init__(self, dtype: np.dtype) -> None:
         self._dtype = dtype
         self._tokens_hash = hashlib.blake2b(dtype.str.encode(), digest_size=8)
-        self._lengths_hash = hashlib.blake2b(digest_size=8)
-        self.num_documents = 0
-        self.num_tokens = 0
-        self._longest = 0
+        self._lengths = [np.zeros(0, dtype="<i8")]
         self._max_token_id = -1
         self._field_hashes: dict[str, Any] = {}
 
@@ -105,24 +102,22 @@ class MetadataGatherer:
         """Add whole documents: their ``tokens`` one after the other, in the type of the file, and their ``lengths``."""
         assert tokens.dtype == self._dtype, f"{tokens.dtype} tokens for a file of {self._dtype}"
         self._tokens_hash.update(np.ascontiguousarray(tokens).data)
-        self._lengths_hash.update(lengths.astype("<i8").data)
-        self.num_documents += len(lengths)
-        self.num_tokens += len(tokens)
-        self._longest = max(self._longest, int(lengths.max(initial=0)))
+        self._lengths.append(lengths.astype("<i8"))
         self._max_token_id = max(self._max_token_id, int(tokens.max()) if len(tokens) else -1)
 
     def finish(self, tokenizer: Tokenizer | None = None, left_out: ReadCounts | None = None) -> TokenMetadata:
         """Return the metadata. ``tokenizer`` is None if it is not known."""
         left_out = left_out or ReadCounts()
-        lengths_hash = self._lengths_hash.hexdigest()
+        lengths = np.concatenate(self._lengths)
+        lengths_hash = _hash(lengths)
         self._tokens_hash.update(lengths_hash.encode())
         for name in sorted(self._field_hashes):
             self._tokens_hash.update(self._field_hashes[name].digest())
         return TokenMetadata(
             fields=tuple(sorted(self._field_hashes)),
-            num_documents=self.num_documents,
-            num_tokens=self.num_tokens,
-            longest_document_tokens=self._longest,
+            num_documents=len(lengths),
+            num_tokens=int(lengths.sum()),
+            longest_document_tokens=int(lengths.max(initial=0)),
             max_token_id=self._max_token_id,
             dtype=self._dtype.str,
             content_hash=self._tokens_hash.hexdigest(),
