@@ -30,14 +30,11 @@ from statistics import median
 import numpy as np
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from tests.helpers.audit import check_record, read_record
-
 from bytescale.checkpoint.verify import problems_of
 from bytescale.common.errors import DataError
 from bytescale.config import load_config
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
+from bytescale.data.loading.record import check_record, read_record
 from bytescale.data.order.epoch import epoch_order
 from bytescale.plan.io import load_plan
 

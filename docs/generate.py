@@ -18,7 +18,7 @@ import tyro
 
 from bytescale.cli.checkpoint import ListOptions, VerifyOptions
 from bytescale.cli.convert import ConvertOptions
-from bytescale.cli.data import ShowConfig, StatsConfig, TokenizeConfig
+from bytescale.cli.data import AuditConfig, ShowConfig, StatsConfig, TokenizeConfig
 from bytescale.cli.demo import DemoOptions
 from bytescale.cli.init import InitOptions
 from bytescale.cli.options import attribute_texts
@@ -50,6 +50,7 @@ OPTIONS: dict[str, type] = {
     "data tokenize": TokenizeConfig,
     "data stats": StatsConfig,
     "data show": ShowConfig,
+    "data audit": AuditConfig,
 }
 """The class that each command's arguments are parsed into."""
 

@@ -181,7 +181,7 @@ def test_reference_pages_name_every_setting_and_command() -> None:
         "| `name` | `adaptive`, `paper`, `naive`, `static` |",
     ):
         assert text in settings
-    for text in ("`--gpus-per-node`", "`--json` | flag", "## bytescale data show", "| `SOURCE` |"):
+    for text in ("`--gpus-per-node`", "`--json` | flag", "## bytescale data audit", "| `SOURCE` |"):
         assert text in commands
     for page in (settings, commands):
         rows = [line for line in page.splitlines() if line.startswith("| `")]

@@ -133,6 +133,7 @@ def cases() -> list[tuple[str, ...]]:
         ("checkpoint", "upload", f"run/checkpoints/{STEP}", "nope://x"),
         ("report", "nothing"),
         ("report", "file"),
+        ("data", "audit", "run"),
     ]  # fmt: skip
     return lines
 

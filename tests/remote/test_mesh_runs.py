@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bytescale.data.loading.corpus import prepare_corpus
-from tests.helpers.audit import check_record
+from bytescale.data.loading.record import check_record
 from tests.remote.test_runs import ray_config, started
 from tests.train.runs import losses, on_ranks, run, small_run, write_corpus
 

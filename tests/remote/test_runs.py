@@ -21,7 +21,7 @@ import pytest
 
 from bytescale.config import Config, config_to_toml
 from bytescale.data.loading.corpus import prepare_corpus
-from tests.helpers.audit import check_record
+from bytescale.data.loading.record import check_record
 from tests.train.record import times_expected, times_given
 from tests.train.runs import losses, on_ranks, run, small_run, with_trainer, write_corpus
 

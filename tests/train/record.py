@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 from bytescale.data.loading.corpus import Corpus
+from bytescale.data.loading.record import read_record
 from bytescale.data.order.epoch import epoch_order
-from tests.helpers.audit import read_record
 
 
 def times_given(folder: Path, corpus: Corpus, steps: int) -> Counter[tuple[int, int]]:

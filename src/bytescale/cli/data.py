@@ -1,4 +1,4 @@
-"""``bytescale data``: the commands ``tokenize``, ``stats`` and ``show``."""
+"""``bytescale data``: the commands ``tokenize``, ``stats``, ``show`` and ``audit``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
 from bytescale.common.text import visible
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
+from bytescale.config import load_config
 from bytescale.config.schema import CorpusConfig, DataConfig
 from bytescale.data.length_distributions import bucket_edges, token_shares
 from bytescale.data.loading.corpus import Corpus, choose_tokenizer, list_sources, prepare_corpus
+from bytescale.data.loading.record import check_record
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
 from bytescale.data.tokens.indexed import pair_paths, read_index
@@ -85,8 +87,16 @@ class ShowConfig(CorpusOptions):
     """Print one JSON object per run instead of a table."""
 
 
+@dataclass(slots=True, kw_only=True)
+class AuditConfig:
+    """Check that a run with `data.record = true` lost no token and was given none twice, range by range."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """The run folder."""
+
+
 def run(arguments: Sequence[str]) -> int:
-    """Run ``bytescale data tokenize``, ``stats`` or ``show``. Returns the exit code."""
+    """Run ``bytescale data tokenize``, ``stats``, ``show`` or ``audit``. Returns the exit code."""
     name, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if name == "tokenize":
         return tokenize_command(parse(TokenizeConfig, rest, prog="bytescale data tokenize"))
@@ -94,10 +104,13 @@ def run(arguments: Sequence[str]) -> int:
         return stats_command(parse(StatsConfig, rest, prog="bytescale data stats"))
     if name == "show":
         return show_command(parse(ShowConfig, rest, prog="bytescale data show"))
+    if name == "audit":
+        return audit_command(parse(AuditConfig, rest, prog="bytescale data audit"))
     usage = (
         "bytescale data tokenize SOURCE ... --output PREFIX   turn text, JSONL or Parquet into PREFIX.bin and .idx\n"
         "bytescale data stats SOURCE ...                      how the tokens are distributed over document lengths\n"
         "bytescale data show SOURCE ...                       which tokens are trained on, with which weights\n"
+        "bytescale data audit RUN_FOLDER                      check that a run lost no token and had none twice\n"
         "\n`bytescale data tokenize --help` and so on list the options."
     )
     if name in ("-h", "--help"):
@@ -159,6 +172,20 @@ def show_command(config: ShowConfig) -> int:
             print(json.dumps(asdict(row), ensure_ascii=False))
     else:
         print_runs(Console(soft_wrap=True), shown)
+    return 0
+
+
+def audit_command(config: AuditConfig) -> int:
+    """Run ``bytescale data audit``. Returns the exit code; raises what ``check_record`` raises."""
+    settings = load_config(config.run / "config.toml").data
+    with progress_bar() as progress:
+        corpus = prepare_corpus(settings, progress)
+    num_steps = len((config.run / "metrics.jsonl").read_bytes().splitlines())
+    check = check_record(config.run / "data", num_steps, corpus, settings)
+    print(
+        f"{check.num_steps} steps in {check.num_attempts} attempts: {check.num_tokens} tokens, all as in the corpus, "
+        "none lost, none doubled"
+    )
     return 0
 
 

@@ -139,7 +139,7 @@ class DataConfig(CorpusConfig):
     prefetch_steps: int = field(default=2, metadata=limits(least=1))
     """Global batches that are read and planned ahead of the step that runs."""
     record: bool = False
-    """Write down which tokens every rank is given in every step, in data/ of the run folder."""
+    """Write down what every rank is given in every step (data/ in the run folder), for `bytescale data audit`."""
     loader: Literal["local", "ray"] = "local"
     """local: every rank plans and reads for itself; ray: servers read, every node plans, ranks fetch their slices."""
     servers: int = field(default=2, metadata=limits(least=1))
