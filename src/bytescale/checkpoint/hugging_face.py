@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from bytescale.checkpoint.initial_weights import architecture_pieces, folder_of
+from bytescale.checkpoint.model_card import model_card
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture, Config
@@ -60,7 +61,7 @@ def export_checkpoint(
         write_json(hidden / "config.json", _config_json(shape, dtype, run_config) | special)
         if special:
             write_json(hidden / "generation_config.json", special)
-        add_companions(hidden, run_config)
+        add_companions(stored, hidden, run_config)
     return [target / shard.name for shard in shards]
 
 
@@ -98,8 +99,8 @@ def _end_of_text(run_config: Config | None) -> dict[str, int]:
     return {"eos_token_id": load_tokenizer(run_config.data.tokenizer, run_config.data.eos_token).eos_id}
 
 
-def add_companions(target: Path, run_config: Config | None) -> None:
-    """Copy what belongs to a model's weights (tokenizer, chat template, generation settings).
+def add_companions(stored: CheckpointReader, target: Path, run_config: Config | None) -> None:
+    """Copy what belongs to a model's weights (tokenizer, chat template, generation settings), and add a model card.
 
     First that of the folder that the run began with, and then that of its tokenizer, which replaces it.
     """
@@ -118,3 +119,5 @@ def add_companions(target: Path, run_config: Config | None) -> None:
             shutil.copyfile(settings, target / settings.name)
     if data.chat_template:
         shutil.copyfile(Path(data.chat_template).expanduser(), target / "chat_template.jinja")
+    if data.sources:  # else the run is not known
+        (target / "README.md").write_text(model_card(run_config, stored.state.step), encoding="utf-8")

@@ -26,6 +26,8 @@ class ConvertOptions:
     """The dtype of the weights that are written. Checkpoints have fp32."""
     shard_bytes: int = 5 * GIBI
     """Largest size of a safetensors file, in bytes."""
+    push: str = ""
+    """OWNER/NAME: upload the written folder to the Hugging Face Hub as this model, private if it is new."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -45,6 +47,10 @@ def run(arguments: Sequence[str]) -> int:
     if (options.folder / "adapter").is_dir():
         print(f"the adapters are merged into it; as peft loads them, they lie in {options.folder / 'adapter'}")
     print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(options.folder)!r})")
+    if options.push:
+        from bytescale.storage.hub import push_folder
+
+        print(f"uploaded to {push_folder(options.folder, options.push)}")
     return 0
 
 

@@ -46,7 +46,7 @@ def export_attached(
             dtype=DTYPES[dtype],
             shard_bytes=shard_bytes,
         )
-        add_companions(hidden, run_config)
+        add_companions(stored, hidden, run_config)
     return [target / shard.name for shard in shards]
 
 
@@ -83,5 +83,5 @@ def _export_with_base(
         shards = save_folder(
             model.to(DTYPES[dtype]), hidden, architecture.content, dtype=DTYPES[dtype], shard_bytes=shard_bytes
         )
-        add_companions(hidden, run_config)
+        add_companions(stored, hidden, run_config)
     return [target / shard.name for shard in shards]
