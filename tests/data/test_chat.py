@@ -127,3 +127,23 @@ def test_templates_that_are_none(tmp_path: Path) -> None:
 def test_a_template_runs_in_a_sandbox() -> None:
     with pytest.raises(DataError, match="refuses the conversation"):
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}").render(TURNS)
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "more than 10,000,000 rounds"),
+        ("{% set a = 9 ** 10000000 %}", "a power of more than 1,000,000 bits"),
+        ("{% set a = 'x' * 10 ** 11 %}", "a repetition of more than 100,000,000"),
+        ("{% set a = 10 ** 11 * [1] %}", "a repetition of more than 100,000,000"),
+    ],
+)
+def test_a_template_that_works_without_end_is_refused(work: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ChatTemplate(work + CHATML).render(TURNS)
+
+
+def test_loops_know_their_length_although_their_rounds_are_counted() -> None:
+    loops = "{% for m in messages %}{{ loop.index }}/{{ loop.length }} {{ loop.last }} {% endfor %}"
+    users = "{% for m in messages | selectattr('role', 'eq', 'user') %}{{ loop.length }}{% endfor %}"
+    assert ChatTemplate(loops + users).render(TURNS) == "1/4 False 2/4 False 3/4 False 4/4 True 22"

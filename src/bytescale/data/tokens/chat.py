@@ -25,7 +25,7 @@ from typing import Any
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.tokens.tokenizer import token_text, tokenizer_settings
 
-START, STOP = "\ufdd0", "\ufdd1"  # two characters that Unicode promises never to use
+_MARKS = _START, _STOP = "\ufdd0", "\ufdd1"  # two characters that Unicode promises never to use
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 Span = tuple[int, int, int]
@@ -56,7 +56,7 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, add_generation_prompt: bool = False
     ) -> str:
         """Return the text of a conversation. Raises ``DataError`` if the template refuses it."""
-        return self._marked(messages, tools, add_generation_prompt).replace(START, "").replace(STOP, "")
+        return self._marked(messages, tools, add_generation_prompt).replace(_START, "").replace(_STOP, "")
 
     def render_with_spans(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and what of it the assistant said.
@@ -67,7 +67,7 @@ class ChatTemplate:
         """
         marked = self._marked(messages, tools, False)
         turns = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
-        if START in marked:
+        if _START in marked:
             text, pairs = _without_marks(marked)
             # A template may mark several runs of one turn; then the number of the message is not known.
             numbers = turns if len(turns) == len(pairs) else [-1] * len(pairs)
@@ -83,7 +83,8 @@ class ChatTemplate:
         from bytescale.data.tokens.template_sandbox import compiled
 
         try:
-            return compiled(self.source).render(
+            return compiled(self.source, _MARKS).render(
+                _rounds=[0],
                 messages=messages,
                 tools=tools,
                 documents=None,
@@ -202,7 +203,7 @@ def _checked(template: ChatTemplate) -> ChatTemplate:
     from bytescale.data.tokens.template_sandbox import compiled
 
     try:
-        compiled(template.source)
+        compiled(template.source, _MARKS)
     except jinja2.TemplateError as error:
         raise DataError(f"{template.name} is not a Jinja template ({error})", fix="mend it") from error
     return template
@@ -211,8 +212,8 @@ def _checked(template: ChatTemplate) -> ChatTemplate:
 def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without marks, and the ranges of characters that were marked."""
     text, spans = "", []
-    for piece in marked.split(START):
-        said, found, rest = piece.partition(STOP)
+    for piece in marked.split(_START):
+        said, found, rest = piece.partition(_STOP)
         if found:
             spans.append((len(text), len(text) + len(said)))
         text += said + rest
