@@ -60,7 +60,7 @@ def _exporter(checkpoint: str) -> Callable[..., list[Path]]:
     from bytescale.checkpoint.reading import CheckpointReader
 
     if AttachedArchitecture.is_in(CheckpointReader(checkpoint).state.architecture):
-        from bytescale.hf.files.converting import export_attached
+        from bytescale.hf.files.folder import export_attached
 
         return export_attached
     return export_checkpoint
