@@ -17,10 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.cost import Cluster, CostModel
 from bytescale.hf.loop.hdp import HDP
 from bytescale.parity.thread_ranks import run_ranks
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
+from bytescale.planner import align
 
 Document = dict[str, Tensor]
 
@@ -35,6 +37,8 @@ class Setup:
     planner: str = "random"
     """``random``: any groups of any ranks; otherwise one of ``HDP``'s planners, with room for a third of the tokens."""
     equal_counts: bool = False
+    domain: int = 1
+    """Consecutive ranks that share the layers' parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,9 @@ def plain_step(model: nn.Module, documents: list[Document]) -> StepNumbers:
 def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> StepNumbers:
     """The same step by ``HDP``, on ranks that are threads of this process."""
     lengths = [len(document["tokens"]) for document in documents]
-    plan = random_plan(lengths, setup.num_ranks, setup.seed, weighted=True) if setup.planner == "random" else None
+    plan = None
+    if setup.planner == "random":
+        plan = random_plan(lengths, setup.num_ranks, setup.seed, weighted=setup.domain == 1, domain=setup.domain)
     capacity = max(-(-sum(lengths) // 3), -(-max(lengths) // setup.num_ranks) + 1)
 
     def one_rank(group: dist.ProcessGroup) -> StepNumbers:
@@ -117,6 +123,8 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
             capacity_tokens=capacity,
             planner="adaptive" if setup.planner == "random" else setup.planner,  # type: ignore[arg-type]
             equal_counts=setup.equal_counts,
+            shard="parameters" if setup.domain > 1 else "optimizer",
+            domain=setup.domain,
         )
         hdp.optimizer(torch.optim.SGD, lr=0.0)
         with WideCasts():
@@ -169,11 +177,12 @@ def difference(reference: StepNumbers, ours: StepNumbers) -> Comparison:
     )
 
 
-def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: bool = False) -> Plan:
+def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: bool = False, domain: int = 1) -> Plan:
     """A plan that respects every rule except that capacity is whatever it takes.
 
     Sequences are thrown together into groups of random ranks in random member order, with a random shape. Local groups
-    join the micro-batches of shared ones or get their own, wherever they fall.
+    join the micro-batches of shared ones or get their own, wherever they fall. For lockstep domains, which equal shares
+    are needed for, the plan is aligned.
     """
     random = np.random.default_rng(seed)
     sequences = random.permutation(len(lengths))
@@ -199,13 +208,17 @@ def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: 
     # A local group may be what a later shared group joins: the shared one goes first in the micro-batch.
     for rank in range(num_ranks):
         schedule[rank] = _merge_some_locals(schedule[rank], groups, random)
-    return Plan.build(
+    capacity = int(np.sum(lengths))
+    plan = Plan.build(
         lengths=lengths,
-        capacity_tokens=[int(np.sum(lengths))] * num_ranks,
+        capacity_tokens=[capacity] * num_ranks,
         groups=groups,
         schedule=schedule,
         planner="random",
     )
+    if domain > 1:
+        plan = align(plan, cluster=Cluster.uniform(num_ranks, capacity), cost=CostModel.from_work())
+    return replace(plan, domain=domain)
 
 
 def _merge_some_locals(

@@ -39,6 +39,7 @@ class Updates:
     """Updates of one attached model, whose gradients and optimizer states are sharded over the ranks of a group."""
 
     engine: Engine
+    sharing: int
     is_reducing = False
     """Whether ranks reduce gradients already: the loop over a batch that was planned with last=True has ended."""
 
@@ -89,8 +90,12 @@ class Updates:
             )
         if former := ShardedOptimizer.of(self.model):
             former.leave(self.model)
-        named = list(self.model.named_parameters())
-        self._optimizer = take_over(named, self.group, cls, options, group_options, **_layers_of(self.engine.decoder))
+        named, decoder = list(self.model.named_parameters()), self.engine.decoder
+        if self.sharing > 1:
+            _ = decoder.layers, decoder.head  # raises where there are none; the head is found by a pass
+        self._optimizer = take_over(
+            named, self.group, cls, options, group_options, domain=self.sharing, **_layers_of(decoder)
+        )
         self._optimizer.join(self.model)
         return self._optimizer.torch_optimizer
 
@@ -297,10 +302,13 @@ class Updates:
 
         For inference engines: adapters are merged into what is yielded, and tied weights come once. ``dtype``: of the
         tensors; None: the model's. Without it a tensor may be the model's own memory. Every rank may call it alone,
-        unless FSDP shards the model. Raises ``ConfigError`` for adapters that are not added to a weight.
+        unless ranks share the parameters. Raises ``ConfigError`` for adapters that are not added to a weight.
         """
         self.require_at_home("weights")
-        return named_weights(self.model, dtype)
+        units = None if self._optimizer is None else self._optimizer.units
+        yield from named_weights(self.model, dtype, None if units is None else units.whole)
+        if units is not None:
+            units.begin()
 
     def require_no_reduction(self, what: str) -> None:
         """Raise ``ConfigError`` if ``what`` would come between the last batch's loop and ``step()``."""
