@@ -210,7 +210,8 @@ def lightning_mixer(cuts: Cuts, mixer: nn.Module, hidden_states: Tensor) -> tupl
     """``MiniMaxLightningAttention.forward`` of ``hidden_states [1, T, width]``: the mixer has no kernel of its own."""
     own: Any = mixer
     qkv = own.act_fn(own.qkv_proj(hidden_states))[0].unflatten(1, (own.num_attention_heads, -1))
-    out = lightning_attention(cuts, *qkv.split(own.head_dim, dim=2), own.slope_rate.flatten())
+    q, k, v = qkv.split(own.head_dim, dim=2)
+    out = lightning_attention(cuts, q, k, v, own.slope_rate.flatten())
     gated = own.output_gate(hidden_states).sigmoid() * own.norm(out.flatten(1))
     return own.out_proj(gated), None
 
