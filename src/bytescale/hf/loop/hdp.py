@@ -102,10 +102,7 @@ class HDP(Updates):
                 the way.
             RankFailure: if the ranks have different settings or models.
         """
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        alone = group is None or group.size() == 1
-        super().__init__(model, RankGroup(None if alone else group, device=next(model.parameters()).device))
+        super().__init__(model, _rank_group(group, next(model.parameters()).device))
         self.capacity_tokens = capacity_tokens
         self.sharing = _sharing(shard, domain, self.group, equal_counts=equal_counts)
         self.domain = self.group.size if equal_counts else self.sharing
@@ -355,3 +352,10 @@ def _weight_sums(model: nn.Module) -> list[int]:
         if type(parameter.data) is Tensor and not parameter.is_meta
     ]
     return torch.stack(sums).tolist() if sums else []
+
+
+def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGroup:
+    """The ranks of ``group``; None: all ranks, or this one alone."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    return RankGroup(None if group is None or group.size() == 1 else group, device=device)
