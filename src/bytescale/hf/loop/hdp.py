@@ -324,6 +324,12 @@ class HDP(Updates):
         return _digest(settings, shapes, _weight_sums(self.model))
 
 
+def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGroup:
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    return RankGroup(None if group is None or group.size() == 1 else group, device=device)
+
+
 def _sharing(shard: Shard, domain: int | None, group: RankGroup, *, equal_counts: bool) -> int:
     """How many ranks share parameters."""
     if equal_counts and shard == "parameters":
@@ -352,10 +358,3 @@ def _weight_sums(model: nn.Module) -> list[int]:
         if type(parameter.data) is Tensor and not parameter.is_meta
     ]
     return torch.stack(sums).tolist() if sums else []
-
-
-def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGroup:
-    """The ranks of ``group``; None: all ranks, or this one alone."""
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    return RankGroup(None if group is None or group.size() == 1 else group, device=device)
