@@ -2,7 +2,7 @@
 
     python benchmarks/report.py --ranks 16384
 
-The report is the real one (``train.reporting.totals``). PyTorch's ``fake`` backend sends no messages, so the result is
+The report is the real one (``train.reporting.metrics``). PyTorch's ``fake`` backend sends no messages, so the result is
 the time that a rank spends on numbers before and after the messages. It is compared with a table of all reports on
 every rank.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bytescale.runtime import RankGroup
-from bytescale.train.reporting.totals import RankFigures
+from bytescale.train.reporting.metrics import RankFigures
 
 
 def median_ms(work: Callable[[], object], rounds: int = 20) -> float:

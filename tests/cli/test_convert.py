@@ -16,7 +16,7 @@ from bytescale.cli.main import main
 from bytescale.cli.train import read_options
 from bytescale.common.errors import CheckpointError
 from bytescale.config import Config, ModelConfig, config_to_toml, resolve_architecture
-from bytescale.train import train
+from bytescale.train.loop.trainer import train
 from tests.helpers.forks import run_forked
 from tests.helpers.steps import make_model
 from tests.models.test_hugging_face import write_folder
@@ -229,3 +229,11 @@ def test_convert_checks_the_shape_as_training_does(tmp_path: Path, capsys: pytes
     assert main(["convert", str(source), str(tmp_path / "checkpoint")]) == 2
     assert "model.head_dim is 7, odd" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_folder_of_hugging_face_is_not_pushed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused before the work, not after it."""
+    folder = hf_folder(tmp_path / "model")
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--push", "acme/new"]) == 2
+    assert "checkpoints are not uploaded" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from bytescale.runtime import RankGroup
-from bytescale.train.reporting.totals import RankFigures
+from bytescale.train.reporting.metrics import RankFigures
 from tests.helpers.forks import run_forked
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, LogConfig
-from bytescale.train import train
+from bytescale.train.loop.trainer import train
 from bytescale.train.reporting import trackers
 from bytescale.train.reporting.trackers import _run_id, check_trackers, open_trackers
 from bytescale.train.run_folder import RunFolder

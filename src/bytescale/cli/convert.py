@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from bytescale.cli.options import parse
+from bytescale.common.errors import ConfigError
 from bytescale.common.units import GIBI, format_bytes, format_si
 from bytescale.config import (
     CHECKPOINT_PREFIX,
@@ -43,56 +42,51 @@ class ConvertOptions:
     push: str = ""
     """OWNER/NAME: upload the written folder to the Hugging Face Hub as this model, private if it is new."""
 
+    def run(self) -> int:
+        """Return the exit code."""
+        source = Path(self.source)
+        if (source / "config.json").is_file() and not (source / "run_state.json").is_file():
+            return self._import(source)
+        from bytescale.train.loop.export import export
 
-def run(arguments: Sequence[str]) -> int:
-    """Run ``bytescale convert``. Returns the exit code."""
-    options = parse(ConvertOptions, arguments, prog="bytescale convert")
-    source = Path(options.source)
-    if (source / "config.json").is_file() and not (source / "run_state.json").is_file():
-        from bytescale.checkpoint.hugging_face import import_folder
+        shards = export(
+            self.source,
+            self.folder,
+            dtype=self.dtype,
+            shard_bytes=self.shard_bytes,
+            run_config=_run_config(source, source.resolve().parent.parent / "config.toml"),
+        )
+        size = sum(shard.stat().st_size for shard in shards)
+        print(f"wrote {self.folder}: {len(shards)} safetensors files, {format_bytes(size)}, and config.json")
+        if (self.folder / "adapter").is_dir():
+            print(f"the adapters are merged into it; as peft loads them, they lie in {self.folder / 'adapter'}")
+        print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(self.folder)!r})")
+        if self.push:
+            from bytescale.storage.hub import push_folder
 
+            print(f"uploaded to {push_folder(self.folder, self.push)}")
+        return 0
+
+    def _import(self, source: Path) -> int:
+        """Make a checkpoint of a Hugging Face folder."""
+        if self.push:
+            raise ConfigError(
+                f"--push {self.push} is given, but {source} is a folder of Hugging Face already",
+                so="a checkpoint would be made of it, and checkpoints are not uploaded",
+                fix="leave --push out, or name a checkpoint of a run",
+            )
         shape = resolve_model(ModelConfig(preset=f"{HF_PREFIX}{source}"))  # raises what training would raise
         if isinstance(shape, AttachedArchitecture):
             from bytescale.hf.files.converting import import_attached
 
-            count = import_attached(source, options.folder, shape)
+            count = import_attached(source, self.folder, shape)
         else:
-            count = import_folder(source, options.folder)
-        print(f"wrote {options.folder}: a checkpoint of {format_si(count)} weights")
-        if options.push:
-            print("--push uploads folders of Hugging Face, not checkpoints: nothing was uploaded")
-        print(f"start from it: bytescale train CONFIG.toml --init checkpoint:{options.folder}")
+            from bytescale.checkpoint.hugging_face import import_folder
+
+            count = import_folder(source, self.folder)
+        print(f"wrote {self.folder}: a checkpoint of {format_si(count)} weights")
+        print(f"start from it: bytescale train CONFIG.toml --init checkpoint:{self.folder}")
         return 0
-    config = source.resolve().parent.parent / "config.toml"
-    shards = _exporter(options.source)(
-        options.source,
-        options.folder,
-        dtype=options.dtype,
-        shard_bytes=options.shard_bytes,
-        run_config=_run_config(source, config),
-    )
-    size = sum(shard.stat().st_size for shard in shards)
-    print(f"wrote {options.folder}: {len(shards)} safetensors files, {format_bytes(size)}, and config.json")
-    if (options.folder / "adapter").is_dir():
-        print(f"the adapters are merged into it; as peft loads them, they lie in {options.folder / 'adapter'}")
-    print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(options.folder)!r})")
-    if options.push:
-        from bytescale.storage.hub import push_folder
-
-        print(f"uploaded to {push_folder(options.folder, options.push)}")
-    return 0
-
-
-def _exporter(checkpoint: str) -> Callable[..., list[Path]]:
-    """What turns this checkpoint into a folder, by the model that it is of."""
-    from bytescale.checkpoint.hugging_face import export_checkpoint
-    from bytescale.checkpoint.reading import CheckpointReader
-
-    if AttachedArchitecture.is_in(CheckpointReader(checkpoint).state.architecture):
-        from bytescale.hf.files.converting import export_attached
-
-        return export_attached
-    return export_checkpoint
 
 
 def _run_config(checkpoint: Path, path: Path) -> Config | None:

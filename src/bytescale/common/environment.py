@@ -1,10 +1,15 @@
-"""Environment variables for child processes, which this process does not keep."""
+"""Environment variables: those of torchrun, and those for child processes, which this process does not keep."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+def ranks_of_torchrun() -> int | None:
+    """How many ranks torchrun, or anything that speaks its variables, started in all; None when it started none."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
 @contextmanager
