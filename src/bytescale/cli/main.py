@@ -47,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, rest = " ".join(arguments[:words]), arguments[words:]
     if command not in COMMANDS:
         group = arguments[0] if any(name.startswith(f"{arguments[0]} ") for name in COMMANDS) else ""
-        if group and arguments[1:2] in (["-h"], ["--help"]):
+        if group and arguments[1:2] in ([], ["-h"], ["--help"]):
             print(usage(group))
-            return 0
+            return 0 if arguments[1:] else 2
         from bytescale.config.load import nearest  # reading all settings would take half the time of `--help`
 
         print(

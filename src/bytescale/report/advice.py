@@ -169,21 +169,6 @@ def some_steps_take_much_longer(run: RunRecord) -> Advice | None:
     )
 
 
-def memory_is_left(run: RunRecord) -> Advice | None:
-    """Peak memory far below the limit, where sequences are shared."""
-    limit, peak = run.settings["memory.device_gib"], max(filter(None, run.column("memory_bytes")), default=0.0)
-    if not limit or not peak or run.batches is None or not (run.batches.degrees > 1).any():
-        return None
-    used = peak / (float(limit) * 2**30)
-    if used > 0.6:
-        return None
-    return Advice(
-        0.0,
-        f"The fullest rank uses {format_bytes(peak)}, {used:.0%} of `memory.device_gib = {limit}`.",
-        'Set `parallel.capacity_tokens = "auto"`: larger micro-batches need fewer ranks for a long sequence.',
-    )
-
-
 RULES: tuple[Callable[[RunRecord], Advice | None], ...] = (
     data_comes_late,
     ranks_wait_in_rings,
@@ -192,5 +177,4 @@ RULES: tuple[Callable[[RunRecord], Advice | None], ...] = (
     predictions_are_off,
     a_rank_is_slow,
     some_steps_take_much_longer,
-    memory_is_left,
 )

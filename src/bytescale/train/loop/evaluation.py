@@ -42,7 +42,8 @@ class Evaluation:
         data = replace(job.config.data, sources=job.config.eval.sources, weights=())
         corpus = prepare_corpus(data)
         check_vocabulary(corpus.metadata, job.architecture.vocab_size)
-        planner = job.forward_planner()
+        forward_cost = job.planner.cost.forward_only(job.ranks.dtype.itemsize)
+        planner = replace(job.planner, cost=forward_cost, step_times=None)
         batches = [(batch, planner(batch.lengths)) for batch in batches_once(corpus.index, data.batch_tokens)]
         return Evaluation(job=job, corpus=corpus, batches=batches)
 

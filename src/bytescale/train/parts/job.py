@@ -10,7 +10,7 @@ import torch
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
 from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
-from bytescale.cost import CostModel, Profile, load_profile
+from bytescale.cost import Profile, load_profile
 from bytescale.cost.assumed import ASSUMED, assumed_cost, times_of
 from bytescale.cost.calibration import Calibrator, lag_of
 from bytescale.cost.memory import MeasuredMemory
@@ -57,11 +57,6 @@ class Job:
     peak_flops_per_second: float | None  # of one rank's device, for MFU; None: not known
     stop: StopRequest
 
-    @property
-    def current_cost(self) -> CostModel:
-        """The costs by all that is known: calibrated ones, if this run calibrates."""
-        return self.planner.cost if self.calibration is None else self.calibration.cost
-
     def training_flops(self, data: StepData) -> int:
         """Operations of the model's forward and backward over a step's documents, for MFU. 0: not known here."""
         squares = float(data.summary.sum_of_squares)
@@ -70,11 +65,6 @@ class Job:
                 return 0
             squares = self.spec.squares_of(data.plan.lengths)
         return self.spec.training_flops(num_tokens=data.summary.num_tokens, sum_of_squares=squares)
-
-    def forward_planner(self) -> VerifiedPlanner:
-        """The planner for passes without backward."""
-        cost = self.planner.cost.forward_only(self.ranks.dtype.itemsize)
-        return replace(self.planner, cost=cost, step_times=None)
 
     def open_loader(self) -> PrefetchedSteps:
         """This rank's view of the batches, from the feed's current position on."""
