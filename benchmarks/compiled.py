@@ -19,11 +19,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from bytescale.attention.kernels import MathKernel, merge_rows
-from bytescale.attention.row_compiler import CompiledMerges, RowCompiler
 from bytescale.config import PRESETS, Architecture
 from bytescale.models import build_model
-from bytescale.models.compiled import apply_compiled
+from bytescale.models.compiled import RowCompiler, apply_compiled
 from bytescale.models.rope import rope_rotation
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -49,8 +47,6 @@ def main() -> None:
     for tokens in options.tokens:
         works = {name: steps(layer, shape, device, dtype, tokens) for name, layer in variants.items()}
         row(f"layer, {tokens}", works, options.turns, device)
-    for tokens in options.tokens:
-        row(f"merge, {tokens}", merges(shape, device, dtype, tokens), options.turns, device)
 
 
 def layer_of(shape: Architecture, device: torch.device, dtype: torch.dtype, compiled: bool) -> nn.Module:
@@ -58,7 +54,7 @@ def layer_of(shape: Architecture, device: torch.device, dtype: torch.dtype, comp
     model.initialise(0)
     model = model.to(device=device, dtype=dtype)
     if compiled:
-        apply_compiled(model, RowCompiler(), chunked=False)
+        apply_compiled(model, RowCompiler())
     return model.layers[0]
 
 
@@ -78,20 +74,6 @@ def steps(
         layer(hidden, rotation, no_attention).backward(gradient)
 
     return step
-
-
-def merges(shape: Architecture, device: torch.device, dtype: torch.dtype, tokens: int) -> dict[str, Callable[[], None]]:
-    """Return a function that merges a partial result of a ring into the running result."""
-    size = (tokens, shape.num_heads, shape.head_dim)
-    out, lse = torch.randn(size, device=device), torch.randn(size[:2], device=device)
-    part_out, part_lse = torch.randn(size, device=device, dtype=dtype), torch.randn(size[:2], device=device)
-    kernel = CompiledMerges(MathKernel(), RowCompiler())
-    rows = slice(0, tokens)
-    kernel.merge_rows(out, lse, rows, part_out, part_lse)
-    return {
-        "plain": lambda: merge_rows(out, lse, rows, part_out, part_lse),
-        "compiled": lambda: kernel.merge_rows(out, lse, rows, part_out, part_lse),
-    }
 
 
 def row(name: str, works: dict[str, Callable[[], None]], turns: int, device: torch.device) -> None:

@@ -21,10 +21,10 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.config import ModelConfig, resolve_architecture
-from bytescale.cost import Cluster, Links, Profile
-from bytescale.planner import adaptive_plan, static_plan
+from bytescale.cost import Cluster, CostModel, Links, Profile
+from bytescale.plan import Plan
+from bytescale.planner import adaptive_plan, evaluate, static_plan
 from bytescale.planner.short_first import short_first
-from bytescale.simulator import ClusterConfig, simulate_forward
 
 VOCABULARY = 8192
 PADDED_DOCUMENTS = 8
@@ -212,21 +212,30 @@ def simulated_prefill() -> None:
     print("seconds until all are done; in brackets: until half, and 90 %, of the short prompts have their first token")
     print(f"{'ranks':>5} {'ideal':>7}  {'ours':24} {'long ones first':24} {'static, fewest ranks':30} best static")
     for num_ranks in (64, 256, 1024, 4096):
-        cluster, devices = Cluster.uniform(num_ranks, CAPACITY), ClusterConfig(num_gpus=num_ranks)
+        cluster = Cluster.uniform(num_ranks, CAPACITY)
         least = MILLION // CAPACITY
         degrees = [least * 2**power for power in range(8) if least * 2**power <= num_ranks]
         static = {
-            cp: simulate_forward(short_first(static_plan(lengths, cluster=cluster, cp=cp), cost), profile, devices)
+            cp: ends_of(short_first(static_plan(lengths, cluster=cluster, cp=cp), cost), cluster, cost)
             for cp in degrees
         }
         best = min(static, key=lambda cp: float(static[cp].max()))
         plan = adaptive_plan(lengths, cluster=cluster, cost=cost)
-        ours, unturned = (simulate_forward(each, profile, devices) for each in (short_first(plan, cost), plan))
+        ours, unturned = (ends_of(each, cluster, cost) for each in (short_first(plan, cost), plan))
         ideal = float(cost.work_seconds(lengths).sum()) / num_ranks
         print(
             f"{num_ranks:5} {ideal:6.2f}s  {shown(ours):24} {shown(unturned):24} "
             f"{f'cp {least}: {shown(static[least])}':30} cp {best}: {shown(static[best])}"
         )
+
+
+def ends_of(plan: Plan, cluster: Cluster, cost: CostModel) -> FloatArray:
+    """Return the seconds ``[S]`` after which each sequence has ended on all ranks that hold a part of it."""
+    ended = evaluate(plan, cluster=cluster, cost=cost).micro_batch_end_seconds
+    ends, of_sequences = np.zeros(plan.num_groups), np.empty(plan.num_sequences)
+    np.maximum.at(ends, plan.micro_batch_groups, np.repeat(ended, np.diff(plan.micro_batch_group_offsets)))
+    of_sequences[plan.group_sequences] = np.repeat(ends, np.diff(plan.group_sequence_offsets))
+    return of_sequences
 
 
 def shown(ends: FloatArray) -> str:

@@ -30,9 +30,9 @@ from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.cost.offload_rule import choose_offload
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan
-from bytescale.planner import adaptive_plan, aligned, naive_plan, paper_plan
+from bytescale.planner import adaptive_plan, align, naive_plan, paper_plan
 from bytescale.planner.draft import Draft, assemble, consecutive
-from bytescale.simulator import ClusterConfig, LoaderConfig, simulate
+from bytescale.simulator import ClusterConfig, simulate
 
 PLANNERS = ("static", "naive", "paper", "rings", "adaptive")
 """``rings`` is the adaptive planner with ``planner.grids = false``, which shares sequences as the paper does."""
@@ -53,11 +53,12 @@ class Setting:
             gpus_per_node=paper.GPUS_PER_NODE,
             tp=tp,
             pp=pp,
-            sync_overlap=1.0 - pp / model.active.num_layers,
         )
         per_node = self.devices.ranks_per_node
         self.cluster = Cluster.uniform(self.devices.num_ranks, capacity_tokens)
         self.cost: CostModel = self.profile.cost_model(ranks_per_node=per_node, pipeline_parallel=pp)
+        self.sync_hidden = 1.0 - pp / model.active.num_layers
+        """Share of the gradient sync that runs beside computation in the published system."""
         self.loader_seconds = paper.LOADER_NODE_SECONDS * paper.GPUS_PER_NODE / model.num_gpus
 
     def plan(self, planner: str, lengths: IntArray, context: int) -> Plan:
@@ -67,9 +68,7 @@ class Setting:
         if planner == "naive":
             return self.algorithm_1(lengths, offload=False)
         if planner == "paper":
-            pipeline = self.devices.pp > 1
-            published = aligned(paper_plan) if pipeline else paper_plan
-            return published(lengths, cluster=self.cluster, cost=self.cost, pipeline=pipeline)
+            return paper_plan(lengths, cluster=self.cluster, cost=self.cost, pipeline=self.devices.pp > 1)
         cost = self.cost if planner == "adaptive" else replace(self.cost, row_bytes_per_token=None)
         return adaptive_plan(lengths, cluster=self.cluster, cost=cost, num_stages=self.devices.pp)
 
@@ -102,9 +101,13 @@ class Setting:
         return naive_plan(lengths, cluster=self.cluster, ratios=ratios, degrees=degrees)
 
     def seconds(self, plan: Plan, *, remote_loader: bool, recompute: bool = False) -> float:
-        """Return the simulated step time in seconds."""
-        loader = LoaderConfig(seconds=self.loader_seconds, overlapped=remote_loader)
-        return simulate(plan, self.profile, self.devices, recompute=recompute).with_loader(loader).step_seconds
+        """Return the simulated step time in seconds. A remote loader works beside the step before."""
+        if self.devices.pp > 1:
+            plan = align(plan, cluster=self.cluster, cost=self.cost)
+        step = simulate(plan, self.profile, self.devices, recompute=recompute)
+        sync = (1.0 - self.sync_hidden) * step.sync_seconds[0]
+        seconds = max(step.timeline.end[:, p :: self.devices.pp].max() + sync[p] for p in range(self.devices.pp))
+        return seconds + (max(0.0, self.loader_seconds - seconds) if remote_loader else self.loader_seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,7 @@ def objective(num_batches: int) -> list[dict[str, Any]]:
             longest = ((seed, batch) for seed, batch in drawn if batch.max() == CONTEXT)
             seeds, batches = zip(*itertools.islice(longest, num_batches), strict=True)
             seconds = {
-                name: [simulate(plan(batch), profile, devices, schedule="1f1b").step_seconds for batch in batches]
+                name: [simulate(plan(batch), profile, devices).step_seconds for batch in batches]
                 for name, plan in planners.items()
             }
             seconds["even"] = [float(cost.work_seconds(batch).sum()) / devices.num_ranks for batch in batches]

@@ -6,13 +6,16 @@ import heapq
 import importlib
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
+from bytescale.cost import CostModel
 
 FloatArray = NDArray[np.float64]
 
@@ -40,18 +43,24 @@ class _Ranks:
 
 
 def megatron_end(
-    module: ModuleType, lengths: IntArray, work: FloatArray, num_ranks: int, capacity: int
+    scheduler: Callable[..., Any], lengths: IntArray, cost: CostModel, num_ranks: int, capacity: int
 ) -> tuple[float, float]:
-    """Return the makespan of BalancedCPScheduler with a barrier after each group, as it runs, and without barriers."""
-    scheduler = module.BalancedCPScheduler(capacity, _Ranks(num_ranks))
-    _, sample_groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
+    """Return the makespan of a scheduler of Megatron's with its barriers, as it runs, and without barriers.
+
+    ``scheduler`` is ``BalancedCPScheduler``, or ours, which takes its place.
+    """
+    _, sample_groups = scheduler(capacity, _Ranks(num_ranks)).get_groups_and_subsamples(
+        list(enumerate(lengths.tolist())), None
+    )
     with_barriers, rank_seconds = 0.0, np.zeros(num_ranks)
     for group in sample_groups:
         counts = [len(samples) for samples in group]
         samples = np.array([sample for samples in group for sample in samples], dtype=np.int64)
         ranks = np.repeat(np.arange(len(group)), counts)
         degree = np.bincount(samples, minlength=len(lengths))
-        seconds = np.bincount(ranks, weights=work[samples] / degree[samples], minlength=num_ranks)
+        tokens, members = lengths[samples], degree[samples]
+        taken = cost.group_seconds(tokens, cost.squares_of(tokens), members, members > cost.ranks_per_node)
+        seconds = np.bincount(ranks, weights=taken, minlength=num_ranks)
         with_barriers += float(seconds.max())
         rank_seconds += seconds
     return with_barriers, float(rank_seconds.max())

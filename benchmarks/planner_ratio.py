@@ -46,9 +46,8 @@ def compare(megatron: Any, data: str, num_ranks: int, seed: int) -> tuple[float,
     """Return Megatron's time over our median and over our best."""
     lengths = sample(data, NUM_TOKENS, seed, min(num_ranks * CAPACITY, 2**21))
     cost, cluster = cost_model("ideal"), Cluster.uniform(num_ranks, CAPACITY)
-    work = cost.work_seconds(lengths)
     ours = [_milliseconds(lambda: adaptive_plan(lengths, cluster=cluster, cost=cost)) for _ in range(REPEATS)]
-    theirs = _milliseconds(lambda: megatron_end(megatron, lengths, work, num_ranks, CAPACITY))
+    theirs = _milliseconds(lambda: megatron_end(megatron.BalancedCPScheduler, lengths, cost, num_ranks, CAPACITY))
     ours += [_milliseconds(lambda: adaptive_plan(lengths, cluster=cluster, cost=cost)) for _ in range(REPEATS)]
     middle, best = statistics.median(ours), min(ours)
     print(

@@ -10,7 +10,8 @@ writes ``planners.json`` and ``planners.png``. Sequences that are too long for t
 sequences instead of 9,300.
 
 ``--cost ideal`` means work of s^2 + 24576 s and free communication, which favours no planner. The name of a profile can
-be given instead. Makespans of Megatron-Core and Karmarkar-Karp leave out waiting, and appear only with ``ideal``.
+be given instead. Makespans of Megatron-Core and Karmarkar-Karp leave out waiting; the latter appears only with
+``ideal``. "ours in megatron" is ``bytescale.integrations.megatron``, which takes the place of Megatron's scheduler.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.units import parse_count
 from bytescale.cost import Cluster, CostModel
+from bytescale.integrations.megatron import AdaptiveCPScheduler
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, evaluate, greedy_plan, naive_plan, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, evaluate, naive_plan, paper_plan, static_plan
 from planner_batches import cost_model, sample
+from planner_greedy import greedy_plan
 from planner_peers import karmarkar_karp_end, load_megatron, megatron_end
 
 PLANNERS = {
@@ -81,14 +85,14 @@ def measure(data: str, num_ranks: int, arguments: argparse.Namespace, megatron: 
         sample(data, parse_count(arguments.tokens), seed, min(num_ranks * capacity, 2**21))
         for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     ]
-    wanted = arguments.only.split(",") if arguments.only else [*PLANNERS, "megatron", "karmarkar-karp"]
+    wanted = (
+        arguments.only.split(",") if arguments.only else [*PLANNERS, "megatron", "ours in megatron", "karmarkar-karp"]
+    )
     rows = []
     for name in wanted:
         if name in PLANNERS:
             runs = [_run(PLANNERS[name], lengths, cluster, cost) for lengths in batches]
-        elif arguments.cost != "ideal" or (
-            name == "megatron" and (megatron is None or not megatron_runs(num_ranks, arguments.megatron_max_ranks))
-        ):
+        elif not _peer_runs(name, num_ranks, arguments, megatron):
             continue
         else:
             runs = [
@@ -105,9 +109,12 @@ def measure(data: str, num_ranks: int, arguments: argparse.Namespace, megatron: 
     return rows
 
 
-def megatron_runs(num_ranks: int, most: int) -> bool:
-    """Return whether Megatron-Core can plan. It rounds to powers of two and can fail for other numbers of ranks."""
-    return num_ranks <= most and num_ranks & (num_ranks - 1) == 0
+def _peer_runs(name: str, num_ranks: int, arguments: argparse.Namespace, megatron: Any) -> bool:
+    """Return whether a peer can plan. Megatron-Core rounds to powers of two and can fail for other numbers of ranks."""
+    if name == "karmarkar-karp":
+        return bool(arguments.cost == "ideal")
+    power_of_two = num_ranks & (num_ranks - 1) == 0
+    return name != "megatron" or (megatron is not None and num_ranks <= arguments.megatron_max_ranks and power_of_two)
 
 
 def _run(planner: Callable[..., Any], lengths: IntArray, cluster: Cluster, cost: CostModel) -> dict[str, float]:
@@ -138,7 +145,10 @@ def _run_peer(
     for _ in range(repeats):
         start = time.process_time()
         if name == "megatron":
-            end, without_barriers = megatron_end(megatron, lengths, work, num_ranks, capacity)
+            end, without_barriers = megatron_end(megatron.BalancedCPScheduler, lengths, cost, num_ranks, capacity)
+        elif name == "ours in megatron":
+            scheduler = partial(AdaptiveCPScheduler, cost=cost)
+            end, without_barriers = megatron_end(scheduler, lengths, cost, num_ranks, capacity)
         else:
             end, _ = karmarkar_karp_end(lengths, work, num_ranks, capacity)
             without_barriers = end

@@ -89,7 +89,7 @@ def test_simulated_interleaved_stages_end_earlier(capsys: pytest.CaptureFixture[
         return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step"))
 
     plain, interleaved = step(*devices), step(*devices, "--parallel.virtual-stages", "4")
-    assert "schedule 1f1b, interleaved" in interleaved
+    assert ", interleaved" in interleaved
     assert step(str(tmp_path / "config.toml")) == interleaved
     seconds = [float(line.split()[1]) for line in (plain, interleaved)]
     assert seconds[1] < seconds[0]
@@ -159,9 +159,9 @@ def test_plan_of_a_text_file_on_an_odd_number_of_ranks(tmp_path: Path, capsys: p
 def test_simulate_prints_the_books_and_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.json"
     arguments = [*SMALL, "--parallel.ranks", "64", "--parallel.tp", "2", "--parallel.pp", "2", "--trace", str(trace)]
-    assert simulate.run([*arguments, "--loader.seconds", "1", "--loader.no-overlapped"]) == 0
+    assert simulate.run(arguments) == 0
     printed = capsys.readouterr().out
-    for word in ("64 devices as 16 ranks of tp 2 x pp 2", "pp bubble", "ring, exposed", "loader", "activations"):
+    for word in ("64 devices as 16 ranks of tp 2 x pp 2", "pp bubble", "ring, exposed"):
         assert word in printed
     assert re.search(r"memory with 2-byte numbers: .* per device at the peak", printed)
     assert "model and batch are small" not in printed

@@ -180,7 +180,9 @@ def test_prefetching_stays_within_its_depth() -> None:
     made: list[int] = []
 
     def source() -> Iterator[StepData]:
-        for data in steps_of(memory_corpus([5] * 10, 10), plan_on_one_rank, stop_step=100, context_length=10):
+        for data in steps_of(
+            memory_corpus([5] * 10, 10), plan_on_one_rank, stop_step=100, context_length=10, batch_tokens=10
+        ):
             made.append(data.step)
             yield data
 

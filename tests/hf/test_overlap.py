@@ -12,6 +12,7 @@ import bytescale
 from bytescale.common.errors import ConfigError
 from bytescale.parity import small_model
 from bytescale.plan.last_message import last_backward_is_silent
+from tests.helpers.effort import pairs
 
 from .support import documents, on_ranks, parameters_of
 
@@ -26,14 +27,18 @@ def begun(hdp: bytescale.HDP) -> bool:
     return hdp.sharded().zeros[0].collectives.reducing_from < float("inf")
 
 
-@pytest.mark.parametrize("lengths", [[50, 8, 3, 20, 11, 5], [9], [70]])
 @pytest.mark.parametrize(
-    ("name", "checkpointing"), [("qwen3", "none"), ("gpt2", "none"), ("llama", "full"), ("llama", "hugging face")]
+    ("model_and_checkpointing", "lengths"),
+    pairs(
+        [("qwen3", "none"), ("gpt2", "none"), ("llama", "full"), ("llama", "hugging face")],
+        [[50, 8, 3, 20, 11, 5], [9], [70]],
+    ),
 )
 def test_weights_are_those_without_overlap_and_reductions_begin_in_backward(
-    name: str, checkpointing: str, lengths: list[int]
+    model_and_checkpointing: tuple[str, str], lengths: list[int]
 ) -> None:
     """Short documents alone, one for three ranks, and one that all share. Every bit is the same."""
+    name, checkpointing = model_and_checkpointing
 
     def train(group: Any, model: nn.Module, last: bool) -> tuple[dict[str, Tensor], list[bool]]:
         if checkpointing == "hugging face":

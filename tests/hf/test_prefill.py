@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch import nn
 from bytescale import HDP
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.parity import small_model
+from bytescale.plan import Plan
+from bytescale.plan.plan import GroupSpec
 from tests.helpers.effort import one_of
 from tests.hf.support import on_ranks
 
@@ -86,6 +89,26 @@ def test_short_prompts_come_before_the_long_one() -> None:
     orders = on_ranks(2, small_model("llama").eval(), work)
     assert sorted(orders[0] + orders[1]) == list(range(len(LENGTHS)))
     assert all(0 not in order[:-1] for order in orders)
+
+
+def test_more_ranks_share_a_prompt_than_it_has_tokens() -> None:
+    """Of four members' eight runs five are empty, four of them at the prompt's end; one rank has its last token."""
+    model, prompt = small_model("llama").eval(), torch.tensor([5, 9, 2])
+    shared = Plan.build(
+        lengths=np.array([3]),
+        capacity_tokens=[8] * 4,
+        groups=[GroupSpec(sequences=[0], ranks=[0, 1, 2, 3])],
+        schedule=[[[0]]] * 4,
+    )
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> torch.Tensor:
+        hdp = HDP(own.eval(), group, capacity_tokens=8, forward_only=True)
+        hdp.planner = lambda lengths: shared
+        return hdp.prefill([prompt]).next_tokens
+
+    with torch.no_grad():
+        expected = model(input_ids=prompt[None]).logits[0, -1].argmax()
+    assert [int(found) for found in on_ranks(4, model, work)] == [int(expected)] * 4
 
 
 def test_a_cache_stays_where_it_was_computed() -> None:

@@ -20,12 +20,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from bytescale.attention import reference_attention
-from bytescale.attention.kernels import MathKernel, merge_rows
-from bytescale.attention.row_compiler import CompiledMerges, RowCompiler
+from bytescale.attention.kernels import MathKernel
 from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture
 from bytescale.models import build_model
-from bytescale.models.compiled import apply_compiled
+from bytescale.models.compiled import RowCompiler, apply_compiled
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
@@ -74,7 +73,7 @@ class CountedGraphs:
 def forward_and_gradients(shape: Architecture, compiler: RowCompiler | None, dtype: torch.dtype) -> list[Tensor]:
     model = make_model(shape, dtype)
     if compiler is not None:
-        apply_compiled(model, compiler, chunked=False)
+        apply_compiled(model, compiler)
     tokens = torch.randint(shape.vocab_size, (29,), generator=torch.Generator().manual_seed(0))
     hidden = model(tokens, torch.arange(29), lambda q, k, v: reference_attention(q, k, v, [29]))
     hidden.backward(torch.linspace(-1, 1, hidden.numel(), dtype=dtype).view_as(hidden))
@@ -122,7 +121,7 @@ def test_all_lengths_are_served_by_the_graphs_of_the_first(checkpointing: str) -
     graphs = CountedGraphs()
     compiler = RowCompiler(graphs)
     model = make_model(shape, torch.float32)
-    apply_compiled(model, compiler, chunked=checkpointing != "none")
+    apply_compiled(model, compiler)
     for layer in model.layers:
         apply_head_groups(layer.self_attn, 2 if checkpointing != "none" else 1)
     activations = Activations(
@@ -144,7 +143,7 @@ def test_all_lengths_are_served_by_the_graphs_of_the_first(checkpointing: str) -
         batch = random_batch([length], shape.vocab_size, seed=length, masked_share=0.0)
         Executor(
             parts=[Decoder(module=model, activations=activations)],
-            kernel=CompiledMerges(MathKernel(), compiler),
+            kernel=MathKernel(),
             mesh=Mesh.of_hdp(RankGroup()),
         ).run(rank_plan, [slice_batch(batch, rank_plan.micro_batches[0])], num_global_targets=max(1, batch.num_targets))
 
@@ -153,28 +152,6 @@ def test_all_lengths_are_served_by_the_graphs_of_the_first(checkpointing: str) -
     for length in [1, 2, 3, 4, 15, 16, 17, 32, 33, 48, 64, 129]:
         step(length)
     assert 0 < first == graphs.count
-
-
-def test_merges_of_any_rows_share_one_graph() -> None:
-    """Slices and indices, LSE as CPU kernels and as CUDA's give it; the plain function beside."""
-    graphs = CountedGraphs()
-    kernel = CompiledMerges(MathKernel(), RowCompiler(graphs))
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator)
-
-    for count, start in ((5, 0), (9, 3), (1, 2), (16, 1), (2, 9)):
-        for rows in (slice(start, start + count), torch.arange(start, start + 2 * count, 2)):
-            for transposed in (False, True):
-                out, part_out = random(50, 4, 8), random(count, 4, 8)
-                lse, part_lse = (random(4, n).T if transposed else random(n, 4) for n in (50, count))
-                expected_out, expected_lse = out.clone(), lse.clone()
-                merge_rows(expected_out, expected_lse, rows, part_out, part_lse)
-                kernel.merge_rows(out, lse, rows, part_out, part_lse)
-                torch.testing.assert_close(out, expected_out)
-                torch.testing.assert_close(lse, expected_lse)
-    assert graphs.count == 1
 
 
 def test_a_compiler_that_fails_is_refused_by_name() -> None:
@@ -190,7 +167,7 @@ def test_a_compiler_that_fails_is_refused_by_name() -> None:
 
 @pytest.mark.exhaustive
 def test_a_machine_without_a_compiler_is_told_so(tmp_path: Path) -> None:
-    made = "from bytescale.attention.row_compiler import RowCompiler"
+    made = "from bytescale.models.compiled import RowCompiler"
     script = f"import torch; {made}; RowCompiler().check(torch.device('cpu'))"
     environment = {**os.environ, "CXX": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
@@ -246,5 +223,5 @@ def test_parts_without_head_or_embedding_are_compiled_too() -> None:
     shape = small_shape(num_layers=3)
     graphs = CountedGraphs()
     for layers in (range(1), range(1, 2), range(2, 3)):
-        apply_compiled(build_model(shape, layers), RowCompiler(graphs), chunked=False)
+        apply_compiled(build_model(shape, layers), RowCompiler(graphs))
     assert graphs.count == 0  # nothing is compiled before it is called

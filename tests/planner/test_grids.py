@@ -22,13 +22,13 @@ from bytescale.plan.tiles import shares_of
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, evaluate, static_plan
 from bytescale.planner.adaptive.unequal import MANY, last_end, shares, unequal_blocks
-from bytescale.planner.evaluate import evaluate_slowly
 from bytescale.planner.verified import VerifiedPlanner, narrowed
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.simulator.events import events_of
 from tests.attention.test_grid import grid_plan
 from tests.helpers.effort import examples
 from tests.planner.helpers import GRIDS, IDEAL, LINKS, heavy_tailed
+from tests.planner.slow_evaluate import evaluate_slowly
 
 CASE_STUDY = load_profile("case-study")
 COSTS = {

@@ -17,10 +17,10 @@ from bytescale.cost import Cluster
 from bytescale.plan import Plan
 from bytescale.plan.verify import verify
 from bytescale.planner import evaluate, make_planner
-from bytescale.planner.evaluate import evaluate_slowly
 from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.planner.helpers import COSTS, GRIDS, LINKS, PLANNERS, cases, heavy_tailed
+from tests.planner.slow_evaluate import evaluate_slowly
 
 EVERY_PLANNER = pytest.mark.parametrize("name", list(PLANNERS))
 
@@ -102,7 +102,6 @@ def test_make_planner_follows_the_config() -> None:
         "static": "static/cp4",
         "naive": "naive",
         "paper": "paper",
-        "greedy": "greedy",
         "adaptive": "adaptive",
     }
     assert set(names) == set(get_args(PlannerName))

@@ -42,6 +42,15 @@ def local_plan(per_rank: Sequence[Sequence[int]], capacity: int = 1000) -> Plan:
     return Plan.build(lengths=lengths, capacity_tokens=[capacity] * len(per_rank), groups=groups, schedule=schedule)
 
 
+def aligned_plan() -> Plan:
+    """Two shared groups, each at one place in both ranks' orders, with a local micro-batch between them."""
+    ranks = ([0, 1], [0], [1], [0, 1])
+    groups = [GroupSpec(sequences=[number], ranks=own) for number, own in enumerate(ranks)]
+    return Plan.build(
+        lengths=[4, 2, 2, 4], capacity_tokens=[8, 8], groups=groups, schedule=[[[0], [1], [3]], [[0], [2], [3]]]
+    )
+
+
 def deadlocking_plan() -> Plan:
     """The example of architecture.md: rank 0 runs [g1, g2], rank 1 [g1, y, y', g2]."""
     groups = [

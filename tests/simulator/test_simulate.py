@@ -9,14 +9,14 @@ from bytescale.common.errors import ConfigError, PlanError
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
-from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate, simulate_forward
+from bytescale.simulator import ClusterConfig, SimulatedStep, simulate
 from tests.simulator.plans import deadlocking_plan, local_plan, profile
 
 
 def check_books(step: SimulatedStep) -> None:
     """Every second of every rank and stage is accounted for."""
     total = step.compute + step.exposed_ring + step.exposed_offload + step.wait_members
-    total = total + step.dp_bubble + step.pp_bubble + step.sync_seconds + step.loader_seconds
+    total = total + step.dp_bubble + step.pp_bubble + step.sync_seconds
     np.testing.assert_allclose(total, step.step_seconds)
     assert sum(step.shares().values()) == pytest.approx(1.0)
     assert min(step.dp_bubble.min(), step.pp_bubble.min(), step.wait_members.min()) >= -1e-9
@@ -27,24 +27,6 @@ def test_one_rank_takes_the_sum_of_its_work() -> None:
     assert step.step_seconds == pytest.approx(4 * 3 * (15 + 0.5 * (9 + 25 + 49)))
     assert step.dp_bubble.sum() == step.pp_bubble.sum() == 0
     check_books(step)
-
-
-def test_forward_alone_takes_a_third_and_ends_sequence_by_sequence() -> None:
-    """One micro-batch each; a shared sequence ends when its slowest member does, and waits until all are there."""
-    plan = local_plan([[3, 5, 7]])
-    ends = simulate_forward(plan, profile(quadratic=0.5), ClusterConfig(num_gpus=1))
-    assert ends.tolist() == pytest.approx(np.cumsum([4 * (s + 0.5 * s * s) for s in (3, 5, 7)]).tolist())
-    shared = Plan.build(
-        lengths=[4, 2, 6],
-        capacity_tokens=[10, 10],
-        groups=[
-            GroupSpec(sequences=[0], ranks=[0]),
-            GroupSpec(sequences=[1], ranks=[1]),
-            GroupSpec(sequences=[2], ranks=[0, 1]),
-        ],
-        schedule=[[[0], [2]], [[1], [2]]],
-    )
-    assert simulate_forward(shared, profile(), ClusterConfig(num_gpus=2)).tolist() == [16, 8, 16 + 4 * 3]
 
 
 def test_recomputation_adds_a_forward() -> None:
@@ -62,13 +44,12 @@ def test_equal_tasks_leave_no_bubble_and_unequal_ones_a_dp_bubble() -> None:
     check_books(unequal)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "aligned"])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 5), (4, 4), (4, 13), (8, 3)])
-def test_ideal_pipeline_bubble(schedule: str, stages: int, micro_batches: int) -> None:
+def test_ideal_pipeline_bubble(stages: int, micro_batches: int) -> None:
     """(p - 1) / (m + p - 1) of the step, for equal micro-batches and free transfers."""
     cluster = ClusterConfig(num_gpus=2 * stages, pp=stages)
     plan = local_plan([[6] * micro_batches] * 2)
-    step = simulate(plan, profile(num_layers=8), cluster, schedule=schedule)  # type: ignore[arg-type]
+    step = simulate(plan, profile(num_layers=8), cluster)
     assert step.pp_bubble.mean() / step.step_seconds == pytest.approx((stages - 1) / (micro_batches + stages - 1))
     assert step.dp_bubble.sum() == pytest.approx(0)
     assert step.step_seconds == pytest.approx((micro_batches + stages - 1) * 3 * 6 * 8 / stages)
@@ -121,41 +102,26 @@ def test_local_documents_send_nothing() -> None:
     assert step.traffic.ring_intra_node == step.traffic.ring_inter_node == 0
 
 
-def test_memory_of_a_pipeline() -> None:
-    """Stage p keeps up to pp - p micro-batches of its layers."""
-    step = simulate(local_plan([[6] * 5]), profile(num_layers=4), ClusterConfig(num_gpus=2, pp=2), schedule="1f1b")
-    assert step.peak_activation_bytes.tolist() == [[2 * 60 * 2, 60 * 2]]
-
-
-def test_offload_lowers_the_peak() -> None:
+def test_offloaded_bytes_are_counted() -> None:
     plan = local_plan([[6, 6]])
     offloaded = replace(plan, group_offload_ratio=np.ones(2))
-    before, after = (simulate(item, profile(), ClusterConfig(num_gpus=1)) for item in (plan, offloaded))
-    assert after.peak_activation_bytes[0, 0] == before.peak_activation_bytes[0, 0] / 2
-    assert after.traffic.offload == 2 * 2 * 60
+    assert simulate(offloaded, profile(), ClusterConfig(num_gpus=1)).traffic.offload == 2 * 2 * 60
 
 
-def test_the_fixed_order_deadlocks_where_verify_says_so_and_the_aligned_one_does_not() -> None:
+def test_the_fixed_order_deadlocks_where_verify_says_so() -> None:
     plan, cluster = deadlocking_plan(), ClusterConfig(num_gpus=4, pp=2)
     with pytest.raises(PlanError):
         verify(plan, num_stages=2)
     with pytest.raises(PlanError, match="deadlocks on 2 stages"):
-        simulate(plan, profile(), cluster, schedule="1f1b")
-    step = simulate(plan, profile(), cluster, schedule="aligned")
-    check_books(step)
-    assert simulate(plan, profile(), cluster).schedule == "aligned"
-    assert simulate(local_plan([[6], [6]]), profile(), cluster).schedule == "1f1b"
+        simulate(plan, profile(), cluster)
 
 
-def test_gradient_sync_and_loader() -> None:
+def test_gradient_sync() -> None:
     heavy = replace(profile(ring_bytes=1.0), layer_parameters=100)
     step = simulate(local_plan([[6], [6]]), heavy, ClusterConfig(num_gpus=2))
     parameters = 4 * 100 + 1  # the vocabulary of one token is tied: one matrix of 1 x 1
     assert step.sync_seconds[0, 0] == pytest.approx(6 * parameters / 2)
-    blocking = LoaderConfig(seconds=50.0, overlapped=False)
-    late = step.with_loader(blocking)
-    assert late.step_seconds == pytest.approx(step.step_seconds + 50)
-    check_books(late)
+    check_books(step)
 
 
 def test_buckets_hide_the_gradient_sync_behind_computation() -> None:
@@ -172,14 +138,6 @@ def test_buckets_hide_the_gradient_sync_behind_computation() -> None:
     )
     once, cut = (simulate(shared, fast, ClusterConfig(num_gpus=2, gradient_bucket_mib=mib)) for mib in (0.0, 1.0))
     assert cut.sync_seconds.max() >= 0.6 * once.sync_seconds.max()  # the reduction is two thirds of the bytes
-    with pytest.raises(ConfigError, match="counted twice"):
-        ClusterConfig(num_gpus=2, gradient_bucket_mib=1.0, sync_overlap=0.5)
-
-
-def test_progress_reaches_the_end() -> None:
-    seen: list[tuple[int, int]] = []
-    simulate(local_plan([[6] * 3]), profile(), ClusterConfig(num_gpus=1), progress=lambda *now: seen.append(now))
-    assert seen[-1] == (6, 6)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from dataclasses import replace
 import torch
 
 from bytescale.attention.kernels import AttentionKernel, CpuFlashKernel, CudaFlashKernel, MathKernel
-from bytescale.attention.row_compiler import CompiledMerges
 from bytescale.attention.rules import AttentionRules
 from bytescale.attention.tiled import TiledKernel
 from bytescale.common.errors import ConfigError
@@ -53,8 +52,6 @@ def kernel_for(kernel: AttentionKernel, rules: AttentionRules) -> AttentionKerne
     """
     if rules.window is None and rules.soft_cap is None:
         return kernel
-    if isinstance(kernel, CompiledMerges):
-        return kernel.around(kernel_for(kernel.kernel, rules))
     if isinstance(kernel, MathKernel | TiledKernel):
         return replace(kernel, soft_cap=rules.soft_cap)
     if isinstance(kernel, CpuFlashKernel | CudaFlashKernel) and rules.soft_cap is not None:

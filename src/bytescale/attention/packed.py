@@ -19,14 +19,13 @@ from torch import Tensor
 from bytescale.attention.autocast import without_autocast
 from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.choose import kernel_for
-from bytescale.attention.kernels import AttentionKernel, OfQueries, merge_rows
+from bytescale.attention.kernels import AttentionKernel, OfQueries
 from bytescale.attention.rings.exchange import Exchange
 from bytescale.attention.rings.grid import BlockWork, grid_backward, grid_forward
 from bytescale.attention.rings.grid_messages import Grid
 from bytescale.attention.rings.messages import RingBuffers
 from bytescale.attention.rings.window import WindowLayout
 from bytescale.attention.rings.windowed_ring import WindowedRing, windowed_backward, windowed_forward
-from bytescale.attention.row_compiler import CompiledMerges
 from bytescale.attention.rules import PLAIN, AttentionRules
 from bytescale.attention.sinks import check_sinks, join_sinks, sinks_gradient
 from bytescale.plan import MicroBatch
@@ -65,7 +64,6 @@ class PackedAttention:
         """``buffers`` hold the messages. Several micro-batches of a rank may use them, one after the other."""
         shared = micro_batch.shared
         self.kernel = kernel
-        self.merge_rows = kernel.merge_rows if isinstance(kernel, CompiledMerges) else merge_rows
         self.memory = memory
         self.num_tokens = micro_batch.num_tokens
         slices = [] if shared is None else (shared.segments[0] + shared.segments[1])[:, shared.member].tolist()
@@ -137,7 +135,7 @@ class PackedAttention:
         return self._windowed[window]
 
     def _work(self, q: Tensor, rules: AttentionRules) -> BlockWork:
-        return BlockWork(kernel_for(self.kernel, rules), rules.scale_of(q), self.merge_rows)
+        return BlockWork(kernel_for(self.kernel, rules), rules.scale_of(q))
 
     def _local_blocks(self, window: int | None) -> BlockSet:
         """Own rows by own rows; plain triangles where the window reaches over the longest of them."""

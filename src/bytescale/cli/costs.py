@@ -80,7 +80,7 @@ class CostOptions:
     config: Settings
     """All settings. `parallel.ranks` counts the devices of the cluster."""
 
-    def layout(self, *, sync_overlap: float = 0.0) -> ClusterConfig:
+    def layout(self) -> ClusterConfig:
         """Return the devices of the modelled cluster."""
         parallel = self.config.parallel
         return ClusterConfig(
@@ -89,8 +89,7 @@ class CostOptions:
             tp=parallel.tp,
             pp=parallel.pp,
             virtual_stages=parallel.virtual_stages,
-            gradient_bucket_mib=0.0 if sync_overlap else parallel.gradient_bucket_mib,
-            sync_overlap=sync_overlap,
+            gradient_bucket_mib=parallel.gradient_bucket_mib,
         )
 
 

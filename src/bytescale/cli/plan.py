@@ -182,7 +182,6 @@ def _print_details(console: Console, name: str, planned: dict[str, Planned], cos
     if "static" in planned and planned["static"].ring_bytes > 0:
         saved = 1 - item.ring_bytes / planned["static"].ring_bytes
         console.print(f"  ring bytes saved compared with static: {saved:.1%}")
-    console.print(f"  activations: up to {format_bytes(item.step.peak_activation_bytes.max())} a device")
     sequence, degree, seconds = _critical_sequence(item)
     share = seconds / item.step.step_seconds
     console.print(

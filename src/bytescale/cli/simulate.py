@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from bytescale.cli.costs import CostOptions, costs_of, read_batch, read_cost_options
 from bytescale.cli.plan import memory_in_words
-from bytescale.common.limits import limits
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.cost import Profile
 from bytescale.cost.model import windowed_squares
@@ -23,7 +20,7 @@ from bytescale.cost.spec import ModelSpec
 from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
 from bytescale.plan.verify import verify
-from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate
+from bytescale.simulator import ClusterConfig, SimulatedStep, simulate
 from bytescale.simulator.draw import draw_steps
 from bytescale.simulator.trace import save_trace
 
@@ -35,16 +32,8 @@ _LARGE_SYNC = 0.3
 class SimulateOptions(CostOptions):
     """Simulate one step: bytescale simulate [CONFIG.toml] --parallel.ranks 16384 --parallel.tp 8 [options]."""
 
-    sync_overlap: float = field(default=0.0, metadata=limits(least=0, most=1))
-    """Share of the gradient sync that is assumed to run beside computation, to model systems other than this one, in
-    the place of parallel.gradient_bucket_mib."""
     plan: Path | None = None
     """A .npz plan to simulate instead. It comes from a run folder or from bytescale plan --save."""
-    schedule: Literal["auto", "1f1b", "aligned"] = "auto"
-    """The order of work in a pipeline. 1f1b: the fixed order, which can deadlock with shared groups. aligned: an order
-    that cannot deadlock. auto: 1f1b where it is safe, else aligned. Interleaved stages support only 1f1b."""
-    loader: LoaderConfig = field(default_factory=LoaderConfig)
-    """The data loader, which prepares the input of the next step."""
     png: Path | None = None
     """Draw all ranks over time into this file."""
     trace: Path | None = None
@@ -57,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale simulate``: plan, simulate, print, and write the files that were asked for."""
     options = read_cost_options(SimulateOptions, arguments, prog="bytescale simulate")
     console = Console(soft_wrap=True, highlight=False)
-    cluster = options.layout(sync_overlap=options.sync_overlap)
+    cluster = options.layout()
     if options.plan is not None:
         plan, origin = load_plan(options.plan), str(options.plan)
         verify(plan)
@@ -68,15 +57,7 @@ def run(arguments: Sequence[str]) -> int:
         plan, origin = costs.planner(options.config.planner.name)(batch.lengths), batch.origin
     profile = costs.checkpointed_profile
     began = time.perf_counter()
-    with Progress(TextColumn("simulating"), BarColumn(), TimeRemainingColumn(), transient=True) as bar:
-        task = bar.add_task("simulating", total=None)
-        step = simulate(
-            plan,
-            profile,
-            cluster,
-            schedule=options.schedule,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        ).with_loader(options.loader)
+    step = simulate(plan, profile, cluster)
     seconds = time.perf_counter() - began
     chunks = f" x {cluster.virtual_stages} chunks" if cluster.virtual_stages > 1 else ""
     console.print(
@@ -97,7 +78,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Plan, cluster: ClusterConfig) -> None:
-    """Print step time, speed, where the time went, traffic and memory."""
+    """Print step time, speed, where the time went, and traffic."""
     squares = int(windowed_squares(plan.lengths, profile.windows).sum())
     done = ModelSpec.of(profile.architecture).training_flops(num_tokens=plan.num_tokens, sum_of_squares=squares)
     rate = done / step.step_seconds / cluster.num_gpus
@@ -105,7 +86,6 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
         f"step {format_seconds(step.step_seconds)}, {format_si(step.tokens_per_second)} tokens/s, "
         f"{format_si(rate)}FLOP/s per device (attention counted by "
         + ("what its windows reach)" if profile.windows else "the sum of s^2)")
-        + (f", schedule {step.schedule}" if cluster.pp > 1 else "")
         + (", interleaved" if cluster.virtual_stages > 1 else "")
     )
     table = Table(box=box.SIMPLE_HEAD)
@@ -126,8 +106,6 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
     for key, values in parts.items():
         least, most = format_seconds(float(values.min())), format_seconds(float(values.max()))
         table.add_row(names.get(key, key), f"{shares[key]:.1%}", least, most)
-    if step.loader_seconds > 0:
-        table.add_row("loader", f"{shares['loader']:.1%}", *[format_seconds(step.loader_seconds)] * 2)
     console.print(table, soft_wrap=False)
     if shares["gradient sync"] > _LARGE_SYNC:
         console.print(
@@ -139,9 +117,4 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
         f"sent by all devices: ring {format_bytes(traffic.ring_intra_node)} inside nodes, "
         f"{format_bytes(traffic.ring_inter_node)} across; pipeline {format_bytes(traffic.pipeline)}; gradients and "
         f"parameters {format_bytes(traffic.gradient_sync)}; to host {format_bytes(traffic.offload)}"
-    )
-    peak = step.peak_activation_bytes
-    console.print(
-        f"activations: at most {format_bytes(peak.max())} per device, on average "
-        f"{format_bytes(peak.max(axis=1).mean())}"
     )

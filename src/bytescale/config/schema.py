@@ -15,7 +15,7 @@ AUTO_CAPACITY = 0
 AUTO_HEAD_GROUPS = 0
 RingGradients = Literal["wide", "bf16"]
 LossPer = Literal["token", "sequence", "weight"]
-PlannerName = Literal["adaptive", "paper", "greedy", "naive", "static"]
+PlannerName = Literal["adaptive", "paper", "naive", "static"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,9 +207,8 @@ class KernelsConfig:
     """auto: the fastest flash implementation that works here; flash: PyTorch's own; fa3, fa4: FlashAttention 3 (Hopper)
     or 4 (Hopper, Blackwell), packages of their own; math: the slow reference written out in matrix products."""
     compile: bool = False
-    """Compile the pointwise operations between matrix products with torch.compile: norms, rotation, SwiGLU, residuals,
-    merging in rings. The first start takes a minute longer. Needs a C++ compiler (CPU), or Triton and a C compiler
-    (GPU)."""
+    """Compile norms, rotation and SwiGLU with torch.compile. The first start takes a minute longer. Needs a C++
+    compiler (CPU), or Triton and a C compiler (GPU)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -218,8 +217,7 @@ class PlannerConfig:
 
     name: PlannerName = "adaptive"
     """adaptive: ours; how many ranks share a sequence follows the cluster and the batch. paper: the paper's Algorithm 2
-    as published. greedy: Algorithm 2, but each group goes to the ranks that are free first. naive: its Algorithm 1.
-    static: a mesh of data and context parallelism, the baseline."""
+    as published. naive: its Algorithm 1. static: a mesh of data and context parallelism, the baseline."""
     grids: bool = True
     """adaptive only. Ranks that share a sequence may form a grid, in which rows share queries and columns share keys,
     where this is faster than a ring. false: all are rings, as in the paper."""

@@ -118,12 +118,6 @@ def stage_times(
     return StageTimes(compute=compute, exposed_ring=ring, exposed_offload=offload)
 
 
-def stage_activation_bytes(profile: Profile, loads: Loads, *, num_layers: int) -> FloatArray:
-    """``[M]`` bytes per device that a stage keeps from a micro-batch's forward to its backward (numerator of Eq. 3)."""
-    kept_layers = num_layers - movable_layers(num_layers) * loads.offload_ratio
-    return kept_layers * profile.activation_bytes(loads.tokens)
-
-
 def _transfer_seconds(
     profile: Profile, bytes_per_token: float, loads: Loads, leaves_node: NDArray[np.bool_]
 ) -> FloatArray:

@@ -1,145 +1,136 @@
-"""The operations between a layer's matrix products, compiled, and applied to a plain model from outside.
+"""``torch.compile`` for norms, rotations and SwiGLU, applied to a plain model from outside (``kernels.compile``).
 
-========================  ==========================================  =============================================
-                          forward, in one pass                        backward, in one pass
-========================  ==========================================  =============================================
-norm before attention     norm                                        its gradient + that of the residual stream
-norm after attention      residual + attention's result, norm         the same
-  with chunks of rows     norm                                        its gradient
-rotation                  heads rotated, in fp32                      gradients rotated back
-SwiGLU                    silu(gate) * up                             the gradients of gate and up
-final norm                norm                                        its gradient
-========================  ==========================================  =============================================
+What is compiled are plain functions without autograd: the forward of each, and its backward as PyTorch derives it
+(``torch.func.vjp``). One ``autograd.Function`` calls both. It keeps the function's inputs alone, and backward
+computes again what lies between, in the same pass. So attention, messages, hooks of tensor parallelism, checkpointing
+and offloading stay outside of every graph. The plain model is the slow twin.
 
-Each operation is a plain function. Its forward, and its backward as PyTorch derives it (``torch.func.vjp``), are
-compiled apart (``attention.row_compiler``), and one ``autograd.Function`` calls both. It keeps what the function is of
-and nothing else, and backward computes again what lies between, in the same pass. So a layer keeps less memory than
-without compilation. The plain model is the slow twin.
-
-Shape letters: T tokens, C hidden size, F feed-forward width, H heads, D head width.
+One graph serves every number of rows: the first dimension is a symbol to the compiler. Lengths 0 and 1, which it treats
+apart, run the function as it is written.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bytescale.attention.row_compiler import Function, RowCompiler
-from bytescale.models.llama import AttentionCallable, FeedForward, Layer, Llama, swiglu
-from bytescale.models.moe import Experts
+from bytescale.common.errors import ConfigError
+from bytescale.models.llama import FeedForward, Llama, swiglu
 from bytescale.models.rope import Rotation
 
+Function = Callable[..., Any]
+_FIRST_COMPILED = 2
 
-def apply_compiled(model: Llama, compiler: RowCompiler, *, chunked: bool) -> None:
-    """Replace the operations of ``model`` between matrix products by compiled functions.
 
-    Args:
-        model: the whole model or a stage, with or without tensor parallelism. It is changed in place.
-        compiler: compiles the functions.
-        chunked: whether the feed-forward parts, with their norms, will process their rows in chunks (checkpointing).
+class RowCompiler:
+    """Compiles functions of row tensors, and calls them so that one graph serves all lengths."""
+
+    def __init__(self, backend: Literal["inductor"] | Function = "inductor") -> None:
+        """``backend``: of ``torch.compile``; tests count what another one is given."""
+        self._backend = backend
+
+    def compile(self, function: Function) -> Function:
+        """``function`` of tensors, compiled at its first call for each dtype and width.
+
+        Tensors with as many rows as the first are row tensors. Autograd sees nothing. The compiler's errors are raised
+        as they are, none is hidden by a fallback.
+        """
+
+        @functools.cache
+        def compiled(device_type: str) -> Function:
+            options = _inductor_options(device_type) if self._backend == "inductor" else None
+            return torch.compile(function, fullgraph=True, dynamic=False, backend=self._backend, options=options)
+
+        def call(*arguments: Tensor) -> Any:
+            rows, plain = arguments[0].shape[0], [argument.detach() for argument in arguments]
+            with torch.no_grad():
+                if rows < _FIRST_COMPILED:
+                    return function(*plain)
+                for argument in plain:
+                    if argument.dim() > 1 and argument.shape[0] == rows:
+                        torch._dynamo.mark_dynamic(argument, 0)
+                return compiled(arguments[0].device.type)(*plain)
+
+        return call
+
+    def check(self, device: torch.device) -> None:
+        """Compile and run a line of code. Raises ``ConfigError`` where that is impossible."""
+        needed = "Triton and a C compiler" if device.type == "cuda" else "a C++ compiler (g++)"
+        try:
+            self.compile(_twice)(torch.ones(_FIRST_COMPILED, 8, device=device))
+        except Exception as failure:  # whatever the compiler, its subprocess or the loader raises
+            inner = getattr(failure, "inner_exception", failure)  # torch.compile wraps what its backend raises
+            cause = f"{type(inner).__name__}: {next(filter(str.strip, str(inner).splitlines()), '').strip()}"
+            raise ConfigError(
+                f"kernels.compile is on, but torch.compile fails here ({cause})",
+                so="nothing could be compiled",
+                fix=f"install {needed}, or leave kernels.compile out",
+            ) from failure
+
+
+def apply_compiled(model: Llama, compiler: RowCompiler) -> None:
+    """Replace norms, rotations and SwiGLU of ``model`` by compiled functions, each of which serves all layers.
+
+    ``model`` is the whole model or a stage, with or without tensor parallelism. It is changed in place.
     """
-    functions = _Functions(compiler, model.shape.norm_eps)
-    for layer in model.layers:
-        layer.self_attn.rotate = functions.rotate
-        if isinstance(layer.mlp, FeedForward):
-            layer.mlp.swiglu = functions.swiglu
-        else:
-            experts = layer.mlp.experts
-            assert isinstance(experts, Experts), "a layer has a feed-forward block or a mixture of them"
-            experts.swiglu = functions.swiglu
-        _compile_layer(layer, functions, chunked)
-    if model.norm is not None:
-        _compile_norm(model.norm, functions)
+    eps = model.shape.norm_eps
 
+    def norm(hidden: Tensor, weight: Tensor) -> Tensor:
+        rows, scale = _wide(hidden), _wide(weight)
+        return (rows * (rows.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * scale).to(hidden.dtype)
 
-class _Functions:
-    """The compiled functions. Each is compiled once and serves all layers."""
+    # Each backward is a function of its own: the compiler counts graphs by code, and gives up after eight.
+    norm_halves = compiler.compile(norm), compiler.compile(lambda d, *inputs: torch.func.vjp(norm, *inputs)[1](d))
+    swiglu_halves = compiler.compile(swiglu), compiler.compile(lambda d, *inputs: torch.func.vjp(swiglu, *inputs)[1](d))
+    rotate = compiler.compile(_rotate)
 
-    def __init__(self, compiler: RowCompiler, eps: float) -> None:
-        def norm(hidden: Tensor, weight: Tensor) -> Tensor:
-            wide = _wide(hidden)
-            scale = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
-            return (wide * scale * _wide(weight)).to(hidden.dtype)
-
-        def norm_beside(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            return hidden, norm(hidden, weight)
-
-        def add_norm(hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            total = hidden + update
-            return norm_beside(total, weight)
-
-        # Each backward is a function of its own: the compiler counts graphs by code, and gives up after eight.
-        self.norm = _Operation(
-            compiler.compile(norm), compiler.compile(lambda d, *inputs: torch.func.vjp(norm, *inputs)[1](d))
-        )
-        self.norm_beside = _Operation(
-            compiler.compile(norm_beside),
-            compiler.compile(lambda d_rows, d, *inputs: torch.func.vjp(norm_beside, *inputs)[1]((d_rows, d))),
-        )
-        self.add_norm = _Operation(compiler.compile(add_norm), self.norm_beside.backward, adds=True)
-        self.swiglu = _Operation(
-            compiler.compile(swiglu), compiler.compile(lambda d, *inputs: torch.func.vjp(swiglu, *inputs)[1](d))
-        )
-        self._rotate = compiler.compile(_rotate)
-
-    def rotate(self, heads: Tensor, rotation: Rotation, out: Tensor) -> Tensor:
-        """``rope.rotate``."""
-        self._rotate(heads, *rotation, out)
+    def rotated(heads: Tensor, rotation: Rotation, out: Tensor) -> Tensor:
+        rotate(heads, *rotation, out)
         return out
 
+    for layer in model.layers:
+        layer.self_attn.rotate = rotated
+        block: Any = layer.mlp if isinstance(layer.mlp, FeedForward) else layer.mlp.experts
+        block.swiglu = functools.partial(_Compiled.apply, swiglu_halves)
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.forward = functools.partial(_normed, norm_halves, module)  # type: ignore[method-assign]
 
-@dataclass(frozen=True)
-class _Operation:
-    """A differentiable function of row tensors and weights, whose forward and backward are compiled."""
 
-    forward: Function
-    backward: Function
-    """Of the gradients of all outputs and of what forward keeps: its inputs."""
-    adds: bool = False
-    """Whether forward begins with the sum of its first two inputs. It returns the sum, too, and keeps it instead."""
-
-    def __call__(self, *inputs: Tensor) -> Any:
-        return _Compiled.apply(self, *inputs)
+def _normed(halves: tuple[Function, Function], module: nn.RMSNorm, hidden: Tensor) -> Tensor:
+    result: Tensor = _Compiled.apply(halves, hidden, module.weight)
+    return result
 
 
 class _Compiled(torch.autograd.Function):
+    """A function of row tensors and weights with one result, whose ``halves``, forward and backward, are compiled."""
+
     @staticmethod
-    def forward(ctx: Any, operation: _Operation, *inputs: Tensor) -> Any:
-        outputs = operation.forward(*inputs)
-        ctx.operation = operation
-        ctx.save_for_backward(*((outputs[0], *inputs[2:]) if operation.adds else inputs))
-        return outputs
+    def forward(ctx: Any, halves: tuple[Function, Function], *inputs: Tensor) -> Any:
+        ctx.run_backward = halves[1]
+        ctx.save_for_backward(*inputs)
+        return halves[0](*inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.operation.backward(*gradients, *ctx.saved_tensors)
-        return None, *((found[0], *found) if ctx.operation.adds else found)
+        return None, *ctx.run_backward(*gradients, *ctx.saved_tensors)
 
 
-def _compile_layer(layer: Layer, functions: _Functions, chunked: bool) -> None:
-    first, second = layer.input_layernorm, layer.post_attention_layernorm
+def _inductor_options(device_type: str) -> dict[str, Any]:
+    # "deterministic" keeps the compiler from timing variants on the device: their sums differ in the last bits, and
+    # ranks would disagree about which is fastest.
+    options: dict[str, Any] = {"deterministic": True}
+    if device_type == "cpu":
+        from torch._inductor.cpu_vec_isa import pick_vec_isa  # takes a second
 
-    def whole(hidden: Tensor, rotation: Rotation, attention: AttentionCallable) -> Tensor:
-        hidden, normed = functions.norm_beside(hidden, first.weight)
-        update = layer.self_attn(normed, rotation, attention)
-        hidden, normed = functions.add_norm(hidden, update, second.weight)
-        return hidden + layer.mlp(normed)
-
-    def in_chunks(hidden: Tensor, rotation: Rotation, attention: AttentionCallable) -> Tensor:
-        hidden, normed = functions.norm_beside(hidden, first.weight)
-        hidden = hidden + layer.self_attn(normed, rotation, attention)
-        return hidden + layer.feed_forward(hidden)
-
-    layer.forward = in_chunks if chunked else whole  # type: ignore[method-assign]
-    if chunked:
-        _compile_norm(second, functions)
-
-
-def _compile_norm(norm: nn.RMSNorm, functions: _Functions) -> None:
-    norm.forward = lambda hidden: functions.norm(hidden, norm.weight)  # type: ignore[method-assign, assignment]
+        # The compiler would choose the same width, but leaves its choice out of the key of its cache on disk (2.13).
+        # Code for AVX2 found there and built for AVX-512 gives wrong numbers or ends the process. Settings are in it.
+        options["cpp.simdlen"] = pick_vec_isa().bit_width()
+    return options
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
@@ -149,3 +140,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+
+
+def _twice(rows: Tensor) -> Tensor:
+    return rows + rows

@@ -34,6 +34,7 @@ COMPANIONS = (
 """Files that belong to a model and that training does not change."""
 _SHOWN = 8
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SHAPE = "in training, --init takes the model's shape from the folder, and trainer.init alone its weights"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -52,8 +53,7 @@ def check_pieces(folder: Path, pieces: Sequence[HFTensor], *, whole_model: bool 
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of {len(pieces)} tensors: {_some(missing)}",
             so="these weights would be random numbers",
-            fix="download or save the model again, or use the config.json that belongs to it (in training, --init "
-            "takes the model's shape from the folder, and trainer.init alone its weights)",
+            fix=f"download or save the model again, or use the config.json that belongs to it ({_SHAPE})",
         )
     if whole_model:
         _refuse_others(folder, stored.keys() - {piece.hf_name for piece in pieces}, stored)
@@ -232,11 +232,11 @@ def _refuse_others(folder: Path, others: set[str], stored: dict[str, StoredTenso
     if unknown:
         tied = unknown == [_HEAD]
         raise CheckpointError(
-            f"{folder} has {len(unknown)} tensors that its config.json has no place for: {_some(unknown)}",
+            f"{folder} has {len(unknown)} tensors that the model has no place for: {_some(unknown)}",
             so="without them the model would compute something else",
             fix="set tie_word_embeddings to false in config.json: the head differs from the embedding"
             if tied
-            else "use the config.json that belongs to these weights; biases and norms of queries are not supported",
+            else f"use the config.json that belongs to these weights ({_SHAPE})",
         )
 
 

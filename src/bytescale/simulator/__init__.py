@@ -1,17 +1,15 @@
 """Layer 4: event-driven execution of a plan on a modelled cluster. Nothing here imports torch."""
 
 from bytescale.simulator.cluster_config import ClusterConfig
-from bytescale.simulator.result import LoaderConfig, SimulatedStep, Traffic
-from bytescale.simulator.simulate import simulate, simulate_forward, step_seconds
+from bytescale.simulator.result import SimulatedStep, Traffic
+from bytescale.simulator.simulate import simulate, step_seconds
 from bytescale.simulator.step_times import StepTimes
 
 __all__ = [
     "ClusterConfig",
-    "LoaderConfig",
     "SimulatedStep",
     "StepTimes",
     "Traffic",
     "simulate",
-    "simulate_forward",
     "step_seconds",
 ]

@@ -28,18 +28,9 @@ class ClusterConfig:
     gradient_bucket_mib: float = field(default=0.0, metadata=limits(least=0))
     """MiB of gradients that are reduced at once while ranks compute (parallel.gradient_bucket_mib). The simulator works
     out how much of the sync computation hides. With 0, there is one reduction and one gathering between two steps."""
-    sync_overlap: float = field(default=0.0, metadata=limits(least=0, most=1))
-    """Share of the gradient sync that is assumed to run beside computation, to model systems other than this one.
-    Needs gradient_bucket_mib = 0."""
 
     def __post_init__(self) -> None:
         check_limits(self)
-        if self.gradient_bucket_mib and self.sync_overlap:
-            raise ConfigError(
-                f"gradient_bucket_mib = {self.gradient_bucket_mib} and sync_overlap = {self.sync_overlap}",
-                so="the hidden part of the gradient sync would be counted twice",
-                fix="set one of them to 0",
-            )
         if self.virtual_stages > 1 and self.pp == 1:
             raise ConfigError(
                 f"parallel.virtual_stages = {self.virtual_stages} without a pipeline (parallel.pp = 1)",

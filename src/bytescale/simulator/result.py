@@ -1,28 +1,14 @@
-"""The result of a simulated step: its time, where each rank's time went, traffic and memory."""
+"""The result of a simulated step: its time, where each rank's time went, and traffic."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from bytescale.common.arrays import FloatArray
-from bytescale.simulator.engine import Schedule, Timeline
+from bytescale.simulator.engine import Timeline
 from bytescale.simulator.events import Events
-
-
-@dataclass(slots=True, kw_only=True)
-class LoaderConfig:
-    """The modelled loader, which reads the input of every step."""
-
-    seconds: float = 0.0
-    """Time to read, preprocess and deliver the input of one step."""
-    overlapped: bool = True
-    """Whether the loader works beside the step before, as the remote loader does. If not, every step waits for it."""
-
-    def exposed_seconds(self, step_seconds: float) -> float:
-        """Return how long a step of ``step_seconds`` waits for its input."""
-        return max(0.0, self.seconds - step_seconds) if self.overlapped else self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,7 +31,7 @@ class SimulatedStep:
     """One simulated step. Arrays are ``[R, pp]`` in seconds: R HDP ranks, pp stages.
 
     For every rank and stage,
-    ``compute + exposed_ring + exposed_offload + wait_members + dp_bubble + pp_bubble + sync + loader = step``.
+    ``compute + exposed_ring + exposed_offload + wait_members + dp_bubble + pp_bubble + sync = step``.
     """
 
     step_seconds: float
@@ -56,13 +42,10 @@ class SimulatedStep:
     dp_bubble: FloatArray  # waiting for other HDP ranks, to start a shared micro-batch or at the gradient sync
     pp_bubble: FloatArray  # waiting for other stages
     sync_seconds: FloatArray  # gradient reduce-scatter and parameter all-gather that no computation hides
-    peak_activation_bytes: FloatArray  # [R, pp] bytes per device
     traffic: Traffic
     events: Events
     timeline: Timeline
     num_tokens: int
-    schedule: Schedule  # the order in which the pipelines worked
-    loader_seconds: float  # waiting for input that comes too late
 
     @property
     def num_stages(self) -> int:
@@ -87,12 +70,6 @@ class SimulatedStep:
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.step_seconds
 
-    def with_loader(self, loader: LoaderConfig) -> SimulatedStep:
-        """Return this step with the time that it waits for ``loader``. It must not have been added before."""
-        assert not self.loader_seconds, "a step has one loader"
-        late = loader.exposed_seconds(self.step_seconds)
-        return replace(self, step_seconds=self.step_seconds + late, loader_seconds=late)
-
     def shares(self) -> dict[str, float]:
         """Return the mean share of the step that ranks spend on each activity. The shares add up to 1."""
         parts = {
@@ -104,6 +81,4 @@ class SimulatedStep:
             "pp bubble": self.pp_bubble,
             "gradient sync": self.sync_seconds,
         }
-        shares = {name: float(values.mean()) / self.step_seconds for name, values in parts.items()}
-        shares["loader"] = self.loader_seconds / self.step_seconds
-        return shares
+        return {name: float(values.mean()) / self.step_seconds for name, values in parts.items()}

@@ -10,13 +10,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
 
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.common.errors import ConfigError, PlanError
+from bytescale.common.errors import ConfigError
 from bytescale.cost.gradient_sync import (
     bucket_seconds,
     embedding_share,
@@ -30,12 +28,12 @@ from bytescale.cost.gradient_sync import (
 )
 from bytescale.cost.profile import Profile
 from bytescale.cost.split import split_layers
-from bytescale.cost.stage import Loads, StageTimes, movable_layers, stage_activation_bytes, stage_times
+from bytescale.cost.stage import Loads, StageTimes, movable_layers, stage_times
 from bytescale.plan import Plan
 from bytescale.plan.last_message import silent_last_backwards
 from bytescale.planner.evaluate import run_in_order, run_rounds
 from bytescale.simulator.cluster_config import ClusterConfig
-from bytescale.simulator.engine import Progress, Schedule, Timeline, run_events
+from bytescale.simulator.engine import Timeline, run_events
 from bytescale.simulator.events import Events, events_of
 from bytescale.simulator.result import SimulatedStep, Traffic
 
@@ -46,45 +44,31 @@ def simulate(
     cluster: ClusterConfig,
     *,
     speeds: FloatArray | None = None,
-    schedule: Schedule | Literal["auto"] = "auto",
     recompute: bool = False,
-    progress: Progress | None = None,
 ) -> SimulatedStep:
-    """Execute ``plan`` event by event. ``profile`` gives the time of each. Input costs no time (``with_loader``).
+    """Execute ``plan`` event by event. ``profile`` gives the time of each. Input costs no time.
 
     Args:
         plan: a verified plan for as many ranks as ``cluster`` has.
         profile: costs per layer at the cluster's tp.
         cluster: the devices and their layout.
         speeds: ``[R]`` relative speeds of the ranks; None: all are 1.
-        schedule: how a pipeline orders its work, see ``engine``. ``auto`` takes ``1f1b``, and ``aligned`` if ``1f1b``
-            deadlocks. Interleaved stages have no ``aligned`` schedule. The result names the schedule that was used.
         recompute: whether every layer's forward, ring included, runs once more before its backward.
-        progress: called with (tasks done, tasks).
 
     Raises:
-        ConfigError: plan, profile, cluster and schedule do not belong together.
-        PlanError: the schedule deadlocks.
+        ConfigError: plan, profile and cluster do not belong together.
+        PlanError: 1F1B deadlocks.
     """
-    _check(plan, profile, cluster, schedule)
+    _check(plan, profile, cluster)
     events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.windows)
     parts = _times_of_parts(profile, cluster, events, recompute)
+    seconds, transfer = _seconds_of_events(profile, events, parts)
     if plan.domain > 1:
-        seconds, _ = _seconds_of_events(profile, events, parts)
-        timeline, end = _in_lockstep(plan, profile, cluster, events, seconds[0])
-        done = _Executed(plan, profile, cluster, events, timeline, rounds_end=end)
-        return _account(done, parts, schedule="1f1b", num_forwards=2 if recompute else 1)
-    used: Schedule = "1f1b" if schedule == "auto" else schedule
-    run = partial(run_events, events, *_seconds_of_events(profile, events, parts), num_stages=cluster.pp)
-    try:
-        timeline = run(schedule=used, progress=progress)
-    except PlanError:
-        if schedule != "auto" or cluster.virtual_stages > 1:
-            raise
-        used = "aligned"
-        timeline = run(schedule=used, progress=progress)
-    done = _Executed(plan, profile, cluster, events, timeline)
-    return _account(done, parts, schedule=used, num_forwards=2 if recompute else 1)
+        timeline, rounds_end = _in_lockstep(plan, profile, cluster, events, seconds[0])
+    else:
+        timeline, rounds_end = run_events(events, seconds, transfer, num_stages=cluster.pp), 0.0
+    done = _Executed(plan, profile, cluster, events, timeline, rounds_end)
+    return _account(done, parts, num_forwards=2 if recompute else 1)
 
 
 def step_seconds(
@@ -101,7 +85,7 @@ def step_seconds(
     """
     if cluster.pp > 1 or plan.domain > 1:
         return simulate(plan, profile, cluster, speeds=speeds, recompute=recompute).step_seconds
-    _check(plan, profile, cluster, "1f1b")
+    _check(plan, profile, cluster)
     events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.windows)
     seconds, _ = _seconds_of_events(profile, events, _times_of_parts(profile, cluster, events, recompute))
     event = events.micro_batch_events
@@ -130,27 +114,6 @@ def _in_lockstep(
     at = plan.micro_batch_rounds, plan.micro_batch_ranks // plan.domain
     start[events.micro_batch_events, 0] = begins[(slice(None), *at)].T
     return Timeline(arrival=start, start=start, end=start + seconds.T[:, None]), float(ends.max())
-
-
-def simulate_forward(plan: Plan, profile: Profile, cluster: ClusterConfig) -> FloatArray:
-    """Execute ``plan``, forward only, on ranks without a pipeline, as scoring and prefill run it.
-
-    Arguments and errors are those of ``simulate``; ``cluster.pp`` must be 1.
-
-    Returns:
-        ``[S]`` the seconds after which the forward of each sequence has ended on all ranks that hold a part of it.
-    """
-    _check(plan, profile, cluster, "1f1b")
-    assert cluster.pp == 1, "only ranks without a pipeline run forward alone"
-    events = events_of(plan, ranks_per_node=cluster.ranks_per_node, windows=profile.windows)
-    (times,) = _times_of_parts(profile, cluster, events, recompute=False)
-    forward, _ = events.longest_member(times.total)
-    _, ended = run_in_order(plan, forward[events.micro_batch_events])
-    ends = np.zeros(plan.num_groups)
-    np.maximum.at(ends, plan.micro_batch_groups, np.repeat(ended, np.diff(plan.micro_batch_group_offsets)))
-    of_sequences = np.empty(plan.num_sequences)
-    of_sequences[plan.group_sequences] = np.repeat(ends, np.diff(plan.group_sequence_offsets))
-    return of_sequences
 
 
 def _times_of_parts(profile: Profile, cluster: ClusterConfig, events: Events, recompute: bool) -> list[StageTimes]:
@@ -188,7 +151,7 @@ class _Executed:
         )
 
 
-def _check(plan: Plan, profile: Profile, cluster: ClusterConfig, schedule: str) -> None:
+def _check(plan: Plan, profile: Profile, cluster: ClusterConfig) -> None:
     if plan.num_ranks != cluster.num_ranks:
         raise ConfigError(
             f"the plan is for {plan.num_ranks} ranks but {cluster.num_gpus} devices at tp = {cluster.tp}, pp = "
@@ -207,15 +170,9 @@ def _check(plan: Plan, profile: Profile, cluster: ClusterConfig, schedule: str) 
             so="every stage would gather its parameters at times of its own",
             fix="plan without domains, or simulate without a pipeline",
         )
-    if schedule == "aligned" and cluster.virtual_stages > 1:
-        raise ConfigError(
-            f"schedule aligned with parallel.virtual_stages = {cluster.virtual_stages}",
-            so="this schedule prevents deadlocks by an order of whole micro-batches, and chunks have no such order",
-            fix="use schedule 1f1b, or leave virtual_stages out",
-        )
 
 
-def _account(done: _Executed, parts: list[StageTimes], *, schedule: Schedule, num_forwards: int) -> SimulatedStep:
+def _account(done: _Executed, parts: list[StageTimes], *, num_forwards: int) -> SimulatedStep:
     """Add up where the time of every rank and stage went."""
     events, timeline, pp = done.events, done.timeline, done.cluster.pp
     ranks, num_ranks = events.micro_batch_ranks, events.num_ranks
@@ -240,13 +197,10 @@ def _account(done: _Executed, parts: list[StageTimes], *, schedule: Schedule, nu
         dp_bubble=dp_bubble,
         pp_bubble=pp_bubble,
         sync_seconds=sync,
-        loader_seconds=0.0,
-        peak_activation_bytes=_peak_activations(done),
         traffic=_traffic(done, num_forwards),
         events=events,
         timeline=timeline,
         num_tokens=done.plan.num_tokens,
-        schedule=schedule,
         **spent,
     )
 
@@ -266,7 +220,7 @@ def _visible_sync(done: _Executed, stage: int) -> float:
     seconds = bucket_seconds(profile, parameters, count, **ranks)
     if count == 1:
         late = max(0.0, done.rounds_end - float(timeline.end.max()))
-        return late + (1.0 - cluster.sync_overlap) * (seconds.reduce + seconds.gather)
+        return late + seconds.reduce + seconds.gather
     some = np.diff(plan.rank_micro_batch_offsets) > 0
     first = events.micro_batch_events[plan.rank_micro_batch_offsets[:-1][some]]
     last = events.micro_batch_events[plan.rank_micro_batch_offsets[1:][some] - 1]
@@ -321,37 +275,6 @@ def _waits(events: Events, timeline: Timeline, stage: int, pp: int) -> tuple[Flo
     last = np.zeros(num_ranks)
     np.maximum.at(last, ranks, end)
     return _per_rank(start - free - for_stage, ranks, num_ranks), _per_rank(for_stage, ranks, num_ranks), last
-
-
-def _peak_activations(done: _Executed) -> FloatArray:
-    """Return the largest number of bytes that a device keeps for later backwards, ``[R, pp]``."""
-    profile, cluster, events, timeline = done.profile, done.cluster, done.events, done.timeline
-    peaks = np.zeros((events.num_ranks, cluster.pp))
-    kept = [
-        stage_activation_bytes(profile, events.loads, num_layers=len(layers))
-        for layers in split_layers(profile.architecture, cluster.num_parts)
-    ]
-    for stage in range(cluster.pp):
-        changes = [
-            memory_changes(events, timeline, part, kept[part]) for part in range(stage, cluster.num_parts, cluster.pp)
-        ]
-        when, change, ranks = (np.concatenate(arrays) for arrays in zip(*changes, strict=True))
-        order = np.lexsort((change, when, ranks))  # at equal times, bytes are freed before bytes are added
-        level = np.cumsum(change[order])  # the changes of each rank add up to 0, so the next rank starts at 0
-        np.maximum.at(peaks[:, stage], ranks[order], level)
-    return peaks
-
-
-def memory_changes(
-    events: Events, timeline: Timeline, part: int, kept: FloatArray
-) -> tuple[FloatArray, FloatArray, IntArray]:
-    """Return times, changes in bytes, and ranks, each ``[2 M]``.
-
-    Activations are kept from the start of a micro-batch's forward to the end of its backward.
-    """
-    event = events.micro_batch_events
-    when = np.concatenate([timeline.start[event, part, 0], timeline.end[event, part, 1]])
-    return when, np.concatenate([kept, -kept]), np.tile(events.micro_batch_ranks, 2)
 
 
 def _traffic(done: _Executed, num_forwards: int) -> Traffic:

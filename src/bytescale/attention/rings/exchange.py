@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from bytescale.attention.clock import Clock, HostClock
+from bytescale.attention.clock import Clock
 from bytescale.common.errors import RankFailure
 
 MOST_TIMED = 4096
@@ -89,7 +89,7 @@ class Exchange:
             rank: this rank: its entry in ``members``, or its rank in ``group`` if ``members`` is None.
             batched: whether each send and its receive form one ``batch_isend_irecv``, as NCCL requires.
             name: the name of the group in error messages.
-            clock: the clock for waiting; None: a ``HostClock``.
+            clock: the clock for waiting; None: that of the host.
             members: the numbers by which callers and error messages refer to the ranks, in the group's order. None: the
                 ranks in the group.
         """
@@ -98,7 +98,7 @@ class Exchange:
         self.name = name
         self.bytes_sent = 0
         self.messages_sent = 0
-        self.clock = HostClock() if clock is None else clock
+        self.clock = clock or Clock()
         self._batched = batched
         self._messages: list[TimedMessage] = []
         self._group_ranks = None if members is None else {member: rank for rank, member in enumerate(members)}

@@ -52,7 +52,7 @@ queries and keys, Dv of values, N members.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,20 +60,17 @@ import torch
 from torch import Tensor
 
 from bytescale.attention.blocks import BlockSet, Rows
-from bytescale.attention.kernels import AttentionKernel, OfQueries, add_rows, lse_dtype
+from bytescale.attention.kernels import AttentionKernel, OfQueries, add_rows, lse_dtype, merge_rows
 from bytescale.attention.rings.grid_messages import Grid, InTurn, RowMessages
 from bytescale.attention.rings.messages import Kind, keys_of, pack, values_of
-
-MergeRows = Callable[[Tensor, Tensor, Rows, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
 class BlockWork:
-    """How one call of attention computes blocks: the kernel, the scale, and how partial results are merged."""
+    """How one call of attention computes blocks: the kernel and the scale."""
 
     kernel: AttentionKernel
     scale: float
-    merge_rows: MergeRows
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet) -> tuple[Tensor, Tensor]:
         """``AttentionKernel.forward``."""
@@ -151,7 +148,7 @@ class _ForwardRow:
         blocks = self.grid.blocks[a, b]
         if blocks:
             part_out, part_lse = self.work.forward(self.queries[a], keys, values, blocks)
-            self.work.merge_rows(*self.running[a], blocks.query_rows(part_out.device), part_out, part_lse)
+            merge_rows(*self.running[a], blocks.query_rows(part_out.device), part_out, part_lse)
         if a and b == self.grid.last_step:
             self.messages.send_home(a, *self.running[a])
 
@@ -159,7 +156,7 @@ class _ForwardRow:
         """Merge what comes home. Return the output of the own queries; their LSE has been updated in place."""
         out, lse = self.running[0]
         for part_out, part_lse in self.messages.own_results():
-            self.work.merge_rows(out, lse, slice(0, len(out)), part_out, part_lse)
+            merge_rows(out, lse, slice(0, len(out)), part_out, part_lse)
         return out
 
 

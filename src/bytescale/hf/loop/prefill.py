@@ -184,7 +184,7 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
         ends, row = {}, 0
         for prompt, start, stop in micro.plan.runs:
             row += stop - start
-            if stop == lengths[prompt]:
+            if start < stop == lengths[prompt]:
                 ends[prompt] = row - 1
         logits = last_logits(hdp.model, micro.inputs, torch.tensor(list(ends.values()), dtype=torch.int64))
         rows = dict(zip(ends, logits, strict=True))

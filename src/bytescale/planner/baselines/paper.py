@@ -1,4 +1,4 @@
-"""Algorithm 2 of the paper, DP-Balance and PP-Balance, as published. ``greedy`` is our change of it."""
+"""Algorithm 2 of the paper, DP-Balance and PP-Balance, as published."""
 
 from __future__ import annotations
 

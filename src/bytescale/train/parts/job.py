@@ -130,7 +130,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         feed=feed,
         executor=Executor(
             parts=model.decoders(config, ranks, kernels, memory),
-            kernel=kernels.attention,
+            kernel=kernels.choice.kernel,
             mesh=ranks.mesh,
             z_loss=config.optimizer.z_loss,
             ring_gradients=torch.bfloat16 if config.parallel.ring_gradients == "bf16" else None,

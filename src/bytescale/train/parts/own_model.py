@@ -71,10 +71,8 @@ class OwnModel:
         checkpointing, tp, pool = config.memory.checkpointing, ranks.mesh.tp, memory.host_pool(ranks.device)
         parts = []
         for chunk in self.chunks:
-            row_wise = row_wise_parts(chunk, tp.size)
             if kernels.compiler is not None:
-                chunked = checkpointing != "none" and tp.size == 1 and bool(row_wise)
-                apply_compiled(chunk, kernels.compiler, chunked=chunked)
+                apply_compiled(chunk, kernels.compiler)
             for layer in chunk.layers:
                 apply_head_groups(layer.self_attn, memory.model.head_groups)
             activations = Activations(
@@ -83,7 +81,7 @@ class OwnModel:
                 pool=pool,
                 device=ranks.device,
                 tp=tp,
-                row_wise=row_wise,
+                row_wise=row_wise_parts(chunk, tp.size),
             )
             parts.append(Decoder(module=chunk, activations=activations))
         return parts

@@ -41,7 +41,7 @@ def build_rank_model(
         return build_attached_model(
             config,
             architecture,
-            kernels.attention,
+            kernels.choice.kernel,
             device=ranks.device,
             dtype=ranks.dtype,
             num_shards=ranks.mesh.hdp.size,

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from bytescale.attention import AttentionKernel
 from bytescale.attention.flash import AttentionChoice, Heads, open_attention
-from bytescale.attention.row_compiler import CompiledMerges, RowCompiler
 from bytescale.config import Config, resolve_model
+from bytescale.models.compiled import RowCompiler
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,6 @@ class Kernels:
     """What ``open_kernels`` has chosen."""
 
     choice: AttentionChoice
-    attention: AttentionKernel
-    """The chosen kernel, with compiled merges if the config asks for them."""
     compiler: RowCompiler | None
     """The compiler of pointwise parts; None: nothing is compiled."""
 
@@ -53,5 +50,4 @@ def open_kernels(
     query_heads, key_heads, width = shape.heads
     heads = Heads(max(1, query_heads // tp), max(1, key_heads // tp), width, windowed=shape.has_windows)
     with open_attention(config.kernels.attention, device, dtype, heads, smallest) as choice:
-        kernel = choice.kernel if compiler is None else CompiledMerges(choice.kernel, compiler)
-        yield Kernels(choice, kernel, compiler)
+        yield Kernels(choice, compiler)
