@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=16384)
     arguments = parser.parse_args()
     names = [spec.name for spec in fields(RankFigures)]
-    report = RankFigures(**{name: [1] if name.startswith("bytes_re") else 1.0 for name in names})  # type: ignore
+    report = RankFigures(**{name: [1] if name.startswith("data_bytes") else 1.0 for name in names})  # type: ignore
     for rank, name in ((0, "first rank"), (1, "any other")):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=arguments.ranks)
         world = RankGroup(dist.group.WORLD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import fields
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.errors import RankFailure
@@ -11,7 +12,7 @@ from bytescale.config import OptimizerConfig
 from bytescale.data.loading.loader import StepData
 from bytescale.runtime import StepResult
 from bytescale.train.parts.job import Job
-from bytescale.train.reporting.metrics import RankFigures, StepMetrics, check_finite, memory_bytes
+from bytescale.train.reporting.metrics import RankFigures, SharedFigures, StepMetrics, check_finite, memory_bytes
 from bytescale.train.reporting.span_recorder import StepRecorder
 from bytescale.train.reporting.work import RankWork
 
@@ -80,16 +81,16 @@ def figures_of_all(job: Job, data: StepData, result: StepResult, norm_share: flo
         most_busy_seconds=busy,
         waiting_seconds=work.waiting_seconds(),
         sync_seconds=work.sync_seconds(),
-        bytes_sent=work.bytes_sent(),
+        attention_bytes_sent=work.bytes_sent(),
         stop_heard=job.stop.heard,
         memory_bytes=memory_bytes(job.ranks.device),
         data_wait_seconds=times.wait_seconds,
         planning_seconds=times.planning_seconds,
         data_restarts=times.restarts,
-        steps_ready=times.steps_ready,
-        steps_planned=times.steps_planned,
-        bytes_read=[times.bytes_read],
-        bytes_received=[times.bytes_received],
+        data_steps_ready=times.steps_ready,
+        data_steps_planned=times.steps_planned,
+        data_bytes_read=[times.bytes_read],
+        data_bytes_received=[times.bytes_received],
     )
     return own.of_all(mesh.world)
 
@@ -105,12 +106,11 @@ def step_metrics(
     predicted: float | None = None,
 ) -> StepMetrics:
     """The figures of all ranks as one step's metrics."""
-    summary, num_ranks, model_flops = data.summary, job.ranks.world.size, job.training_flops(data)
-    mean_busy, peak = all_ranks.busy_seconds / num_ranks, job.peak_flops_per_second
+    summary, model_flops, peak = data.summary, job.training_flops(data), job.peak_flops_per_second
     return StepMetrics(
+        **{spec.name: getattr(all_ranks, spec.name) for spec in fields(SharedFigures)},
         step=step,
         loss=all_ranks.loss_sum / data.loss_divisor,
-        batch_loss=all_ranks.batch_loss,
         grad_norm=all_ranks.grad_norm,
         learning_rate=rate,
         num_tokens=summary.num_tokens,
@@ -118,21 +118,10 @@ def step_metrics(
         step_seconds=seconds,
         tokens_per_second=summary.num_tokens / seconds,
         model_flops_per_second=model_flops / seconds,
-        mfu=None if peak is None else model_flops / seconds / (num_ranks * peak),
-        memory_bytes=int(all_ranks.memory_bytes),
-        imbalance=all_ranks.most_busy_seconds / mean_busy,
-        waiting_share=max(0.0, 1.0 - mean_busy / seconds),
-        waiting_seconds=all_ranks.waiting_seconds / num_ranks,
-        sync_seconds=all_ranks.sync_seconds / num_ranks,
-        data_wait_seconds=all_ranks.data_wait_seconds,
-        planning_seconds=all_ranks.planning_seconds,
-        data_bytes_read=all_ranks.bytes_read,
-        data_bytes_received=all_ranks.bytes_received,
-        data_steps_ready=int(all_ranks.steps_ready),
-        data_steps_planned=int(all_ranks.steps_planned),
-        data_restarts=int(all_ranks.data_restarts),
+        mfu=None if peak is None else model_flops / seconds / (job.ranks.world.size * peak),
+        imbalance=all_ranks.most_busy_seconds / all_ranks.busy_seconds,
+        waiting_share=max(0.0, 1.0 - all_ranks.busy_seconds / seconds),
         predicted_seconds=predicted,
-        attention_bytes_sent=int(all_ranks.bytes_sent),
         group_sizes={str(degree): count for degree, count in summary.group_sizes.items()},
     )
 

@@ -14,7 +14,7 @@ import torch
 from bytescale.common.errors import NonFiniteError
 from bytescale.runtime import RankGroup
 
-_SUM, _MAX, _MIN, _LIST = ({"over": how} for how in ("sum", "max", "min", "list"))
+_SUM, _MEAN, _MAX, _MIN, _LIST = ({"over": how} for how in ("sum", "mean", "max", "min", "list"))
 """How the figures of all ranks become one: sums and extremes go to all ranks, lists to the first rank alone.
 
 At 16,384 ranks a table of everybody's numbers takes longer to read than to send. So sums and maxima are made on the way
@@ -22,29 +22,33 @@ At 16,384 ranks a table of everybody's numbers takes longer to read than to send
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFigures:
+class SharedFigures:
+    """What a rank tells the others of a step, and metrics.jsonl of all of them."""
+
+    batch_loss: float = field(metadata=_SUM)  # load balance of experts, weighted, told by one rank of a stage
+    memory_bytes: int = field(metadata=_MAX)  # peak allocated on GPU, peak resident on CPU
+    waiting_seconds: float = field(metadata=_MEAN)  # for other ranks, inside forward and backward
+    sync_seconds: float = field(metadata=_MEAN)  # from the last backward until gradients are reduced, with all waits
+    attention_bytes_sent: int = field(metadata=_SUM)
+    data_wait_seconds: float = field(metadata=_MAX)  # for the loader
+    planning_seconds: float = field(metadata=_MAX)  # of the rank, or of the planner actor: off the critical path
+    data_bytes_read: list[int] = field(metadata=_LIST)  # of the corpus; of all ranks in their order on the first one
+    data_bytes_received: list[int] = field(metadata=_LIST)  # likewise, from planner and servers; 0 if read here
+    data_steps_ready: int = field(metadata=_MIN)  # steps that waited in the loader
+    data_steps_planned: int = field(metadata=_MIN)  # plans that the planner actor held ahead
+    data_restarts: int = field(metadata=_MAX)  # of servers and planner since the run was started or resumed
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures(SharedFigures):
     """The figures of one rank, or of all ranks together (``of_all``)."""
 
     loss_sum: float = field(metadata=_SUM)
     num_targets: float = field(metadata=_SUM)
-    batch_loss: float = field(metadata=_SUM)  # of a stage, told by one rank of it
     norm_share: float = field(metadata=_SUM)  # sum of squares of the rank's part of the gradient
-    busy_seconds: float = field(metadata=_SUM)  # in forward and backward, without waiting for other ranks
+    busy_seconds: float = field(metadata=_MEAN)  # in forward and backward, without waiting for other ranks
     most_busy_seconds: float = field(metadata=_MAX)  # the same
-    waiting_seconds: float = field(metadata=_SUM)  # in forward and backward, for other ranks
-    sync_seconds: float = field(metadata=_SUM)  # until gradients are reduced, after the last backward
-    bytes_sent: float = field(metadata=_SUM)  # attention traffic
     stop_heard: float = field(metadata=_SUM)  # 1: the rank was asked to stop
-    memory_bytes: float = field(metadata=_MAX)
-    data_wait_seconds: float = field(metadata=_MAX)
-    planning_seconds: float = field(metadata=_MAX)
-    data_restarts: float = field(metadata=_MAX)
-    steps_ready: float = field(metadata=_MIN)
-    steps_planned: float = field(metadata=_MIN)
-    bytes_read: list[int] = field(
-        metadata=_LIST
-    )  # of the rank's loader; of all ranks in rank order, empty but on the first
-    bytes_received: list[int] = field(metadata=_LIST)  # likewise
 
     @property
     def grad_norm(self) -> float:
@@ -53,26 +57,26 @@ class RankFigures:
 
     def of_all(self, world: RankGroup) -> RankFigures:
         """Those of all ranks together; called by every rank. Sums and extremes have the same bits on all of them."""
-        sums, maxima, minima, lists = (
+        sums, means, maxima, minima, lists = (
             {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.metadata["over"] == how}
-            for how in ("sum", "max", "min", "list")
+            for how in ("sum", "mean", "max", "min", "list")
         )
-        added = world.sum_of([float(number) for number in sums.values()])
+        added = world.sum_of([float(number) for number in (*sums.values(), *means.values())])
         most = world.max_of([float(number) for number in (*maxima.values(), *(-one for one in minima.values()))])
         rows = world.gather_on_first([float(one[0]) for one in lists.values()])
-        found: dict[str, Any] = dict(zip((*sums, *maxima), (*added, *most), strict=False))
-        found |= {name: -number for name, number in zip(minima, most[len(maxima) :], strict=True)}
+        found: dict[str, Any] = dict(zip((*sums, *means, *maxima, *minima), (*added, *most), strict=True))
+        found |= {name: found[name] / world.size for name in means} | {name: -found[name] for name in minima}
+        found |= {spec.name: int(found[spec.name]) for spec in fields(self) if spec.type == "int"}
         found |= {name: [int(row[place]) for row in rows] for place, name in enumerate(lists)}
         return RankFigures(**found)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMetrics:
+class StepMetrics(SharedFigures):
     """One step, over all ranks. Times in seconds."""
 
     step: int
     loss: float  # mean cross-entropy per token with a target, nats
-    batch_loss: float  # load balance of experts, weighted; 0 for dense models
     grad_norm: float  # before clipping
     learning_rate: float
     num_tokens: int
@@ -81,25 +85,14 @@ class StepMetrics:
     tokens_per_second: float
     model_flops_per_second: float  # of all ranks together; the model's own, sum of s_i^2 counted, nothing recomputed
     mfu: float | None  # model_flops_per_second over the peak of all ranks; None where the peak is not known
-    memory_bytes: int  # largest of any rank: peak allocated on GPU, peak resident on CPU
     imbalance: float  # compute time of the slowest rank over the mean
     waiting_share: float  # of all ranks' time, spent waiting for other ranks
-    waiting_seconds: float  # mean of ranks: for other ranks, inside forward and backward
-    sync_seconds: float  # mean of ranks: from the last backward until gradients are reduced, slower ranks included
-    data_wait_seconds: float  # slowest rank's wait for its loader
-    planning_seconds: float  # of the slowest rank, or of the planner actor: off the critical path
-    data_bytes_read: list[int]  # of the corpus, per rank; on the first rank alone
-    data_bytes_received: list[int]  # likewise, from planner and servers; 0 under the local loader
-    data_steps_ready: int  # steps that waited in the loader of the rank that had fewest
-    data_steps_planned: int  # plans that the planner actor held ahead
-    data_restarts: int  # of servers and planner since the run was started or resumed
     predicted_seconds: float | None = None  # step_seconds as calibration foresaw it; None: nothing is calibrated
-    attention_bytes_sent: int  # by all ranks together
     group_sizes: dict[str, int]  # degree -> slice groups ("1": ranks' local packs)
 
     def to_json(self) -> str:
         """One line."""
-        return json.dumps(asdict(self)) + "\n"
+        return json.dumps({"step": self.step, "loss": self.loss} | asdict(self)) + "\n"
 
     def scalars(self) -> dict[str, float]:
         """The fields that are single numbers, by name, without the step's."""
