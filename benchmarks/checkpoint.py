@@ -148,6 +148,8 @@ def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> ShardedOptimiz
         hdp=own,
         node=own,
         gradients=own,
+        domain=Group(0, 1),
+        replicas=own,
         tp=Group(tp, mesh.tp),
         forward=(),
         backward=(),

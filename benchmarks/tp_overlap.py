@@ -60,7 +60,7 @@ class Silent(RankGroup):
     def start_reduce_scatter(self, full: Tensor) -> PendingCollective:
         return PendingCollective(self, None)
 
-    def start_all_gather(self, full: Tensor) -> PendingCollective:
+    def start_all_gather(self, full: Tensor, own: Tensor | None = None) -> PendingCollective:
         return PendingCollective(self, None)
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from bytescale.parity import thread_ranks as threads
 from bytescale.runtime import Mesh, MeshShape, RankGroup
+from bytescale.runtime.group import gloo_group
 
 Result = TypeVar("Result")
 
@@ -25,6 +26,7 @@ def run_mesh(
     interleaved: bool = False,
     overlapped: bool = False,
     nodes: Sequence[int] | None = None,
+    domain: int = 1,
     timeout_seconds: float = 300.0,
 ) -> list[Result]:
     """Run ``work`` once per rank of a mesh; its results in rank order."""
@@ -33,8 +35,12 @@ def run_mesh(
     def one_rank(world: RankGroup) -> Result:
         def make_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
             own = dist.PrefixStore(name, store)
-            return threads.process_group(own, list(ranks).index(world.rank), len(ranks), timeout_seconds)
+            return gloo_group(own, list(ranks).index(world.rank), len(ranks), timeout_seconds)
 
-        return work(Mesh.of(world, shape, make_group, interleaved=interleaved, overlapped=overlapped, nodes=nodes))
+        return work(
+            Mesh.of(
+                world, shape, make_group, interleaved=interleaved, overlapped=overlapped, nodes=nodes, domain=domain
+            )
+        )
 
     return run_ranks(shape.size, one_rank, timeout_seconds=timeout_seconds)

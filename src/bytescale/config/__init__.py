@@ -21,9 +21,10 @@ from bytescale.config.schema import (
     PlannerConfig,
     PlannerName,
     RingGradients,
+    Shard,
     TrainerConfig,
 )
-from bytescale.config.validate import validate
+from bytescale.config.validate import sharing_domain, validate
 
 __all__ = [
     "AUTO_CAPACITY",
@@ -47,11 +48,13 @@ __all__ = [
     "PlannerConfig",
     "PlannerName",
     "RingGradients",
+    "Shard",
     "TrainerConfig",
     "config_from_dict",
     "config_to_toml",
     "load_config",
     "resolve_architecture",
     "resolve_model",
+    "sharing_domain",
     "validate",
 ]

@@ -15,6 +15,7 @@ AUTO_CAPACITY = 0
 AUTO_HEAD_GROUPS = 0
 RingGradients = Literal["wide", "bf16"]
 LossPer = Literal["token", "sequence", "weight"]
+Shard = Literal["optimizer", "parameters"]
 PlannerName = Literal["adaptive", "paper", "naive", "static"]
 
 

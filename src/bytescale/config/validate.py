@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import RESERVED_FIELDS
@@ -13,7 +14,15 @@ from bytescale.config.architecture import Architecture
 from bytescale.config.attached import AttachedArchitecture, check_attached, check_trained
 from bytescale.config.overrides import parse_override
 from bytescale.config.resolve import resolve_model
-from bytescale.config.schema import AUTO_CAPACITY, Config, DataConfig, MemoryConfig, ParallelConfig, TrainerConfig
+from bytescale.config.schema import (
+    AUTO_CAPACITY,
+    Config,
+    DataConfig,
+    MemoryConfig,
+    ParallelConfig,
+    Shard,
+    TrainerConfig,
+)
 
 
 def validate(config: Config, *, num_ranks: int | None = None) -> None:
@@ -78,6 +87,29 @@ def check_batches(data: DataConfig) -> None:
 def hdp_ranks(parallel: ParallelConfig, num_ranks: int | None = None) -> int:
     """What tensor and pipeline parallelism leave of ``num_ranks`` (``parallel.ranks`` when None)."""
     return (parallel.ranks if num_ranks is None else num_ranks) // (parallel.tp * parallel.pp)
+
+
+def sharing_domain(shard: str, domain: int, num_ranks: int, ranks_per_node: int) -> int:
+    """How many consecutive HDP ranks share the layers' parameters (``runtime.optimizer.units``).
+
+    ``domain``: as it was asked for; 0: the ranks of a node. Raises ``ConfigError`` where that is not possible.
+    """
+    if shard not in get_args(Shard):
+        raise ConfigError(f"shard is {shard!r}", fix=f"use one of {', '.join(get_args(Shard))}")
+    if shard == "optimizer":
+        if domain > 1:
+            raise ConfigError(f'domain is {domain}, but shard is "optimizer"', so="ranks would share no parameters",
+                              fix='set shard to "parameters", or leave domain out')  # fmt: skip
+        return 1
+    found = domain or ranks_per_node
+    if found < 1 or num_ranks % found:
+        chosen = f"a domain of {found} ranks" if domain else f"the {found} ranks of a node, which are the domain,"
+        raise ConfigError(
+            f"{chosen} that share parameters {'does' if domain else 'do'} not divide {num_ranks} ranks",
+            so="some ranks would have no others to gather parameters with",
+            fix="set domain to a divisor of the number of ranks",
+        )
+    return found
 
 
 def kind_of_ranks(parallel: ParallelConfig) -> str:

@@ -32,6 +32,8 @@ class Setup:
     planner: str = "random"
     """``random``: any groups of any ranks; otherwise one of ``HDP``'s planners, with room for a third of the tokens."""
     equal_counts: bool = False
+    domain: int = 1
+    """Consecutive ranks that share the layers' parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,9 @@ def plain_step(model: nn.Module, documents: list[Document]) -> StepNumbers:
 def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> StepNumbers:
     """The same step by ``HDP``, on ranks that are threads of this process."""
     lengths = [len(document["tokens"]) for document in documents]
-    plan = random_plan(lengths, setup.num_ranks, setup.seed, weighted=True) if setup.planner == "random" else None
+    plan = None
+    if setup.planner == "random":
+        plan = random_plan(lengths, setup.num_ranks, setup.seed, weighted=setup.domain == 1, domain=setup.domain)
     capacity = max(-(-sum(lengths) // 3), -(-max(lengths) // setup.num_ranks) + 1)
 
     def one_rank(group: dist.ProcessGroup) -> tuple[float, list[Tensor], dict[str, Tensor]]:
@@ -114,6 +118,8 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
             capacity_tokens=capacity,
             planner="adaptive" if setup.planner == "random" else setup.planner,  # type: ignore[arg-type]
             equal_counts=setup.equal_counts,
+            shard="parameters" if setup.domain > 1 else "optimizer",
+            domain=setup.domain,
         )
         hdp.optimizer(torch.optim.SGD, lr=0.0)
         with WideCasts():

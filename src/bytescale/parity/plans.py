@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
+from bytescale.planner import align
 
 
-def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: bool = False) -> Plan:
+def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: bool = False, domain: int = 1) -> Plan:
     """A plan that respects every rule except that capacity is whatever it takes.
 
     Sequences are thrown together into groups of random ranks in random member order, with a random shape. Local groups
-    join the micro-batches of shared ones or get their own, wherever they fall.
+    join the micro-batches of shared ones or get their own, wherever they fall. For lockstep domains, which equal shares
+    are needed for, the plan is aligned.
     """
     random = np.random.default_rng(seed)
     sequences = random.permutation(len(lengths))
@@ -40,13 +44,17 @@ def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: 
     # A local group may be what a later shared group joins: the shared one goes first in the micro-batch.
     for rank in range(num_ranks):
         schedule[rank] = _merge_some_locals(schedule[rank], groups, random)
-    return Plan.build(
+    capacity = int(np.sum(lengths))
+    plan = Plan.build(
         lengths=lengths,
-        capacity_tokens=[int(np.sum(lengths))] * num_ranks,
+        capacity_tokens=[capacity] * num_ranks,
         groups=groups,
         schedule=schedule,
         planner="random",
     )
+    if domain > 1:
+        plan = align(plan, cluster=Cluster.uniform(num_ranks, capacity), cost=CostModel.from_work())
+    return replace(plan, domain=domain)
 
 
 def _merge_some_locals(

@@ -12,11 +12,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from bytescale.runtime.group import gloo_group
 
 Result = TypeVar("Result")
 
@@ -65,7 +66,7 @@ def _run_threads(
 
     def one_rank(rank: int) -> None:
         try:
-            results[rank] = work(process_group(store, rank, num_ranks, timeout_seconds))
+            results[rank] = work(gloo_group(store, rank, num_ranks, timeout_seconds))
         except BaseException as error:
             errors[rank] = traceback.format_exc()
             raised.append(error)
@@ -98,17 +99,3 @@ def _forget_locals(errors: Sequence[BaseException]) -> None:
             done.add(id(error))
             traceback.clear_frames(error.__traceback__)
             waiting += [error.__cause__, error.__context__]
-
-
-def process_group(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> dist.ProcessGroup:
-    """One rank's gloo group over a store that all ranks share; returned once all of its ranks are connected.
-
-    A rank that had nothing to send could otherwise end while another one still connects, which gloo calls a crash.
-    """
-    backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_seconds))
-    group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, size)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    store.set(f"connected/{rank}", "")
-    store.wait([f"connected/{other}" for other in range(size)], timedelta(seconds=timeout_seconds))
-    return group

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
 
 from bytescale.attention import Exchange
 from bytescale.attention.clock import make_clock
@@ -71,6 +73,17 @@ class RankGroup:
             members=self.members,
         )
 
+    def make_part(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A communicator of some ranks of this group, this one among them. Those ranks alone call it."""
+        assert self.group is not None, "a single rank has no parts"
+        if self.group in _world.pg_map:
+            known = dist.get_process_group_ranks(self.group)
+            members = [known[rank] for rank in ranks]
+            return dist.new_group(members, use_local_synchronization=True, group_desc=name)
+        store = self.group.get_group_store()
+        number = store.add(f"{name}/made by {self.rank}", 1)  # the same on all of its ranks
+        return gloo_group(dist.PrefixStore(f"{name}/{number}", store), list(ranks).index(self.rank), len(ranks))
+
     def reduce_scatter(self, full: Tensor) -> Tensor:
         """Sum ``full [size * n, ...]`` over ranks; returns this rank's ``[n, ...]`` part."""
         if self.group is None:
@@ -99,11 +112,12 @@ class RankGroup:
         # gloo's reduce-scatter is this all-reduce on a copy, which it makes before it returns (torch 2.13).
         return self._start(lambda: dist.all_reduce(full, group=self.group, async_op=True))
 
-    def start_all_gather(self, full: Tensor) -> PendingCollective:
-        """Start to fill ``full [size * n]`` with every rank's own part of it, in place."""
+    def start_all_gather(self, full: Tensor, own: Tensor | None = None) -> PendingCollective:
+        """Start to fill ``full [size * n]`` with every rank's ``own [n]``; None: its own part of ``full``."""
         if self.group is None:
             return PendingCollective(self, None)
-        return self._start(lambda: _all_gather(full, self._own(full), group=self.group, async_op=True))
+        part = self._own(full) if own is None else own
+        return self._start(lambda: _all_gather(full, part, group=self.group, async_op=True))
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum ``values`` over ranks, in place. Every rank gets the same bits."""
@@ -185,3 +199,19 @@ class RankGroup:
             so="the step cannot be finished, every rank stops",
             fix="look for the first error in the other ranks' output, then resume",
         )
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, timeout_seconds: float = 300.0) -> dist.ProcessGroup:
+    """One rank's gloo group over a store that all of its ranks share; returned once all of them are connected.
+
+    PyTorch does not know the group by a name. A rank that had nothing to send could otherwise end while another one
+    still connects, which gloo calls a crash.
+    """
+    limit = timedelta(seconds=timeout_seconds)
+    backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, limit)
+    group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    store.set(f"connected/{rank}", "")
+    store.wait([f"connected/{other}" for other in range(size)], limit)
+    return group

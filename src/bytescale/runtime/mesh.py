@@ -83,6 +83,10 @@ class Mesh:
             this node, or if no other one is.
         gradients: the HDP ranks again, for gradients and parameters. With ``overlapped`` this is a group of its own.
             NCCL runs the operations of one group in order, so in ``hdp`` a running reduction would hold up a ring.
+        domain: the HDP ranks that share the layers' parameters and run in lockstep (``runtime.optimizer.units``), for
+            gathers and reductions of single layers. A group of its own, for the same reason.
+        replicas: the HDP ranks with the same place in their domains, which hold the same part of the layers; it is
+            ``gradients`` where a domain is a single rank.
         tp: the ranks that share this stage's matrices.
         forward, backward: the ranks of this pipeline in the order of stages, for messages in each direction. Each
             has one group for the even and one for the odd boundaries between stages. NCCL runs the messages of one
@@ -96,6 +100,8 @@ class Mesh:
     hdp: RankGroup
     node: RankGroup
     gradients: RankGroup
+    domain: RankGroup
+    replicas: RankGroup
     tp: RankGroup
     forward: Sequence[RankGroup]
     backward: Sequence[RankGroup]
@@ -155,18 +161,24 @@ class Mesh:
         interleaved: bool = False,
         overlapped: bool = False,
         nodes: Sequence[int] | None = None,
+        domain: int = 1,
     ) -> Mesh:
         """Make the mesh of ``shape`` over ``world``. Every rank of ``world`` calls this.
 
         Args:
             interleaved: the last stage also sends to the first.
             overlapped: gradients are reduced while ranks compute (``runtime.optimizer.buckets``), in a group of their
-            own. nodes: for every world rank, a number that names its node. None: all ranks are on one node.
+            own.
+            nodes: for every world rank, a number that names its node. None: all ranks are on one node.
+            domain: consecutive HDP ranks that share the layers' parameters; it divides their number.
         """
         if world.size != shape.size:
             raise ValueError(f"a mesh of {shape.pp} x {shape.hdp} x {shape.tp} ranks, but there are {world.size}")
         stage, hdp, tp = shape.coordinates(world.rank)
+        first, place = hdp - hdp % domain, hdp % domain
         members = {
+            "domain": [shape.rank(stage, other, tp) for other in range(first, first + domain)],
+            "replicas": [shape.rank(stage, other, tp) for other in range(place, shape.hdp, domain)],
             "HDP": [shape.rank(stage, other, tp) for other in range(shape.hdp)],
             "TP": [shape.rank(stage, hdp, other) for other in range(shape.tp)],
             "pipeline": [shape.rank(other, hdp, tp) for other in range(shape.pp)],
@@ -186,12 +198,15 @@ class Mesh:
             return RankGroup(made, device=world.device, name=dimension)
 
         hdp_group = world if shape.tp == shape.pp == 1 else group("HDP")
+        gradients = group("HDP", " gradients") if overlapped else hdp_group
         return Mesh(
             shape=shape,
             stage=stage,
             world=world,
             hdp=hdp_group,
-            gradients=group("HDP", " gradients") if overlapped else hdp_group,
+            gradients=gradients,
+            domain=group("domain", " gathers"),
+            replicas=group("replicas", " gradients") if domain > 1 else gradients,
             tp=group("TP"),
             forward=[group("pipeline", f" forward {colour}") for colour in colours],
             backward=[group("pipeline", f" backward {colour}") for colour in colours],
@@ -199,13 +214,9 @@ class Mesh:
         )
 
     @staticmethod
-    def of_hdp(hdp: RankGroup) -> Mesh:
-        """The mesh without tensor and pipeline parallelism: one group for everything."""
-        alone = RankGroup(device=hdp.device)
-        shape = MeshShape(hdp=hdp.size)
-        return Mesh(
-            shape=shape, stage=0, world=hdp, hdp=hdp, node=hdp, gradients=hdp, tp=alone, forward=(), backward=()
-        )
+    def of_hdp(hdp: RankGroup, domain: int = 1) -> Mesh:
+        """The mesh without tensor and pipeline parallelism. Every rank calls it."""
+        return Mesh.of(hdp, MeshShape(hdp=hdp.size), hdp.make_part, domain=domain)
 
 
 def node_group(

@@ -18,6 +18,7 @@ def make_planner(
     cost: CostModel | None = None,
     planner: PlannerName = "adaptive",
     equal_counts: bool = False,
+    domain: int = 1,
     offload: OffloadRule | None = None,
 ) -> VerifiedPlanner:
     """A function from the lengths of a global batch's documents to a plan, which can be pickled.
@@ -30,6 +31,7 @@ def make_planner(
             and ``paper`` are Algorithms 1 and 2 of the paper.
         equal_counts: whether all ranks run equally many micro-batches side by side, as loops need in which all ranks
             communicate in every pass (FSDP): all ranks are one lockstep domain (``plan.Plan``).
+        domain: otherwise, consecutive ranks that run in lockstep.
         offload: what a micro-batch may offload, so that it holds more than ``capacity_tokens``; None: nothing.
 
     Raises:
@@ -42,5 +44,5 @@ def make_planner(
         PlannerConfig(name=planner),
         Cluster.uniform(num_ranks, capacity_tokens, offload=offload),
         CostModel.from_work() if cost is None else cost,
-        domain=num_ranks if equal_counts else 1,
+        domain=num_ranks if equal_counts else domain,
     )

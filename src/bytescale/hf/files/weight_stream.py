@@ -6,7 +6,7 @@ tensor is brought into the files' form by itself. Adapters (LoRA) are added to t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ _BASE = ".base_layer."
 
 
 @torch.no_grad()
-def named_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and whole tensors; ``HDP.weights``."""
+def named_weights(
+    model: nn.Module, dtype: torch.dtype | None, whole: Callable[[nn.Parameter], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and whole tensors; ``HDP.weights``. ``whole``: from a parameter that ranks share to its values."""
     root = causal_model(model)
     modules = dict(root.named_modules())
     for name, parameter in root.named_parameters():
@@ -33,7 +35,7 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple
                 so="an inference engine would run another model",
                 fix="merge the adapters (merge_and_unload()) into a copy, and give it that",
             )
-        value: Any = parameter.detach()
+        value: Any = parameter.detach() if whole is None else whole(parameter)
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         if _BASE in name:
             owner, _, rest = name.partition(_BASE)

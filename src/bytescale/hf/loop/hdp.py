@@ -17,6 +17,7 @@ rows, divided by something that all ranks know, therefore gives the gradients of
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -27,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bytescale.common.errors import PlanError, problem
-from bytescale.config import DataConfig, PlannerName
+from bytescale.common.errors import ConfigError, PlanError, problem
+from bytescale.config import DataConfig, PlannerName, Shard, sharing_domain
 from bytescale.cost import Cluster, CostModel
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.memory import DeviceKind
@@ -71,6 +72,8 @@ class HDP(Updates):
         capacity_tokens: int,
         planner: PlannerName = "adaptive",
         equal_counts: bool = False,
+        shard: Shard = "optimizer",
+        domain: int | None = None,
         longest_document: int | None = None,
         cost: CostModel | None = None,
         forward_only: bool = False,
@@ -88,6 +91,10 @@ class HDP(Updates):
             planner: see ``make_planner``.
             equal_counts: whether every rank gets equally many micro-batches, as FSDP needs (see ``make_planner``).
                 Those that the plan does not have are one row that stands for no token.
+            shard: ``optimizer`` shards states over all ranks; every rank has all parameters and gradients. With
+                ``parameters``, ranks share the parameters and gradients of the layers, too, from ``adamw`` or
+                ``optimizer`` on, and gather a layer when it computes. They run in lockstep, as with ``equal_counts``.
+            domain: consecutive ranks that share parameters; None: those of a node. It divides the number of ranks.
             longest_document: tokens for which rotary positions that depend on the longest one (dynamic NTK, longrope)
                 are fixed, for good; other models do not need it.
             cost: what the planner is to believe of training; None: counted from the model.
@@ -104,7 +111,8 @@ class HDP(Updates):
         """
         super().__init__(model, _rank_group(group, next(model.parameters()).device))
         self.capacity_tokens = capacity_tokens
-        self.equal_counts = equal_counts
+        self.sharing = _sharing(shard, domain, self.group, equal_counts=equal_counts)
+        self.domain = self.group.size if equal_counts else self.sharing
         self.promise = Promise(self)
         self._collected: Collected | None = None
         self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
@@ -125,17 +133,17 @@ class HDP(Updates):
     def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
         """Count costs, make the planner, and compare all of it between the ranks."""
         parameter = next(self.model.parameters())
-        element, together = parameter.element_size(), self.group.size if self.equal_counts else 1
+        element = parameter.element_size()
         if cost is None:
             device: DeviceKind = "cuda" if parameter.device.type == "cuda" else "cpu"
-            cost = assumed_cost(self.engine.decoder.spec, device=device, bytes_per_element=element, domain=together)
+            cost = assumed_cost(self.engine.decoder.spec, device=device, bytes_per_element=element, domain=self.domain)
         self.cost = cost.forward_only(element) if forward_only else cost
         self.planner = make_planner(
             num_ranks=self.group.size,
             capacity_tokens=self.capacity_tokens,
             cost=self.cost,
             planner=planner,
-            equal_counts=self.equal_counts,
+            domain=self.domain,
             offload=self.engine.offload_rule(),
         )
         self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint())
@@ -311,6 +319,8 @@ class HDP(Updates):
         self.promise.require_none("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
         self.require_at_home("weights")
+        if self._optimizer is not None and self._optimizer.units is not None:
+            self._optimizer.units.begin()
         self.engine.activations.begin_step(part.rank_plan.micro_batches)
         self.handed_out.begin(planned.number, len(planned))
         self._collected = Collected(part)
@@ -318,8 +328,20 @@ class HDP(Updates):
     def _fingerprint(self) -> int:
         """63 bits of what has to be equal on all ranks."""
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
-        settings = (self.facts, self.cost, self.capacity_tokens, self.equal_counts, self.planner.config)
+        settings = (self.facts, self.cost, self.capacity_tokens, self.domain, self.sharing, self.planner.config)
         return _digest(settings, shapes, weight_sums(self.model))
+
+
+def _sharing(shard: Shard, domain: int | None, group: RankGroup, *, equal_counts: bool) -> int:
+    """How many ranks share parameters."""
+    if equal_counts and shard == "parameters":
+        raise ConfigError(
+            'equal_counts = True with shard = "parameters"',
+            so="two engines would shard the same parameters",
+            fix="leave equal_counts out: ranks that share parameters run in lockstep",
+        )
+    here = min(int(os.environ.get("LOCAL_WORLD_SIZE", group.size)), group.size)
+    return sharing_domain(shard, domain or 0, group.size, here)
 
 
 def _digest(*content: Any) -> int:

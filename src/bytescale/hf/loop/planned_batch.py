@@ -25,11 +25,11 @@ class PlannedBatch:
         self.rank_plan = part.rank_plan
         self._part = part
         self._num_passes = part.rank_plan.num_rounds
-        if hdp.equal_counts and part.rank_plan.domain != part.rank_plan.num_ranks:
+        if part.rank_plan.domain % hdp.domain:
             raise PlanError(
-                f"the plan is for domains of {part.rank_plan.domain} ranks in lockstep, not for equal_counts = True",
+                f"the plan is for domains of {part.rank_plan.domain} ranks in lockstep; here they have {hdp.domain}",
                 so="ranks would run different numbers of passes and wait for each other for ever",
-                fix="make the plan with equal_counts = True, too",
+                fix="make the plan for the same domain, or with equal_counts = True, as HDP(...) was told",
             )
         if last:
             hdp.promise.make(self)

@@ -176,7 +176,7 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
     result = Prefill(hdp, [document["tokens"] for document in documents], torch.zeros(len(prompts), dtype=torch.int64))
     next_tokens = torch.zeros(len(prompts), dtype=torch.int64, device=device)
     plan = hdp.planner(np.array(lengths))
-    if not hdp.equal_counts:  # counts that are equal, backwards, would not meet at equal places
+    if hdp.domain == 1:  # counts that are equal, backwards, would not meet at equal places
         plan = short_first(plan, hdp.cost)
     for micro in hdp.plan(documents, plan=plan):
         kept: list[tuple[Tensor, Tensor]] = []

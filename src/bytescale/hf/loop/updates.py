@@ -27,6 +27,7 @@ class Updates:
 
     engine: Engine
     promise: Promise
+    sharing: int
 
     def __init__(self, model: nn.Module, group: RankGroup) -> None:
         self.model, self.group = model, group
@@ -75,8 +76,12 @@ class Updates:
             )
         if former := ShardedOptimizer.of(self.model):
             former.leave(self.model)
-        named = list(self.model.named_parameters())
-        self._optimizer = take_over(named, self.group, cls, options, group_options, **layers_of(self.engine.decoder))
+        named, decoder = list(self.model.named_parameters()), self.engine.decoder
+        if self.sharing > 1:
+            _ = decoder.layers, decoder.head  # raises where there are none; the head is found by a pass
+        self._optimizer = take_over(
+            named, self.group, cls, options, group_options, domain=self.sharing, **layers_of(decoder)
+        )
         self._optimizer.join(self.model)
         return self._optimizer.torch_optimizer
 
@@ -231,10 +236,13 @@ class Updates:
 
         For inference engines: adapters are merged into what is yielded, and tied weights come once. ``dtype``: of the
         tensors; None: the model's. Without it a tensor may be the model's own memory. Every rank may call it alone,
-        unless FSDP shards the model. Raises ``ConfigError`` for adapters that are not added to a weight.
+        unless ranks share the parameters. Raises ``ConfigError`` for adapters that are not added to a weight.
         """
         self.require_at_home("weights")
-        return named_weights(self.model, dtype)
+        units = None if self._optimizer is None else self._optimizer.units
+        yield from named_weights(self.model, dtype, None if units is None else units.whole)
+        if units is not None:
+            units.begin()
 
     # -- internals -------------------------------------------------------------------------------------------------
 

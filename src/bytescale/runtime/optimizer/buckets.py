@@ -53,7 +53,7 @@ class BucketCollectives:
         """Start to reduce the buckets that begin at ``start`` or later and have not been started in this step."""
         while self._to_reduce and self._to_reduce[-1].start >= start:
             bucket = self._to_reduce.pop()
-            pending = self.group.start_reduce_scatter(bucket.of(self.parameters.gradients))
+            pending = self.group.start_reduce_scatter(self.parameters.gradients[self.parameters.held(bucket)])
             self._reducing.append((bucket, pending))
 
     @property
@@ -78,7 +78,8 @@ class BucketCollectives:
         """Start to gather all buckets."""
         assert not self._gathering, "parameters are gathered once, after an update"
         for bucket in self.parameters.buckets:
-            self._gathering.append((bucket, self.group.start_all_gather(bucket.of(self.parameters.values))))
+            held = self.parameters.values[self.parameters.held(bucket)]
+            self._gathering.append((bucket, self.group.start_all_gather(held)))
 
     def wait_for_parameters(self, stop: int | None = None) -> None:
         """Wait until all parameters that lie before ``stop`` are gathered. None: until all parameters are."""

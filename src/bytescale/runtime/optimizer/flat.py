@@ -30,6 +30,8 @@ from torch.utils.hooks import RemovableHandle
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
 from bytescale.cost.gradient_sync import MOST_BUCKETS
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
 
 ALIGNMENT = 64
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -66,10 +68,6 @@ class Bucket:
         """The part of the flat buffers that belongs to ``rank``."""
         size = (self.stop - self.start) // self.num_shards
         return slice(self.start + rank * size, self.start + (rank + 1) * size)
-
-    def of(self, buffer: Tensor) -> Tensor:
-        """A view of this range of a ``[padded]`` buffer."""
-        return buffer[self.start : self.stop]
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ class FlatParameters:
         self._start_of = {id(p): entry.start for (_, p), entry in zip(parameters, self.entries, strict=True)}
 
         (dtype,) = dtypes
-        device, wide = parameters[0][1].device, _master_dtype(dtype)
+        device, wide = parameters[0][1].device, master_dtype_of(dtype)
         self.buckets = _buckets(stop, num_shards, -(-bucket_bytes // wide.itemsize))
         padded = self.buckets[-1].stop
         self.values = torch.zeros(padded, dtype=dtype, device=device)
@@ -176,6 +174,22 @@ class FlatParameters:
     def shards(self, rank: int) -> list[slice]:
         """The parts of the buffers that ``rank`` owns: one range of every bucket, in order."""
         return [bucket.own(rank) for bucket in self.buckets]
+
+    def held(self, bucket: Bucket) -> slice:
+        """Where this rank has its part of a bucket in ``values`` and ``gradients``: all of the bucket."""
+        return slice(bucket.start, bucket.stop)
+
+    def own(self, place: slice) -> slice:
+        """Where one of this rank's ``shards`` lies in ``values`` and ``gradients``."""
+        return place
+
+    def holders(self, mesh: Mesh) -> RankGroup:
+        """The ranks that have the same part as this one, and divide its updates among them."""
+        return mesh.gradients
+
+    def whole(self, own: Tensor) -> Tensor:
+        """A copy ``[padded]`` of what this rank has in ``values`` or ``gradients``, with zeros for what it has not."""
+        return own.clone()
 
     def pieces(self, place: slice) -> Iterator[Piece]:
         """The parts of parameters inside a range of the buffers, in order."""
@@ -206,12 +220,7 @@ class FlatParameters:
         """Raise ``ConfigError`` if a parameter has left ``values``, as ``model.to()`` makes it when it copies."""
         for parameter, entry in zip(self.parameters, self.entries, strict=True):
             if parameter.data_ptr() != self.value_of(entry).data_ptr() or parameter.dtype != self.values.dtype:
-                raise ConfigError(
-                    f"parameter {entry.name} has been moved or replaced since the optimizer took it over",
-                    so="updates would not reach the model",
-                    fix="move and convert the model (to(), half()) before hdp.adamw() or hdp.optimizer(); "
-                    "accelerate moves models too: see examples/hf_trainer.py",
-                )
+                raise moved(entry.name)
 
     def changed(self) -> list[Entry]:
         """Parameters that somebody else has written to since the last call, as ``load_state_dict`` does."""
@@ -257,6 +266,16 @@ class FlatParameters:
         return parameter.register_post_accumulate_grad_hook(hook)
 
 
+def moved(name: str) -> ConfigError:
+    """What to raise for a parameter that is not where it was put."""
+    return ConfigError(
+        f"parameter {name} has been moved or replaced since the optimizer took it over",
+        so="updates would not reach the model",
+        fix="move and convert the model (to(), half()) before hdp.adamw() or hdp.optimizer(); "
+        "accelerate moves models too: see examples/hf_trainer.py",
+    )
+
+
 def _keep_gradient_in(view: Tensor) -> Callable[[Tensor], None]:
     """A hook for a parameter whose ``grad`` is a view of the buffer, which autograd adds to in place.
 
@@ -296,5 +315,5 @@ def _buckets(num_elements: int, num_shards: int, bucket_elements: int) -> list[B
     return [Bucket(start, stop, num_shards) for start, stop in pairwise(bounds)]
 
 
-def _master_dtype(dtype: torch.dtype) -> torch.dtype:
+def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32

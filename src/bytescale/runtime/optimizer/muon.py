@@ -67,7 +67,9 @@ class DealtMatrices:
         The gradients of other parameters are undefined afterwards. Every rank of the group calls it.
         """
         buffer = self.parameters.gradients
-        for pending in [self.group.start_all_gather(bucket.of(buffer)) for bucket in self.parameters.buckets]:
+        for pending in [
+            self.group.start_all_gather(buffer[self.parameters.held(bucket)]) for bucket in self.parameters.buckets
+        ]:
             pending.wait()
         for entry, owner in self.owners.items():
             matrices = buffer[entry.start : entry.stop].view(-1, *entry.shape[-2:])
@@ -76,7 +78,9 @@ class DealtMatrices:
                 matrix.copy_(orthogonalised(matrix, self.dtype)).mul_(scale)
             if owner != self.group.rank:
                 matrices.zero_()
-        for pending in [self.group.start_reduce_scatter(bucket.of(buffer)) for bucket in self.parameters.buckets]:
+        for pending in [
+            self.group.start_reduce_scatter(buffer[self.parameters.held(bucket)]) for bucket in self.parameters.buckets
+        ]:
             pending.wait()
 
 

@@ -21,6 +21,7 @@ from bytescale.plan import RankPlan
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.runtime.optimizer.flat import FlatParameters, Range, values_of
+from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.optimizer.optimizers import LR_RATIO, GroupOptions, named_optimizer
 from bytescale.runtime.optimizer.replicas import TiedHead
 from bytescale.runtime.optimizer.zero import OptimizerShard, ZeroShards
@@ -54,12 +55,16 @@ class ShardedOptimizer:
         cls: type[torch.optim.Optimizer],
         options: dict[str, Any],
         group_options: GroupOptions | None = None,
+        *,
+        units: Units | None = None,
     ) -> None:
         """``cls`` is called as ``cls(parameter groups, **options)``; it has to be elementwise.
 
-        ``group_options``: options of single parameters; None: all parameters have the same.
+        ``group_options``: options of single parameters; None: all parameters have the same. ``units``: what opens the
+        layers where ranks share their parameters.
         """
         self.zeros = list(zeros)
+        self.units = units
         self.mesh = self.zeros[0].mesh
         self.group = self.mesh.hdp
         self._options = {
@@ -172,6 +177,8 @@ class ShardedOptimizer:
         self._has_left = True
         if self.of(model) is self:
             del model.zero_grad
+        if self.units is not None:
+            self.units.dissolve()
         for zero in self.zeros:
             zero.parameters.release()
             if zero.overlap is not None:
@@ -225,7 +232,7 @@ class ShardedOptimizer:
         for zero in self.zeros:
             flat = zero.parameters
             flat.collect_gradients()
-            total = self.group.all_reduce(flat.gradients.clone())
+            total = self.group.all_reduce(flat.whole(flat.gradients))
             for entry in flat.entries:
                 found[entry.name] = total[entry.start : entry.stop].view(entry.shape).clone()
         return found
@@ -235,11 +242,12 @@ class ShardedOptimizer:
         tensors: dict[str, dict[str, Tensor]] = {}
         for zero in self.zeros:
             for name, ranges in sorted(self.states(zero).items()):
-                whole = torch.zeros_like(zero.parameters.gradients)
+                flat = zero.parameters
+                whole = flat.gradients.new_zeros(flat.buckets[-1].stop)
                 for own in ranges:
                     whole[own.start : own.start + len(own.values)] = own.values
                 self.group.all_reduce(whole)
-                for entry in zero.parameters.entries:
+                for entry in flat.entries:
                     found = whole[entry.start : entry.stop].view(entry.shape)
                     tensors.setdefault(entry.name, {})[name] = found.to("cpu", copy=True)
         return {"num_updates": self.num_updates, "numbers": self.state_numbers(), "tensors": tensors}

@@ -15,8 +15,10 @@ from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.runtime.optimizer.elementwise import require_elementwise
 from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.optimizer.lockstep import shard_layers
 from bytescale.runtime.optimizer.optimizers import GroupOptions
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+from bytescale.runtime.optimizer.units import UnitParameters
 from bytescale.runtime.optimizer.zero import ZeroShards
 
 BUCKET_BYTES = int(ParallelConfig().gradient_bucket_mib * 2**20)
@@ -32,6 +34,7 @@ def take_over(
     *,
     chunk: Chunk | None = None,
     late: Collection[str] = (),
+    domain: int = 1,
 ) -> ShardedOptimizer:
     """Move all parameters that require a gradient into flat memory, one buffer for each dtype.
 
@@ -41,24 +44,31 @@ def take_over(
         cls, options, group_options: as in ``ShardedOptimizer``.
         chunk: the model and its layers, so that gradients of one dtype can be reduced during backward.
         late: names of parameters whose gradients are complete at the end alone (``FlatParameters``).
+        domain: consecutive ranks that share the parameters of the chunk's layers (``units``).
 
     Raises:
         ConfigError: if nothing is trainable, or the optimizer is not elementwise.
     """
-    trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
-    if not trainable:
+    if not any(p.requires_grad for _, p in named_parameters):
         raise ConfigError(
             problem("no parameter of the model requires a gradient", so="there is nothing to train",
                     fix="set requires_grad on the parameters that shall be trained, before this call")
         )  # fmt: skip
     require_elementwise(cls, options)
-    mesh = Mesh.of_hdp(group)
+    mesh = Mesh.of_hdp(group, domain)
+    shared: list[UnitParameters] = []
+    units = None
+    if domain > 1:
+        assert chunk is not None, "whoever shares layers knows them"
+        named_parameters, shared, units = shard_layers(named_parameters, chunk[1], mesh)
+    trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
     dtypes = sorted({p.dtype for _, p in trainable}, key=str)
     size = BUCKET_BYTES if chunk is not None and len(dtypes) == 1 else 0
-    zeros = [
-        ZeroShards(FlatParameters(own, group.size, bucket_bytes=size, late=late), mesh)
+    whole = [
+        FlatParameters(own, group.size, bucket_bytes=size, late=late)
         for own in ([item for item in trainable if item[1].dtype == dtype] for dtype in dtypes)
     ]
-    if chunk is not None and size:
+    zeros = [ZeroShards(parameters, mesh) for parameters in (*whole, *shared)]
+    if chunk is not None and size and units is None:
         zeros[0].overlap_with([chunk], in_steps=False)
-    return ShardedOptimizer(zeros, cls, options, group_options)
+    return ShardedOptimizer(zeros, cls, options, group_options, units=units)

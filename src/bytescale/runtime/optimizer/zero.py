@@ -43,13 +43,14 @@ class OptimizerShard:
     @staticmethod
     def of(parameters: FlatParameters, place: slice) -> OptimizerShard:
         """The shard at the range ``place`` of the flat buffers."""
-        value = parameters.values[place]
+        own = parameters.own(place)
+        value = parameters.values[own]
         master = value if value.dtype == parameters.master_dtype else value.to(parameters.master_dtype)
-        master.grad = parameters.gradients[place]  # reduced in place
+        master.grad = parameters.gradients[own]  # reduced in place
         counted: list[tuple[slice, int]] = []
         for piece in parameters.pieces(place):
-            own = slice(piece.start - place.start, piece.stop - place.start)
-            _extend(counted, own, piece.entry.cut.replicas)
+            inside = slice(piece.start - place.start, piece.stop - place.start)
+            _extend(counted, inside, piece.entry.cut.replicas)
         return OptimizerShard(master, value, counted)
 
     def add_squares(self, total: Tensor) -> None:
@@ -75,7 +76,7 @@ class ZeroShards:
         self.mesh = mesh
         self.hdp = mesh.hdp
         self.tied_head = tied_head
-        self.collectives = BucketCollectives(parameters, mesh.gradients)
+        self.collectives = BucketCollectives(parameters, parameters.holders(mesh))
         self.overlap: Overlap | None = None
         self.shards = [OptimizerShard.of(parameters, place) for place in parameters.shards(mesh.hdp.rank)]
         self._shard_of: dict[Bucket, OptimizerShard] = dict(zip(parameters.buckets, self.shards, strict=True))

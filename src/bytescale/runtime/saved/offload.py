@@ -88,13 +88,10 @@ class ActivationOffload:
         self._num_offloaded_layers = movable_layers(len(layers))
         self._running: _Pass | None = None
         self._layers = list(layers)
-        self._constant_storages: set[int] = set()
         self._hooks = [hook for index, layer in enumerate(layers) for hook in self._watch(index, layer)]
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Prepare for a step with these micro-batches, which have their offload ratios."""
-        constants = (tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers()))
-        self._constant_storages = {tensor.untyped_storage().data_ptr() for tensor in constants}
         self.pool.prepare(max(map(offloaded_tokens, micro_batches), default=0), self._num_offloaded_layers)
 
     @contextmanager
@@ -133,7 +130,8 @@ class ActivationOffload:
     def _watch(self, index: int, layer: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._running is not None and torch.is_grad_enabled():
-                self._running.enter_layer(index, shared_arguments(args, kwargs))
+                constants = [*module.parameters(), *module.buffers()]
+                self._running.enter_layer(index, [constants, shared_arguments(args, kwargs)])
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
             if self._running is not None:
@@ -158,10 +156,10 @@ class _Pass:
         self._under_way: _LayerPass | None = None  # the layer before the current one
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
-    def enter_layer(self, index: int, shared: object) -> None:
-        storages = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(shared) if isinstance(leaf, Tensor)}
+    def enter_layer(self, index: int, staying: object) -> None:
+        storages = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(staying) if isinstance(leaf, Tensor)}
         moves = index < self.owner._num_offloaded_layers
-        self.current = self.layers[index] = _LayerPass(self, index, moves, storages | self.owner._constant_storages)
+        self.current = self.layers[index] = _LayerPass(self, index, moves, storages)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.owner.pack, self.owner.unpack)
         self._hooks.__enter__()
 

@@ -1,0 +1,220 @@
+"""Parameters of layers that the ranks of a lockstep domain share: gathered for a layer's time, and freed behind it.
+
+A *unit* is one decoder layer. Each of the d ranks of a domain (``Mesh.domain``) keeps 1/d of every unit in ``values``,
+and 1/d of its gradient sums. A layer's full parameters and full gradients have memory only while the layer computes::
+
+    domain's communicator  G0 G1   G2      ..  |  G2      G1     R3  G0     R2    R1     R0        G: gather, R: reduce
+    compute                   L0   L1   L2  L3 |  L3 back    L2 back    L1 back   L0 back
+
+A gather is posted one layer ahead. Behind a layer's backward its gradients are summed over the domain, and this rank's
+part is added to the sums of earlier rounds. All ranks of a domain post the same operations in the same order, in every
+round: a rank that has no work in a round goes through the same steps (``lockstep.Units.pass_without_work``). Parameters
+that do not belong to exactly one layer (embedding, last norm, head) are in ordinary flat buffers, and are always there.
+
+What lies between two steps is ZeRO-1 over the ranks with the same part (``Mesh.replicas``). Positions in the flat
+buffers are those of whole units, one bucket for each, as if every rank had all of them. Shard p m + g of a bucket
+belongs to place p of domain g, of m domains, so that the shards of one place lie side by side::
+
+    unit          |        place 0        |        place 1        |      d = 2, m = 3
+    of rank       |   0   |   2   |   4   |   1   |   3   |   5   |
+
+A closed parameter is NaN in its own shape and has no memory. So nobody computes with it in silence.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bytescale.common.cut import Cut
+from bytescale.common.errors import RankFailure
+from bytescale.runtime.group import PendingCollective, RankGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.flat import ALIGNMENT, Bucket, Entry, FlatParameters, master_dtype_of, moved
+
+Named = tuple[str, nn.Parameter]
+
+
+class UnitParameters(FlatParameters):
+    """The parameters of one dtype in the layers of a model, of which this rank keeps 1/d (``FlatParameters``).
+
+    Attributes:
+        values: ``[padded / d]`` this rank's parts, unit by unit.
+        gradients: ``[padded / d]`` in fp32 or wider; empty where the parameters are not trained.
+    """
+
+    def __init__(self, units: Sequence[Sequence[Named]], mesh: Mesh, *, trained: bool = True) -> None:
+        """Take over parameters, one unit after the other, so that one of them at a time exists twice.
+
+        Args:
+            units: of every layer, in the order of forward; a layer may have no such parameter.
+            mesh: with a domain of several ranks.
+            trained: whether their gradients are summed.
+        """
+        self.trained = trained
+        self.domain, self.num_domains = mesh.domain, mesh.replicas.size
+        self.late_stop, stop, quantum = 0, 0, mesh.hdp.size * ALIGNMENT
+        self.entries, self.parameters, self.buckets = [], [], []
+        self._places: dict[int, tuple[Bucket, range]] = {}
+        for unit, named in enumerate(units):
+            start, first = stop, len(self.entries)
+            for name, parameter in named:
+                self.entries.append(Entry(name, Cut(shape=tuple(parameter.shape)), stop))
+                self.parameters.append(parameter)
+                stop += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            stop = -(-stop // quantum) * quantum
+            if named:
+                self.buckets.append(Bucket(start, stop, mesh.hdp.size))
+                self._places[unit] = self.buckets[-1], range(first, len(self.entries))
+        self._starts = [bucket.start for bucket in self.buckets]
+        self._start_of = {id(p): entry.start for p, entry in zip(self.parameters, self.entries, strict=True)}
+
+        dtype, device = self.parameters[0].dtype, mesh.hdp.device
+        self.values = torch.zeros(stop // self.domain.size, dtype=dtype, device=device)
+        self.gradients = torch.zeros(len(self.values) if trained else 0, dtype=master_dtype_of(dtype), device=device)
+        self._nothing = torch.full((1,), torch.nan, dtype=dtype, device=device)
+        self._full: dict[Bucket, tuple[Tensor, Tensor]] = {}
+        self._hooks = []
+        for bucket, places in self._places.values():
+            full = torch.zeros(bucket.stop - bucket.start, dtype=dtype, device=device)
+            gradients = torch.zeros(len(full) if trained else 0, dtype=self.gradients.dtype, device=device)
+            self._full[bucket] = full, gradients
+            with torch.no_grad():
+                for place in places:
+                    self.value_of(self.entries[place]).copy_(self.parameters[place])
+                self.values[self.held(bucket)] = self._own(full)
+            for place in places if trained else ():
+                entry, parameter = self.entries[place], self.parameters[place]
+                hook = _add_to(self.gradient_of(entry), entry.name)  # a view, which can be made while there is memory
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._close(bucket, places)
+            gradients.untyped_storage().resize_(0)
+
+    # -- what ZeRO-1 asks of flat buffers --------------------------------------------------------------------------
+
+    def shards(self, rank: int) -> list[slice]:
+        """As ``FlatParameters``."""
+        domain, place = divmod(rank, self.domain.size)
+        return [bucket.own(place * self.num_domains + domain) for bucket in self.buckets]
+
+    def held(self, bucket: Bucket) -> slice:
+        """As ``FlatParameters``: this rank's part of a unit."""
+        return slice(bucket.start // self.domain.size, bucket.stop // self.domain.size)
+
+    def own(self, place: slice) -> slice:
+        """As ``FlatParameters``."""
+        bucket = self.buckets[bisect_right(self._starts, place.start) - 1]
+        held = self.held(bucket)
+        start = held.start + place.start - bucket.start - self.domain.rank * (held.stop - held.start)
+        return slice(start, start + place.stop - place.start)
+
+    def holders(self, mesh: Mesh) -> RankGroup:
+        """As ``FlatParameters``."""
+        return mesh.replicas
+
+    def whole(self, own: Tensor) -> Tensor:
+        """As ``FlatParameters``."""
+        whole = own.new_zeros(self.buckets[-1].stop)
+        for bucket in self.buckets:
+            self._own(whole[bucket.start : bucket.stop]).copy_(own[self.held(bucket)])
+        return whole
+
+    def zero_gradients(self) -> None:
+        """As ``FlatParameters``."""
+        self.gradients.zero_()
+
+    def require_adopted(self) -> None:
+        """As ``FlatParameters``, between two passes."""
+        for parameter, entry in zip(self.parameters, self.entries, strict=True):
+            if parameter.data_ptr() != self._nothing.data_ptr() or parameter.dtype != self.values.dtype:
+                raise moved(entry.name)
+
+    def changed(self) -> list[Entry]:
+        """None: a closed parameter cannot be written to."""
+        return []
+
+    def collect_gradients(self) -> None:
+        """Nothing to do: a parameter's ``grad`` is None after every backward."""
+
+    def value_of(self, entry: Entry) -> Tensor:
+        """A view of the unit's full parameters. It has memory while the unit is open."""
+        return self._view(entry, 0)
+
+    def gradient_of(self, entry: Entry) -> Tensor:
+        """A view of the unit's full gradients. It has memory during the unit's backward."""
+        return self._view(entry, 1)
+
+    # -- units -----------------------------------------------------------------------------------------------------
+
+    def start_gather(self, unit: int) -> list[PendingCollective]:
+        """Give a unit memory, and start to gather its parameters."""
+        if unit not in self._places:
+            return []
+        bucket, _ = self._places[unit]
+        full, _ = self._full[bucket]
+        full.untyped_storage().resize_(full.nbytes)
+        return [self.domain.start_all_gather(full, self.values[self.held(bucket)])]
+
+    def attach(self, unit: int) -> None:
+        """The gather has ended: show the parameters."""
+        if unit in self._places:
+            for place in self._places[unit][1]:
+                self.parameters[place].data = self.value_of(self.entries[place])
+
+    def close(self, unit: int) -> None:
+        """Free the unit's parameters. What autograd has saved of them is right again once they are gathered again."""
+        if unit in self._places:
+            self._close(*self._places[unit])
+
+    def begin_gradients(self, unit: int) -> None:
+        """Give the unit's gradients memory that is zero."""
+        if unit in self._places and self.trained:
+            _, gradients = self._full[self._places[unit][0]]
+            gradients.untyped_storage().resize_(gradients.nbytes)
+            gradients.zero_()
+
+    def start_reduction(self, unit: int) -> list[tuple[PendingCollective, Callable[[], None]]]:
+        """Start to sum the unit's gradients over the domain. What is returned is to be waited for and then called."""
+        if unit not in self._places or not self.trained:
+            return []
+        bucket, _ = self._places[unit]
+        _, gradients = self._full[bucket]
+
+        def finish() -> None:
+            self.gradients[self.held(bucket)] += self._own(gradients)
+            gradients.untyped_storage().resize_(0)
+
+        return [(self.domain.start_reduce_scatter(gradients), finish)]
+
+    def _close(self, bucket: Bucket, places: range) -> None:
+        for place in places:
+            self.parameters[place].data = self._nothing.expand(self.entries[place].shape)
+        self._full[bucket][0].untyped_storage().resize_(0)
+
+    def _own(self, full: Tensor) -> Tensor:
+        return full.view(self.domain.size, -1)[self.domain.rank]
+
+    def _view(self, entry: Entry, which: int) -> Tensor:
+        bucket = self.buckets[bisect_right(self._starts, entry.start) - 1]
+        full = self._full[bucket][which]
+        return full[entry.start - bucket.start : entry.stop - bucket.start].view(entry.shape)
+
+
+def _add_to(total: Tensor, name: str) -> Callable[[Tensor], None]:
+    """A hook that adds a gradient to its sum and frees it. It keeps nothing alive that has parameters (``buckets``)."""
+
+    def hook(parameter: Tensor) -> None:
+        if not total.untyped_storage().nbytes():
+            raise RankFailure(
+                f"parameter {name} got a gradient outside of its layer's backward",
+                so="the sum over ranks would lack it",
+                fix='use shard = "optimizer" for a model that uses a layer\'s parameters elsewhere',
+            )
+        assert parameter.grad is not None, "the hook runs right after autograd has accumulated a gradient"
+        total.add_(parameter.grad)
+        parameter.grad = None
+
+    return hook
