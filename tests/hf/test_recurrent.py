@@ -20,8 +20,7 @@ import bytescale
 from bytescale.attention import PackedAttention
 from bytescale.common.errors import ConfigError
 from bytescale.parity import Setup, compare, small_model
-from bytescale.parity.compare import StepNumbers, difference, plain_step, random_documents
-from bytescale.parity.wide_casts import WideCasts
+from bytescale.parity.compare import StepNumbers, WideCasts, difference, plain_step, random_documents
 from bytescale.recurrence import GroupCuts
 from tests.helpers.effort import examples, one_of
 from tests.hf.sweep import COMPOSITE

@@ -77,7 +77,7 @@ class ConvertOptions:
             )
         shape = resolve_model(ModelConfig(preset=f"{HF_PREFIX}{source}"))  # raises what training would raise
         if isinstance(shape, AttachedArchitecture):
-            from bytescale.hf.files.converting import import_attached
+            from bytescale.hf.files.folder import import_attached
 
             count = import_attached(source, self.folder, shape)
         else:

@@ -14,7 +14,7 @@ from bytescale.storage.place import Place, place_at
 def export(checkpoint: str | Place, folder: Path, **settings: Any) -> list[Path]:
     """Write a folder for transformers. Arguments, result and errors as those of ``export_checkpoint``."""
     if AttachedArchitecture.is_in(CheckpointReader(checkpoint, companions=False).state.architecture):
-        from bytescale.hf.files.converting import export_attached  # imports transformers
+        from bytescale.hf.files.folder import export_attached  # imports transformers
 
         return export_attached(place_at(checkpoint), folder, **settings)
     return export_checkpoint(checkpoint, folder, **settings)
