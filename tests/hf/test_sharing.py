@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bytescale.parity.plans import random_plan
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import bytescale
 from bytescale.common.errors import ConfigError, PlanError
-from bytescale.parity.compare import Setup, compare
+from bytescale.parity.compare import Setup, compare, random_plan
 from tests.helpers.effort import one_of
 
 from .support import documents, on_ranks, plain_update, printed_loop, small_model

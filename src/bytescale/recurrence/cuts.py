@@ -25,7 +25,7 @@ and C columns of a state.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -155,7 +155,11 @@ class GroupCuts:
         fragments: rows of every fragment of a shared sequence; may be empty.
         opens: by fragment, whether its sequence begins with it.
         documents: rows of every whole document.
+        keep: called with what a cache holds after each of the runs, fragments first: ``"conv"``, the last inputs of a
+            convolution ``[F, C, k]``, or ``"recurrent"``, the state ``[F, ...]``.
     """
+
+    keep: Callable[[str, Tensor], None] | None = None
 
     def __init__(self, attention: PackedAttention) -> None:
         """``attention``: of the same micro-batch, whose messages and memory are used."""
@@ -246,6 +250,8 @@ def _swap(messages: list[Tensor], room: list[Tensor], grid: Grid, kind: Kind, *,
 
 class OneProcessCuts:
     """One document, cut at some places: all its fragments are rows of this process. The slow twin of ``GroupCuts``."""
+
+    keep = None
 
     def __init__(self, edges: Sequence[int], documents: Sequence[slice] = ()) -> None:
         """``edges``: ``[F + 1]``, from 0 to the number of rows, rising; equal ones make an empty fragment."""

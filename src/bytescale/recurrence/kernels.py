@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bytescale.attention.copies import to_device
-from bytescale.recurrence.cuts import Cuts
+from bytescale.recurrence.cuts import Cuts, act
 
 Stock = Callable[..., Any]
 
@@ -50,7 +50,10 @@ def carried(cuts: Cuts, run: Callable[[slice, bool], Run], *, matrix: bool = Fal
     documents = [run(rows, True) for rows in cuts.documents]
     every = [one for one in own if one is not None]
     out = torch.cat([one.out for one in every + documents])
+    left = [one.effect()[1] for one in documents] if cuts.keep is not None else []
     if not own:
+        if cuts.keep is not None:
+            cuts.keep("recurrent", torch.stack(left))
         return out
     known = [None if one is None else one.effect() for one in own]
     decay, state = next((pair for pair in known if pair is not None), None) or documents[0].effect()
@@ -60,6 +63,8 @@ def carried(cuts: Cuts, run: Callable[[slice, bool], Run], *, matrix: bool = Fal
         torch.stack(parts) for parts in zip(*(nothing if pair is None else pair for pair in known), strict=True)
     )
     out, entry = cuts.entry(out, decays, states, matrix=matrix)
+    if cuts.keep is not None:
+        cuts.keep("recurrent", torch.cat([act(decays, entry, matrix=matrix) + states, *(one[None] for one in left)]))
     rows = list(out.split([len(one.out) for one in every + documents]))
     number = 0
     for one, opens, before in zip(own, cuts.opens, entry, strict=True):
@@ -78,12 +83,18 @@ def convolution(
     absent = len(rows) + len(arrived)
     picked: list[int] = []
     kept: list[int] = []
+    ends: list[list[int]] = []
     for number, run in enumerate([*cuts.fragments, *cuts.documents]):
         before = places[number] if number < len(places) else [-1] * width
         picked += [absent if at < 0 else at for at in before] + list(range(run.start, run.stop))
         kept += range(len(picked) - (run.stop - run.start), len(picked))
+        ends.append(picked[len(picked) - width :])
     index, inner = (to_device(torch.tensor(numbers), x.device) for numbers in (picked, kept))
-    padded = torch.cat([rows, arrived, rows.new_zeros(1, rows.shape[1])])[index]
+    known = torch.cat([rows, arrived, rows.new_zeros(1, rows.shape[1])])
+    if cuts.keep is not None:
+        last = known[to_device(torch.tensor(ends), x.device)].transpose(1, 2)
+        cuts.keep("conv", F.pad(last, (1, 0)))  # caches have one more, which the next token no longer sees
+    padded = known[index]
     out: Tensor = stock(padded.T[None].contiguous(), weight, bias, **_without(options, "seq_idx"))
     return out[:, :, inner]
 

@@ -102,10 +102,7 @@ class HDP(Updates):
                 the way.
             RankFailure: if the ranks have different settings or models.
         """
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        alone = group is None or group.size() == 1
-        super().__init__(model, RankGroup(None if alone else group, device=next(model.parameters()).device))
+        super().__init__(model, _rank_group(group, next(model.parameters()).device))
         self.capacity_tokens = capacity_tokens
         self.sharing = _sharing(shard, domain, self.group, equal_counts=equal_counts)
         self.domain = self.group.size if equal_counts else self.sharing
@@ -325,6 +322,12 @@ class HDP(Updates):
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
         settings = (self.facts, self.cost, self.capacity_tokens, self.domain, self.sharing, self.planner.config)
         return _digest(settings, shapes, _weight_sums(self.model))
+
+
+def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGroup:
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    return RankGroup(None if group is None or group.size() == 1 else group, device=device)
 
 
 def _sharing(shard: Shard, domain: int | None, group: RankGroup, *, equal_counts: bool) -> int:

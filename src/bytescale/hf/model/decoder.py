@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -184,8 +184,9 @@ class MicroBatchPass(Target):
         ``around``: makes the context of every forward.
         """
         self.decoder, self.num_rows, self.has_ring, self.name = decoder, num_rows, has_ring, name
-        self.keep: Callable[[Tensor, Tensor], None] | None = None
-        """Called for every layer, in order, with this rank's keys and values ``[T, Hkv, D]``."""
+        self.keep: Callable[[nn.Module, str, Tensor], None] | None = None
+        """Called by every layer in forward with this rank's ``"keys"`` and ``"values"`` ``[T, Hkv, D]``, or with what
+        its recurrence leaves behind (``GroupCuts.keep``)."""
         self._attention_of, self._around, self._context = attention_of, around, ExitStack()
         self.trained = False
         """Whether the model has run it with gradients."""
@@ -255,7 +256,8 @@ class MicroBatchPass(Target):
         else:
             out = attention(q, k, v, layer.rules, sinks)
         if self._in_forward and self.keep is not None:
-            self.keep(k[: self.num_rows], v[: self.num_rows])
+            self.keep(call.module, "keys", k[: self.num_rows])
+            self.keep(call.module, "values", v[: self.num_rows])
         return self._counted(out)[None]
 
     @torch.compiler.disable
@@ -264,7 +266,9 @@ class MicroBatchPass(Target):
         if mixer not in self.decoder.mixers:
             raise _not_attached(mixer)
         attention = self._attention_of(in_autocast(next(mixer.parameters())).dtype)
-        out = cut(self._cuts.setdefault(id(attention), GroupCuts(attention)))
+        cuts = self._cuts.setdefault(id(attention), GroupCuts(attention))
+        cuts.keep = None if self.keep is None else partial(self.keep, mixer)
+        out = cut(cuts)
         self._counted(out[0] if isinstance(out, tuple) else out)
         return out
 

@@ -54,6 +54,11 @@ def put_on_kernels(model: nn.Module, target_of: Callable[[dict[str, Any]], Targe
     return mixers
 
 
+def has_own_cache(mixer: nn.Module) -> bool:
+    """Whether a mixer keeps its state in a cache of a class of its model's own."""
+    return _LIGHTNING in _kernels(mixer)
+
+
 def _kernels(module: nn.Module) -> set[str]:
     """Names of the stock functions that a module's forward calls; of a module with a forward of its own none."""
     function = inspect.unwrap(type(module).forward)
