@@ -76,23 +76,6 @@ class VerifyOptions:
         return int(wrong > 0)
 
 
-@dataclass(slots=True, kw_only=True)
-class UploadOptions:
-    """Copy a checkpoint to where checkpoint.folder = "URL" puts those of a run."""
-
-    folder: Annotated[Path, tyro.conf.Positional]
-    """A folder checkpoints/step-*."""
-    url: Annotated[str, tyro.conf.Positional]
-    """The URL that holds the checkpoints."""
-
-    def run(self) -> int:
-        """Return the exit code."""
-        from bytescale.checkpoint.upload import upload_checkpoint
-
-        print(f"{self.folder}: now also {upload_checkpoint(self.folder, self.url)}")
-        return 0
-
-
 def _checkpoints_of(place: str) -> str:
     """Where the checkpoints of a run folder are; other folders and URLs are taken to hold checkpoints."""
     config = Path(place) / "config.toml"

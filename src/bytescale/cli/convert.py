@@ -1,42 +1,28 @@
-"""``bytescale convert``: turns a checkpoint into a Hugging Face folder, or a Hugging Face folder into a checkpoint."""
+"""``bytescale convert``: turns a checkpoint into a Hugging Face folder."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from bytescale.common.errors import ConfigError
-from bytescale.common.units import GIBI, format_bytes, format_si
-from bytescale.config import (
-    CHECKPOINT_PREFIX,
-    HF_PREFIX,
-    AttachedArchitecture,
-    Config,
-    DataConfig,
-    ModelConfig,
-    load_config,
-    resolve_model,
-)
+from bytescale.common.units import GIBI, format_bytes
+from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config, DataConfig, load_config
 
 
 @dataclass(slots=True, kw_only=True)
 class ConvertOptions:
-    """Turn a checkpoint into a Hugging Face folder, or the other way round.
-
-    bytescale convert runs/NAME/checkpoints/step-000050 FOLDER writes a folder for transformers. bytescale convert
-    HF_FOLDER FOLDER writes a checkpoint, for bytescale train CONFIG.toml --init checkpoint:FOLDER; training can also
-    read the Hugging Face folder itself, with --init hf:HF_FOLDER.
-    """
+    """Turn a checkpoint into a Hugging Face folder: bytescale convert runs/NAME/checkpoints/step-000050 FOLDER."""
 
     source: Annotated[str, tyro.conf.Positional]
-    """A checkpoint (checkpoints/step-*), or its URL; or a Hugging Face folder with config.json and safetensors."""
+    """A checkpoint (checkpoints/step-*), or its URL."""
     folder: Annotated[Path, tyro.conf.Positional]
     """The folder to write. It must not exist yet."""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """The dtype of the weights in a Hugging Face folder. Checkpoints always have fp32."""
+    """The dtype of the weights that are written. Checkpoints have fp32."""
     shard_bytes: int = 5 * GIBI
     """Largest size of a safetensors file, in bytes."""
     push: str = ""
@@ -45,11 +31,7 @@ class ConvertOptions:
     def run(self) -> int:
         """Return the exit code."""
         source = Path(self.source)
-        if (source / "config.json").is_file() and not (source / "run_state.json").is_file():
-            return self._import(source)
-        from bytescale.train.loop.export import export
-
-        shards = export(
+        shards = _exporter(self.source)(
             self.source,
             self.folder,
             dtype=self.dtype,
@@ -67,32 +49,23 @@ class ConvertOptions:
             print(f"uploaded to {push_folder(self.folder, self.push)}")
         return 0
 
-    def _import(self, source: Path) -> int:
-        """Make a checkpoint of a Hugging Face folder."""
-        if self.push:
-            raise ConfigError(
-                f"--push {self.push} is given, but {source} is a folder of Hugging Face already",
-                so="a checkpoint would be made of it, and checkpoints are not uploaded",
-                fix="leave --push out, or name a checkpoint of a run",
-            )
-        shape = resolve_model(ModelConfig(preset=f"{HF_PREFIX}{source}"))  # raises what training would raise
-        if isinstance(shape, AttachedArchitecture):
-            from bytescale.hf.files.folder import import_attached
 
-            count = import_attached(source, self.folder, shape)
-        else:
-            from bytescale.checkpoint.hugging_face import import_folder
+def _exporter(checkpoint: str) -> Callable[..., list[Path]]:
+    """What turns this checkpoint into a folder, by the model that it is of."""
+    from bytescale.checkpoint.hugging_face import export_checkpoint
+    from bytescale.checkpoint.reading import CheckpointReader
 
-            count = import_folder(source, self.folder)
-        print(f"wrote {self.folder}: a checkpoint of {format_si(count)} weights")
-        print(f"start from it: bytescale train CONFIG.toml --init checkpoint:{self.folder}")
-        return 0
+    if AttachedArchitecture.is_in(CheckpointReader(checkpoint).state.architecture):
+        from bytescale.hf.files.folder import export_attached
+
+        return export_attached
+    return export_checkpoint
 
 
 def _run_config(checkpoint: Path, path: Path) -> Config | None:
     """The run's settings, which begin with the folder that the weights came from, where it can still be found.
 
-    That is the checkpoint itself if it was converted, else the run's own copy, else the folder that the run names.
+    That is the run's own copy, else the folder that the run names.
     """
     from bytescale.train.run_folder import origin_of
 

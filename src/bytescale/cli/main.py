@@ -24,7 +24,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "convert": ("convert", "ConvertOptions", "turn a checkpoint into a Hugging Face folder"),
     "checkpoint list": ("checkpoint", "ListOptions", "the checkpoints of a run, and whether every file is there"),
     "checkpoint verify": ("checkpoint", "VerifyOptions", "read every byte of checkpoints and compare checksums"),
-    "checkpoint upload": ("checkpoint", "UploadOptions", "copy a checkpoint to a URL"),
     "data tokenize": ("data", "TokenizeConfig", "turn text, JSONL or Parquet into a .bin/.idx pair"),
     "data stats": ("data", "StatsConfig", "how the tokens are distributed over document lengths"),
     "data show": ("data", "ShowConfig", "which tokens are trained on, with which weights"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,10 +14,9 @@ from typing import ClassVar, Literal
 
 from bytescale.cli.options import Settings, leading_path, read
 from bytescale.common.cuda_allocator import use_expandable_segments
-from bytescale.common.environment import environment, ranks_of_torchrun
+from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import ConfigError
 from bytescale.common.private_folder import private_folder
-from bytescale.common.versions import require_torch
 from bytescale.config import (
     CHECKPOINT_PREFIX,
     HF_PREFIX,
@@ -67,7 +67,6 @@ def run(arguments: Sequence[str]) -> int:
 def start_training(options: TrainOptions) -> None:
     """Train with these options, in this process or in ranks that run the same command."""
     use_expandable_segments()  # has to come before torch is imported; the ranks started from here inherit it
-    require_torch()
     config = options.config
     validate(config, num_ranks=ranks_of_torchrun())
     if config.trainer.epochs:
@@ -300,8 +299,13 @@ def _ray_if_needed(config: Config, launch: str) -> Iterator[None]:
         return
     from bytescale.data.remote.ray_cluster import ray_cluster
 
-    with ray_cluster(config.data.ray_address, config.parallel.ranks) as address, environment({"RAY_ADDRESS": address}):
-        yield  # the ranks inherit the address
+    with ray_cluster(config.data.ray_address, config.parallel.ranks) as address:
+        before = os.environ.get("RAY_ADDRESS", "")
+        os.environ["RAY_ADDRESS"] = address  # the ranks inherit it
+        try:
+            yield
+        finally:
+            os.environ["RAY_ADDRESS"] = before  # empty: none
 
 
 def _start_ranks(config: Config, command: str) -> None:

@@ -35,7 +35,6 @@ class RunFolder:
         self.evaluations = path / "evaluations.jsonl"
         self.log = path / "log.txt"
         self.checkpoints = path / "checkpoints"
-        self.exports = path / "exports"
         self.tensorboard = path / "tensorboard"
         self.wandb_id = path / "wandb-id.txt"
         self.calibration = path / "calibration.jsonl"
@@ -99,9 +98,9 @@ def origin_of(init: str) -> Path | None:
     """The folder with the config.json that weights came from at first, or None. ``init``: as ``trainer.init``."""
     kind, _, name = init.partition(":")
     folder = Path(name).expanduser()
-    of_run = folder.resolve().parent.parent / "origin"
-    candidates = [folder] if kind == "hf" else [folder, of_run] if kind == "checkpoint" else []
-    return next((path for path in candidates if (path / "config.json").is_file()), None)
+    if kind == "checkpoint":
+        folder = folder.resolve().parent.parent / "origin"
+    return folder if kind in ("hf", "checkpoint") and (folder / "config.json").is_file() else None
 
 
 def check_is_new(path: Path) -> None:

@@ -88,7 +88,6 @@ def figures_of_all(job: Job, data: StepData, result: StepResult, norm_share: flo
         planning_seconds=times.planning_seconds,
         data_restarts=times.restarts,
         data_steps_ready=times.steps_ready,
-        data_steps_planned=times.steps_planned,
         data_bytes_read=[times.bytes_read],
         data_bytes_received=[times.bytes_received],
     )

@@ -35,7 +35,6 @@ class SharedFigures:
     data_bytes_read: list[int] = field(metadata=_LIST)  # of the corpus; of all ranks in their order on the first one
     data_bytes_received: list[int] = field(metadata=_LIST)  # likewise, from planner and servers; 0 if read here
     data_steps_ready: int = field(metadata=_MIN)  # steps that waited in the loader
-    data_steps_planned: int = field(metadata=_MIN)  # plans that the planner actor held ahead
     data_restarts: int = field(metadata=_MAX)  # of servers and planner since the run was started or resumed
 
 
