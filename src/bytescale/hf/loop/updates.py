@@ -296,10 +296,7 @@ class Updates:
         unless ranks share the parameters. Raises ``ConfigError`` for adapters that are not added to a weight.
         """
         self.require_at_home("weights")
-        units = None if self._optimizer is None else self._optimizer.units
-        yield from named_weights(self.model, dtype, None if units is None else units.whole)
-        if units is not None:
-            units.begin()
+        return named_weights(self.model, dtype, None if self._optimizer is None else self._optimizer.units)
 
     def require_no_reduction(self, what: str) -> None:
         """Raise ``ConfigError`` if ``what`` would come between the last batch's loop and ``step()``."""
