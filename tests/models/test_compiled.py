@@ -30,7 +30,7 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Decoder, Executor, HostPool, MeshShape, RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.saved.activations import Activations
-from bytescale.train import train
+from bytescale.train.loop.trainer import train
 from tests.helpers.plans import random_plan
 from tests.helpers.reference_attention import reference_attention
 from tests.helpers.steps import make_model, random_batch, reference_step, slice_batch, small_shape, worst_relative_error

@@ -79,16 +79,17 @@ def planner_of(config: Config) -> CalibratedPlanner:
     """The planner of a run, made without its ranks."""
 
     from bytescale.config import resolve_architecture
-    from bytescale.train.parts.budget import memory_budget, rank_device
+    from bytescale.cost.spec import ModelSpec
+    from bytescale.train.parts.budget import rank_device
     from bytescale.train.parts.devices import Devices
 
     shape = resolve_architecture(config.model, tokenizer_vocab_size=320)
     device, dtype = torch.device("cpu"), torch.float32
     devices = Devices.alike(rank_device(config, device, dtype, 2), 2)
-    memory = memory_budget(config, shape, device=device, dtype=dtype, devices=devices)
-    cost = parts.planning_cost(config, None, shape, device, dtype, ranks_per_node=2)
-    planner = parts.verified_planner(config, memory, cost, 2)
-    calibrator = Calibrator(first=cost, num_layers=shape.num_layers)
+    spec = ModelSpec.of(shape)
+    planning = parts.plan_of_run(config, spec, shape, devices, device=device, dtype=dtype, ranks_per_node=2)
+    planner = planning.planner
+    calibrator = Calibrator(first=planner.cost, num_layers=shape.num_layers)
     return CalibratedPlanner(planner, calibrator, lag_of(config.data.prefetch_steps))
 
 

@@ -19,7 +19,7 @@ from bytescale.data.order.batches import batches_once
 from bytescale.models import build_model
 from bytescale.parity import small_model
 from bytescale.runtime.loss import PlainHead, reference_cross_entropy, token_losses
-from bytescale.train.loop.best import BestEvaluation
+from bytescale.train.loop.evaluation import BestEvaluation
 from tests.data.support import memory_corpus, read_whole, write_jsonl
 from tests.helpers.effort import one_of
 from tests.helpers.reference_attention import reference_attention

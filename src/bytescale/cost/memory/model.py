@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from bytescale.config import AUTO_HEAD_GROUPS, Architecture, Config, RingGradients
 from bytescale.config.validate import may_offload
 from bytescale.cost.memory.device_kernels import DeviceKind, KernelMemory, nccl_reserve_bytes
-from bytescale.cost.memory.device_memory import States
+from bytescale.cost.memory.device_memory import DeviceMemory, States
+from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.cost.memory.phases import CountedMemory
 from bytescale.cost.memory.rows import Checkpointing, ModelShare
 from bytescale.cost.offload_rule import OffloadRule
@@ -65,18 +66,23 @@ class MemoryModel(CountedMemory):
     @staticmethod
     def of_config(
         config: Config,
-        architecture: Architecture,
+        counted: Architecture | MeasuredMemory,
         kind: DeviceKind,
         *,
         element_bytes: int,
         num_ranks: int,
         device_bytes: float,
-    ) -> MemoryModel:
-        """Return the model of a run, in as many groups of heads as ``config`` says or as ``device_bytes`` need."""
+    ) -> DeviceMemory:
+        """Return the memory of a run, in as many groups of heads as ``config`` says or as ``device_bytes`` need.
+
+        ``counted``: the shape of the model; or its memory, if that was measured, which is returned.
+        """
+        if isinstance(counted, MeasuredMemory):
+            return counted
         parallel, memory = config.parallel, config.memory
         whole = MemoryModel.on_device(
             ModelShare(
-                architecture=architecture,
+                architecture=counted,
                 tensor_parallel=parallel.tp,
                 num_stages=parallel.pp,
                 virtual_stages=parallel.virtual_stages,
