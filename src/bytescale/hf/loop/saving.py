@@ -39,7 +39,7 @@ class Savings:
                     fix="call init_process_group() before HDP(), also for a single rank, or keep hdp.state()",
                 )
             )
-        if len(optimizer.zeros) > 1:
+        if len({zero.parameters.values.dtype for zero in optimizer.zeros}) > 1:
             raise ConfigError(
                 problem(
                     "the trained parameters have several dtypes",
@@ -54,7 +54,7 @@ class Savings:
         self._group = group
         self._architecture = {
             "model": type(model).__name__,
-            "parameters": {entry.name: list(entry.shape) for entry in optimizer.parameters.entries},
+            "parameters": {entry.name: list(entry.shape) for _, entry in optimizer.all_entries()},
         }
 
     def save(self, folder: Path, extra: dict[str, Any], keep: int) -> Path:

@@ -7,8 +7,9 @@ at whole matrices; ``HDP`` refuses them after a trial on a few numbers.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from bytescale.config import OptimizerConfig
 from bytescale.plan import RankPlan
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Chunk
-from bytescale.runtime.optimizer.flat import FlatParameters, Range, values_of
+from bytescale.runtime.optimizer.flat import Entry, FlatParameters, Range, values_of
 from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.optimizer.optimizers import LR_RATIO, GroupOptions, named_optimizer
 from bytescale.runtime.optimizer.replicas import TiedHead
@@ -79,11 +80,21 @@ class ShardedOptimizer:
 
     @staticmethod
     def of_config(
-        parameters: FlatParameters, config: OptimizerConfig, mesh: Mesh, tied_head: TiedHead | None = None
+        parameters: FlatParameters,
+        config: OptimizerConfig,
+        mesh: Mesh,
+        tied_head: TiedHead | None = None,
+        *,
+        more: Sequence[FlatParameters] = (),
+        units: Units | None = None,
     ) -> ShardedOptimizer:
-        """The optimizer of the trainer (``runtime.optimizer.optimizers.named_optimizer``)."""
-        cls, options, own_options = named_optimizer(config, parameters, mesh.gradients)
-        return ShardedOptimizer([ZeroShards(parameters, mesh, tied_head)], cls, options, own_options)
+        """The optimizer of the trainer (``runtime.optimizer.optimizers.named_optimizer``).
+
+        ``more``: parameters in other buffers, if there are any; ``units``: see ``ShardedOptimizer``.
+        """
+        cls, options, own_options = named_optimizer(config, [parameters, *more], mesh.gradients)
+        zeros = [ZeroShards(parameters, mesh, tied_head), *(ZeroShards(own, mesh) for own in more)]
+        return ShardedOptimizer(zeros, cls, options, own_options, units=units)
 
     @property
     def parameters(self) -> FlatParameters:
@@ -275,21 +286,33 @@ class ShardedOptimizer:
     def states(self, zero: ZeroShards | None = None) -> dict[str, list[Range]]:
         """All states with one number per weight: ``master``, and what the optimizer has made by its first update.
 
-        Each is a list over this rank's ranges, in the order of the buffers of ``zero``; None: of the only one. Weights
-        that somebody else has written to are the new masters.
+        Each is a list over this rank's ranges, in the order of the buffers of ``zero``; None: of all, one behind the
+        other (``offset_of``). Weights that somebody else has written to are the new masters.
         """
-        zero = zero or self.zeros[0]
-        zero.follow_changes()
+        for own in self.zeros:
+            own.follow_changes()
         names = ["master"]
         if self.num_updates:
             first = self.torch_optimizer.state[self._pieces[0]]
             names += [name for name, value in first.items() if _is_per_weight(value, self._pieces[0])]
         found: dict[str, list[Range]] = {name: [] for name in names}
         for (own, start), piece in zip(self._places, self._pieces, strict=True):
-            for name in names if own is zero else ():
+            offset = self.offset_of(own.parameters) if zero is None else 0
+            for name in names if zero in (None, own) else ():
                 values = piece.data if name == "master" else self.torch_optimizer.state[piece][name]
-                found[name].append(Range(start, values))
+                found[name].append(Range(offset + start, values))
         return found
+
+    def offset_of(self, parameters: FlatParameters) -> int:
+        """Where flat buffers begin if all of them lie one behind the other, in elements."""
+        before = itertools.takewhile(lambda zero: zero.parameters is not parameters, self.zeros)
+        return sum(zero.parameters.buckets[-1].stop for zero in before)
+
+    def all_entries(self) -> Iterator[tuple[FlatParameters, Entry]]:
+        """Every parameter, in the order of all buffers."""
+        for zero in self.zeros:
+            for entry in zero.parameters.entries:
+                yield zero.parameters, entry
 
     def state_numbers(self) -> dict[str, float]:
         """States that are single numbers, such as the count of updates that Adam keeps."""

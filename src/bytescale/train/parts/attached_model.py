@@ -25,8 +25,9 @@ from bytescale.hf.files.folder import constants_of, load_model, make_model, set_
 from bytescale.hf.files.partly_trained import train_a_part
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.models.hf_folder import exact_dtype
-from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, ShardedOptimizer
+from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, Mesh, ShardedOptimizer
 from bytescale.runtime.optimizer.buckets import Chunk
+from bytescale.runtime.optimizer.lockstep import Units, shard_layers
 from bytescale.train.parts.budget import MemoryBudget, usable_host_bytes
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
@@ -39,10 +40,12 @@ class HFModel:
     Attributes:
         architecture: with the constants that belong to the weights.
         part: the model on our attention.
-        parameters: in flat buffers.
+        parameters: in flat buffers, those that are trained.
+        more: further ones, where ranks share layers. ``units`` opens these then.
         activations: what becomes of its layers' activations.
         rows: the memory that a token was seen to need.
-        masters: this rank's shards of the weights as they were read; empty where the parameters are not rounded.
+        masters: this rank's shards of the weights as they were read, in the order of the optimizer's; empty where the
+            parameters are not rounded.
     """
 
     architecture: AttachedArchitecture
@@ -51,6 +54,8 @@ class HFModel:
     activations: Activations
     rows: MeasuredRows
     masters: list[Tensor]
+    more: Sequence[FlatParameters] = ()
+    units: Units | None = None
 
     tied_head: None = None
 
@@ -64,14 +69,19 @@ class HFModel:
         """The model with its layers."""
         return [(self.part, self.part.layers)]
 
-    def memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> MeasuredMemory:
+    def memory(
+        self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients, domain: int = 1
+    ) -> MeasuredMemory:
         """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
-        return measured_memory(self.part, self.rows, kind=kind, num_ranks=num_ranks, ring_gradients=ring_gradients)
+        return measured_memory(
+            self.part, self.rows, kind=kind, num_ranks=num_ranks, ring_gradients=ring_gradients, domain=domain
+        )
 
     def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
         """Give the optimizer the initial weights in full precision."""
         if self.masters:
-            for shard, own in zip(optimizer.zeros[0].shards, self.masters, strict=True):
+            shards = [shard for zero in optimizer.zeros for shard in zero.shards]
+            for shard, own in zip(shards, self.masters, strict=True):
                 shard.master.copy_(own)
             self.masters.clear()
         if config.trainer.init.startswith(CHECKPOINT_PREFIX):
@@ -92,10 +102,13 @@ def build_attached_model(
     num_shards: int,
     rank: int = 0,
     smallest: Callable[[Sequence[float]], Sequence[float]] = list,
+    mesh: Mesh | None = None,
 ) -> HFModel:
     """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
 
     ``smallest``: the minimum over ranks of each of these numbers. All ranks go by the rank whose kernels keep most.
+    ``mesh``: of the ranks; None: one rank builds it to look at it. Where ranks share parameters, weights stay in the
+    pages of their files until their layer is taken over.
 
     Raises:
         ConfigError: the model cannot be attached, or has no weights that can be read.
@@ -115,29 +128,40 @@ def build_attached_model(
         train_a_part(model, architecture.trained, seed=config.trainer.seed)
     architecture = replace(architecture, buffers=constants_of(model))
     exact = {name: value.detach() for name, value in model.named_parameters()} if read_as != dtype else {}
-    for parameter in model.parameters():
+    shares = mesh is not None and mesh.domain.size > 1
+    for parameter in () if shares else model.parameters():
         parameter.data = parameter.data.to(device, dtype)
-    part = AttachedDecoder(model.to(device).train(), longest_document=config.data.context_length)
+    model = model if shares else model.to(device)
+    part = AttachedDecoder(model.train(), longest_document=config.data.context_length)
     part.require_training()
     check_widths(part.facts, cuda_flash=isinstance(kernel, CudaFlashKernel))
 
     # 2. Flat buffers, in the order in which the model names its parameters.
-    parameters = FlatParameters(
-        part.model.named_parameters(),
-        num_shards,
-        bucket_bytes=int(config.parallel.gradient_bucket_mib * 2**20),
-        late=part.late_parameters(),
-    )
-    masters = shard_of(exact, parameters, rank)
+    named, flat, units = list(part.model.named_parameters()), list[FlatParameters](), None
+    if mesh is not None and shares:
+        _ = part.head  # found by a pass
+        named, shared, units = shard_layers(named, part.layers, mesh, dtype=dtype)
+        flat += shared
+        for _, parameter in named:
+            parameter.data = parameter.data.to(device, dtype)
+        model.to(device)
+    if any(parameter.requires_grad for _, parameter in named):
+        bucket_bytes = int(config.parallel.gradient_bucket_mib * 2**20)
+        whole = FlatParameters(named, num_shards, bucket_bytes=bucket_bytes, late=part.late_parameters())
+        flat.insert(0, whole)
+    masters = [shard for own in flat for shard in shard_of(exact, own, rank)]
     exact.clear()
 
     # 3. Checkpointing and offloading, and what a token needs with them.
     activations, rows = _measured_activations(config, part, kernel, device, num_ranks=num_shards)
-    parameters.zero_gradients()
+    for own in flat:
+        own.zero_gradients()
     return HFModel(
         architecture=architecture,
         part=part,
-        parameters=parameters,
+        parameters=flat[0],
+        more=flat[1:],
+        units=units,
         activations=activations,
         rows=rows.of_all(smallest),
         masters=masters,

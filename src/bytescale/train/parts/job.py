@@ -10,10 +10,11 @@ import torch
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
-from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
+from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model, sharing_domain
 from bytescale.cost import CostModel, Profile, load_profile
 from bytescale.cost.assumed import ASSUMED, assumed_cost
 from bytescale.cost.calibration import Calibrator, lag_of
+from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.memory import DeviceKind, MeasuredMemory
 from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
@@ -22,6 +23,7 @@ from bytescale.data.loading.loader import Feed, PrefetchedSteps, StepData
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Decoder, Executor, ShardedOptimizer
+from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.simulator import ClusterConfig, StepTimes
 from bytescale.storage.place import Place
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
@@ -112,8 +114,10 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
 
     # 1. Model: this rank's part of it, with its initial weights, and the optimizer.
     model = build_rank_model(config, architecture, ranks, kernels)
-    optimizer = ShardedOptimizer.of_config(model.parameters, config.optimizer, ranks.mesh, model.tied_head)
-    if config.parallel.gradient_bucket_mib:
+    optimizer = ShardedOptimizer.of_config(
+        model.parameters, config.optimizer, ranks.mesh, model.tied_head, more=model.more, units=model.units
+    )
+    if config.parallel.gradient_bucket_mib and model.units is None:
         optimizer.overlap_with(model.layers)
     model.load(config, optimizer, ranks)
 
@@ -122,7 +126,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     planning = plan_of_run(
         config,
         spec,
-        model.memory(kind_of(ranks.device), hdp, config.parallel.ring_gradients),
+        model.memory(kind_of(ranks.device), hdp, config.parallel.ring_gradients, ranks.mesh.domain.size),
         devices_of_all(config, ranks),
         device=ranks.device,
         dtype=ranks.dtype,
@@ -137,7 +141,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         architecture=model.architecture,
         spec=spec,
         feed=feed,
-        executor=_executor(config, ranks, model.decoders(config, ranks, kernels, memory), kernels),
+        executor=_executor(config, ranks, model.decoders(config, ranks, kernels, memory), kernels, model.units),
         optimizer=optimizer,
         kernels=kernels,
         memory=memory,
@@ -174,11 +178,17 @@ def plan_of_run(
     predicting = predicting_profile(config, profile, spec, device, dtype)
     times = step_times(config, predicting, len(devices.of_ranks), ranks_per_node=ranks_per_node)
     budget = memory_budget(config, memory, device=device, dtype=dtype, devices=devices, profile=profile or predicting)
-    planner = verified_planner(config, budget, cost, len(devices.of_ranks), times)
+    domain = sharing_domain(config.parallel.shard, config.parallel.domain, len(devices.of_ranks), ranks_per_node)
+    if domain > 1:
+        a_round = round_seconds(predicting, domain=domain, ranks_per_node=ranks_per_node)
+        cost = replace(cost, gather_seconds=2 * a_round.gather + a_round.reduce)
+    planner = replace(verified_planner(config, budget, cost, len(devices.of_ranks), times), domain=domain)
     return Planning(profile, times, budget, planner)
 
 
-def _executor(config: Config, ranks: Ranks, parts: Sequence[Decoder], kernels: Kernels) -> Executor:
+def _executor(
+    config: Config, ranks: Ranks, parts: Sequence[Decoder], kernels: Kernels, units: Units | None
+) -> Executor:
     """What runs plans on this rank's parts of the model."""
     return Executor(
         parts=parts,
@@ -186,6 +196,7 @@ def _executor(config: Config, ranks: Ranks, parts: Sequence[Decoder], kernels: K
         mesh=ranks.mesh,
         z_loss=config.optimizer.z_loss,
         ring_gradients=torch.bfloat16 if config.parallel.ring_gradients == "bf16" else None,
+        units=units,
     )
 
 
@@ -249,10 +260,11 @@ def step_times(config: Config, profile: Profile, num_hdp_ranks: int, *, ranks_pe
 def run_calibration(config: Config, planner: VerifiedPlanner, ranks: Ranks, num_layers: int) -> RunCalibration | None:
     """The calibration of this run; None if it is switched off, or if no rank could be compared with another one.
 
-    With tensor or pipeline parallelism, the times of a rank are not those of one model on one device, so costs stay.
+    With tensor or pipeline parallelism, and where ranks gather parameters in every pass, the times of a rank are not
+    those of one model on one device, so costs stay.
     """
     shape = ranks.mesh.shape
-    if not config.cost.calibrate or shape.hdp == 1 or shape.tp * shape.pp > 1:
+    if not config.cost.calibrate or shape.hdp == 1 or shape.tp * shape.pp > 1 or planner.domain > 1:
         return None
     speeds = () if planner.cluster.is_uniform else tuple(planner.cluster.speeds.tolist())
     calibrator = Calibrator(first=planner.cost, num_layers=num_layers, first_speeds=speeds)
