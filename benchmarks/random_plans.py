@@ -3,7 +3,7 @@
     python benchmarks/random_plans.py --plans 10000
 
 A plan has random lengths, groups of 1 to 16 ranks in every shape, random member orders and, without a pipeline, random
-member weights (``bytescale.parity.plans``). ``verify`` checks it. The real executor then runs one step of a tiny model
+member weights (``bytescale.parity.compare``). ``verify`` checks it. The executor then runs one step of a tiny model
 in fp64 on every rank of a random mesh: HDP alone, with tensor parallelism, with a pipeline, or with both. Ranks are
 threads with real gloo messages over loopback. They stay for a block of plans, so that a message of one plan that is not
 received meets the next plan. Every ``--every``-th plan's loss and gradients are compared with those of one process that
@@ -36,7 +36,7 @@ from bytescale.config import Architecture
 from bytescale.cost import Cluster, CostModel
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
-from bytescale.parity.plans import random_plan
+from bytescale.parity.compare import random_plan
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.verify import verify
 from bytescale.planner import align

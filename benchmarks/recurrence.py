@@ -75,7 +75,7 @@ def measure(way: str, num_ranks: int, heads: int, width: int, rounds: int) -> tu
             seconds.append(time.perf_counter() - started)
         return seconds, sent, float((found - expected).abs().max())
 
-    with patch("bytescale.recurrence.states.chain_is_faster", lambda *_: way == "chain"):
+    with patch("bytescale.recurrence.cuts.chain_is_faster", lambda *_: way == "chain"):
         results = run_ranks(num_ranks, one_rank)
     assert max(error for _, _, error in results) < 1e-3, "all ways give the same states"
     slowest = [max(times) for times in zip(*(seconds for seconds, _, _ in results), strict=True)]

@@ -66,7 +66,7 @@ def rollouts(policy: LlamaForCausalLM, step: int, num_prompts: int) -> list[dict
 
 def update(hdp: bytescale.HDP, policy: LlamaForCausalLM, trajectories: list[dict[str, Any]]) -> None:
     """Two updates on the same trajectories, under the clipped loss of GRPO."""
-    documents = rollout_documents(trajectories, most_tokens=hdp.capacity_tokens * hdp.group.size)
+    documents = rollout_documents(trajectories)
     for document, logprobs in zip(documents, bytescale.score(hdp, documents), strict=True):
         document["old_logprobs"] = logprobs
     total = sum(float(document["weights"].sum()) for document in documents)

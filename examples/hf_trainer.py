@@ -18,32 +18,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import bytescale
+from bytescale.hf.loop.updates import HDPOptimizer
 from own_loop import batches, load_model
-
-
-class HDPOptimizer(torch.optim.Optimizer):
-    """The optimizer of this rank's shards, whose ``step`` is ``hdp.step``. Schedules set its learning rate."""
-
-    def __init__(self, hdp: bytescale.HDP, max_grad_norm: float, **options: Any) -> None:
-        self.hdp, self.max_grad_norm = hdp, max_grad_norm
-        self.shards = hdp.adamw(**options)
-        self.grad_norm = 0.0
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.shards.param_groups
-
-    def step(self, closure: Any = None) -> None:
-        self.grad_norm = self.hdp.step(max_grad_norm=self.max_grad_norm).grad_norm
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.hdp.zero_grad()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.shards.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.shards.load_state_dict(state_dict)
 
 
 class HDPTrainer(Trainer):
@@ -67,14 +43,13 @@ class HDPTrainer(Trainer):
         # DistributedDataParallel, which expects equally many passes on all ranks.
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
         self.hdp = bytescale.HDP(self.model, capacity_tokens=self.capacity_tokens)
-        self.optimizer = HDPOptimizer(
-            self.hdp,
-            self.max_grad_norm,
+        shards = self.hdp.adamw(
             lr=self.args.learning_rate,
             betas=(self.args.adam_beta1, self.args.adam_beta2),
             eps=self.args.adam_epsilon,
             weight_decay=self.args.weight_decay,
         )
+        self.optimizer = HDPOptimizer(self.hdp, shards, self.max_grad_norm)
         return self.optimizer
 
     def training_step(self, model: Any, inputs: list[dict[str, Any]], num_items_in_batch: Any = None) -> torch.Tensor:

@@ -15,12 +15,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bytescale.hf.batch.documents import RankBatch, cut
     from bytescale.hf.batch.planning import make_planner
-    from bytescale.hf.batch.rank_batch import RankBatch, cut
     from bytescale.hf.loop.hdp import HDP
     from bytescale.hf.loop.micro_batch import Micro
     from bytescale.hf.loop.planned_batch import PlannedBatch
-    from bytescale.hf.scoring.score import score
+    from bytescale.hf.scoring.score_file import score
     from bytescale.plan import Plan
     from bytescale.runtime import Update
 
@@ -29,13 +29,13 @@ __version__ = "0.2.0"
 _PLACES = {
     "HDP": "bytescale.hf.loop.hdp",
     "PlannedBatch": "bytescale.hf.loop.planned_batch",
-    "RankBatch": "bytescale.hf.batch.rank_batch",
+    "RankBatch": "bytescale.hf.batch.documents",
     "Update": "bytescale.runtime",
-    "cut": "bytescale.hf.batch.rank_batch",
+    "cut": "bytescale.hf.batch.documents",
     "Micro": "bytescale.hf.loop.micro_batch",
     "make_planner": "bytescale.hf.batch.planning",
     "Plan": "bytescale.plan",
-    "score": "bytescale.hf.scoring.score",
+    "score": "bytescale.hf.scoring.score_file",
 }
 
 __all__ = ["HDP", "Micro", "Plan", "PlannedBatch", "RankBatch", "Update", "cut", "make_planner", "score"]

@@ -1,5 +1,5 @@
 """Random valid plans, those that users' parity runs use too."""
 
-from bytescale.parity.plans import random_plan
+from bytescale.parity.compare import random_plan
 
 __all__ = ["random_plan"]

@@ -18,7 +18,7 @@ from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import Architecture, AttachedArchitecture, resolve_model
 from bytescale.config.hugging_face import architecture_of_folder, read_hf_config
 from bytescale.config.schema import ModelConfig
-from bytescale.hf.files import converting
+from bytescale.hf.files import folder as folders
 from bytescale.hf.files.folder import load_model as load_for_training
 from bytescale.models.hf_folder import read_pieces
 from bytescale.parity import small_model
@@ -131,9 +131,9 @@ def test_a_checkpoint_with_a_head_that_its_folder_would_lose(tmp_path: Path, mon
     """Such checkpoints exist: folders whose head differs from tied embeddings were once taken."""
     folder = saved(tmp_path / "model", "qwen3")
     monkeypatch.setattr(
-        converting, "load_model", lambda *_: small_model("qwen3", dtype=torch.float32, tie_word_embeddings=False)
+        folders, "load_model", lambda *_: small_model("qwen3", dtype=torch.float32, tie_word_embeddings=False)
     )
     checkpoint = tmp_path / "checkpoint"
-    converting.import_attached(folder, checkpoint, AttachedArchitecture(content=read_hf_config(folder)))
+    folders.import_attached(folder, checkpoint, AttachedArchitecture(content=read_hf_config(folder)))
     with pytest.raises(CheckpointError, match=r"has lm_head\.weight, for which its model has no place"):
-        converting.export_attached(checkpoint, tmp_path / "back")
+        folders.export_attached(checkpoint, tmp_path / "back")

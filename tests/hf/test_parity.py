@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from bytescale import HDP
 from bytescale.parity import FAMILIES, Setup, compare, small_model
 from bytescale.parity.__main__ import TOLERANCE, main
+from bytescale.parity.compare import WideCasts
 from bytescale.parity.thread_ranks import run_ranks
-from bytescale.parity.wide_casts import WideCasts
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 

@@ -20,8 +20,7 @@ import bytescale
 from bytescale.attention import PackedAttention
 from bytescale.common.errors import ConfigError
 from bytescale.parity import Setup, compare, small_model
-from bytescale.parity.compare import StepNumbers, difference, plain_step, random_documents
-from bytescale.parity.wide_casts import WideCasts
+from bytescale.parity.compare import StepNumbers, WideCasts, difference, plain_step, random_documents
 from bytescale.recurrence import GroupCuts
 from tests.helpers.effort import examples, one_of
 from tests.hf.sweep import COMPOSITE
@@ -170,17 +169,24 @@ def test_detaching_gives_mixers_their_forward_back() -> None:
     assert torch.equal(model(input_ids=tokens).logits, before)
 
 
-def test_prefill_gives_next_tokens_and_no_cache() -> None:
-    model = small_model("falcon_h1")
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("minimax", "MiniMaxLightningAttention"),
+        ("deepseek_v3", "DeepseekV3Attention"),
+        ("zamba2", "A layer that is used"),
+    ],
+)
+def test_a_cache_that_holds_something_else_is_refused(name: str, part: str) -> None:
+    model = small_model(name)
     prompts = [row["tokens"] for row in random_documents(model, Setup(lengths=(9, 21)))]
     with WideCasts():
         expected = [int(model(input_ids=tokens[None]).logits[0, -1].argmax()) for tokens in prompts]
 
     def work(group: dist.ProcessGroup, own: nn.Module) -> list[int]:
-        hdp = bytescale.HDP(own, group, capacity_tokens=16, forward_only=True)
         with WideCasts():
-            result = hdp.prefill(prompts)
-        with pytest.raises(ConfigError, match=r"mamba cannot be attached: it has a state in place of keys and values"):
+            result = bytescale.HDP(own, group, capacity_tokens=16, forward_only=True).prefill(prompts)
+        with pytest.raises(ConfigError, match=f"{part}.* cannot be attached: the model's cache does not hold"):
             result.cache(0)
         return result.next_tokens.tolist()
 

@@ -71,9 +71,8 @@ def test_files_hold_what_memory_holds(tmp_path: Path) -> None:
         ({"logprobs": [-1.0, -2.0]}, r"has 1 tokens and the log-probabilities \[-1.0, -2.0\] \(2\)"),
         ({"logprobs": None}, "the log-probabilities None"),
         ({"advantage": [1.0, 2.0]}, "has 2 advantages for the 1 tokens of the policy"),
-        ({"tokens": list(range(9)), "logprobs": [-1.0] * 9}, "has 11 tokens, and all ranks together hold 10"),
     ],
 )
 def test_bad_trajectories(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        rollout_documents([AGENT, {**SHORT, **changes}], most_tokens=10)
+        rollout_documents([AGENT, {**SHORT, **changes}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bytescale import HDP
-from bytescale.hf.scoring.score import score_batch
+from bytescale.hf.scoring.score_file import score_batch
 from bytescale.parity import small_model
 from tests.helpers.live_bytes import LiveBytes
 

@@ -17,8 +17,7 @@ import bytescale
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.cost.memory import MeasuredRows, States
 from bytescale.hf.costs.measure import measured_memory
-from bytescale.parity.compare import Setup, compare
-from bytescale.parity.plans import random_plan
+from bytescale.parity.compare import Setup, compare, random_plan
 from tests.helpers.effort import one_of
 
 from .support import documents, on_ranks, plain_update, printed_loop, small_model

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import bytescale
 from bytescale.common.errors import DataError, NonFiniteError, PlanError
-from bytescale.parity.plans import random_plan
+from bytescale.parity.compare import random_plan
 
 from .support import documents, on_ranks, small_model
 

@@ -43,7 +43,7 @@ def test_a_step_with_recurrences_finishes_under_nccls_rules(
     """Every second layer has states and halos before its ring; the others have windows."""
     plan = plan_of(planner, lengths, mesh, seed=seed)
     options = {"checkpointing": checkpointing, "recurrence": recurrence, "window": window}
-    with patch("bytescale.recurrence.states.chain_is_faster", lambda *_: chain):
+    with patch("bytescale.recurrence.cuts.chain_is_faster", lambda *_: chain):
         assert_finishes(recorded(plan, mesh, ranks_per_node=ranks_per_node, **options))
 
 
@@ -59,7 +59,7 @@ def test_a_round_whose_messages_are_posted_one_by_one_is_caught() -> None:
         return start_all(self, [], receives[-1:], tag=tag)
 
     plan = plan_of("static", [40], MeshShape(hdp=4))
-    with patch("bytescale.recurrence.states.chain_is_faster", lambda *_: False):
+    with patch("bytescale.recurrence.cuts.chain_is_faster", lambda *_: False):
         assert_finishes(recorded(plan, MeshShape(hdp=4), recurrence="matrix"))
         with patch.object(Exchange, "start_all", one_by_one), pytest.raises((AssertionError, Mismatch)):
             assert_finishes(recorded(plan, MeshShape(hdp=4), recurrence="matrix"))

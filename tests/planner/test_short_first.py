@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.cost import Cluster
-from bytescale.parity.plans import random_plan
+from bytescale.parity.compare import random_plan
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, evaluate
 from bytescale.planner.short_first import LEAST_WORK, backwards, cut_packs, short_first

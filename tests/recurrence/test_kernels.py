@@ -17,9 +17,11 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from bytescale.parity.wide_casts import WideCasts
-from bytescale.recurrence import KERNELS, Cuts, LightningAttention, OneProcessCuts
-from bytescale.recurrence.reference import gated_delta_rule, lightning_attention, selective_scan
+from bytescale.parity.compare import WideCasts
+from bytescale.recurrence import KERNELS, Cuts, OneProcessCuts
+from bytescale.recurrence.kernels import lightning_attention as scan
+
+from .reference import gated_delta_rule, lightning_attention, selective_scan
 
 Case = tuple[dict[str, Tensor], Callable[[Cuts | None, dict[str, Tensor]], Tensor], Callable[..., Tensor]]
 """Inputs whose first dimension is tokens, our kernel (None: transformers' for the whole) and the slow twin."""
@@ -89,7 +91,7 @@ def lightning() -> Case:
 
     def ours(cuts: Cuts | None, given: dict[str, Tensor]) -> Tensor:
         whole = OneProcessCuts([0], [slice(0, len(given["q"]))])
-        return LightningAttention.scan(whole if cuts is None else cuts, *given.values(), slope)
+        return scan(whole if cuts is None else cuts, *given.values(), slope)
 
     def twin(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return lightning_attention(q, k, v, (-slope).exp(), q.new_zeros(H, K, V))[0]

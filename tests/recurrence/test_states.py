@@ -108,7 +108,7 @@ def test_members_get_the_states_of_one_process(
         assert len(exchange.take_messages()) > 0
         return [(sequence, part, one, other) for (sequence, part), one, other in parts]
 
-    with patch("bytescale.recurrence.states.chain_is_faster", lambda *_: way == "chain"):
+    with patch("bytescale.recurrence.cuts.chain_is_faster", lambda *_: way == "chain"):
         found = [part for rank in run_ranks(num_ranks, one_rank) for part in rank]
     for sequence, (rows, factor) in enumerate(zip(whole, factors, strict=True)):
         own = sorted((part.start, part.stop) for one, part, _, _ in found if one == sequence)
@@ -138,7 +138,7 @@ def test_a_scan_sends_what_the_formula_says(size: int) -> None:
         cuts.entry(torch.ones(1), torch.ones(2, 4, 3, 3), torch.ones(2, 4, 3, 5), matrix=True)
         return exchange.bytes_sent
 
-    with patch("bytescale.recurrence.states.chain_is_faster", lambda *_: False):
+    with patch("bytescale.recurrence.cuts.chain_is_faster", lambda *_: False):
         short, long = (run_ranks(size, lambda group, plan=plan: one_rank(group, plan)) for plan in plans)
     assert short == long
     rounds = states.scan_bytes(size, 4 * 4 * 9, 4 * 4 * 15)

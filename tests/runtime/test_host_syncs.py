@@ -7,6 +7,7 @@ where memory is pinned.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,7 +137,7 @@ def test_an_attached_models_micro_batch_and_loss_never_wait_for_the_device(on_me
     fields = {name: torch.arange(plan.num_tokens) % 5 for name in ("tokens", "labels")}
     hidden = torch.empty(plan.num_tokens, 4, device=META, requires_grad=True)
     with NoPageableCopies():
-        micro = Micro(plan, fields, None, META, exchange=None)  # type: ignore[arg-type]
+        micro = Micro(plan, fields, None, SimpleNamespace(device=META, exchange=None))  # type: ignore[arg-type]
         loss.loss_sum(OtherHead(), hidden, fields["labels"], token_weights=torch.ones(plan.num_tokens)).backward()  # type: ignore[arg-type]
     assert micro.inputs["input_ids"].device == micro.inputs["position_ids"].device == META
     assert len(on_meta) == 5

@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
 
         shape = resolve_model(ModelConfig(preset=f"{HF_PREFIX}{source}"))  # raises what training would raise
         if isinstance(shape, AttachedArchitecture):
-            from bytescale.hf.files.converting import import_attached
+            from bytescale.hf.files.folder import import_attached
 
             count = import_attached(source, options.folder, shape)
         else:
@@ -89,7 +89,7 @@ def _exporter(checkpoint: str) -> Callable[..., list[Path]]:
     from bytescale.checkpoint.reading import CheckpointReader
 
     if AttachedArchitecture.is_in(CheckpointReader(checkpoint).state.architecture):
-        from bytescale.hf.files.converting import export_attached
+        from bytescale.hf.files.folder import export_attached
 
         return export_attached
     return export_checkpoint

@@ -260,8 +260,7 @@ def _check_initial_weights(config: Config) -> None:
 
         check_initial_weights(config)
     if config.model.lora_rank or config.model.freeze:
-        from bytescale.hf.files.folder import empty_model
-        from bytescale.hf.files.partly_trained import train_a_part
+        from bytescale.hf.files.folder import empty_model, train_a_part
 
         shape = resolve_model(config.model)
         assert isinstance(shape, AttachedArchitecture), "only models of transformers are trained in part"

@@ -6,16 +6,12 @@
     trainer.train()
 
 TRL's trainers ask a model for log-probabilities of padded batches, and compute everything else themselves. They get a
-``WholeBatch`` in the model's place, which gathers the batches of all ranks and plans them together. So the results are
-those of TRL under DistributedDataParallel with as many ranks, and no rank needs room for its longest sequence.
-
-Nothing of TRL is replaced: three methods of ``transformers.Trainer`` and, for GRPO, one of TRL are overridden.
+``WholeBatch`` in the model's place. So the results are those of TRL under DistributedDataParallel with as many ranks.
 """
 
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +24,7 @@ import trl
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.loop.hdp import HDP
+from bytescale.hf.loop.updates import HDPOptimizer
 from bytescale.integrations.whole_batch import (
     ENTROPY,
     IS_TOP1,
@@ -36,35 +33,12 @@ from bytescale.integrations.whole_batch import (
     Sequences,
     WholeBatch,
     require_plain,
+    set_rates,
     word_columns,
 )
 
 _TAKEN = ("input_ids", "attention_mask", "labels", "use_cache", "fused_lm_head")
 _STATES = "hdp"
-
-
-class HDPOptimizer(torch.optim.Optimizer):
-    """The optimizer of this rank's shards, whose ``step`` is ``hdp.step``. Schedules set its learning rate."""
-
-    def __init__(self, hdp: HDP, shards: torch.optim.Optimizer, max_grad_norm: float) -> None:
-        self.hdp, self.shards, self.max_grad_norm = hdp, shards, max_grad_norm
-        self.grad_norm = 0.0
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.shards.param_groups
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.grad_norm = self.hdp.step(max_grad_norm=self.max_grad_norm).grad_norm
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.hdp.zero_grad()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.shards.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.shards.load_state_dict(state_dict)
 
 
 class _Planned:
@@ -80,7 +54,7 @@ class _Planned:
 
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **more: Any) -> Any:
         """``[B, L]`` tokens, padded on any side, and labels to results ``[B, L - 1]``, as TRL's models have them."""
-        require_plain({name: value for name, value in more.items() if name not in _TAKEN}, "the model")
+        require_plain({name: value for name, value in more.items() if name not in _TAKEN})
         next_labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORE_INDEX)], dim=1)
         rows, places = attention_mask.nonzero(as_tuple=True)
         lengths = attention_mask.sum(dim=1).tolist()
@@ -100,7 +74,7 @@ class _Planned:
 class HDPTrainerMixin:
     """Goes before one of TRL's trainers in the bases of a class."""
 
-    hdp: HDP | None = None
+    hdp: Any = None
     temperature: float = 1.0
     model: nn.Module
     accelerator: Any
@@ -136,10 +110,14 @@ class HDPTrainerMixin:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """TRL's own step with a ``WholeBatch`` in the model's place; then backward through the model."""
-        assert self.hdp is not None, "create_optimizer comes first"
         planned = self._planned(self.model, self._guess(inputs, num_items_in_batch))
-        with self._planned_reference():
+        # The reference runs on plans, too. With adapters, TRL runs each rank's own rows without them.
+        reference = getattr(self, "ref_model", None)
+        self.ref_model: Any = self._planned(reference) if isinstance(reference, nn.Module) else reference
+        try:
             loss: Tensor = super().training_step(planned, inputs, num_items_in_batch)  # type: ignore[misc]
+        finally:
+            self.ref_model = reference
         planned.batch.finish(1.0 / self.hdp.group.size)  # as DistributedDataParallel averages
         return loss
 
@@ -150,22 +128,10 @@ class HDPTrainerMixin:
         super().log(logs | norm, *args)  # type: ignore[misc]
 
     def _planned(self, model: nn.Module, guess: float = 0.0) -> _Planned:
-        assert self.hdp is not None, "create_optimizer comes first"
         return _Planned(self.hdp, model, self.temperature, guess)
 
     def _guess(self, inputs: Any, num_items_in_batch: Any) -> float:
         return 0.0
-
-    @contextmanager
-    def _planned_reference(self) -> Any:
-        """The reference model on plans, too. With adapters, TRL runs each rank's own rows without them."""
-        reference = getattr(self, "ref_model", None)
-        if isinstance(reference, nn.Module):
-            self.ref_model: Any = self._planned(reference)
-        try:
-            yield
-        finally:
-            self.ref_model = reference
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Master weights and states of all ranks, by ``hdp.save``; the schedule by Trainer."""
@@ -177,13 +143,10 @@ class HDPTrainerMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Go on from ``_save_optimizer_and_scheduler``, exactly, on any number of ranks."""
         if checkpoint is not None and (Path(checkpoint) / _STATES).is_dir():
-            assert self.hdp is not None, "create_optimizer comes first"
             self.hdp.load(Path(checkpoint) / _STATES)
             state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
             self.lr_scheduler.load_state_dict(state)  # type: ignore[attr-defined]
-            rates = self.lr_scheduler.get_last_lr()  # type: ignore[attr-defined]
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+            set_rates(self.optimizer, self.lr_scheduler)  # type: ignore[attr-defined]
 
 
 class HDPSFTTrainer(HDPTrainerMixin, trl.SFTTrainer):

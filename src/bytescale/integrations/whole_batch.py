@@ -1,21 +1,19 @@
 """Batches of all ranks as one global batch under ``HDP``: what trainers and engines of other people run as a model.
 
-They give every rank sequences of its own, ask a model for values of their tokens, such as log-probabilities, and
-compute a loss from these, as they like. ``WholeBatch`` stands where they expect the model. ``run`` gathers the
-sequences of all ranks, plans them together, and returns the values of this rank's, as if its model had computed them.
-The loss goes backward into these values. ``finish`` then goes backward through the model, on the same plan.
+``WholeBatch.run`` gathers the sequences of all ranks, plans them together, and returns the values of this rank's, such
+as log-probabilities, as if a model had computed them. A loss goes backward into these values. ``finish`` then goes
+backward through the model, on the same plan.
 
 That takes one forward more than a model would, unless the gradient can be *guessed*: where the loss is minus the sum of
-log-probabilities over a known number, backward runs with the guess in the first pass. What the trainer's loss then says
-decides: where the guess was wrong, a second pass makes up for the difference.
+log-probabilities over a known number, backward runs with the guess in the first pass. Where what the trainer's loss
+then says differs, a second pass makes up for the difference.
 
 Shape letters: S tokens of a sequence, N of all sequences of this rank; K values of a token, D of them differentiable.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,12 +22,11 @@ from torch import Tensor, nn
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.hf.loop.coupled import Values, backward_from
 from bytescale.hf.loop.hdp import HDP
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
 
-Columns = Callable[[Micro], Tensor]
-"""From a micro-batch to its values ``[T, K]``, of which the first D are differentiable."""
 LOG_PROBS, ENTROPY, IS_TOP1, MEAN_LOGITS = range(4)
 """Values that ``word_columns`` gives; the first two are differentiable."""
 
@@ -57,8 +54,8 @@ class _Call:
 class WholeBatch:
     """Runs of one model in one training step. Every rank makes the same."""
 
-    def __init__(self, hdp: HDP, columns: Columns, *, num_trained: int) -> None:
-        """``num_trained``: D, the columns that a loss may go backward into; 0: none, as for a second model."""
+    def __init__(self, hdp: HDP, columns: Values, *, num_trained: int) -> None:
+        """``columns``: a micro-batch's values ``[T, K]``. ``num_trained``: D; 0: none, as for a second model."""
         self.hdp, self._columns, self._num_trained = hdp, columns, num_trained
         self._calls: list[_Call] = []
 
@@ -109,26 +106,23 @@ class WholeBatch:
                 if wrong <= 1e-5 * scale:
                     continue
             _, coefficients = self._gathered(list(gradient.T.split(call.lengths, dim=1)), gradient.T)
-            for micro in call.planned:
-                columns = self._columns(micro)[:, : self._num_trained]
-                rows = [coefficients[s][:, a:b].T for s, a, b in micro.plan.runs]
-                (torch.cat([columns[:0].cpu(), *rows]).to(columns) * columns).sum().backward()
+            gradients = [rows.T for rows in coefficients]
+            backward_from(call.planned, gradients, lambda micro: self._columns(micro)[:, : self._num_trained])
 
     def _documents_of_all(self, sequences: Sequences, guess: float) -> tuple[int, list[dict[str, Any]]]:
-        device = self.hdp.group.device
-        own = [torch.stack(pair).to(device) for pair in zip(sequences.tokens, sequences.labels, strict=True)]
-        first, rows = self._gathered(own, torch.zeros(2, 0, dtype=torch.int64))
-        documents: list[dict[str, Any]] = [{"tokens": tokens, "labels": labels} for tokens, labels in rows]
-        for document in documents:
+        numbers = sequences.numbers or [torch.zeros(len(tokens)) for tokens in sequences.tokens]
+        own = [  # integers below 2^53 are exact
+            torch.stack([part.to(self.hdp.group.device, torch.float64) for part in parts])
+            for parts in zip(sequences.tokens, sequences.labels, numbers, strict=True)
+        ]
+        first, rows = self._gathered(own, torch.zeros(3, 0, dtype=torch.float64))
+        documents: list[dict[str, Any]] = [
             # Weights are a loss's own affair: they may sum to zero here.
-            document["weights"] = torch.ones(len(document["labels"]))
-            if guess:
-                document["guess"] = (document["labels"] != IGNORE_INDEX).double() * guess
-        if sequences.numbers is not None:
-            numbers = [number[None].to(device, torch.float64) for number in sequences.numbers]
-            _, found = self._gathered(numbers, torch.zeros(1, 0, dtype=torch.float64))
-            for document, (number,) in zip(documents, found, strict=True):
-                document["number"] = number
+            {"tokens": tokens.long(), "labels": labels.long(), "number": number, "weights": torch.ones(len(labels))}
+            for tokens, labels, number in rows
+        ]
+        for document in documents if guess else ():
+            document["guess"] = (document["labels"] != IGNORE_INDEX).double() * guess
         return first, documents
 
     def _gathered(self, own: list[Tensor], like: Tensor) -> tuple[int, list[Tensor]]:
@@ -138,8 +132,8 @@ class WholeBatch:
         lengths = [float(rows.shape[1]) for rows in own] + [0.0] * (max(counts) - len(own))
         table = [[int(n) for n in row[:count]] for row, count in zip(group.share(lengths), counts, strict=True)]
         mine = torch.zeros(1, len(like), max(map(sum, table)), dtype=like.dtype, device=group.device)
-        for rows, end in zip(own, itertools.accumulate(rows.shape[1] for rows in own), strict=True):
-            mine[0, :, end - rows.shape[1] : end] = rows
+        if own:
+            mine[0, :, : int(sum(lengths))] = torch.cat(own, dim=1)
         everything = mine.new_zeros(group.size, *mine.shape[1:])
         group.all_gather(everything, mine)
         whole = everything.cpu()
@@ -147,7 +141,7 @@ class WholeBatch:
         return sum(counts[: group.rank]), found
 
 
-def word_columns(model: nn.Module, temperature: float | None = 1.0) -> Columns:
+def word_columns(model: nn.Module, temperature: float | None = 1.0) -> Values:
     """``[T, 4]``: log-probability, entropy, whether the label is the likeliest word, mean of logits; 0 without label.
 
     ``temperature``: None: the micro-batches' field ``number`` has it.
@@ -155,10 +149,7 @@ def word_columns(model: nn.Module, temperature: float | None = 1.0) -> Columns:
 
     def columns(micro: Micro) -> Tensor:
         divisor = micro.number if temperature is None else temperature
-        scores = micro.logprobs(model, temperature=divisor, entropy=True, top=1, mean_logits=True)
-        assert scores.entropy is not None, "asked for"
-        assert scores.top_words is not None, "asked for"
-        assert scores.mean_logits is not None, "asked for"
+        scores: Any = micro.logprobs(model, temperature=divisor, entropy=True, top=1, mean_logits=True)
         hit = (scores.top_words[:, 0] == micro.labels).to(scores.entropy)
         four = torch.stack([scores.logprobs, scores.entropy, hit, scores.mean_logits], dim=1)
         return four * (micro.labels != IGNORE_INDEX)[:, None]
@@ -166,7 +157,7 @@ def word_columns(model: nn.Module, temperature: float | None = 1.0) -> Columns:
     return columns
 
 
-def value_columns(model: nn.Module) -> Columns:
+def value_columns(model: nn.Module) -> Values:
     """``[T, 1]``: the only number that a model for token classification gives each token."""
 
     def columns(micro: Micro) -> Tensor:
@@ -176,12 +167,18 @@ def value_columns(model: nn.Module) -> Columns:
     return columns
 
 
-def require_plain(asked: dict[str, Any], what: str) -> None:
+def set_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+    """Give an optimizer the rates of a schedule that was restored."""
+    for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        group["lr"] = rate
+
+
+def require_plain(asked: dict[str, Any]) -> None:
     """Raise ``ConfigError`` for inputs of a model that plans do not have, such as images."""
     unknown = sorted(name for name, value in asked.items() if value is not None and value is not False)
     if unknown:
         raise ConfigError(
-            f"{what} was given {', '.join(unknown)}",
+            f"the model was given {', '.join(unknown)}",
             so="a plan has tokens alone",
             fix="train on texts, without balance losses of experts",
         )

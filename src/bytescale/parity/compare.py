@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.overrides import TorchFunctionMode
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.cost import Cluster, CostModel
 from bytescale.hf.loop.hdp import HDP
-from bytescale.parity.plans import random_plan
 from bytescale.parity.thread_ranks import run_ranks
-from bytescale.parity.wide_casts import WideCasts
 from bytescale.plan import Plan
+from bytescale.plan.plan import GroupSpec
+from bytescale.planner import align
 
 Document = dict[str, Tensor]
 
@@ -110,7 +115,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
         plan = random_plan(lengths, setup.num_ranks, setup.seed, weighted=setup.domain == 1, domain=setup.domain)
     capacity = max(-(-sum(lengths) // 3), -(-max(lengths) // setup.num_ranks) + 1)
 
-    def one_rank(group: dist.ProcessGroup) -> tuple[float, list[Tensor], dict[str, Tensor]]:
+    def one_rank(group: dist.ProcessGroup) -> StepNumbers:
         own = copy.deepcopy(model)  # here, because what is older than the ranks outlives them, with its groups' threads
         hdp = HDP(
             own,
@@ -129,7 +134,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
         with WideCasts(), torch.no_grad():
             for micro in hdp.plan(documents, plan=plan):
                 hdp.collect(micro, micro.logprobs(own, rows_at_a_time=7))
-        return loss, hdp.collected(), gradients
+        return StepNumbers(loss=loss, logprobs=hdp.collected(), gradients=gradients)
 
     try:
         results = run_ranks(setup.num_ranks, one_rank)
@@ -137,7 +142,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise
-    return StepNumbers(loss=sum(loss for loss, _, _ in results), logprobs=results[0][1], gradients=results[-1][2])
+    return replace(results[-1], loss=sum(own.loss for own in results))
 
 
 def _planned_pass(hdp: HDP, model: nn.Module, documents: list[Document], plan: Plan | None) -> float:
@@ -170,3 +175,86 @@ def difference(reference: StepNumbers, ours: StepNumbers) -> Comparison:
             for name, gradient in reference.gradients.items()
         },
     )
+
+
+def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: bool = False, domain: int = 1) -> Plan:
+    """A plan that respects every rule except that capacity is whatever it takes.
+
+    Sequences are thrown together into groups of random ranks in random member order, with a random shape. Local groups
+    join the micro-batches of shared ones or get their own, wherever they fall. For lockstep domains, which equal shares
+    are needed for, the plan is aligned.
+    """
+    random = np.random.default_rng(seed)
+    sequences = random.permutation(len(lengths))
+    cuts = np.sort(random.integers(0, len(lengths) + 1, size=random.integers(0, len(lengths) + 1)))
+    groups: list[GroupSpec] = []
+    for members in np.split(sequences, cuts):
+        if not len(members):
+            continue
+        size = int(random.integers(1, num_ranks + 1))
+        ranks = random.permutation(num_ranks)[:size].tolist()
+        weights = random.integers(1, 5, size).tolist() if weighted else ()
+        columns = int(random.choice([columns for columns in range(1, size + 1) if size % columns == 0]))
+        groups.append(GroupSpec(sequences=members.tolist(), ranks=ranks, weights=weights, columns=columns))
+    schedule: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for number, group in enumerate(groups):
+        for rank in group.ranks:
+            micro_batches = schedule[rank]
+            local = len(group.ranks) == 1
+            if local and micro_batches and random.random() < 0.5:
+                micro_batches[int(random.integers(len(micro_batches)))].append(number)
+            else:
+                micro_batches.append([number])
+    # A local group may be what a later shared group joins: the shared one goes first in the micro-batch.
+    for rank in range(num_ranks):
+        schedule[rank] = _merge_some_locals(schedule[rank], groups, random)
+    capacity = int(np.sum(lengths))
+    plan = Plan.build(
+        lengths=lengths,
+        capacity_tokens=[capacity] * num_ranks,
+        groups=groups,
+        schedule=schedule,
+        planner="random",
+    )
+    if domain > 1:
+        plan = align(plan, cluster=Cluster.uniform(num_ranks, capacity), cost=CostModel.from_work())
+    return replace(plan, domain=domain)
+
+
+def _merge_some_locals(
+    micro_batches: list[list[int]], groups: list[GroupSpec], random: np.random.Generator
+) -> list[list[int]]:
+    merged: list[list[int]] = []
+    for micro_batch in micro_batches:
+        previous_is_local = bool(merged) and all(len(groups[group].ranks) == 1 for group in merged[-1])
+        if previous_is_local and random.random() < 0.5:
+            merged[-1] = micro_batch + merged[-1]
+        else:
+            merged.append(micro_batch)
+    return merged
+
+
+class WideCasts(TorchFunctionMode):
+    """Within it, a conversion of fp64 numbers to fp32 leaves them in fp64.
+
+    Many norms, routers and recurrences compute in fp32. Sums in another order then differ by 1e-6, and a mistake of
+    that size would not show. A mode holds for one thread, hence for one rank of ``thread_ranks``. ``backward`` within
+    it is for losses, which are single numbers.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``func`` with fp64 for fp32, if a number that it is given is fp64."""
+        kwargs = kwargs or {}
+        if func is Tensor.backward:
+            # Layers may be computed again, for which the mode has to hold. Functions that it is asked about run
+            # without it, hence the engine's own, which it is not asked about.
+            with self:
+                return Variable._execution_engine.run_backward(
+                    (args[0],), (torch.ones_like(args[0]),), False, False, (), True, accumulate_grad=True
+                )
+        if any(isinstance(given, Tensor) and given.dtype == torch.float64 for given in (*args, *kwargs.values())):
+            if func is Tensor.float:
+                return args[0]
+            args = [torch.float64 if given is torch.float32 else given for given in args]
+            kwargs = {name: torch.float64 if given is torch.float32 else given for name, given in kwargs.items()}
+        return func(*args, **kwargs)

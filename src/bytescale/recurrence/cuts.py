@@ -4,14 +4,30 @@ A rank's rows are fragments of the sequences that a group shares, two of each (s
 documents. A recurrent layer has to know two things of the tokens before a fragment: the last few rows, which its
 convolution looks at (the halo), and the state that they leave behind.
 
-Shape letters: T rows, F fragments, C channels, n rows that arrive; the others as in ``states``.
+A run of tokens maps the state before it to the state after it: ``E -> D E + S``, where D is a matrix a head (delta
+rules), or numbers (Mamba, lightning). First ``(D1, S1)``, then ``(D2, S2)``, is ``(D2 D1, D2 S1 + S2)``. The segments
+of a sequence that N members share have positions 0 .. 2N-1; member ``i`` holds ``i`` and ``2N-1-i``. Each position
+wants the composition of all maps before it, applied to nothing: an exclusive scan.
+
+  scan    round r = 0, 1, .. with d = 2^r: position p sends the composition of the d maps up to its own to position
+          p + d, which puts it before what it has. Where p < d, the composition is complete, and S alone is sent.
+  chain   position 0 sends S to position 1, which sends ``D S + S'`` to position 2, and so on: 2N - 2 small messages in
+          a row. ``chain_is_faster`` decides, by the same formula on every rank.
+
+Backward is the scan of the transposed maps ``(D^T, dE)`` from the last position to the first, because the gradient of
+the state before position p is ``dE_p + D_p^T (gradient of the state after p)``. It finishes under NCCL: all messages of
+a round are one operation of each member, and rounds and positions have one order on all members.
+
+Shape letters: T rows, F fragments, C channels, n rows that arrive; N members, K sequences of the group, H heads, R rows
+and C columns of a state.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,52 +35,131 @@ from torch import Tensor
 
 from bytescale.attention import PackedAttention
 from bytescale.attention.kernels import add_rows
-from bytescale.attention.rings.exchange import Message
+from bytescale.attention.rings.exchange import Message, Transfer
 from bytescale.attention.rings.grid_messages import Grid
 from bytescale.attention.rings.messages import Kind
 from bytescale.attention.rings.window import RowsBefore
-from bytescale.recurrence.states import EntryStates, act
+from bytescale.plan.states import chain_is_faster, holder
 
 
-class Cuts(Protocol):
-    """The fragments and documents of one micro-batch, in the order of its rows."""
+def act(decay: Tensor, state: Tensor, *, matrix: bool) -> Tensor:
+    """``decay`` applied to a state ``[..., R, C]``, or to another decay: by rows ``[..., R, R]``, or elementwise."""
+    return decay @ state if matrix else decay * state
 
-    documents: list[slice]
-    """Rows of every whole document."""
 
-    @property
-    def fragments(self) -> list[slice]:
-        """Rows of every fragment of a shared sequence; may be empty."""
-        ...
+def entry_states(decay: Tensor, state: Tensor, grid: Grid, kind: Kind, *, matrix: bool) -> Tensor:
+    """The state ``[2, K, H, R, C]`` before each of this member's positions, from what each does to a state.
 
-    @property
-    def opens(self) -> list[bool]:
-        """By fragment, whether its sequence begins with it."""
-        ...
+    ``decay``: ``[2, K, H, R, R]`` if ``matrix``, else anything that broadcasts to ``state [2, K, H, R, C]``.
+    """
+    assert decay.dtype == state.dtype, "both travel in one message"
+    member, size = grid.member, grid.size
+    sizes = (decay[0].numel() * decay.element_size(), state[0].numel() * state.element_size())
+    function = _chain if chain_is_faster(size, *sizes) else _scan
+    return function(decay, state, (member, 2 * size - 1 - member), grid, kind, matrix)
 
-    def halo(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
-        """Fetch the ``width`` rows before each fragment.
 
-        Returns ``rows [T, C]``, which have to be used from here on; the rows that arrived, ``[n, C]``; and of each
-        fragment where these rows are: first those of ``rows``, then those that arrived; -1: there is no such token.
-        """
-        ...
+def _scan(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid, kind: Kind, matrix: bool) -> Tensor:
+    before: list[Tensor | None] = [None, None]  # the decay of all maps that are known before a position
+    entry = state.new_zeros(state.shape)
+    distance, last = 1, 2 * grid.size - 1
+    while distance <= last:
+        sends: list[Message] = []
+        receives: list[Message] = []
+        arrived: dict[int, list[Tensor]] = {}
+        for slot, position in enumerate(positions):
+            target, source = position + distance, position - distance
+            if target <= last:
+                parts = [act(decay[slot], entry[slot], matrix=matrix) + state[slot]]
+                if position >= distance:  # otherwise nothing lies before it
+                    known = before[slot]
+                    parts.append(decay[slot] if known is None else act(decay[slot], known, matrix=matrix))
+                if holder(target, grid.size) == grid.member:
+                    arrived[1] = parts  # the next position of the same member is its back segment
+                else:
+                    sends.append((torch.cat([part.flatten() for part in parts]), _rank_of(target, grid)))
+            if source >= 0 and holder(source, grid.size) != grid.member:
+                likes = [state[slot], decay[slot]] if source >= distance else [state[slot]]
+                room = state.new_empty(sum(like.numel() for like in likes))
+                rooms = room.split([like.numel() for like in likes])
+                arrived[slot] = [part.view_as(like) for part, like in zip(rooms, likes, strict=True)]
+                receives.append((room, _rank_of(source, grid)))
+        if sends or receives:
+            grid.exchange.start_all(sends, receives, tag=kind.tag(grid.group)).wait()
+        for slot, parts in arrived.items():
+            known = before[slot]
+            entry[slot] = parts[0] if known is None else entry[slot] + act(known, parts[0], matrix=matrix)
+            if len(parts) == 2:
+                before[slot] = parts[1] if known is None else act(known, parts[1], matrix=matrix)
+        distance *= 2
+    return entry
 
-    def entry(self, out: Tensor, decay: Tensor, state: Tensor, *, matrix: bool) -> tuple[Tensor, Tensor]:
-        """The state before each fragment.
 
-        Args:
-            out: any tensor that the layer's output depends on. It is returned, and has to be used from there on.
-            decay: ``[F, ...]`` and state: ``[F, H, R, C]``, what each fragment does to a state (``states``).
-            matrix: how decays act.
+def _chain(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid, kind: Kind, matrix: bool) -> Tensor:
+    entry = state.new_zeros(state.shape)
+    sent: list[Transfer] = []
+    for position in range(2 * grid.size - 1):
+        source, target = holder(position, grid.size), holder(position + 1, grid.size)
+        if source == grid.member:
+            slot = positions.index(position)
+            after = (act(decay[slot], entry[slot], matrix=matrix) + state[slot]).contiguous()
+            if target == grid.member:
+                entry[1] = after
+            else:
+                to = (after, grid.ranks[target])
+                sent.append(grid.exchange.start_all([to], [], tag=kind.tag(grid.group)))
+        elif target == grid.member:
+            place = (entry[positions.index(position + 1)], grid.ranks[source])
+            grid.exchange.start_all([], [place], tag=kind.tag(grid.group)).wait()
+    for transfer in sent:
+        transfer.wait()
+    return entry
 
-        Returns ``out`` and the states ``[F, H, R, C]``.
-        """
-        ...
+
+def _rank_of(position: int, grid: Grid) -> int:
+    return grid.ranks[holder(position, grid.size)]
+
+
+class EntryStates(torch.autograd.Function):
+    """``entry_states`` with its backward. ``out``, which it returns, ties backward to the layer's output.
+
+    A member without a token of the shared sequences has to take part in backward, too.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, decay: Tensor, state: Tensor, grid: Grid, attention: PackedAttention, matrix: bool
+    ) -> tuple[Tensor, Tensor]:
+        """``attention`` may remember the states, if this is a recomputation."""
+        (entry,) = attention.remembered(lambda: (entry_states(decay, state, grid, Kind.FORWARD_STATES, matrix=matrix),))
+        ctx.grid, ctx.matrix = grid, matrix
+        ctx.save_for_backward(decay, entry)
+        return out.view_as(out), entry
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        decay, entry = ctx.saved_tensors
+        d_out, d_entry = gradients
+        turned = decay.mT if ctx.matrix else decay
+        after = entry_states(
+            turned.flip(0).contiguous(), d_entry.flip(0).contiguous(), ctx.grid, Kind.BACKWARD_STATES, matrix=ctx.matrix
+        ).flip(0)
+        of_decay = after @ entry.mT if ctx.matrix else (after * entry).sum_to_size(decay.shape)
+        return d_out, of_decay, after, None, None, None
 
 
 class GroupCuts:
-    """A micro-batch of a plan; its shared sequences' states and halos are exchanged with the other members."""
+    """A micro-batch of a plan; its shared sequences' states and halos are exchanged with the other members.
+
+    Attributes:
+        fragments: rows of every fragment of a shared sequence; may be empty.
+        opens: by fragment, whether its sequence begins with it.
+        documents: rows of every whole document.
+        keep: called with what a cache holds after each of the runs, fragments first: ``"conv"``, the last inputs of a
+            convolution ``[F, C, k]``, or ``"recurrent"``, the state ``[F, ...]``.
+    """
+
+    keep: Callable[[str, Tensor], None] | None = None
 
     def __init__(self, attention: PackedAttention) -> None:
         """``attention``: of the same micro-batch, whose messages and memory are used."""
@@ -82,7 +177,11 @@ class GroupCuts:
         self._halos: dict[int, RowsBefore] = {}
 
     def halo(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
-        """See ``Cuts``."""
+        """Fetch the ``width`` rows before each fragment.
+
+        Returns ``rows [T, C]``, which have to be used from here on; the rows that arrived, ``[n, C]``; and of each
+        fragment where these rows are: first those of ``rows``, then those that arrived; -1: there is no such token.
+        """
         shared, grid = self._attention.shared, self._attention.grid
         if shared is None or grid is None:
             return rows, rows[:0], []
@@ -95,7 +194,15 @@ class GroupCuts:
         return own, arrived, places
 
     def entry(self, out: Tensor, decay: Tensor, state: Tensor, *, matrix: bool) -> tuple[Tensor, Tensor]:
-        """See ``Cuts``."""
+        """The state before each fragment.
+
+        Args:
+            out: any tensor that the layer's output depends on. It is returned, and has to be used from there on.
+            decay: ``[F, ...]`` and state: ``[F, H, R, C]``, what each fragment does to a state.
+            matrix: how decays act.
+
+        Returns ``out`` and the states ``[F, H, R, C]``.
+        """
         grid = self._attention.grid
         assert grid is not None, "fragments are of shared sequences"
         decay, state = (part.unflatten(0, (-1, 2)).transpose(0, 1).contiguous() for part in (decay, state))
@@ -141,43 +248,36 @@ def _swap(messages: list[Tensor], room: list[Tensor], grid: Grid, kind: Kind, *,
         grid.exchange.start_all(sends, receives, tag=kind.tag(grid.group)).wait()
 
 
-@dataclass
 class OneProcessCuts:
     """One document, cut at some places: all its fragments are rows of this process. The slow twin of ``GroupCuts``."""
 
-    edges: list[int]
-    """``[F + 1]``, from 0 to the number of rows, rising; equal ones make an empty fragment."""
-    documents: list[slice] = field(default_factory=list)
-    _numbers: dict[str, int] = field(default_factory=dict)
+    keep = None
+
+    def __init__(self, edges: Sequence[int], documents: Sequence[slice] = ()) -> None:
+        """``edges``: ``[F + 1]``, from 0 to the number of rows, rising; equal ones make an empty fragment."""
+        self.fragments = [slice(*pair) for pair in pairwise(edges)]
+        self.opens = [number == 0 for number in range(len(self.fragments))]
+        self.documents = list(documents)
+        self._numbers: Counter[str] = Counter()
 
     def take_numbers(self) -> dict[str, int]:
         """Numbers of states, decays and halo rows of a fragment since the last call (``hf.model.probe``)."""
-        taken, self._numbers = self._numbers, {}
-        return {name: taken.get(name, 0) for name in ("state_numbers", "decay_numbers", "halo_numbers")}
-
-    def _count(self, name: str, numbers: int) -> None:
-        self._numbers[name] = self._numbers.get(name, 0) + numbers
-
-    @property
-    def fragments(self) -> list[slice]:
-        """See ``Cuts``."""
-        return [slice(*pair) for pair in pairwise(self.edges)]
-
-    @property
-    def opens(self) -> list[bool]:
-        """See ``Cuts``."""
-        return [number == 0 for number in range(len(self.edges) - 1)]
+        taken, self._numbers = self._numbers, Counter()
+        return {name: taken[name] for name in ("state_numbers", "decay_numbers", "halo_numbers")}
 
     def halo(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
-        """See ``Cuts``."""
-        self._count("halo_numbers", width * rows.shape[1])
-        return rows, rows[:0], [[max(-1, at) for at in range(edge - width, edge)] for edge in self.edges[:-1]]
+        """See ``GroupCuts``."""
+        self._numbers["halo_numbers"] += width * rows.shape[1]
+        return rows, rows[:0], [[max(-1, run.start + at) for at in range(-width, 0)] for run in self.fragments]
 
     def entry(self, out: Tensor, decay: Tensor, state: Tensor, *, matrix: bool) -> tuple[Tensor, Tensor]:
-        """See ``Cuts``."""
-        self._count("state_numbers", state[0].numel())
-        self._count("decay_numbers", decay[0].numel())
+        """See ``GroupCuts``."""
+        self._numbers["state_numbers"] += state[0].numel()
+        self._numbers["decay_numbers"] += decay[0].numel()
         entry = [torch.zeros_like(state[0])]
         for one_decay, one_state in zip(decay[:-1], state[:-1], strict=True):
             entry.append(act(one_decay, entry[-1], matrix=matrix) + one_state)
         return out, torch.stack(entry)
+
+
+Cuts = GroupCuts | OneProcessCuts

@@ -1,8 +1,7 @@
 """The kernels of recurrent layers, fragment by fragment: each family's stock kernel, and what a run does to a state.
 
-A mixer of transformers calls functions of its module: a convolution, and the kernel of its recurrence. ``KERNELS`` has,
-by the name of such a function, what is called instead. It gets the micro-batch's cuts and the stock function, and
-returns what the stock function would return for all rows, with every document alone.
+``KERNELS`` has, by the name of a function that mixers of transformers call, what is called instead. It gets the cuts
+and the stock function, and returns what the latter would return for all rows, with every document alone.
 
 A fragment of a shared sequence first runs from no state. What a state ``E`` before it adds to its outputs is linear in
 ``E``, and is added when ``E`` is known. Delta rules get both from one call of the stock kernel: columns of the state do
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bytescale.attention.copies import to_device
-from bytescale.recurrence.cuts import Cuts
+from bytescale.recurrence.cuts import Cuts, act
 
 Stock = Callable[..., Any]
 
@@ -35,7 +34,7 @@ class Run:
 
     Attributes:
         out: ``[n, ...]``.
-        effect: returns what the run does to a state: its decay and the state after it (``states``).
+        effect: returns what the run does to a state: its decay and the state after it (``cuts``).
         read: what a state before the run adds to ``out``.
     """
 
@@ -51,7 +50,10 @@ def carried(cuts: Cuts, run: Callable[[slice, bool], Run], *, matrix: bool = Fal
     documents = [run(rows, True) for rows in cuts.documents]
     every = [one for one in own if one is not None]
     out = torch.cat([one.out for one in every + documents])
+    left = [one.effect()[1] for one in documents] if cuts.keep is not None else []
     if not own:
+        if cuts.keep is not None:
+            cuts.keep("recurrent", torch.stack(left))
         return out
     known = [None if one is None else one.effect() for one in own]
     decay, state = next((pair for pair in known if pair is not None), None) or documents[0].effect()
@@ -61,6 +63,8 @@ def carried(cuts: Cuts, run: Callable[[slice, bool], Run], *, matrix: bool = Fal
         torch.stack(parts) for parts in zip(*(nothing if pair is None else pair for pair in known), strict=True)
     )
     out, entry = cuts.entry(out, decays, states, matrix=matrix)
+    if cuts.keep is not None:
+        cuts.keep("recurrent", torch.cat([act(decays, entry, matrix=matrix) + states, *(one[None] for one in left)]))
     rows = list(out.split([len(one.out) for one in every + documents]))
     number = 0
     for one, opens, before in zip(own, cuts.opens, entry, strict=True):
@@ -79,12 +83,18 @@ def convolution(
     absent = len(rows) + len(arrived)
     picked: list[int] = []
     kept: list[int] = []
+    ends: list[list[int]] = []
     for number, run in enumerate([*cuts.fragments, *cuts.documents]):
         before = places[number] if number < len(places) else [-1] * width
         picked += [absent if at < 0 else at for at in before] + list(range(run.start, run.stop))
         kept += range(len(picked) - (run.stop - run.start), len(picked))
+        ends.append(picked[len(picked) - width :])
     index, inner = (to_device(torch.tensor(numbers), x.device) for numbers in (picked, kept))
-    padded = torch.cat([rows, arrived, rows.new_zeros(1, rows.shape[1])])[index]
+    known = torch.cat([rows, arrived, rows.new_zeros(1, rows.shape[1])])
+    if cuts.keep is not None:
+        last = known[to_device(torch.tensor(ends), x.device)].transpose(1, 2)
+        cuts.keep("conv", F.pad(last, (1, 0)))  # caches have one more, which the next token no longer sees
+    padded = known[index]
     out: Tensor = stock(padded.T[None].contiguous(), weight, bias, **_without(options, "seq_idx"))
     return out[:, :, inner]
 
@@ -203,46 +213,44 @@ KERNELS: dict[str, Callable[..., Any]] = {
 """By the name that a mixer's module gives to the stock function."""
 
 
-class LightningAttention:
-    """MiniMax's lightning attention. Its mixer has no kernel of its own, so that its whole forward is replaced."""
+_BLOCK = 64
+"""Rows of lightning attention that are computed together."""
 
-    BLOCK = 64
 
-    @staticmethod
-    def forward(cuts: Cuts, mixer: nn.Module, hidden_states: Tensor) -> tuple[Tensor, None]:
-        """``MiniMaxLightningAttention.forward`` of ``hidden_states [1, T, width]``."""
-        own: Any = mixer
-        qkv = own.act_fn(own.qkv_proj(hidden_states))[0].unflatten(1, (own.num_attention_heads, -1))
-        q, k, v = qkv.split(own.head_dim, dim=2)
-        out = LightningAttention.scan(cuts, q, k, v, own.slope_rate.flatten())
-        gated = own.output_gate(hidden_states).sigmoid() * own.norm(out.flatten(1))
-        return own.out_proj(gated), None
+def lightning_mixer(cuts: Cuts, mixer: nn.Module, hidden_states: Tensor) -> tuple[Tensor, None]:
+    """``MiniMaxLightningAttention.forward`` of ``hidden_states [1, T, width]``: the mixer has no kernel of its own."""
+    own: Any = mixer
+    qkv = own.act_fn(own.qkv_proj(hidden_states))[0].unflatten(1, (own.num_attention_heads, -1))
+    q, k, v = qkv.split(own.head_dim, dim=2)
+    out = lightning_attention(cuts, q, k, v, own.slope_rate.flatten())
+    gated = own.output_gate(hidden_states).sigmoid() * own.norm(out.flatten(1))
+    return own.out_proj(gated), None
 
-    @staticmethod
-    def scan(cuts: Cuts, q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Tensor:
-        """``q, k [T, H, K]``, ``v [T, H, V]``; a token multiplies the state by ``exp(-slope)``, ``slope [H]``."""
-        wide = torch.promote_types(q.dtype, torch.float32)
 
-        def run(rows: slice, alone: bool) -> Run:
-            num_rows = rows.stop - rows.start
-            ages = torch.arange(1, num_rows + 1, device=q.device)
-            decays = (-slope * ages[:, None]).exp().to(q.dtype)[..., None]  # [n, H, 1]
-            outs, state = [], q.new_zeros(q.shape[1], q.shape[2], v.shape[2])
-            for start in range(0, num_rows, LightningAttention.BLOCK):
-                stop = min(num_rows, start + LightningAttention.BLOCK)
-                at, size = slice(rows.start + start, rows.start + stop), stop - start
-                apart = ages[:size, None] - ages[:size]
-                seen = (-slope[:, None, None] * apart).exp().masked_fill(apart < 0, 0.0).to(q.dtype)
-                weights = torch.einsum("nhk,mhk->hnm", q[at], k[at]) * seen
-                inner = torch.einsum("hnm,mhv->nhv", weights, v[at])
-                outs.append(inner + torch.einsum("nhk,hkv->nhv", q[at] * decays[:size], state))
-                left = torch.cat([decays[: size - 1].flip(0), torch.ones_like(decays[:1])])  # of each row's share
-                state = state * decays[size - 1][..., None] + torch.einsum("nhk,nhv->hkv", k[at] * left, v[at])
-            gone = torch.zeros_like(decays[-1, :, :, None]) if alone else decays[-1, :, :, None]
-            return Run(
-                torch.cat(outs),
-                lambda: (gone.to(wide), state.to(wide)),
-                lambda before: torch.einsum("nhk,hkv->nhv", (q[rows] * decays).to(wide), before),
-            )
+def lightning_attention(cuts: Cuts, q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Tensor:
+    """``q, k [T, H, K]``, ``v [T, H, V]``; a token multiplies the state by ``exp(-slope)``, ``slope [H]``."""
+    wide = torch.promote_types(q.dtype, torch.float32)
 
-        return carried(cuts, run)
+    def run(rows: slice, alone: bool) -> Run:
+        num_rows = rows.stop - rows.start
+        ages = torch.arange(1, num_rows + 1, device=q.device)
+        decays = (-slope * ages[:, None]).exp().to(q.dtype)[..., None]  # [n, H, 1]
+        outs, state = [], q.new_zeros(q.shape[1], q.shape[2], v.shape[2])
+        for start in range(0, num_rows, _BLOCK):
+            stop = min(num_rows, start + _BLOCK)
+            at, size = slice(rows.start + start, rows.start + stop), stop - start
+            apart = ages[:size, None] - ages[:size]
+            seen = (-slope[:, None, None] * apart).exp().masked_fill(apart < 0, 0.0).to(q.dtype)
+            weights = torch.einsum("nhk,mhk->hnm", q[at], k[at]) * seen
+            inner = torch.einsum("hnm,mhv->nhv", weights, v[at])
+            outs.append(inner + torch.einsum("nhk,hkv->nhv", q[at] * decays[:size], state))
+            left = torch.cat([decays[: size - 1].flip(0), torch.ones_like(decays[:1])])  # of each row's share
+            state = state * decays[size - 1][..., None] + torch.einsum("nhk,nhv->hkv", k[at] * left, v[at])
+        gone = torch.zeros_like(decays[-1, :, :, None]) if alone else decays[-1, :, :, None]
+        return Run(
+            torch.cat(outs),
+            lambda: (gone.to(wide), state.to(wide)),
+            lambda before: torch.einsum("nhk,hkv->nhv", (q[rows] * decays).to(wide), before),
+        )
+
+    return carried(cuts, run)

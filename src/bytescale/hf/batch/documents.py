@@ -20,7 +20,8 @@ from torch import Tensor
 
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX, MICRO_BATCH_NAMES
-from bytescale.plan import MicroBatch
+from bytescale.plan import MicroBatch, Plan, RankPlan
+from bytescale.runtime import RankGroup
 
 Batch = Sequence[Mapping[str, Any]]
 
@@ -33,11 +34,10 @@ class Documents:
 
     Attributes:
         fields: by name, one tensor ``[length of the document, ...]`` per document, in CPU memory or where it was.
-        left_out: fields that are neither numbers nor arrays (texts, names), which no micro-batch has.
+            Those that are neither numbers nor arrays (texts, names) are left out.
     """
 
     fields: dict[str, list[Tensor]]
-    left_out: frozenset[str]
 
     @property
     def lengths(self) -> list[int]:
@@ -61,11 +61,7 @@ class Documents:
             DataError: for documents without tokens, fields of other lengths, fields that only some documents have,
                 labels that are the tokens themselves, or weights that sum to zero or are not numbers.
         """
-        if (
-            isinstance(batch, Mapping)
-            or not isinstance(batch, Sequence)
-            or not all(isinstance(d, Mapping) for d in batch)
-        ):
+        if not isinstance(batch, Sequence) or not all(isinstance(document, Mapping) for document in batch):
             raise DataError(
                 f"a batch is a list of documents, each a mapping of fields; this is a {type(batch).__name__}",
                 fix='give [{"tokens": [...], "labels": [...]}, ...]; split padded batches into documents',
@@ -75,19 +71,17 @@ class Documents:
         renamed = [_with_tokens(document, number) for number, document in enumerate(batch)]
         _require_same_fields(renamed)
         fields: dict[str, list[Tensor]] = {}
-        left_out = set()
         for name in renamed[0]:
             if name in MICRO_BATCH_NAMES:
                 raise DataError(
                     f"a field is called {name!r}, which a micro-batch has itself", fix="give it another name"
                 )
             values = [_tensor(document[name]) for document in renamed]
-            if any(value is None for value in values):
-                left_out.add(name)
-            else:
-                fields[name] = _token_aligned(name, [v for v in values if v is not None], fields)
+            held = [value for value in values if value is not None]
+            if len(held) == len(values):
+                fields[name] = _token_aligned(name, held, fields)
         _complete(fields, shift_labels)
-        return Documents(fields=fields, left_out=frozenset(left_out))
+        return Documents(fields=fields)
 
     def rows(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """The rows ``[T, ...]`` of one micro-batch, of every field, in the order of its segments."""
@@ -103,15 +97,9 @@ class Documents:
             content.update(f"{name} {values[0].dtype}".encode())
             for value in values:
                 content.update(np.int64(len(value)).tobytes())
-                content.update(_bytes(value))
+                packed = value.cpu().clone(memory_format=torch.contiguous_format)
+                content.update(packed.flatten().view(torch.uint8).numpy().tobytes())
         return int.from_bytes(content.digest(), "little") >> 1
-
-
-def _bytes(value: Tensor) -> bytes:
-    """The numbers in memory; NumPy does not know all of PyTorch's dtypes."""
-    packed = torch.empty(value.shape, dtype=value.dtype)
-    packed.copy_(value)
-    return packed.flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _with_tokens(document: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -180,23 +168,16 @@ def _token_aligned(name: str, values: list[Tensor], fields: dict[str, list[Tenso
                 so="its rows could not be cut with the tokens",
                 fix="give one entry per token, or one number per document, of the same dtype everywhere",
             )
-        _require_numbers(name, number, value)
+        # Log-probabilities of single tokens may be infinite. Weights are looked at together (``_complete``).
+        wrong = ~value.isfinite() if value.dim() == 0 else value.isnan()
+        if name != "weights" and bool(wrong.any()):
+            raise DataError(
+                f"field {name!r} of document {number} {'is' if value.dim() == 0 else 'has'} {float(value[wrong][0])}",
+                so="the loss and every gradient would not be numbers either",
+                fix="give numbers, or leave the document out",
+            )
         aligned.append(rows)
     return aligned
-
-
-def _require_numbers(name: str, number: int, value: Tensor) -> None:
-    """Raise ``DataError`` for a field that is not a number somewhere, and for an infinite number of a document.
-
-    Log-probabilities of single tokens may be infinite. Weights are looked at together (``_complete``).
-    """
-    wrong = ~value.isfinite() if value.dim() == 0 else value.isnan()
-    if name != "weights" and bool(wrong.any()):
-        raise DataError(
-            f"field {name!r} of document {number} {'is' if value.dim() == 0 else 'has'} {float(value[wrong][0])}",
-            so="the loss and every gradient would not be numbers either",
-            fix="give numbers, or leave the document out",
-        )
 
 
 def _complete(fields: dict[str, list[Tensor]], shift_labels: bool) -> None:
@@ -245,3 +226,47 @@ def _refuse_unshifted(labels: list[Tensor], tokens: list[Tensor], next_tokens: l
             so="the model would learn to repeat its input",
             fix="call plan(batch, shift_labels=True), which moves Hugging Face's labels by one token",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBatch:
+    """One rank's part of a planned batch: its plan and its rows. It can be pickled and sent.
+
+    Attributes:
+        rows: for each micro-batch its rows of every field.
+        no_rows: of every field, as a micro-batch without tokens has it.
+        num_documents: in the global batch.
+        lengths: tokens of all documents of the global batch; None, then on every rank: they are not known.
+    """
+
+    rank_plan: RankPlan
+    rows: list[dict[str, Tensor]]
+    no_rows: dict[str, Tensor]
+    num_documents: int
+    lengths: list[int] | None
+
+    def all_lengths(self, group: RankGroup) -> list[int]:
+        """Tokens of all documents of the global batch. Every rank calls it.
+
+        Where ranks do not know them, the end of each document is the last token that any rank has of it.
+        """
+        ends = np.zeros(self.num_documents)
+        for micro_batch in self.rank_plan.micro_batches:
+            np.maximum.at(ends, micro_batch.segment_sequences, micro_batch.segment_stops)
+        return [int(end) for end in group.max_of(ends.tolist())] if self.lengths is None else self.lengths
+
+    @staticmethod
+    def of(rank_plan: RankPlan, documents: Documents) -> RankBatch:
+        """The rows of ``documents`` that belong to a rank."""
+        return RankBatch(
+            rank_plan=rank_plan,
+            rows=[documents.rows(micro_batch) for micro_batch in rank_plan.micro_batches],
+            no_rows={name: values[0][:0] for name, values in documents.fields.items()},
+            num_documents=len(documents.lengths),
+            lengths=documents.lengths,
+        )
+
+
+def cut(plan: Plan, rank: int, batch: Batch, *, shift_labels: bool = False) -> RankBatch:
+    """Rank ``rank``'s part of ``batch`` under ``plan``, for a driver that plans and sends each worker its rows."""
+    return RankBatch.of(RankPlan.of(plan, rank), Documents.of(batch, shift_labels=shift_labels))

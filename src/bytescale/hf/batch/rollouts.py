@@ -27,12 +27,8 @@ from bytescale.data.sources.files import expand_sources
 from bytescale.data.sources.readers import ReadCounts
 from bytescale.data.sources.records import RecordKind, iter_records, plan_units
 
-_NEEDED = "reward"
 
-
-def rollout_documents(
-    trajectories: Sequence[Mapping[str, Any]], *, normalise: bool = True, most_tokens: int | None = None
-) -> list[dict[str, Any]]:
+def rollout_documents(trajectories: Sequence[Mapping[str, Any]], *, normalise: bool = True) -> list[dict[str, Any]]:
     """Documents for ``hdp.plan``, in the order of ``trajectories``.
 
     Each has ``tokens``, ``weights``, ``old_logprobs``, ``reward``, ``advantage`` and ``group``, the same number for all
@@ -42,25 +38,33 @@ def rollout_documents(
         trajectories: see above. An ``advantage``, a number or one for each token that the policy wrote, is kept. Where
             it is missing it is the reward minus the mean of its group.
         normalise: whether this difference is divided by the group's standard deviation (GRPO), or not (Dr. GRPO).
-        most_tokens: what the cluster holds, such as ``capacity_tokens`` times ranks; None: nothing is checked.
 
-    Raises ``DataError`` for rewards or log-probabilities that are not finite or missing, log-probabilities that are not
-    as many as the tokens, and trajectories that are longer than the cluster holds.
+    Raises ``DataError`` for rewards or log-probabilities that are not finite or missing, and log-probabilities that are
+    not as many as the tokens.
     """
+    documents = [_document(trajectory, number) for number, trajectory in enumerate(trajectories)]
     groups: dict[Any, int] = {}
-    documents = []
-    for number, trajectory in enumerate(trajectories):
-        document = _document(trajectory, number)
+    rewards: dict[int, list[float]] = {}
+    for document, trajectory in zip(documents, trajectories, strict=True):
         label = trajectory.get("group", tuple(trajectory.get("prompt", ())))
         document["group"] = groups.setdefault(label, len(groups))
-        if most_tokens is not None and len(document["tokens"]) > most_tokens:
+        rewards.setdefault(document["group"], []).append(document["reward"])
+    for number, (document, trajectory) in enumerate(zip(documents, trajectories, strict=True)):
+        given, rows = trajectory.get("advantage"), document["weights"].double()
+        if given is None:
+            own = torch.tensor(rewards[document["group"]], dtype=torch.float64)
+            spread = float(own.std()) + 1e-4 if normalise and len(own) > 1 else 1.0
+            given = (document["reward"] - float(own.mean())) / spread
+        if isinstance(given, (int, float)):
+            document["advantage"] = rows * given
+            continue
+        values, places = torch.tensor(given, dtype=torch.float64), rows.nonzero()[:, 0]
+        if len(values) != len(places):
             raise DataError(
-                f"trajectory {number} has {len(document['tokens'])} tokens, and all ranks together hold {most_tokens}",
-                so="the cluster could not hold it",
-                fix="sample shorter ones, use more ranks or a larger capacity_tokens, or leave it out",
+                f"trajectory {number} has {len(values)} advantages for the {len(places)} tokens of the policy",
+                fix="give one for each token that the policy wrote, or one for the whole trajectory",
             )
-        documents.append(document)
-    _add_advantages(documents, trajectories, normalise)
+        document["advantage"] = rows.index_put((places,), values)
     return documents
 
 
@@ -70,7 +74,7 @@ def read_rollouts(*sources: str | Path) -> Iterator[dict[str, Any]]:
     Raises ``DataError`` for a record that cannot be read, and ``ConfigError`` where there is no file.
     """
     optional = ("prompt", "turns", "tokens", "logprobs", "group", "advantage")
-    kind = RecordKind("rollouts", ((_NEEDED,),), optional)
+    kind = RecordKind("rollouts", (("reward",),), optional)
     counts = ReadCounts()
     for unit in plan_units(expand_sources([str(source) for source in sources]), kind):
         for record in iter_records(unit, kind, counts):
@@ -78,7 +82,7 @@ def read_rollouts(*sources: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _document(trajectory: Mapping[str, Any], number: int) -> dict[str, Any]:
-    reward = trajectory.get(_NEEDED)
+    reward = trajectory.get("reward")
     if not isinstance(reward, (int, float)) or not math.isfinite(reward):
         raise DataError(
             f"the reward of trajectory {number} is {reward!r}",
@@ -109,31 +113,6 @@ def _document(trajectory: Mapping[str, Any], number: int) -> dict[str, Any]:
         "old_logprobs": torch.tensor([*logprobs[1:], 0.0], dtype=torch.float64),
         "reward": float(reward),
     }
-
-
-def _add_advantages(
-    documents: list[dict[str, Any]], trajectories: Sequence[Mapping[str, Any]], normalise: bool
-) -> None:
-    """Per row, so that all documents have fields of one shape."""
-    rewards: dict[int, list[float]] = {}
-    for document in documents:
-        rewards.setdefault(document["group"], []).append(document["reward"])
-    for number, (document, trajectory) in enumerate(zip(documents, trajectories, strict=True)):
-        own, given = torch.tensor(rewards[document["group"]], dtype=torch.float64), trajectory.get("advantage")
-        rows = document["weights"].double()
-        if given is None:
-            spread = float(own.std()) + 1e-4 if normalise and len(own) > 1 else 1.0
-            document["advantage"] = rows * ((document["reward"] - float(own.mean())) / spread)
-        elif isinstance(given, (int, float)):
-            document["advantage"] = rows * given
-        else:
-            values, places = torch.tensor(given, dtype=torch.float64), rows.nonzero()[:, 0]
-            if len(values) != len(places):
-                raise DataError(
-                    f"trajectory {number} has {len(values)} advantages for the {len(places)} tokens of the policy",
-                    fix="give one for each token that the policy wrote, or one for the whole trajectory",
-                )
-            document["advantage"] = rows.index_put((places,), values)
 
 
 def _short(values: Any) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -18,7 +17,8 @@ from bytescale.cost import flops
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, RingWidths, States, nccl_reserve_bytes
 from bytescale.hf.costs.live_bytes import LiveBytes
 from bytescale.hf.model.decoder import AttachedDecoder
-from bytescale.hf.model.probe import LayerAttention
+from bytescale.hf.model.interface import refusal
+from bytescale.hf.model.probe import LayerAttention, ModelFacts
 from bytescale.plan import MicroBatch
 from bytescale.runtime import Activations, RankGroup
 from bytescale.runtime.loss import PlainHead
@@ -27,6 +27,8 @@ from bytescale.runtime.optimizer.lockstep import layer_of
 DOCUMENT_TOKENS = 32
 """Short enough for any model's positions."""
 NUM_DOCUMENTS = (4, 12)
+WIDEST_FLASH_HEAD = 256
+"""Of FlashAttention 2, 3 and 4, and of PyTorch's own."""
 
 
 def measure_rows(
@@ -38,57 +40,42 @@ def measure_rows(
     """
     alone = RankGroup(device=device)
 
-    def run(number: int, ratio: float) -> _Seen:
+    def run(number: int, ratio: float) -> _Bytes:
         micro_batch = MicroBatch.of_documents(0, [DOCUMENT_TOKENS] * number)
         micro_batch = replace(micro_batch, offload_ratios=((micro_batch.num_tokens, ratio),))
         attention = PackedAttention(micro_batch, kernel, alone.exchange, activations.attention_memory)
-        return _run(decoder, attention, micro_batch, activations, device)
+        positions = torch.as_tensor(micro_batch.position_ids()).to(device)
+        tokens = torch.arange(micro_batch.num_tokens, device=device) % 61  # experts get different ones
+        activations.begin_step([micro_batch])
+        before = 0 if activations.offload is None else activations.offload.bytes_moved
+        with LiveBytes() as live:
+            with activations.forward(micro_batch):
+                hidden = decoder(tokens, positions, attention)
+            saved = live.now
+            hidden.backward(torch.ones_like(hidden))
+        moved = 0 if activations.offload is None else activations.offload.bytes_moved - before
+        return saved, live.peak, moved
 
-    kept = _slopes(run, 0.0)
-    rows = MeasuredRows(saved_per_token=kept.saved, peak_per_token=kept.peak, fixed=kept.fixed)
+    kept, fixed = _slopes(run, 0.0)
+    rows = MeasuredRows(saved_per_token=kept[0], peak_per_token=kept[1], fixed=fixed)
     if activations.offload is None:
         return rows
     run(NUM_DOCUMENTS[-1], 1.0)  # from here on, the pages of host memory exist
-    left = _slopes(run, 1.0)
-    movable = max(0.0, min(kept.saved - left.saved, kept.peak - left.peak))
-    return replace(rows, movable_per_token=movable, moved_per_token=left.moved)
+    left, _ = _slopes(run, 1.0)
+    movable = max(0.0, min(kept[0] - left[0], kept[1] - left[1]))
+    return replace(rows, movable_per_token=movable, moved_per_token=left[2])
 
 
-class _Seen(NamedTuple):
-    """Bytes of a run, or bytes per row: kept by forward, at the highest point, and moved to the host."""
-
-    saved: float
-    peak: float
-    moved: float
-    fixed: float = 0.0
+_Bytes = tuple[float, float, float]
+"""Kept by forward, at the highest point, and moved to the host."""
 
 
-def _slopes(run: Callable[[int, float], _Seen], ratio: float) -> _Seen:
+def _slopes(run: Callable[[int, float], _Bytes], ratio: float) -> tuple[_Bytes, float]:
+    """Bytes for each row; and at the highest point, those that do not depend on the rows."""
     few, many = (run(number, ratio) for number in NUM_DOCUMENTS)
     rows = [number * DOCUMENT_TOKENS for number in NUM_DOCUMENTS]
-    saved, peak, moved = ((b - a) / (rows[1] - rows[0]) for a, b in zip(few[:3], many[:3], strict=True))
-    return _Seen(saved, peak, moved, fixed=max(0.0, few.peak - peak * rows[0]))
-
-
-def _run(
-    decoder: AttachedDecoder,
-    attention: PackedAttention,
-    micro_batch: MicroBatch,
-    activations: Activations,
-    device: torch.device,
-) -> _Seen:
-    """Forward and backward of a micro-batch of whole documents."""
-    positions = torch.as_tensor(micro_batch.position_ids()).to(device)
-    tokens = torch.arange(micro_batch.num_tokens, device=device) % 61  # of any vocabulary; experts get different ones
-    activations.begin_step([micro_batch])
-    before = 0 if activations.offload is None else activations.offload.bytes_moved
-    with LiveBytes() as live:
-        with activations.forward(micro_batch):
-            hidden = decoder(tokens, positions, attention)
-        saved = live.now
-        hidden.backward(torch.ones_like(hidden))
-    moved = 0 if activations.offload is None else activations.offload.bytes_moved - before
-    return _Seen(saved, live.peak, moved)
+    saved, peak, moved = ((b - a) / (rows[1] - rows[0]) for a, b in zip(few, many, strict=True))
+    return (saved, peak, moved), max(0.0, few[1] - peak * rows[0])
 
 
 def measured_memory(
@@ -167,3 +154,19 @@ def kernel_bytes_per_token(layers: tuple[LayerAttention, ...], device_type: str,
         + 2 * layer.num_heads * max(layer.head_dim, layer.value_dim) * element_bytes
         for layer in layers
     )
+
+
+def check_widths(facts: ModelFacts, *, cuda_flash: bool) -> None:
+    """Raise ``ConfigError`` for a layer whose heads the kernel does not have.
+
+    ``cuda_flash``: whether flash attention computes on a GPU. Layers with a soft cap have a kernel of their own.
+    """
+    for layer in facts.layers if cuda_flash else ():
+        width = max(layer.head_dim, layer.value_dim)
+        if width > WIDEST_FLASH_HEAD and layer.rules.soft_cap is None:
+            raise refusal(
+                layer.name,
+                f"its heads are {width} wide, and flash attention on a GPU ends at {WIDEST_FLASH_HEAD}",
+                so="its first pass would fail",
+                fix='use the math kernel for short documents (HDP(kernel="math"), kernels.attention = "math")',
+            )

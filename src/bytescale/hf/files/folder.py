@@ -1,10 +1,16 @@
-"""Models of transformers from Hugging Face folders, and back: every weight has its place, or there is an error."""
+"""Models of transformers from Hugging Face folders and checkpoints, and back: every weight has its place, or an error.
+
+Only a part of a model may be trained: low-rank adapters (LoRA, by peft), or what is left when others are frozen.
+"""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +18,19 @@ import numpy as np
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from bytescale.checkpoint.hugging_face import add_companions, appearing, write_imported
+from bytescale.checkpoint.reading import CheckpointReader
+from bytescale.checkpoint.writing import Part
 from bytescale.common.errors import CheckpointError, ConfigError
+from bytescale.config import HF_PREFIX, AttachedArchitecture, Config
 from bytescale.config.hugging_face import refuse_quantised
 from bytescale.models.hf_folder import finite, stored_tensors, write_json
+from bytescale.runtime import DTYPES
+from bytescale.storage.place import Place
 
 MOST_CONSTANT_BYTES = 2**24
 _SHOWN = 6
@@ -196,34 +208,145 @@ def set_constants(model: nn.Module, constants: dict[str, Any]) -> None:
         buffers[name].copy_(value)
 
 
-def write_folder(
-    target: Path,
-    content: dict[str, Any],
-    constants: dict[str, Any],
-    weight: Callable[[str], Tensor],
-    *,
-    dtype: torch.dtype,
-    shard_bytes: int,
-) -> list[Path]:
-    """Write a model as transformers does, with ``content`` as its config.json. The process holds the whole model.
-
-    ``weight``: by the name of a parameter, its value. Returns the shards.
-    """
-    model = make_model(content, dtype)
-    set_constants(model, constants)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weight(name))
-    return save_folder(model, target, content, dtype=dtype, shard_bytes=shard_bytes)
-
-
 def save_folder(
     model: nn.Module, target: Path, content: dict[str, Any], *, dtype: torch.dtype, shard_bytes: int
 ) -> list[Path]:
-    """Write ``model``, whose weights have ``dtype``. Returns the shards."""
+    """Write ``model``, whose weights have ``dtype``, with ``content`` as its config.json. Returns the shards."""
     with _no_progress_bar():
         model.save_pretrained(target, max_shard_size=shard_bytes)  # type: ignore[operator]
     name = str(dtype).removeprefix("torch.")
     written = {key: name for key in ("dtype", "torch_dtype") if key in content} or {"dtype": name}
     write_json(target / "config.json", content | written)
     return sorted(target.glob("*.safetensors"))
+
+
+_EMPTY = "there is nothing to train"
+
+
+def train_a_part(model: nn.Module, trained: dict[str, Any], *, seed: int) -> nn.Module:
+    """Put adapters into ``model``, in place, and freeze what is not trained (``AttachedArchitecture.trained``).
+
+    ``seed``: of the adapters' first weights. Returns peft's wrapper if there are adapters, which saves and merges them,
+    else ``model``. Raises ``ConfigError`` for parts that do not exist, and if nothing is left to train.
+    """
+    wrapped = _with_adapters(model, trained["lora"], seed) if "lora" in trained else model
+    names = dict(model.named_parameters())
+    for pattern in trained.get("freeze", ()):
+        frozen = [name for name in names if fnmatchcase(name, pattern)]
+        if not frozen:
+            raise ConfigError(
+                f"model.freeze has {pattern!r}, which no parameter of the {type(model).__name__} matches",
+                so="nothing would be frozen by it",
+                fix=f"use patterns of names such as {next(iter(names))}; * stands for anything",
+            )
+        for name in frozen:
+            names[name].requires_grad = False
+    if not any(parameter.requires_grad for parameter in names.values()):
+        raise ConfigError("model.freeze matches every parameter", so=_EMPTY, fix="freeze less")
+    return wrapped
+
+
+def _with_adapters(model: nn.Module, lora: dict[str, Any], seed: int) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError("model.lora_rank is set, but peft is not installed", fix="pip install peft") from error
+    config = LoraConfig(
+        r=lora["rank"],
+        lora_alpha=lora["alpha"],
+        target_modules=lora["targets"] or "all-linear",
+        lora_dropout=0.0,  # dropout depends on how sequences lie on ranks
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 reads what transformers 5 has renamed
+            torch.manual_seed(seed)
+            wrapped: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=False)
+            return wrapped
+    except ValueError as error:
+        linear = sorted(
+            {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+        )
+        raise ConfigError(
+            f"peft cannot put adapters into {', '.join(lora['targets']) or 'the linear modules'} of the "
+            f"{type(model).__name__} ({str(error).partition('.')[0]})",
+            so=_EMPTY,
+            fix=f"set model.lora_targets to some of {', '.join(linear) or 'its linear modules, but it has none'}",
+        ) from error
+
+
+def export_attached(
+    checkpoint: Place,
+    target: Path,
+    *,
+    dtype: str = "fp32",
+    shard_bytes: int = 5 * 2**30,
+    run_config: Config | None = None,
+) -> list[Path]:
+    """``checkpoint.hugging_face.export_checkpoint`` for an attached model. The process holds the whole model once.
+
+    config.json is the one that the run began with, with the dtype of the weights that are written. What was not trained
+    is read from the folder that the run began with. Adapters are merged; as they are, they lie in ``adapter/``.
+    """
+    stored, target_dtype = CheckpointReader(checkpoint), DTYPES[dtype]
+    architecture = AttachedArchitecture.of_dict(stored.state.architecture)
+    if architecture.trained:
+        model = load_model(_base_of(run_config), architecture.content, torch.float32)
+        wrapped: Any = train_a_part(model, architecture.trained, seed=0)
+    else:
+        held = {name.removeprefix("master.") for name in stored.shapes() if name.startswith("master.")}
+        if lost := sorted(held - parameters_of(architecture.content).keys()):
+            raise CheckpointError(
+                f"{checkpoint} has {lost[0]}, for which its model has no place",
+                so="it would be lost",
+                fix="set tie_word_embeddings to false in the model's config.json, and train it anew",
+            )
+        model = make_model(architecture.content, target_dtype)
+        set_constants(model, architecture.buffers)
+    with torch.no_grad(), appearing(target) as hidden:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(stored.read(f"master.{name}"))
+        if "lora" in architecture.trained:
+            wrapped.save_pretrained(hidden / "adapter")
+            model = wrapped.merge_and_unload()
+        if architecture.trained:
+            model = model.to(target_dtype)
+        shards = save_folder(model, hidden, architecture.content, dtype=target_dtype, shard_bytes=shard_bytes)
+        add_companions(stored, hidden, run_config)
+    return [target / shard.name for shard in shards]
+
+
+def _base_of(run_config: Config | None) -> Path:
+    """The folder of the model that a run began with."""
+    preset = "" if run_config is None else run_config.model.preset
+    base = Path(preset.removeprefix(HF_PREFIX)).expanduser()
+    if not (base / "config.json").is_file():
+        raise CheckpointError(
+            f"the checkpoint has what was trained alone, and the model that it belongs to is not there "
+            f"({preset or 'the run folder has no config.toml'})",
+            so="there is nothing to put it into",
+            fix="bring that folder back, or name its new place as model.preset in the run's config.toml",
+        )
+    return base
+
+
+def import_attached(source: Path, target: Path, architecture: AttachedArchitecture) -> int:
+    """``checkpoint.hugging_face.import_folder`` for an attached model. Returns the number of weights."""
+    with appearing(target) as hidden:
+        model = load_model(source, architecture.content, torch.float32)
+        described = replace(architecture, buffers=constants_of(model)).as_dict()
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        parts = [
+            Part(
+                name=name,
+                shape=tuple(value.shape),
+                offsets=(0,) * value.dim(),
+                sizes=tuple(value.shape),
+                read=lambda value=value: value,  # type: ignore[misc]
+            )
+            for name, value in weights.items()
+        ]
+        write_imported(hidden, source, described, parts)
+    return sum(value.numel() for value in weights.values())

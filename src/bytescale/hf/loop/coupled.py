@@ -1,22 +1,17 @@
 """Losses that look at several whole documents at once: pairs of DPO, groups of rollouts of one prompt.
 
 The loss is a sum over *labels*; the loss of a label looks at the values (log-probabilities) of the documents that have
-the label. There are two ways to compute it, with the same numbers:
+the label. Of two ways to compute it, with the same numbers, the one that is estimated to take less time is taken:
 
-* **One pass.** The plan keeps the documents of a label in one micro-batch of one group. Its members gather the values
-  of whole documents (``hf.batch.whole_documents``), compute the loss and go backward.
+* **One pass.** The plan keeps the documents of a label in one micro-batch of one group, whose members gather them.
 * **Two passes.** A pass without gradients gathers the values of all documents. Every rank computes the loss and its
-  gradient with respect to the values. The second pass, on the same plan, goes backward from the sum of these gradients
-  times the values, token by token. Documents may then lie anywhere, at the price of one more forward.
-
-The way that is estimated to take less time is taken.
+  gradient with respect to the values, from which the second pass, on the same plan, goes backward.
 
 Shape letters: T rows of a micro-batch, S tokens of a document.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +24,7 @@ from torch import Tensor
 from bytescale.common.errors import NonFiniteError, PlanError
 from bytescale.hf.batch.documents import Batch
 from bytescale.hf.loop.micro_batch import Micro
+from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.plan import Plan
 from bytescale.planner.evaluate import evaluate
 from bytescale.runtime.plain_data import all_gather_json
@@ -62,103 +58,99 @@ class LossOfBatch:
             self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
 
 
-@dataclass
-class _Labels:
-    """The documents of a batch by their labels, and the loss of each label."""
-
-    batch: Batch
-    loss: Loss
-    documents: list[list[int]]
-    wrong: list[int] = field(default_factory=list)
-
-    @staticmethod
-    def of(batch: Batch, loss: Loss, labels: Sequence[Hashable]) -> _Labels:
-        found: dict[Hashable, list[int]] = {}
-        for number, label in enumerate(labels):
-            found.setdefault(label, []).append(number)
-        return _Labels(batch, loss, list(found.values()))
-
-    def loss_of(self, numbers: list[int], values: Callable[[int], Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
-        """Loss and metrics of the label of these documents, which are kept as ``wrong`` if the loss is no number."""
-        returned = self.loss([self.batch[number] for number in numbers], [values(number) for number in numbers])
-        loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
-        if not isinstance(loss, Tensor) or loss.dim():
-            shape = list(getattr(loss, "shape", ()))
-            raise PlanError(
-                f"the loss of documents {numbers} is a {type(loss).__name__} of shape {shape}",
-                so="it could not be added to those of other documents",
-                fix="return a scalar tensor, or a scalar and a dictionary of metrics",
-            )
-        if not math.isfinite(float(loss.detach())):
-            self.wrong += numbers
-        return loss, metrics
-
-    def require_finite(self, wrong: Sequence[int]) -> None:
-        """Raise ``NonFiniteError`` if there are documents whose loss is not a number."""
-        if wrong:
-            raise NonFiniteError(
-                f"the loss of documents {sorted(set(wrong))[:8]} is not a number",
-                so="no gradient was kept, and the weights are as before",
-                fix="look at their rewards and log-probabilities, or leave them out",
-            )
-
-
 def backward_of(
     hdp: HDP,
     batch: Batch,
     loss: Loss,
     *,
-    together: Sequence[Hashable] | None,
+    labels: Sequence[Hashable],
     values: Values | None,
     passes: int | None,
     shift: bool,
 ) -> LossOfBatch:
     """``HDP.backward``."""
-    labels: list[Hashable] = [0] * len(batch) if together is None else list(together)
-    parts = _Labels.of(batch, loss, labels)
+    of_labels: dict[Hashable, list[int]] = {}
+    for number, label in enumerate(labels):
+        of_labels.setdefault(label, []).append(number)
     plan, passes = _cheaper(hdp, batch, labels, passes)
     of_rows: Values = values or (lambda micro: micro.logprobs(hdp.model))
     planned = hdp.plan(batch, plan=plan, shift_labels=shift)
-    result = LossOfBatch(passes=passes)
+    result, wrong = LossOfBatch(passes=passes), list[int]()
+
+    def loss_of(numbers: list[int], value_of: Callable[[int], Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
+        """Loss and metrics of the label of these documents, which are ``wrong`` if the loss is no number."""
+        part, metrics = _scalar(loss([batch[number] for number in numbers], list(map(value_of, numbers))), numbers)
+        if not math.isfinite(float(part.detach())):
+            wrong.extend(numbers)
+        return part, metrics
+
     if passes == 2:
         with torch.no_grad():
             for micro in planned:
                 hdp.collect(micro, of_rows(micro))
         wholes = [whole.requires_grad_() for whole in hdp.collected()]
-        for numbers in parts.documents:
-            part, metrics = parts.loss_of(numbers, wholes.__getitem__)
+        for numbers in of_labels.values():
+            part, metrics = loss_of(numbers, wholes.__getitem__)
             result.add(float(part.detach()), metrics)
             if part.requires_grad:
                 part.backward()
-        parts.require_finite(parts.wrong)
-        for micro in planned:
-            rows = of_rows(micro)
-            (_gradients(wholes, micro, rows) * rows).sum().backward()
+        _require_finite(wrong)
+        gradients = [torch.zeros_like(whole) if whole.grad is None else whole.grad for whole in wholes]
+        backward_from(planned, gradients, of_rows)
         return result
     counted = LossOfBatch(passes=1)
     for micro in planned:
         rows = of_rows(micro)
         documents = micro.documents(rows)
-        inside, total = set(documents.numbers), rows[:0].sum()
-        for numbers in parts.documents:
-            if numbers[0] in inside:
-                part, metrics = parts.loss_of(numbers, documents.of)
+        total = rows[:0].sum()
+        for numbers in of_labels.values():
+            if numbers[0] in documents.numbers:
+                part, metrics = loss_of(numbers, documents.of)
                 total = total + part
                 if documents.counted[documents.numbers.index(numbers[0])]:
                     counted.add(float(part.detach()), metrics)
         total.backward()
-    row = [counted.loss, counted.metrics, parts.wrong]
-    rows_of_ranks = all_gather_json(row, hdp.group.group, hdp.group.device)
-    for own_loss, own_metrics, _ in rows_of_ranks:
+    told, wrong = all_gather_json([counted.loss, counted.metrics, wrong], hdp.group.group, hdp.group.device), []
+    for own_loss, own_metrics, own_wrong in told:
         result.add(own_loss, own_metrics)
-    wrong = list(itertools.chain.from_iterable(own for _, _, own in rows_of_ranks))
+        wrong += own_wrong
     if wrong and hdp.has_optimizer:
         hdp.zero_grad()
-    parts.require_finite(wrong)
+    _require_finite(wrong)
     return result
 
 
-def _cheaper(hdp: HDP, batch: Batch, labels: list[Hashable], passes: int | None) -> tuple[Plan, int]:
+def backward_from(planned: PlannedBatch, gradients: Sequence[Tensor], of_rows: Values) -> None:
+    """Run a batch and go backward from ``gradients [S, ...]`` of each document's values, which ``of_rows`` computes."""
+    for micro in planned:
+        rows = of_rows(micro)
+        parts = [gradients[document][start:stop] for document, start, stop in micro.plan.runs]
+        (torch.cat([rows[:0].detach().to(gradients[0].device), *parts]).to(rows) * rows).sum().backward()
+
+
+def _scalar(returned: Any, numbers: list[int]) -> tuple[Tensor, Mapping[str, Any]]:
+    """What a loss has returned. Raises ``PlanError`` for what is no scalar."""
+    part, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    if not isinstance(part, Tensor) or part.dim():
+        raise PlanError(
+            f"the loss of documents {numbers} is a {type(part).__name__} of shape {list(getattr(part, 'shape', ()))}",
+            so="it could not be added to those of other documents",
+            fix="return a scalar tensor, or a scalar and a dictionary of metrics",
+        )
+    return part, metrics
+
+
+def _require_finite(wrong: Sequence[int]) -> None:
+    """Raise ``NonFiniteError`` if there are documents whose loss is not a number."""
+    if wrong:
+        raise NonFiniteError(
+            f"the loss of documents {sorted(set(wrong))[:8]} is not a number",
+            so="no gradient was kept, and the weights are as before",
+            fix="look at their rewards and log-probabilities, or leave them out",
+        )
+
+
+def _cheaper(hdp: HDP, batch: Batch, labels: Sequence[Hashable], passes: int | None) -> tuple[Plan, int]:
     """The plan, and with how many passes it is run."""
     lengths = np.array([len(document.get("tokens", document.get("input_ids", ()))) for document in batch])
     alone = len(set(labels)) == len(labels)
@@ -182,12 +174,3 @@ def _cheaper(hdp: HDP, batch: Batch, labels: list[Hashable], passes: int | None)
     seconds[2] += evaluate(plans[2], cluster=cluster, cost=hdp.forward_cost()).end_seconds
     best = min(seconds, key=lambda number: seconds[number])
     return plans[best], best
-
-
-def _gradients(wholes: list[Tensor], micro: Micro, rows: Tensor) -> Tensor:
-    """``[T, ...]`` gradients of the loss with respect to the values of a micro-batch."""
-    parts = [
-        rows.new_zeros(stop - start, *rows.shape[1:]) if wholes[s].grad is None else wholes[s].grad[start:stop]  # type: ignore[index]
-        for s, start, stop in micro.plan.runs
-    ]
-    return torch.cat(parts).to(rows.dtype) if parts else torch.zeros_like(rows)

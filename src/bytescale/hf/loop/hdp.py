@@ -28,28 +28,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bytescale.common.errors import ConfigError, PlanError, problem
+from bytescale.common.errors import ConfigError, PlanError
 from bytescale.config import DataConfig, PlannerName, Shard, sharing_domain
 from bytescale.cost import Cluster, CostModel
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.memory import DeviceKind
-from bytescale.hf.batch.documents import Batch, Documents
+from bytescale.hf.batch.documents import Batch, Documents, RankBatch
 from bytescale.hf.batch.planning import make_planner
-from bytescale.hf.batch.rank_batch import RankBatch
-from bytescale.hf.loop.collected import Collected
 from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values, backward_of
-from bytescale.hf.loop.engine import Engine, require_use_of_host_memory
-from bytescale.hf.loop.loaded import LoadedBatches, loaded_batches
-from bytescale.hf.loop.micro_batch import Micro
-from bytescale.hf.loop.planned_batch import PlannedBatch, check_plan
+from bytescale.hf.loop.micro_batch import Engine, Micro, require_use_of_host_memory
+from bytescale.hf.loop.planned_batch import LoadedBatches, PlannedBatch, loaded_batches
 from bytescale.hf.loop.prefill import Prefill, Ready, prefill
-from bytescale.hf.loop.promise import Promise
 from bytescale.hf.loop.updates import Updates
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import AttachedDecoder, second_model
+from bytescale.hf.model.head import require_words
 from bytescale.hf.model.probe import ModelFacts
-from bytescale.hf.model.second_model import second_model
-from bytescale.hf.model.vocabulary import require_words
-from bytescale.hf.model.weight_sums import weight_sums
 from bytescale.plan import Plan, RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import RankGroup
@@ -113,8 +106,7 @@ class HDP(Updates):
         self.capacity_tokens = capacity_tokens
         self.sharing = _sharing(shard, domain, self.group, equal_counts=equal_counts)
         self.domain = self.group.size if equal_counts else self.sharing
-        self.promise = Promise(self)
-        self._collected: Collected | None = None
+        self._looped: PlannedBatch | None = None
         self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
         require_use_of_host_memory(host_gib, equal_counts=equal_counts, forward_only=forward_only)
         decoder = AttachedDecoder(model, longest_document=longest_document)
@@ -160,7 +152,7 @@ class HDP(Updates):
         Raises ``ConfigError`` as ``HDP(...)``, and for another vocabulary; ``RankFailure`` for different weights.
         """
         decoder = second_model(model, self.model, same_tokenizer=same_tokenizer)
-        self.group.agree("the weights of a second model", _digest(decoder.facts, weight_sums(model)))
+        self.group.agree("the weights of a second model", _digest(decoder.facts, _weight_sums(model)))
         self.engine.others.append(decoder)
 
     def detach(self) -> None:
@@ -173,8 +165,6 @@ class HDP(Updates):
         self.engine.activations.remove()
         if self._optimizer is not None:
             self._optimizer.leave(self.model)
-
-    # -- plans ---------------------------------------------------------------------------------------------------
 
     def plan(
         self,
@@ -197,7 +187,7 @@ class HDP(Updates):
             capacity_tokens: tokens that a micro-batch of a rank may hold in this batch; None: as ``HDP(...)`` was told.
                 Under ``torch.no_grad()``, the plan is then one for forward alone, which holds more.
             last: promises that ``step()`` follows the loop over this batch. Ranks then reduce gradients while others
-                still compute (``hf.loop.promise``).
+                still compute (``hf.loop.planned_batch``).
 
         Raises:
             ConfigError: with ``last``, where nothing can overlap; or before the ``step()`` that was promised.
@@ -205,16 +195,24 @@ class HDP(Updates):
             PlanError: if no plan can be made, or the given plan is of other documents or ranks.
             RankFailure: if ranks have different documents or plans.
         """
-        self.promise.require_none("a batch was planned")
+        self.require_no_reduction("a batch was planned")
         documents = Documents.of(batch, shift_labels=shift_labels)
         for model in (self.model, *(other.model for other in self.engine.others)):
             require_words(documents.fields, model)
         if plan is None:
             plan = self.planner_of(capacity_tokens)(np.array(documents.lengths), together)
-        check_plan(plan, documents.lengths, self.group.size)
+        lengths, ranks = documents.lengths, self.group.size
+        if plan.lengths.tolist() != lengths or plan.num_ranks != ranks:
+            raise PlanError(
+                f"the plan is of {plan.num_sequences} documents with {plan.num_tokens} tokens on {plan.num_ranks} "
+                f"ranks; the batch has {len(lengths)} documents with {sum(lengths)} tokens, and there are {ranks} "
+                "ranks",
+                so="rows would go to wrong places",
+                fix="give the plan that was made for these documents, in the same order",
+            )
         rank_plan = RankPlan.of(plan, self.group.rank)
         self.group.agree("the documents of a batch, or its plan", documents.digest() ^ rank_plan.digest)
-        self._collected = None
+        self._looped = None
         return PlannedBatch(self, RankBatch.of(rank_plan, documents), last=last)
 
     def planner_of(self, capacity_tokens: int | None) -> VerifiedPlanner:
@@ -259,13 +257,14 @@ class HDP(Updates):
         Raises as ``plan``; ``PlanError`` where one pass is asked for and no plan keeps a label's documents together;
         ``NonFiniteError`` if a loss is not a number. The gradients are then zero, where this object has an optimizer.
         """
-        return backward_of(self, batch, loss, together=together, values=values, passes=passes, shift=shift_labels)
+        labels = [0] * len(batch) if together is None else list(together)
+        return backward_of(self, batch, loss, labels=labels, values=values, passes=passes, shift=shift_labels)
 
     def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
         """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``); ``last``: see ``plan``."""
         for rows in part.rows:
             require_words({name: [values] for name, values in rows.items()}, self.model)
-        self._collected = None
+        self._looped = None
         return PlannedBatch(self, part, last=last)
 
     def batches(
@@ -285,24 +284,20 @@ class HDP(Updates):
         """
         return loaded_batches(self, data, state, stop_step, last)
 
-    # -- results per document --------------------------------------------------------------------------------------
-
     def collect(self, micro: Micro, values: Tensor) -> None:
         """Keep one result per row of a micro-batch, ``[T]`` or ``[T, ...]``, for ``collected``."""
-        if self._collected is None:
-            raise PlanError(
-                problem("collect() was called before plan()", fix="collect inside the loop over hdp.plan(batch)")
-            )
-        self._collected.add(micro, values)
+        if self._looped is None:
+            raise PlanError("collect() was called before plan()", fix="collect inside the loop over hdp.plan(batch)")
+        self._looped.collect(micro, values)
 
     def collected(self) -> list[Tensor]:
         """The kept results of all ranks, one tensor ``[length, ...]`` per document, in the caller's order.
 
         Every rank calls it, after the loop, and gets all of them.
         """
-        if self._collected is None:
-            raise PlanError(problem("nothing was collected", fix="call hdp.collect(micro, values) for every one"))
-        return self._collected.of_all(self.group)
+        if self._looped is None:
+            raise PlanError("nothing was collected", fix="call hdp.collect(micro, values) for every one")
+        return self._looped.collected()
 
     def prefill(self, prompts: Sequence[Sequence[int] | Tensor], *, ready: Ready | None = None) -> Prefill:
         """Run prompts ``[S]`` forward: their next tokens, and KV caches from which ``model.generate`` goes on.
@@ -312,24 +307,27 @@ class HDP(Updates):
         """
         return prefill(self, prompts, ready)
 
-    # -- internals -------------------------------------------------------------------------------------------------
-
-    def begin_batch(self, planned: PlannedBatch, part: RankBatch) -> None:
-        """Forget what was collected: the documents of ``part`` follow. Called when a batch's loop begins."""
-        self.promise.require_none("a loop over a batch began")
+    def begin_batch(self, planned: PlannedBatch) -> None:
+        """Called when a batch's loop begins."""
+        self.require_no_reduction("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
         self.require_at_home("weights")
         if self._optimizer is not None and self._optimizer.units is not None:
             self._optimizer.units.begin()
-        self.engine.activations.begin_step(part.rank_plan.micro_batches)
-        self.handed_out.begin(planned.number, len(planned))
-        self._collected = Collected(part)
+        self.engine.activations.begin_step(planned.rank_plan.micro_batches)
+        self._looped = planned
 
     def _fingerprint(self) -> int:
         """63 bits of what has to be equal on all ranks."""
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
         settings = (self.facts, self.cost, self.capacity_tokens, self.domain, self.sharing, self.planner.config)
-        return _digest(settings, shapes, weight_sums(self.model))
+        return _digest(settings, shapes, _weight_sums(self.model))
+
+
+def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGroup:
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    return RankGroup(None if group is None or group.size() == 1 else group, device=device)
 
 
 def _sharing(shard: Shard, domain: int | None, group: RankGroup, *, equal_counts: bool) -> int:
@@ -348,8 +346,15 @@ def _digest(*content: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGroup:
-    """The ranks of ``group``; None: all ranks, or this one alone."""
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    return RankGroup(None if group is None or group.size() == 1 else group, device=device)
+def _weight_sums(model: nn.Module) -> list[int]:
+    """Per parameter, the sum of its numbers' bits as integers, which is exact in any order.
+
+    Parameters that are sharded already (FSDP) or have no memory yet differ between ranks and are left out.
+    """
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [
+        parameter.detach().contiguous().view(integers[parameter.element_size()]).sum(dtype=torch.int64)
+        for parameter in model.parameters()
+        if type(parameter.data) is Tensor and not parameter.is_meta
+    ]
+    return torch.stack(sums).tolist() if sums else []

@@ -1,24 +1,43 @@
-"""One micro-batch as the caller's loop sees it: inputs of the model, and this rank's rows of every field."""
+"""One micro-batch as the caller's loop sees it, whole documents of it, and the engine that makes it.
+
+Of documents that ranks share, every member gets the rows of all members, in a ring of messages over the communicator
+that attention uses. Each computes the loss of the whole documents, and backward keeps the gradient of its own rows,
+without a message: together the members have every row's gradient once. The value of a loss is counted by the group's
+first member alone. All members send at the same place of the same micro-batch, between its forward and its backward,
+and so before the rank's reductions (``plan.last_message``). A send and its receive are one operation, as NCCL requires.
+
+Shape letters: T rows of a micro-batch, P of them of shared documents; D documents of the micro-batch, S tokens of one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
 from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bytescale.attention import Exchange
+from bytescale.attention import Exchange, PackedAttention, RingBuffers, select_kernel
 from bytescale.attention.copies import to_device
-from bytescale.common.errors import DataError, PlanError
+from bytescale.attention.rings.messages import Kind
+from bytescale.common.errors import ConfigError, DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.hf.batch.whole_documents import WholeDocuments
-from bytescale.hf.model.head import has_plain_head, hidden_states
+from bytescale.cost.assumed import ASSUMED
+from bytescale.cost.memory import DeviceKind
+from bytescale.cost.offload_rule import OffloadRule
+from bytescale.hf.costs.measure import check_widths, measure_rows, measured_memory
+from bytescale.hf.model.decoder import AttachedDecoder, MicroBatchPass
+from bytescale.hf.model.head import RowScores, hidden_states, row_scores
 from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
-from bytescale.hf.model.passes import MicroBatchPass
-from bytescale.hf.model.row_scores import RowScores, WantedScores, row_scores
 from bytescale.plan import MicroBatch
-from bytescale.runtime.loss import PlainHead, loss_sum
+from bytescale.plan.layout import segment_bounds
+from bytescale.plan.rank_plan import SharedGroup, concatenated_ranges
+from bytescale.runtime import Activations, HostPool, RankGroup
+from bytescale.runtime.loss import loss_sum
+from bytescale.runtime.saved.checkpointing import Checkpointing
 
 
 class Micro:
@@ -41,16 +60,15 @@ class Micro:
         plan: MicroBatch,
         fields: dict[str, Tensor],
         target: MicroBatchPass,
-        device: torch.device,
-        *,
-        exchange: Exchange,
-        other_passes: Callable[[], list[MicroBatchPass]] = list,
+        group: RankGroup,
+        others: Sequence[MicroBatchPass] = (),
     ) -> None:
         self.plan = plan
         self.index = plan.index
         self.num_rows = plan.num_tokens
         self.target = target
-        self._given, self._exchange, self._other_passes = fields, exchange, other_passes
+        self._given, self._exchange, self._others = fields, group.exchange, others
+        device = group.device
         self._fields = {name: to_device(rows, device) for name, rows in fields.items()}
         tokens, position_ids = self._fields["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
         if not self.num_rows:
@@ -103,10 +121,10 @@ class Micro:
 
         It runs under ``torch.no_grad()``. Raises ``ConfigError`` for a model that was not attached.
         """
-        if self.target.model.is_in(model):
+        if self.target.decoder.is_in(model):
             return self.inputs
-        for target in self._other_passes():
-            if target.model.is_in(model):
+        for target in self._others:
+            if target.decoder.is_in(model):
                 return {**self.inputs, KEYWORD: target}
         raise foreign_model(type(model).__name__)
 
@@ -146,12 +164,11 @@ class Micro:
         Raises ``ConfigError`` for a model that is not attached, ``DataError`` for a temperature that is not positive.
         """
         inputs = self.inputs_for(model)
-        wanted = WantedScores(
-            temperature=temperature, entropy=entropy, top=top, words=words, mean_logits=mean_logits,
-            rows_at_a_time=rows_at_a_time,
-        )  # fmt: skip
         with torch.set_grad_enabled(torch.is_grad_enabled() and inputs is self.inputs):
-            scores = row_scores(model, inputs, self.labels, wanted)
+            scores = row_scores(
+                model, inputs, self.labels, temperature=temperature, rows_at_a_time=rows_at_a_time, entropy=entropy,
+                top=top, words=words, mean_logits=mean_logits,
+            )  # fmt: skip
         return scores if entropy or top or words is not None or hidden or mean_logits else scores.logprobs
 
     def loss_sum(self, model: nn.Module, weights: Tensor | None = None) -> Tensor:
@@ -179,8 +196,189 @@ class Micro:
         if bool((token_weights[labels != IGNORE_INDEX] == 1).all()):
             token_weights = None
         hidden, head = hidden_states(model, self.inputs)
-        plain, key = self.target.model.plain_heads, id(head.weight)
-        if key not in plain:
-            plain[key] = has_plain_head(model, head, hidden.shape[-1])
-        fastest = PlainHead(head.weight) if plain[key] and head.weight is not None else head
+        fastest = self.target.decoder.fastest(head, hidden.shape[-1])
         return loss_sum(fastest, hidden[0, : self.num_rows], labels, token_weights=token_weights)
+
+
+class WholeDocuments(Sequence[Tensor]):
+    """``[D]`` tensors ``[S, ...]``: of each document of a micro-batch, the values of all its tokens, in their order.
+
+    A gradient may flow through them. All members of a group have the documents that they share, and compute the same
+    loss. So add losses up by ``sum``, which counts the value of each document once over all ranks.
+
+    Attributes:
+        numbers: ``[D]`` places of the documents in the global batch.
+        counted: ``[D]`` whether this rank counts the document, which one rank does.
+    """
+
+    def __init__(self, plan: MicroBatch, values: Tensor, exchange: Exchange) -> None:
+        """``values [T, ...]``: of this rank's rows. Every member of the shared group calls it at the same place."""
+        if len(values) != plan.num_tokens:
+            raise PlanError(
+                f"{len(values)} values for the {plan.num_tokens} rows of micro-batch {plan.index}",
+                so="they could not be given to their documents",
+                fix="give one value per row, without the row that stands for none: values[: micro.num_rows]",
+            )
+        shared, num_shared = plan.shared, plan.num_shared_tokens
+        first_local = len(plan.segment_sequences) - len(plan.local_lengths)
+        self.numbers: list[int] = plan.segment_sequences[first_local:].tolist()
+        self.counted = [True] * len(self.numbers)
+        self._values = list(values[num_shared:].split(plan.local_lengths.tolist()))
+        if shared is not None:
+            whole: Tensor = _Gathered.apply(values[:num_shared], shared, exchange)
+            self.numbers = shared.sequences.tolist() + self.numbers
+            self.counted = [shared.member == 0] * len(shared.sequences) + self.counted
+            self._values = [*whole.split(shared.lengths.tolist()), *self._values]
+        self._index = plan.index
+        self._rows = values
+
+    def of(self, number: int) -> Tensor:
+        """``[S, ...]`` of the document at this place of the global batch. Raises ``PlanError`` if it is elsewhere."""
+        if number not in self.numbers:
+            raise PlanError(
+                f"document {number} is not in micro-batch {self._index}, which has documents {self.numbers}",
+                so="a loss that looks at documents of several micro-batches cannot be computed in one of them",
+                fix="use hdp.backward(batch, loss, together=...), which brings such documents together",
+            )
+        return self._values[self.numbers.index(number)]
+
+    def sum(self, losses: Tensor | Sequence[Tensor]) -> Tensor:
+        """The sum of ``losses [D]``: its value is over the documents that this rank counts, its gradient over all.
+
+        So the values of all ranks add up to that of one process, and so do the gradients of the model. Parameters of
+        the loss itself, such as a scale, belong before ``micro.documents``: they would get one gradient per member.
+        """
+        if not isinstance(losses, Tensor):
+            losses = torch.stack(list(losses)) if len(losses) else self._rows.new_zeros(0)
+        if losses.shape != (len(self),):
+            raise PlanError(
+                f"sum() got losses of shape {list(losses.shape)}, and the micro-batch has {len(self)} documents",
+                so="documents that several ranks share could not be counted once",
+                fix="give one loss for each document, in the order of micro.documents(...)",
+            )
+        # A rank without a row of these documents takes part in their backward all the same.
+        anchor = self._rows.sum() * 0 if self._rows.requires_grad else 0
+        counted = torch.tensor(self.counted, device=losses.device)
+        return losses[counted].sum() + (losses - losses.detach())[~counted].sum() + anchor
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._values[place]
+
+
+class _Gathered(torch.autograd.Function):
+    """From this member's rows ``[P, ...]`` to those of all members, document by document. Backward keeps its own."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, shared: SharedGroup, exchange: Exchange) -> Tensor:
+        places = [torch.as_tensor(own, device=rows.device) for own in _places(shared)]
+        ctx.own = places[shared.member]
+        whole = rows.new_empty(int(shared.lengths.sum()), *rows.shape[1:])
+        held, member = rows.contiguous(), shared.member
+        whole[ctx.own] = held
+        for _ in range(shared.size - 1):
+            # The rows that came last go on to the next member, and those of one member further back arrive.
+            member = (member - 1) % shared.size
+            arriving = rows.new_empty(len(places[member]), *rows.shape[1:])
+            exchange.start(
+                send=held,
+                to=shared.ranks[(shared.member + 1) % shared.size],
+                receive=arriving,
+                source=shared.ranks[shared.member - 1],
+                tag=Kind.DOCUMENT_ROWS.tag(shared.group),
+            ).wait()
+            whole[places[member]] = held = arriving
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0][ctx.own], None, None
+
+
+def _places(shared: SharedGroup) -> list[np.ndarray]:
+    """For each member, where its rows lie in all shared documents, one behind the other."""
+    starts = np.cumsum(shared.lengths) - shared.lengths
+    places = []
+    for member in range(shared.size):
+        bounds = segment_bounds(shared.lengths, shared.weights, member) + starts[:, None, None]
+        places.append(concatenated_ranges(bounds[:, :, 0].ravel(), bounds[:, :, 1].ravel()))
+    return places
+
+
+_GIB = 2**30
+
+
+def require_use_of_host_memory(host_gib: float, *, equal_counts: bool, forward_only: bool) -> None:
+    """Raise ``ConfigError`` if ``host_gib`` is above 0 for passes in which nothing can be offloaded."""
+    for name, given, why in (
+        ("forward_only", forward_only, "without a backward nothing is kept"),
+        ("equal_counts", equal_counts, "memory of weights that FSDP frees and fills again looks like activations"),
+    ):
+        if host_gib and given:
+            raise ConfigError(
+                f"host_gib = {host_gib} with {name} = True: {why}",
+                so="nothing could be offloaded",
+                fix=f"leave host_gib out, or {name}",
+            )
+
+
+class Engine:
+    """Micro-batches of one attached model on one rank; ``others`` run the same ones without gradients."""
+
+    def __init__(
+        self, decoder: AttachedDecoder, group: RankGroup, *, kernel: str, checkpointing: Checkpointing, host_gib: float
+    ) -> None:
+        """Apply checkpointing and offloading to the layers. Raises ``ConfigError`` where they have no numbers."""
+        check_widths(decoder.facts, cuda_flash=group.device.type == "cuda" and kernel != "math")
+        self.decoder, self.group = decoder, group
+        self._kernel = cache(lambda dtype: select_kernel(kernel, group.device, dtype))
+        self.others: list[AttachedDecoder] = []
+        self._host_bytes = int(host_gib * _GIB)
+        self._pool = HostPool(self._host_bytes, pinned=group.device.type == "cuda") if host_gib else None
+        layers = decoder.layers if host_gib or checkpointing != "none" else []
+        self.activations = Activations(layers, checkpointing=checkpointing, pool=self._pool, device=group.device)
+
+    def micro(self, plan: MicroBatch, fields: dict[str, Tensor], buffers: RingBuffers) -> Micro:
+        """The micro-batch of a plan with its rows ``fields``."""
+        # Without a ring, the row that stands for no token is a document of its own.
+        attended = plan if plan.num_tokens or plan.shared is not None else MicroBatch.of_documents(0, [1])
+        exchange = self.group.exchange
+
+        def pass_of(decoder: AttachedDecoder) -> MicroBatchPass:
+            own = decoder is self.decoder
+            kept = self.activations.attention_memory if own else None
+            return MicroBatchPass(
+                decoder,
+                cache(lambda dtype: PackedAttention(attended, self._kernel(dtype), exchange, kept, buffers)),
+                plan.num_tokens,
+                has_ring=plan.shared is not None,
+                name=f"micro-batch {plan.index} of rank {self.group.rank}",
+                around=(lambda: self.activations.forward(plan)) if own else nullcontext,
+            )
+
+        own, *others = map(pass_of, (self.decoder, *self.others))
+        return Micro(plan, fields, own, self.group, others)
+
+    def offload_rule(self) -> OffloadRule | None:
+        """Equation 3 for the planner, from what the layers were seen to keep; None: there is no host memory for them.
+
+        Every rank calls it, and gets the same. Gradients stay. Raises ``ConfigError`` where offloading frees nothing.
+        """
+        if self._pool is None:
+            return None
+        parameters = list(self.decoder.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:  # gradients that backward would make would hide the peak of its layers
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        with torch.enable_grad():
+            rows = measure_rows(self.decoder, self._kernel(parameters[0].dtype), self.activations, self.group.device)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._pool.token_bytes = rows.moved_per_token
+        kind: DeviceKind = "cuda" if self.group.device.type == "cuda" else "cpu"
+        rows = rows.of_all(lambda values: [-value for value in self.group.max_of([-value for value in values])])
+        memory = measured_memory(self.decoder, rows, kind=kind, num_ranks=self.group.size)
+        times = ASSUMED[kind].profile(self.decoder.spec, bytes_per_element=parameters[0].element_size())
+        return memory.offload_rule(times, -self.group.max_of([-float(self._host_bytes)])[0])

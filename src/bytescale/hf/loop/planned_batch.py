@@ -1,19 +1,117 @@
-"""This rank's micro-batches of one global batch, in the plan's order."""
+"""This rank's micro-batches of one global batch, in the plan's order.
+
+``hdp.plan(batch, last=True)`` promises that ``step()`` follows, and gradients are reduced meanwhile. It cannot be
+inferred: a rank without micro-batches does not see whether the others train or only look at a batch, and a batch that
+came later would send ring messages behind reductions, which might never end (``plan.last_message``). A rank whose last
+micro-batch has no shared documents then reduces during its backward, layer by layer. Every other one posts its
+reductions when its loop over the batch ends. Nothing else may use the gradients until ``step()``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from bytescale.attention import RingBuffers
-from bytescale.common.errors import PlanError, problem
-from bytescale.hf.batch.rank_batch import RankBatch
+from bytescale.common.errors import ConfigError, PlanError, RankFailure
+from bytescale.common.labels import IGNORE_INDEX
+from bytescale.config.schema import DataConfig
+from bytescale.data.feed import opened_feed
+from bytescale.data.loading.assemble import MicroBatchData
+from bytescale.data.loading.corpus import check_vocabulary
+from bytescale.data.loading.loader import Reader, StepData
+from bytescale.data.order.batches import SamplerState
+from bytescale.hf.batch.documents import RankBatch
 from bytescale.hf.loop.micro_batch import Micro
+from bytescale.hf.model.decoder import MicroBatchPass
+from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.interface import note_bypass
-from bytescale.plan import MicroBatch, Plan
+from bytescale.plan import MicroBatch
+from bytescale.plan.last_message import last_backward_is_silent
+from bytescale.runtime.plain_data import broadcast_json
 
 if TYPE_CHECKING:
     from bytescale.hf.loop.hdp import HDP
+
+
+_LACKS = "the gradient would lack its tokens"
+_ALL = (
+    "call model(**micro.inputs) and backward on every micro-batch of hdp.plan(batch), and score under torch.no_grad()"
+)
+
+
+class HandedOut:
+    """Passes by batch and micro-batch. A loop may look at a batch first, and run it in a second one."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self._batches: dict[int, tuple[int, dict[int, list[MicroBatchPass]]]] = {}
+
+    def add(self, batch: PlannedBatch, index: int, target: MicroBatchPass) -> None:
+        """A micro-batch is handed out."""
+        _, held = self._batches.setdefault(batch.number, (len(batch), {}))
+        held.setdefault(index, []).append(target)
+
+    def require_backwards(self, before: str) -> None:
+        """Raise ``RankFailure`` if a backward has not run ``before`` something."""
+        for _, held in self._batches.values():
+            for target in itertools.chain.from_iterable(held.values()):
+                if target.backward_is_missing:
+                    raise RankFailure(
+                        f"{target.name}: its backward has not run before {before}",
+                        so=_LACKS,
+                        fix="call backward on every micro-batch's loss, inside of the loop over a batch that was "
+                        "planned with last=True, and run scoring under torch.no_grad()",
+                    )
+
+    def require_trained(self, batch: int) -> None:
+        """Raise ``RankFailure`` if a pass of a batch that was planned with last=True ran without gradients."""
+        _, held = self._batches.get(batch, (0, {}))
+        for target in itertools.chain.from_iterable(held.values()):
+            if not target.trained:
+                raise RankFailure(
+                    f"{target.name}: the loop over a batch that was planned with last=True ended without a backward",
+                    so=f"{_LACKS}, and ranks are about to reduce it",
+                    fix="plan a batch that is only looked at without last=True",
+                )
+
+    def finish(self) -> None:
+        """An update is due: forget all. Raises ``RankFailure`` if gradients would lack tokens."""
+        self.require_backwards("step()")
+        batches, self._batches = self._batches, {}
+        trained = False
+        for num_passes, held in batches.values():
+            ran = {index for index, passes in held.items() if any(target.trained for target in passes)}
+            trained |= bool(ran)
+            for index, passes in held.items():
+                if index not in ran and (ran or any(target.bypassed for target in passes)):
+                    raise _not_run(passes[-1])
+            if ran and len(ran) < num_passes:
+                raise RankFailure(
+                    f"the loop over a batch ended after {len(ran)} of its {num_passes} micro-batches",
+                    so="the gradient would lack the tokens of the others",
+                    fix=_ALL,
+                )
+        lost = [passes[-1] for _, held in batches.values() for passes in held.values()]
+        if lost and not trained:
+            raise _not_run(lost[0])
+
+
+def _not_run(target: MicroBatchPass) -> RankFailure:
+    if target.bypassed:
+        return RankFailure(
+            f"{target.name}: the model ran without micro.inputs, and attention of the plan was called zero times",
+            so="its documents saw each other, and ranks that share them would wait",
+            fix="call model(**micro.inputs) with all that is in it, hdp_attention included",
+        )
+    return RankFailure(f"{target.name} was not run by the model", so=_LACKS, fix=_ALL)
 
 
 class PlannedBatch:
@@ -21,9 +119,11 @@ class PlannedBatch:
 
     def __init__(self, hdp: HDP, part: RankBatch, *, last: bool = False) -> None:
         self.hdp = hdp
-        self.number = hdp.handed_out.new_number()
+        self.number = next(hdp.handed_out.numbers)
         self.rank_plan = part.rank_plan
         self._part = part
+        self._last = last
+        self._kept: list[tuple[Micro, Tensor]] = []
         self._num_passes = part.rank_plan.num_rounds
         if part.rank_plan.domain % hdp.domain:
             raise PlanError(
@@ -31,23 +131,31 @@ class PlannedBatch:
                 so="ranks would run different numbers of passes and wait for each other for ever",
                 fix="make the plan for the same domain, or with equal_counts = True, as HDP(...) was told",
             )
-        if last:
-            hdp.promise.make(self)
+        if last and not hdp.sharded().overlaps:
+            raise ConfigError(
+                "last=True, but the gradients of this model cannot be reduced layer by layer: its attention is not in "
+                "numbered layers, or its trained parameters have several dtypes",
+                so="nothing could overlap",
+                fix="leave last=True out",
+            )
 
     def __len__(self) -> int:
         return self._num_passes
 
     def __iter__(self) -> Iterator[Micro]:
         hdp = self.hdp
-        hdp.begin_batch(self, self._part)
+        hdp.begin_batch(self)
+        self._kept = []
         buffers = RingBuffers()
         for index in range(self._num_passes):
             if index < len(self._part.rows):
                 micro = hdp.engine.micro(self.rank_plan.micro_batches[index], self._part.rows[index], buffers)
             else:
                 micro = hdp.engine.micro(MicroBatch.of_documents(index, []), self._part.no_rows, buffers)
-            hdp.promise.before(self, index)
-            hdp.handed_out.add(self.number, index, micro.target)
+            if self._last and index + 1 == len(self):
+                hdp.handed_out.require_backwards("gradients are reduced (last=True)")
+                hdp.sharded().expect_last_backward(last_backward_is_silent(self.rank_plan))
+            hdp.handed_out.add(self, index, micro.target)
             note_bypass(micro.target.bypass)
             try:
                 yield micro
@@ -55,18 +163,126 @@ class PlannedBatch:
                 note_bypass(None)
             micro.target.require_finished()
             buffers.release()
-        hdp.promise.end(self)
+        if self._last:
+            hdp.handed_out.require_backwards("gradients are reduced (last=True)")
+            hdp.handed_out.require_trained(self.number)
+            hdp.sharded().after_last_message()
+            hdp.is_reducing = True
 
-
-def check_plan(plan: Plan, lengths: list[int], num_ranks: int) -> None:
-    """Raise ``PlanError`` unless ``plan`` is of documents of these lengths on so many ranks."""
-    if plan.lengths.tolist() != lengths or plan.num_ranks != num_ranks:
-        raise PlanError(
-            problem(
-                f"the plan is of {plan.num_sequences} documents with {plan.num_tokens} tokens on {plan.num_ranks} "
-                f"ranks; the batch has {len(lengths)} documents with {sum(lengths)} tokens, and there are {num_ranks} "
-                "ranks",
-                so="rows would go to wrong places",
-                fix="give the plan that was made for these documents, in the same order",
+    def collect(self, micro: Micro, values: Tensor) -> None:
+        """``HDP.collect``. Raises ``PlanError`` for another number of rows."""
+        if len(values) != micro.num_rows:
+            raise PlanError(
+                f"{len(values)} results for the {micro.num_rows} rows of micro-batch {micro.index}",
+                so="they could not be given back to their tokens",
+                fix="collect one result per row, without the row that stands for none: values[: micro.num_rows]",
             )
-        )
+        self._kept.append((micro, values.detach()))
+
+    def collected(self) -> list[Tensor]:
+        """``HDP.collected``. Every token's result comes from one rank; the others add zero."""
+        group = self.hdp.group
+        # A rank without rows does not know the shape of a result, so ranks exchange it: number of dimensions and sizes.
+        known = self._kept[0][1].shape[1:] if self._kept else torch.Size()
+        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+        mine = [len(known) + 1, dtypes.index(self._kept[0][1].dtype), *known] if self._kept else [0, 0]
+        mine += [0] * (8 - len(mine))
+        largest = [int(value) for value in group.max_of([float(value) for value in mine])]
+        if not largest[0]:
+            raise PlanError("no rank has collected anything", fix="call hdp.collect(micro, values) in the loop")
+        lengths = self._part.all_lengths(group)
+        starts = [0, *itertools.accumulate(lengths)]
+        shape, dtype = largest[2 : 1 + largest[0]], dtypes[largest[1]]
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        flat = torch.zeros(starts[-1], *shape, dtype=wide, device=group.device)
+        for micro, values in self._kept:
+            runs = micro.plan.runs
+            for (document, start, stop), own in zip(runs, values.split([b - a for _, a, b in runs]), strict=True):
+                flat[starts[document] + start : starts[document] + stop] = own.to(wide)
+        return list(group.all_reduce(flat).to(dtype).split(lengths))
+
+
+_NO_TOKENS = np.zeros(0, dtype=np.int64)
+
+
+class LoadedBatch(PlannedBatch):
+    """A ``PlannedBatch`` that a loader has read.
+
+    The micro-batches have ``labels``, ``weights`` and those of ``data.fields``. A label of weight 0 is -100.
+
+    Attributes:
+        step: its number, from 0.
+        num_targets: labels in the GLOBAL batch that are trained on.
+        loss_divisor: the loss is the sum of weight x loss over all ranks' rows, divided by this (``data.loss_per``).
+    """
+
+    def __init__(self, hdp: HDP, data: StepData, fields: Sequence[str], *, last: bool = False) -> None:
+        """``fields``: the names of ``data.fields``."""
+        super().__init__(hdp, _rank_batch(data, fields, next(hdp.model.parameters()).dtype), last=last)
+        self.step = data.step
+        self.num_targets = data.num_targets
+        self.loss_divisor = data.loss_divisor
+
+
+@dataclass(kw_only=True)
+class LoadedBatches:
+    """Iterates over the global batches of a corpus, on one rank."""
+
+    hdp: HDP
+    steps: Iterator[StepData]
+    state: SamplerState
+    fields: Sequence[str]
+    last: bool
+
+    def __iter__(self) -> Iterator[LoadedBatch]:
+        for data in self.steps:
+            self.hdp.group.agree(f"the plan of step {data.step}", data.rank_plan.digest)
+            self.state = data.sampler_state_after
+            yield LoadedBatch(self.hdp, data, self.fields, last=self.last)
+
+    def state_dict(self) -> SamplerState:
+        """Where the batch behind the last one starts, as plain numbers and texts: ``HDP.batches`` continues there."""
+        return dict(self.state)
+
+
+@contextmanager
+def loaded_batches(
+    hdp: HDP, data: DataConfig, state: SamplerState | None, stop_step: int | None, last: bool
+) -> Iterator[LoadedBatches]:
+    """Open the loader of one rank for the time of the block; see ``HDP.batches``."""
+    group = hdp.group
+
+    def tell(items: list[Any]) -> None:
+        items[:] = broadcast_json(items, group.group, device=group.device)
+
+    reader = Reader(hdp_rank=group.rank, num_processes=group.size, is_first=group.rank == 0, tell=tell)
+    with opened_feed(data, reader) as feed:
+        check_vocabulary(feed.metadata, len(embeddings_of(hdp.model)[0].weight))
+        if state is not None:
+            feed.load_state_dict(state)
+        start = feed.state_dict()
+        with feed.open(hdp.planner, stop_step) as steps:
+            yield LoadedBatches(hdp=hdp, steps=steps, state=start, fields=data.fields, last=last)
+
+
+def _rank_batch(data: StepData, fields: Sequence[str], dtype: torch.dtype) -> RankBatch:
+    """What a loader has read, as rows of every field. Weights are fp32, or fp64 for a model in fp64."""
+    wide = torch.promote_types(dtype, torch.float32)
+    nothing = MicroBatchData(
+        tokens=_NO_TOKENS, labels=_NO_TOKENS, position_ids=_NO_TOKENS, segment_samples=_NO_TOKENS,
+        fields={name: np.zeros(0, np.float32) for name in fields},
+    )  # fmt: skip
+    return RankBatch(
+        rank_plan=data.rank_plan,
+        rows=[_rows(micro_batch, wide) for micro_batch in data.micro_batches],
+        no_rows=_rows(nothing, wide),
+        num_documents=data.summary.num_sequences,
+        lengths=None,  # under the remote loader, the first rank alone has the whole plan
+    )
+
+
+def _rows(data: MicroBatchData, wide: torch.dtype) -> dict[str, Tensor]:
+    labels = torch.as_tensor(data.labels)
+    weights = labels != IGNORE_INDEX if data.weights is None else torch.as_tensor(data.weights)
+    rows = {name: torch.as_tensor(values) for name, values in data.fields.items()}
+    return {"tokens": torch.as_tensor(data.tokens), "labels": labels, "weights": weights.to(wide), **rows}

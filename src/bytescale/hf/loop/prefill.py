@@ -1,33 +1,41 @@
 """Prefill of prompts of very different lengths: their next tokens, and KV caches from which ``generate`` goes on.
 
 The planner spreads the prompts as it spreads documents in training, and short prompts come first, so that they do not
-wait for long ones (``planner.short_first``). Keys and values stay where they were computed; ``Prefill.cache`` gathers
-those of one prompt on one rank, as a cache of transformers.
+wait for long ones (``planner.short_first``). Keys and values stay where they were computed, and so do the states of
+recurrent layers, which the rank with a prompt's last token has. ``Prefill.cache`` gathers those of one prompt on one
+rank, as a cache of transformers.
 
-Shape letters: P prompts, S tokens of a prompt, T rows of a micro-batch, H key/value heads, D width, V vocabulary.
+Shape letters: P prompts, S tokens of a prompt, T rows of a micro-batch, H key/value heads, D width, V vocabulary, W
+numbers of a token in the caches of all layers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.hf.loop.micro_batch import Micro
-from bytescale.hf.model.head import causal_model, last_logits
-from bytescale.hf.model.refusal import refusal
+from bytescale.hf.model.head import causal_model, hidden_states
+from bytescale.hf.model.interface import has_own_cache, refusal
 from bytescale.planner.short_first import short_first
+from bytescale.runtime.plain_data import all_gather_json
 
 if TYPE_CHECKING:
     from bytescale.hf.loop.hdp import HDP
 
 Ready = Callable[[int, Tensor], None]
 """Called with the number of a prompt and the logits ``[V]`` of its next token, in fp32 or wider."""
+
+States = dict[tuple[int, str], Tensor]
+"""By layer and ``"conv"`` or ``"recurrent"``: a state as transformers' caches have it, of one document."""
 
 _MOST_PIECES = 8
 """Runs of one prompt's tokens that one rank may hold; a plan has two of them."""
@@ -39,7 +47,7 @@ class PromptPart:
 
     start: int
     stop: int
-    layers: list[tuple[Tensor, Tensor]]  # [stop - start, H, D] each, by layer
+    rows: Tensor  # [stop - start, W]: of each layer the keys of all heads, and then the values
 
 
 @dataclass
@@ -49,13 +57,15 @@ class Prefill:
     Attributes:
         prompts: ``[S]`` tokens of each prompt.
         next_tokens: ``[P]`` int64, the most probable next token of each prompt, the same on every rank.
-        pieces: by prompt, what this rank holds of its cache.
+        pieces: by prompt, what this rank holds of its keys and values.
+        states: by prompt, what its recurrent layers leave behind, on the rank with its last token.
     """
 
     hdp: HDP
     prompts: list[Tensor]
     next_tokens: Tensor
     pieces: dict[int, list[PromptPart]] = field(default_factory=dict)
+    states: dict[int, States] = field(default_factory=dict)
     _logits: dict[int, Tensor] = field(default_factory=dict)
 
     def next_logits(self, prompts: Sequence[int] | None = None) -> Tensor:
@@ -64,36 +74,47 @@ class Prefill:
         In fp32, or fp64 for a model in fp64.
         """
         wanted = range(len(self.prompts)) if prompts is None else prompts
-        parameter = next(self.hdp.model.parameters())
-        width = int(self.hdp.group.max_of([float(max((len(row) for row in self._logits.values()), default=0))])[0])
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        table = torch.zeros(len(wanted), width, dtype=dtype, device=self.hdp.group.device)
+        group = self.hdp.group
+        width = int(group.max_of([float(max(map(len, self._logits.values()), default=0))])[0])
+        dtype = torch.promote_types(next(self.hdp.model.parameters()).dtype, torch.float32)
+        table = torch.zeros(len(wanted), width, dtype=dtype, device=group.device)
         for row, number in enumerate(wanted):
             if number in self._logits:
                 table[row] = self._logits[number]
-        return self.hdp.group.all_reduce(table)
+        return group.all_reduce(table)
 
     def cache(self, prompt: int, rank: int = 0) -> Any:
         """The prompt's KV cache (``transformers.DynamicCache``) on ``rank``; None on the others.
 
         The members send what they hold. Their own parts stay, so a cache may be gathered again. Raises ``ConfigError``
-        for models with recurrent layers.
+        for a model whose cache holds something else: compressed keys (DeepSeek, Kimi Linear), MiniMax's states, and
+        layers that are used several times (Zamba 2).
         """
         from transformers import DynamicCache
 
-        for mixer in self.hdp.facts.mixers:
+        decoder = self.hdp.engine.decoder
+        unlike = ["a layer that is used several times"] * (len(set(self._layers())) < len(decoder.facts.layers))
+        unlike += [type(mixer).__name__ for mixer in decoder.mixers if has_own_cache(mixer)]
+        unlike += [type(layer).__name__ for layer in decoder.attentions if hasattr(layer, "expand_kv")]
+        for name in unlike:
             raise refusal(
-                mixer.name,
-                "it has a state in place of keys and values, which prefill does not gather",
-                so="generate could not go on from it",
-                fix="call model.generate without past_key_values; next tokens and logits are known without the cache",
+                name,
+                "the model's cache does not hold the keys and values, or the states, that its layers compute with",
+                so="generate could not go on from what prefill gathers",
+                fix="call model.generate without past_key_values; next tokens and logits are known without it",
             )
-        layers = self._gathered(prompt, rank)
-        if self.hdp.group.rank != rank:
+        rows, states = self._gathered(prompt, rank), self._gathered_states(prompt, rank)
+        if rows is None:
             return None
         cache = DynamicCache(config=causal_model(self.hdp.model).config)
-        for index, (keys, values) in enumerate(layers):
-            cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], index)
+        shapes = self._shapes()
+        split = rows.split([math.prod(shape) for shape in shapes], dim=1)
+        parts = [part.unflatten(1, shape).transpose(0, 1)[None] for part, shape in zip(split, shapes, strict=True)]
+        for index, keys, values in zip(self._layers(), parts[::2], parts[1::2], strict=True):
+            cache.update(keys, values, index)
+        for (index, kind), state in states.items():
+            update = cache.update_conv_state if kind == "conv" else cache.update_recurrent_state
+            update(state[None], index)
         return cache
 
     def inputs(self, prompt: int, rank: int = 0) -> dict[str, Any] | None:
@@ -104,66 +125,84 @@ class Prefill:
         cache = self.cache(prompt, rank)
         if cache is None:
             return None
-        tokens = torch.cat(
-            [self.prompts[prompt], self.next_tokens[prompt : prompt + 1].to(self.prompts[prompt].device)]
-        )
-        tokens = tokens.to(self.hdp.group.device)
+        parts = self.prompts[prompt], self.next_tokens[prompt, None]
+        tokens = torch.cat([part.to(self.hdp.group.device) for part in parts])
         return {"input_ids": tokens[None], "attention_mask": torch.ones_like(tokens)[None], "past_key_values": cache}
 
     def free(self, prompt: int) -> None:
         """Forget this rank's part of a prompt's cache."""
         self.pieces.pop(prompt, None)
+        self.states.pop(prompt, None)
 
-    def add(self, micro: Micro, kept: list[tuple[Tensor, Tensor]], logits: dict[int, Tensor]) -> None:
-        """Keep the results of a micro-batch: keys and values ``[T, H, D]`` by layer, and logits ``[V]`` by prompt."""
-        row = 0
-        for prompt, start, stop in micro.plan.runs:
-            rows = slice(row, row + stop - start)
-            held = [(keys[rows].clone(), values[rows].clone()) for keys, values in kept]
+    def add(self, micro: Micro, kept: dict[tuple[int, str], Tensor], logits: dict[int, Tensor]) -> None:
+        """Keep the results of a micro-batch.
+
+        ``kept``: by layer and kind, ``"keys"`` and ``"values"`` ``[T, H, D]``, or states ``[F, ...]`` after each run of
+        rows; ``logits``: ``[V]`` by prompt.
+        """
+        own = [part.flatten(1) for (_, kind), part in kept.items() if kind in ("keys", "values")]
+        rows = torch.cat(own, dim=1) if own else torch.zeros(micro.num_rows, 0)
+        runs = micro.plan.runs
+        for (prompt, start, stop), part in zip(runs, rows.split([b - a for _, a, b in runs]), strict=True):
             if stop > start:
-                self.pieces.setdefault(prompt, []).append(PromptPart(start, stop, held))
-            row += stop - start
+                self.pieces.setdefault(prompt, []).append(PromptPart(start, stop, part.clone()))
+        for number, (prompt, start, stop) in enumerate(runs):
+            if start < stop == len(self.prompts[prompt]):
+                states = {key: part[number] for key, part in kept.items() if key[1] in ("conv", "recurrent")}
+                self.states[prompt] = {key: state.clone() for key, state in states.items()}
         self._logits.update(logits)
 
-    def _gathered(self, prompt: int, rank: int) -> list[tuple[Tensor, Tensor]]:
-        """``[S, H, D]`` keys and values by layer on ``rank``; empty on the others."""
+    def _gathered(self, prompt: int, rank: int) -> Tensor | None:
+        """``[S, W]`` on ``rank``; None on the others."""
         group, own = self.hdp.group, self.pieces.get(prompt, [])
         assert len(own) <= _MOST_PIECES, "a member holds two runs of a sequence"
         bounds = [float(edge) for piece in own for edge in (piece.start, piece.stop)]
         table = group.share([*bounds, *[0.0] * (2 * _MOST_PIECES - len(bounds))])
         if group.rank != rank:
             for piece in own:
-                for tag, rows in enumerate(rows for pair in piece.layers for rows in pair):
-                    group.exchange.start(send=rows.contiguous(), to=rank, receive=None, source=rank, tag=tag).wait()
-            return []
-        length = len(self.prompts[prompt])
-        whole = [tuple(rows.new_zeros(length, *rows.shape[1:]) for rows in pair) for pair in self._empty_layers()]
+                group.exchange.start(send=piece.rows, to=rank, receive=None, source=rank, tag=0).wait()
+            return None
+        width, dtype = sum(map(math.prod, self._shapes())), next(self.hdp.model.parameters()).dtype
+        whole = torch.zeros(len(self.prompts[prompt]), width, dtype=dtype, device=group.device)
+        for piece in own:
+            whole[piece.start : piece.stop] = piece.rows
         for source, edges in enumerate(table):
             runs = [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
-            for number, (start, stop) in enumerate(runs):
-                for layer, pair in enumerate(whole):
-                    for which, target in enumerate(pair):
-                        if source == rank:
-                            target[start:stop] = own[number].layers[layer][which]
-                            continue
-                        rows = target.new_empty(stop - start, *target.shape[1:])
-                        group.exchange.start(
-                            send=None, to=source, receive=rows, source=source, tag=2 * layer + which
-                        ).wait()
-                        target[start:stop] = rows
-        return whole  # type: ignore[return-value]
+            for start, stop in runs if source != rank else ():
+                group.exchange.start(send=None, to=source, receive=whole[start:stop], source=source, tag=0).wait()
+        return whole
 
-    def _empty_layers(self) -> list[tuple[Tensor, Tensor]]:
-        """``[0, H, D]`` of every layer, in the order of the layers."""
-        parameter = next(self.hdp.model.parameters())
-        device = self.hdp.group.device
-        return [
-            (
-                torch.zeros(0, layer.num_kv_heads, layer.head_dim, dtype=parameter.dtype, device=device),
-                torch.zeros(0, layer.num_kv_heads, layer.value_dim, dtype=parameter.dtype, device=device),
-            )
-            for layer in self.hdp.facts.layers
-        ]
+    def _gathered_states(self, prompt: int, rank: int) -> States:
+        """All states on ``rank``; none on the others."""
+        group, own = self.hdp.group, self.states.get(prompt)
+        told = None if own is None else [[*key, list(state.shape), str(state.dtype)] for key, state in own.items()]
+        table = all_gather_json(told, group.group, group.device)
+        source = next(number for number, line in enumerate(table) if line is not None)
+        wide = torch.promote_types(next(self.hdp.model.parameters()).dtype, torch.float32)
+        if own is not None and (source == rank or not own):
+            return own
+        if own is not None:
+            message = torch.cat([state.flatten().to(wide) for state in own.values()])
+            group.exchange.start(send=message, to=rank, receive=None, source=rank, tag=1).wait()
+            return {}
+        if group.rank != rank:
+            return {}
+        sizes = [math.prod(shape) for _, _, shape, _ in table[source]]
+        message = torch.empty(sum(sizes), dtype=wide, device=group.device)
+        group.exchange.start(send=None, to=source, receive=message, source=source, tag=1).wait()
+        return {
+            (layer, kind): part.view(shape).to(getattr(torch, dtype.removeprefix("torch.")))
+            for (layer, kind, shape, dtype), part in zip(table[source], message.split(sizes), strict=True)
+        }
+
+    def _layers(self) -> list[int]:
+        """The place of every attention layer among the model's layers, in the order of their calls."""
+        return [layer_of(module, place) for place, module in enumerate(self.hdp.engine.decoder.attentions)]
+
+    def _shapes(self) -> list[tuple[int, int]]:
+        """``(H, D)`` of the keys and of the values of every layer, in the order of the layers."""
+        layers = self.hdp.facts.layers
+        return [(layer.num_kv_heads, width) for layer in layers for width in (layer.head_dim, layer.value_dim)]
 
 
 @torch.no_grad()
@@ -179,15 +218,16 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
     if hdp.domain == 1:  # counts that are equal, backwards, would not meet at equal places
         plan = short_first(plan, hdp.cost)
     for micro in hdp.plan(documents, plan=plan):
-        kept: list[tuple[Tensor, Tensor]] = []
-        micro.target.keep = lambda keys, values, kept=kept: kept.append((keys, values))
+        kept: dict[tuple[int, str], Tensor] = {}
+        micro.target.keep = partial(_keep, kept)
         ends, row = {}, 0
         for prompt, start, stop in micro.plan.runs:
             row += stop - start
             if start < stop == lengths[prompt]:
                 ends[prompt] = row - 1
-        logits = last_logits(hdp.model, micro.inputs, torch.tensor(list(ends.values()), dtype=torch.int64))
-        rows = dict(zip(ends, logits, strict=True))
+        hidden, head = hidden_states(hdp.model, micro.inputs)
+        logits = head(hidden[0, list(ends.values())]) if ends else hidden.new_zeros(0, 0)
+        rows = dict(zip(ends, logits.to(torch.promote_types(logits.dtype, torch.float32)), strict=True))
         result.add(micro, kept, rows)
         for prompt, values in rows.items():
             next_tokens[prompt] = values.argmax()
@@ -195,6 +235,24 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
                 ready(prompt, values)
     result.next_tokens = hdp.group.all_reduce(next_tokens)
     return result
+
+
+def _keep(kept: dict[tuple[int, str], Tensor], module: nn.Module, kind: str, part: Tensor) -> None:
+    key = layer_of(module, len(kept) // 2), kind
+    if key in kept and kind in ("conv", "recurrent"):
+        raise refusal(
+            type(module).__name__,
+            f"it has several states of one kind ({kind})",
+            so="a cache could not be made of them",
+            fix="call model.generate without prefill",
+        )
+    kept[key] = part
+
+
+def layer_of(module: nn.Module, place: int) -> int:
+    """The layer whose cache an attention or recurrence of transformers uses; ``place`` where it does not tell."""
+    layer = getattr(module, "layer_idx", None)
+    return place if layer is None else int(layer)
 
 
 def require_generation(model: nn.Module) -> None:
@@ -216,10 +274,8 @@ def _tokens_of(prompt: Sequence[int] | Tensor, number: int) -> Tensor:
         tokens = tokens[0]  # as tokenizers of transformers return one prompt
     if tokens.dim() != 1 or not len(tokens) or tokens.is_floating_point():
         raise DataError(
-            problem(
-                f"prompt {number} has shape {list(tokens.shape)} and dtype {tokens.dtype}",
-                so="it is no list of tokens",
-                fix="give every prompt its token ids, without padding and at least one",
-            )
+            f"prompt {number} has shape {list(tokens.shape)} and dtype {tokens.dtype}",
+            so="it is no list of tokens",
+            fix="give every prompt its token ids, without padding and at least one",
         )
     return tokens.to("cpu", torch.int64)

@@ -5,35 +5,49 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from bytescale.common.errors import ConfigError, NonFiniteError, problem
+from bytescale.checkpoint.agree import settle
+from bytescale.checkpoint.checkpointer import Checkpointer
+from bytescale.checkpoint.folder_of_run import complete_checkpoints
+from bytescale.checkpoint.manifest import RunState, step_name, step_of
+from bytescale.checkpoint.reading import read_run_state
+from bytescale.common.errors import CheckpointError, ConfigError, NonFiniteError
+from bytescale.config import CheckpointConfig
 from bytescale.hf.files.weight_stream import named_weights
-from bytescale.hf.loop.engine import Engine
-from bytescale.hf.loop.handed_out import HandedOut
-from bytescale.hf.loop.promise import Promise, layers_of
-from bytescale.hf.loop.saving import Savings
+from bytescale.hf.loop.micro_batch import Engine
+from bytescale.hf.loop.planned_batch import HandedOut
+from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
 from bytescale.runtime.optimizer.optimizers import GroupOptions
 from bytescale.runtime.optimizer.parking import Parking
 from bytescale.runtime.optimizer.take_over import take_over
 
 
+class _Ranks(NamedTuple):
+    """The ranks that write and read checkpoints together (``checkpoint.checkpointer.Participants``)."""
+
+    is_first: bool
+    checkpoint_group: dist.ProcessGroup
+
+
 class Updates:
     """Updates of one attached model, whose gradients and optimizer states are sharded over the ranks of a group."""
 
     engine: Engine
-    promise: Promise
     sharing: int
+    is_reducing = False
+    """Whether ranks reduce gradients already: the loop over a batch that was planned with last=True has ended."""
 
     def __init__(self, model: nn.Module, group: RankGroup) -> None:
         self.model, self.group = model, group
         self.handed_out = HandedOut()
         self._optimizer: ShardedOptimizer | None = None
-        self._saved: Savings | None = None
+        self._ranks: _Ranks | None = None
         self._parking = Parking()
 
     def adamw(
@@ -72,7 +86,7 @@ class Updates:
         """
         if self._optimizer is not None:
             raise ConfigError(
-                problem("this HDP has an optimizer", so="two of them would update the same weights", fix="make one")
+                "this HDP has an optimizer", so="two of them would update the same weights", fix="make one"
             )
         if former := ShardedOptimizer.of(self.model):
             former.leave(self.model)
@@ -80,7 +94,7 @@ class Updates:
         if self.sharing > 1:
             _ = decoder.layers, decoder.head  # raises where there are none; the head is found by a pass
         self._optimizer = take_over(
-            named, self.group, cls, options, group_options, domain=self.sharing, **layers_of(decoder)
+            named, self.group, cls, options, group_options, domain=self.sharing, **_layers_of(decoder)
         )
         self._optimizer.join(self.model)
         return self._optimizer.torch_optimizer
@@ -115,7 +129,7 @@ class Updates:
         sharded = self.sharded()
         self.require_at_home("weights", "gradients", "states")
         self.handed_out.finish()
-        self.promise.kept()
+        self.is_reducing = False
         sharded.require_parameters_of(self.model)
         options = {name: value for name, value in (("lr", lr), ("betas", betas)) if value is not None}
         sharded.set_options(options)
@@ -127,11 +141,9 @@ class Updates:
         sharded.zero_grad()
         if not math.isfinite(grad_norm) and not skip_nonfinite:
             raise NonFiniteError(
-                problem(
-                    f"the norm of the gradients is {grad_norm} at update {sharded.num_updates + 1}",
-                    so="the update was not made, and the weights are as before",
-                    fix="look at the loss and its divisor (weights that sum to zero), lower lr, or leave the batch out",
-                )
+                f"the norm of the gradients is {grad_norm} at update {sharded.num_updates + 1}",
+                so="the update was not made, and the weights are as before",
+                fix="look at the loss and its divisor (weights that sum to zero), lower lr, or leave the batch out",
             )
         return update
 
@@ -140,7 +152,7 @@ class Updates:
 
         Copies, in fp32 or wider; ``step`` may follow.
         """
-        self.promise.require_none("gradients() was called")
+        self.require_no_reduction("gradients() was called")
         return self.sharded().whole_gradients()
 
     def state(self) -> dict[str, Any]:
@@ -169,7 +181,25 @@ class Updates:
 
         Raises ``CheckpointError`` if it cannot be written.
         """
-        return self._savings().save(Path(folder), extra or {}, keep)
+        optimizer, folder = self.sharded(), Path(folder)
+        checkpoints, ranks = self._checkpoints(folder, keep)
+        error, found = None, complete_checkpoints(folder) if ranks.is_first else []
+        if found and step_of(found[-1].name) > optimizer.num_updates:
+            error = CheckpointError(
+                f"{folder} has {found[-1].name}, and this model has made {optimizer.num_updates} updates",
+                so="the checkpoint of another run, or of a later time, would be kept in place of the new one",
+                fix="save to another folder, or move the later checkpoints away",
+            )
+        settle(error, ranks.checkpoint_group)
+        state = RunState(
+            step=optimizer.num_updates,
+            sampler={"extra": extra or {}, "numbers": optimizer.state_numbers()},
+            architecture=self._architecture(),
+            mesh={"hdp": self.group.size},
+        )
+        checkpoints.save(state, optimizer)
+        checkpoints.finish()
+        return folder / step_name(state.step)
 
     def load(self, path: Path | str) -> dict[str, Any]:
         """Continue exactly from a checkpoint, or from the newest in a folder of checkpoints. Returns its ``extra``.
@@ -177,9 +207,45 @@ class Updates:
         Every rank calls it, after ``adamw`` or ``optimizer``. Raises ``CheckpointError`` if there is none, or if it is
         of another model.
         """
-        return self._savings().load(Path(path))
+        optimizer, path = self.sharded(), Path(path)
+        optimizer.require_adopted()
+        complete = complete_checkpoints(path)
+        path = complete[-1] if complete else path
+        checkpoints, _ = self._checkpoints(path.parent, keep=2**31)
+        state = read_run_state(path)
+        if "numbers" not in state.sampler:
+            raise CheckpointError(
+                f"{path} was written by bytescale train, not by HDP.save()",
+                so="its names are not those of this model",
+                fix="convert it with bytescale convert, and load the folder with transformers",
+            )
+        checkpoints.restore(path, optimizer, self._architecture(), numbers=state.sampler["numbers"])
+        extra: dict[str, Any] = state.sampler["extra"]
+        return extra
 
-    # -- memory and weights ----------------------------------------------------------------------------------------
+    def _architecture(self) -> dict[str, Any]:
+        shapes = {entry.name: list(entry.shape) for _, entry in self.sharded().all_entries()}
+        return {"model": type(self.model).__name__, "parameters": shapes}
+
+    def _checkpoints(self, folder: Path, keep: int) -> tuple[Checkpointer, _Ranks]:
+        """What writes and reads. Raises ``ConfigError`` without torch.distributed, or for several dtypes."""
+        if not dist.is_initialized():
+            raise ConfigError(
+                "checkpoints are written by torch.distributed, which is not initialised",
+                fix="call init_process_group() before HDP(), also for a single rank, or keep hdp.state()",
+            )
+        if len({zero.parameters.values.dtype for zero in self.sharded().zeros}) > 1:
+            raise ConfigError(
+                "the trained parameters have several dtypes",
+                so="a checkpoint holds weights of one dtype",
+                fix="cast them to one dtype before hdp.adamw(), or keep hdp.state()",
+            )
+        if self._ranks is None:
+            group = self.group.group
+            ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+            made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._ranks = _Ranks(self.group.rank == 0, made)
+        return Checkpointer(folder, self._ranks, CheckpointConfig(background=False, keep=keep)), self._ranks
 
     def to(
         self, device: torch.device | str, *, weights: bool = True, gradients: bool = True, states: bool = True
@@ -244,7 +310,14 @@ class Updates:
         if units is not None:
             units.begin()
 
-    # -- internals -------------------------------------------------------------------------------------------------
+    def require_no_reduction(self, what: str) -> None:
+        """Raise ``ConfigError`` if ``what`` would come between the last batch's loop and ``step()``."""
+        if self.is_reducing:
+            raise ConfigError(
+                f"{what} after the loop over a batch that was planned with last=True",
+                so="ranks have begun to reduce gradients, and would wait for each other",
+                fix="call hdp.step() first, or plan this batch without last=True",
+            )
 
     @property
     def has_optimizer(self) -> bool:
@@ -254,13 +327,38 @@ class Updates:
     def sharded(self) -> ShardedOptimizer:
         """The optimizer. Raises ``ConfigError`` if there is none, or if another ``HDP`` has taken the model over."""
         if self._optimizer is None:
-            raise ConfigError(
-                problem("this HDP has no optimizer", fix="call hdp.adamw(lr=...) or hdp.optimizer(...) first")
-            )
+            raise ConfigError("this HDP has no optimizer", fix="call hdp.adamw(lr=...) or hdp.optimizer(...) first")
         self._optimizer.require_not_replaced(self.model)
         return self._optimizer
 
-    def _savings(self) -> Savings:
-        optimizer = self.sharded()
-        self._saved = self._saved or Savings(self.group, optimizer, self.model)
-        return self._saved
+
+class HDPOptimizer(torch.optim.Optimizer):
+    """For trainers that call an optimizer: that of this rank's shards, whose ``step`` is ``hdp.step``."""
+
+    def __init__(self, hdp: Updates, shards: torch.optim.Optimizer, max_grad_norm: float) -> None:
+        self.hdp, self.shards, self.max_grad_norm = hdp, shards, max_grad_norm
+        self.grad_norm = 0.0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.shards.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.grad_norm = self.hdp.step(max_grad_norm=self.max_grad_norm).grad_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.hdp.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.shards.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.shards.load_state_dict(state_dict)
+
+
+def _layers_of(decoder: AttachedDecoder) -> dict[str, Any]:
+    """What ``take_over`` is told of the layers, in whose order gradients are complete; nothing if none has a number."""
+    try:
+        return {"chunk": (decoder.model, decoder.layers), "late": decoder.late_parameters()}
+    except ConfigError:
+        return {}

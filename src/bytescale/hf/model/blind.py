@@ -1,10 +1,9 @@
-"""A pass in which attention sees nothing and every row is a document, for the probe."""
+"""Passes of the probe: attention sees nothing and every row is a document, or recurrences are cut at random places."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,20 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import BytescaleError
-from bytescale.hf.model.interface import KEYWORD, Call, Unusable
-from bytescale.hf.model.refusal import refusal
+from bytescale.hf.model.interface import KEYWORD, Call, Target, Unusable, refusal, while_set
 from bytescale.recurrence import Cuts, OneProcessCuts
 
 NUM_ROWS = 8
+_CUT_ROWS = 23
 
 
 @dataclass
-class Blind:
+class Blind(Target):
     """A ``Target`` whose attention sees nothing, and that keeps what it was asked."""
 
     names: dict[nn.Module, str]
     calls: list[Call] = field(default_factory=list)
-    outermost: nn.Module | None = None
     cuts: OneProcessCuts = field(
         default_factory=lambda: OneProcessCuts([0], [slice(row, row + 1) for row in range(NUM_ROWS)])
     )
@@ -53,12 +51,6 @@ class Blind:
     def mask(self, mask_function: Callable[..., Any]) -> MaskFunction:
         return MaskFunction(mask_function)
 
-    def begin(self) -> None:
-        pass
-
-    def end(self, completed: bool) -> None:
-        pass
-
 
 class MaskFunction(Unusable):
     """Stands for a mask in the probe: which keys a query may see, at any place. A plan makes no mask."""
@@ -78,7 +70,7 @@ class MaskFunction(Unusable):
 
 
 def run_blind(model: nn.Module, blind: Blind, position_ids: Tensor | None, tokens: Tensor | None = None) -> Any:
-    """One pass over ``tokens [T]``; None: all alike. Raises ``Refusal`` with the innermost part that fails."""
+    """One pass over ``tokens [T]``; None: all alike. Raises ``ConfigError`` with the innermost part that fails."""
     device = next(model.parameters()).device
     tokens = torch.ones(1, NUM_ROWS, dtype=torch.int64, device=device) if tokens is None else tokens[None].to(device)
     if position_ids is not None:
@@ -102,13 +94,38 @@ def alike(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first.float(), second.float(), rtol=2e-2, atol=2e-2 * float(first.abs().max()))
 
 
-@contextmanager
-def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Training or evaluation mode for a while; every module gets its own mode back."""
-    before = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, was in before:
-            module.training = was
+@dataclass(frozen=True, kw_only=True)
+class LayerRecurrence:
+    """One mixer: a recurrence with its convolution, or a convolution alone, which has no state.
+
+    Numbers are of a state, of what a run of tokens does to it beside what it adds, and of the rows before a fragment
+    that convolutions look at.
+    """
+
+    name: str
+    state_numbers: int
+    decay_numbers: int
+    halo_numbers: int
+
+
+def probe_mixers(model: nn.Module, names: dict[nn.Module, str]) -> tuple[LayerRecurrence, ...]:
+    """Run a document that is cut at random places, also into an empty fragment, and whole.
+
+    Raises ``ConfigError`` for a mixer that differs. Its cut and its own forward are given the same rows: in a deep
+    model, rounding may send a token to another expert, and later layers would differ.
+    """
+    random = torch.Generator().manual_seed(0)
+    inner = torch.randint(2, _CUT_ROWS - 1, (4,), generator=random).tolist()
+    tokens = torch.randint(2, 50, (_CUT_ROWS,), generator=random)
+    blind = Blind(names, cuts=OneProcessCuts(sorted([0, 1, *inner, inner[0], _CUT_ROWS])), compares=True)
+    with torch.no_grad(), while_set(model.modules(), "training", True):
+        run_blind(model, blind, torch.arange(_CUT_ROWS), tokens)
+    for mixer, difference, limit, _ in blind.mixed:
+        if not difference <= limit:
+            raise refusal(
+                f"{names[mixer]} ({type(mixer).__name__})",
+                f"cut into fragments it differs from the whole by {difference:.1e} (rounding: {limit:.0e})",
+                so="its results would depend on the plan",
+                fix="use a model type whose recurrence takes the state before its tokens",
+            )
+    return tuple(LayerRecurrence(name=names[mixer], **numbers) for mixer, _, _, numbers in blind.mixed)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -12,7 +10,7 @@ from bytescale.attention import AttentionRules
 from bytescale.config import Architecture
 from bytescale.cost import flops
 from bytescale.cost.spec import ModelSpec
-from bytescale.hf.model.head import causal_model
+from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.probe import LayerAttention, ModelFacts
 
 _STATE_FLOPS = 6
@@ -34,8 +32,7 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
             keys += layer.num_kv_heads * widths
         else:
             of_windows[layer.rules.window] = of_windows.get(layer.rules.window, 0) + layer.num_heads * widths
-    matrices, trained = _active_matrix_parameters(model)
-    head, head_trained = _head_parameters(model)
+    matrices, trained, head, head_trained = _matrix_parameters(model)
     recurrences = _STATE_FLOPS / 2 * sum(mixer.state_numbers for mixer in facts.mixers)
     stack = _equal_layers(model, facts, (matrices - head) / count)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
@@ -61,8 +58,7 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
 
 def _equal_layers(model: nn.Module, facts: ModelFacts, active_per_layer: float) -> Architecture:
     """A Llama of as many layers, words and heads, whose layer has as many weights that a token is multiplied with."""
-    get_input, get_output = _embeddings_of(model)
-    embedding, head = get_input(), get_output()
+    embedding, head = embeddings_of(model)
     plain = LayerAttention(
         name="", num_heads=1, num_kv_heads=1, head_dim=2, value_dim=2, rules=AttentionRules(), has_sinks=False
     )  # of a model without attention
@@ -82,38 +78,22 @@ def _equal_layers(model: nn.Module, facts: ModelFacts, active_per_layer: float) 
     return replace(stack, ffn_hidden_size=max(1, round(rest / (3 * hidden))))
 
 
-def _embeddings_of(model: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The model's functions that return its embedding and its head."""
-    root = causal_model(model)
-    get_input, get_output = (getattr(root, f"get_{kind}_embeddings", lambda: None) for kind in ("input", "output"))
-    return get_input, get_output
+def _matrix_parameters(model: nn.Module) -> tuple[float, float, int, int]:
+    """Weights that one token is multiplied with, how many of them are trained, and both of the output projection alone.
 
-
-def _head_parameters(model: nn.Module) -> tuple[int, int]:
-    """Weights of the output projection, and how many of them are trained."""
-    weight = getattr(_embeddings_of(model)[1](), "weight", None)
-    count = 0 if weight is None else weight.numel()
-    return count, count if weight is not None and weight.requires_grad else 0
-
-
-def _active_matrix_parameters(model: nn.Module) -> tuple[float, float]:
-    """Weights that one token is multiplied with, and how many of them are trained. An embedding is only looked up.
-
-    Of a mixture of experts, the share that a token is sent through counts.
+    An embedding is only looked up. Of a mixture of experts, the share that a token is sent through counts.
     """
-    get_input, get_output = _embeddings_of(model)
-    looked_up = {id(module.weight) for module in [get_input()] if module is not None and hasattr(module, "weight")}
-    head = get_output()
-    multiplied = {id(head.weight)} if head is not None and hasattr(head, "weight") else set()
+    embedding, head = (getattr(module, "weight", None) for module in embeddings_of(model))
     share = _active_share(model)
     matrices = trained = 0.0
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2 or (id(parameter) in looked_up and id(parameter) not in multiplied):
+        if parameter.dim() < 2 or (parameter is embedding and parameter is not head):
             continue
         count = parameter.numel() * (share if ".experts." in f".{name}." else 1.0)
         matrices += count
         trained += count if parameter.requires_grad else 0.0
-    return matrices, trained
+    of_head = 0 if head is None else head.numel()
+    return matrices, trained, of_head, of_head if head is not None and head.requires_grad else 0
 
 
 def _active_share(model: nn.Module) -> float:

@@ -11,22 +11,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bytescale.attention import PackedAttention
+from bytescale.attention.autocast import in_autocast
+from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.model.costs import spec_of
-from bytescale.hf.model.head import ModelHead, causal_model, head_of, hidden_states
-from bytescale.hf.model.interface import KEYWORD, Attachment
+from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states
+from bytescale.hf.model.interface import KEYWORD, Attachment, Call, Target, foreign_model, refusal
 from bytescale.hf.model.long_rope import fix_rope, unfix_rope
-from bytescale.hf.model.passes import AttachedModel, MicroBatchPass
 from bytescale.hf.model.probe import LayerAttention, LayerRecurrence, ModelFacts, probe
-from bytescale.hf.model.refusal import refusal
-from bytescale.runtime.loss import Head
+from bytescale.recurrence import Cuts, GroupCuts
+from bytescale.runtime.loss import Head, PlainHead
 
 
 class AttachedDecoder(nn.Module):
@@ -36,6 +37,8 @@ class AttachedDecoder(nn.Module):
         model: of transformers, or a module around it (peft); names of parameters are its own.
         facts: every layer's attention, as the probe has found it.
         attachment: of the model to our attention.
+        attentions, mixers: the layers by module.
+        is_frozen: whether it is a second model, which runs without gradients.
     """
 
     def __init__(self, model: nn.Module, *, longest_document: int | None = None) -> None:
@@ -51,25 +54,32 @@ class AttachedDecoder(nn.Module):
             undo.callback(self.attachment.detach)
             undo.callback(unfix_rope, fix_rope(model, longest_document))
             self.facts: ModelFacts = probe(model)
-            self._attached = AttachedModel.of(model, self.facts)
             self._undo = undo.pop_all()
+        modules = {name or type(module).__name__: module for name, module in model.named_modules()}
+        self.attentions = {modules[layer.name]: layer for layer in self.facts.layers}
+        self.mixers = frozenset(modules[mixer.name] for mixer in self.facts.mixers)
+        self.num_calls = len(self.facts.layers) + len(self.facts.mixers)
+        self.is_frozen = False
+        self._random = {name: modules.get(name, model) for name in self.facts.random_parts}
+        self._plain_heads: dict[int, bool] = {}
 
     def undo(self) -> None:
         """Leave the model as it was before."""
         self._undo.close()
 
-    def forbid_gradients(self) -> None:
-        """Refuse passes with gradients from now on."""
-        self._attached.is_frozen = True
+    def is_in(self, model: nn.Module) -> bool:
+        """Whether ``model`` is the attached model or a module around it."""
+        return self.attentions.keys() | self.mixers <= set(model.modules())
 
-    def require_training(self) -> None:
-        """Raise ``ConfigError`` for a model that draws random numbers when it is trained."""
-        if self.facts.random_parts:
+    def require_no_randomness(self) -> None:
+        """Raise ``ConfigError`` for a model that draws random numbers in the mode that it is in."""
+        for name in (name for name, module in self._random.items() if module.training):
             raise refusal(
-                self.facts.random_parts[0],
+                name,
                 "it draws random numbers in training mode (dropout or jitter)",
                 so="results would depend on the plan and on the number of ranks",
-                fix="set every dropout probability in config.json to 0 (attention_dropout, resid_pdrop, ...)",
+                fix="set every dropout probability to 0, in config.json or when the model is loaded "
+                "(attention_dropout=0.0, resid_pdrop=0.0, ...), or call model.eval()",
             )
 
     @cached_property
@@ -106,7 +116,14 @@ class AttachedDecoder(nn.Module):
     @cached_property
     def head(self) -> Head:
         """The same as the runtime computes it fastest."""
-        return head_of(self.model, self.model_head, self.hidden_size)
+        return self.fastest(self.model_head, self.hidden_size)
+
+    def fastest(self, head: ModelHead, hidden_size: int) -> Head:
+        """``head`` as the runtime computes it fastest: by its own kernels, if it is plain."""
+        weight, key = head.weight, id(head.weight)
+        if key not in self._plain_heads:
+            self._plain_heads[key] = has_plain_head(head, hidden_size)
+        return PlainHead(weight) if self._plain_heads[key] and weight is not None else head
 
     @property
     def head_weight(self) -> Tensor:
@@ -138,37 +155,176 @@ class AttachedDecoder(nn.Module):
             for parameter in layer.parameters():
                 uses[id(parameter)] = uses.get(id(parameter), 0) + 1
         early = {key for key, count in uses.items() if count == 1}
-        embedding: Any = causal_model(self.model).get_input_embeddings()
-        weight = getattr(causal_model(self.model).get_output_embeddings(), "weight", None)
-        if weight is not None and weight is not getattr(embedding, "weight", None):
-            early.add(id(weight))
+        embedding, head = (getattr(module, "weight", None) for module in embeddings_of(self.model))
+        if head is not None and head is not embedding:
+            early.add(id(head))
         return {name for name, parameter in self.model.named_parameters() if id(parameter) not in early}
-
-    def open_pass(
-        self,
-        attention_of: Callable[[torch.dtype], PackedAttention],
-        num_rows: int,
-        *,
-        has_ring: bool = True,
-        name: str = "a micro-batch",
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> MicroBatchPass:
-        """What the model is given of a micro-batch beside its tokens. ``around`` makes the context of every forward."""
-        return MicroBatchPass(
-            attention_of,
-            self._attached,
-            num_rows=num_rows,
-            has_ring=has_ring,
-            name=name,
-            around=around,
-        )
 
     def forward(self, inputs: Tensor, position_ids: Tensor, attention: PackedAttention) -> Tensor:
         """``tokens, position_ids [T]`` int64 -> hidden states ``[T, C]`` after the final norm."""
         num_rows = len(inputs)
         if not num_rows:  # transformers' models need a row; it stands for none
             inputs, position_ids = inputs.new_zeros(1), position_ids.new_zeros(1)
-        target = self.open_pass(lambda dtype: attention, num_rows)
+        target = MicroBatchPass(self, lambda dtype: attention, num_rows)
         given: dict[str, Any] = {"input_ids": inputs[None], "position_ids": position_ids[None], "use_cache": False}
         hidden, _ = hidden_states(self.model, {**given, KEYWORD: target})
         return hidden[0, :num_rows]
+
+
+class MicroBatchPass(Target):
+    """Hands every layer's call to the ring or the pack. No mask is made: the documents of a micro-batch are known."""
+
+    def __init__(
+        self, decoder: AttachedDecoder, attention_of: Callable[[torch.dtype], PackedAttention], num_rows: int, *,
+        has_ring: bool = True, name: str = "a micro-batch",
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:  # fmt: skip
+        """``num_rows``: this rank's tokens; 0 in a ring: the model runs on one row that stands for none.
+
+        ``around``: makes the context of every forward.
+        """
+        self.decoder, self.num_rows, self.has_ring, self.name = decoder, num_rows, has_ring, name
+        self.keep: Callable[[nn.Module, str, Tensor], None] | None = None
+        """Called by every layer in forward with this rank's ``"keys"`` and ``"values"`` ``[T, Hkv, D]``, or with what
+        its recurrence leaves behind (``GroupCuts.keep``)."""
+        self._attention_of, self._around, self._context = attention_of, around, ExitStack()
+        self.trained = False
+        """Whether the model has run it with gradients."""
+        self.bypassed = False
+        """Whether, while it was the loop's, the model ran with gradients and without it."""
+        self._cuts: dict[int, GroupCuts] = {}
+        self._calls = self._backwards_to_come = 0
+        self._in_forward = False
+
+    def require_model(self, model: nn.Module) -> None:
+        """Raise ``ConfigError`` if ``model`` is neither the attached model nor a module around it."""
+        if not self.decoder.is_in(model):
+            raise foreign_model(type(model).__name__)
+
+    def begin(self) -> None:
+        """Called when the model's forward begins. Raises ``ConfigError`` where random numbers would be drawn."""
+        self.decoder.require_no_randomness()
+        if self.decoder.is_frozen and torch.is_grad_enabled():
+            raise refusal(
+                "a second model",
+                "it runs with gradients, and was attached for passes without them",
+                so="other ranks would wait for its backward",
+                fix="call it under torch.no_grad(), and give a model that is trained an HDP of its own",
+            )
+        self._calls, self._in_forward = 0, True
+        self.trained |= torch.is_grad_enabled()
+        self._context.enter_context(self._around())
+
+    def end(self, completed: bool) -> None:
+        """Called when forward has ended. Raises ``ConfigError`` unless all layers have called attention."""
+        self._in_forward = False
+        self._context.close()
+        if completed and self._calls != self.decoder.num_calls:
+            raise refusal(
+                "the model",
+                f"attention and recurrences were called {self._calls} times in a pass; when the model was attached, "
+                f"{self.decoder.num_calls} times",
+                so="members of a ring would wait for each other forever",
+                fix="run the same layers in every pass (no layer drop), and attach again after the model has changed",
+            )
+
+    def bypass(self) -> None:
+        """The attached model was called without this pass among its inputs."""
+        self.bypassed |= torch.is_grad_enabled()
+
+    @torch.compiler.disable
+    def attend(self, call: Call) -> Tensor:
+        """``[1, T, H, Dv]`` from ``[1, H, T, D]`` queries; rows in the micro-batch's order."""
+        layer = self.decoder.attentions.get(call.module)
+        if layer is None:
+            raise _not_attached(call.module)
+        rows = max(1, self.num_rows)
+        if call.query.shape[0] != 1 or {call.query.shape[2], call.key.shape[2]} != {rows} or call.mask is not None:
+            raise refusal(
+                layer.name,
+                f"{call.query.shape[2]} queries and {call.key.shape[2]} keys in a micro-batch of {rows} rows"
+                + (", and a mask" if call.mask is not None else ""),
+                so="rows could not be told apart",
+                fix="call the model with micro.inputs as they are; a key has to stand for one token",
+            )
+        q, k, v = (in_autocast(tensor[0].transpose(0, 1)) for tensor in (call.query, call.key, call.value))
+        attention = self._attention_of(q.dtype)
+        sinks = call.options.get("s_aux")
+        if self.num_rows == 0 and self.has_ring:
+            out = attention(q[:0], k[:0], v[:0], layer.rules, sinks)
+            out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
+        else:
+            out = attention(q, k, v, layer.rules, sinks)
+        if self._in_forward and self.keep is not None:
+            self.keep(call.module, "keys", k[: self.num_rows])
+            self.keep(call.module, "values", v[: self.num_rows])
+        return self._counted(out)[None]
+
+    @torch.compiler.disable
+    def mix(self, mixer: nn.Module, plain: Callable[[], Any], cut: Callable[[Cuts], Any]) -> Any:
+        """The output of a recurrent layer, whose documents are cut as the plan says."""
+        if mixer not in self.decoder.mixers:
+            raise _not_attached(mixer)
+        attention = self._attention_of(in_autocast(next(mixer.parameters())).dtype)
+        cuts = self._cuts.setdefault(id(attention), GroupCuts(attention))
+        cuts.keep = None if self.keep is None else partial(self.keep, mixer)
+        out = cut(cuts)
+        self._counted(out[0] if isinstance(out, tuple) else out)
+        return out
+
+    def _counted(self, out: Tensor) -> Tensor:
+        if self._in_forward:
+            self._calls += 1
+            if out.requires_grad:
+                self._backwards_to_come += 1
+                out.register_hook(self._one_backward_less)
+        return out
+
+    def require_finished(self) -> None:
+        """Raise ``RankFailure`` if other members of the ring wait for a backward that has not come."""
+        if self.has_ring and self.backward_is_missing:
+            raise RankFailure(
+                f"{self.name}: its backward has not run, and the next micro-batch was asked for",
+                so="the other ranks that hold parts of its documents wait for this one",
+                fix="call backward on every micro-batch's loss before you ask for the next one; a pass without "
+                "backward belongs under torch.no_grad()",
+            )
+
+    @property
+    def backward_is_missing(self) -> bool:
+        """Whether forward kept a graph whose backward has not run."""
+        return self._backwards_to_come > 0
+
+    def _one_backward_less(self, gradient: Tensor) -> None:
+        self._backwards_to_come -= 1
+
+
+def _not_attached(module: nn.Module) -> ConfigError:
+    return refusal(
+        type(module).__name__,
+        "it was not part of the model when the model was attached",
+        so="where its documents begin is not known",
+        fix="attach again after the model has changed",
+    )
+
+
+def second_model(model: nn.Module, first: nn.Module, *, same_tokenizer: bool) -> AttachedDecoder:
+    """Attach ``model`` for passes without gradients, on micro-batches of ``first``; ``HDP.attach``."""
+    if set(model.modules()) & set(first.modules()):
+        raise ConfigError(
+            "the second model has modules of the first one",
+            so="its attention would be counted as that of the first",
+            fix="take a copy; a model with its adapters switched off needs no second one: "
+            "with torch.no_grad(), model.disable_adapter(): micro.logprobs(model)",
+        )
+    words, others = (len(embeddings_of(one)[0].weight) for one in (first, model))
+    if words != others and not same_tokenizer:
+        raise ConfigError(
+            f"the second model has {others} words, and the first one {words}",
+            so="a token may stand for another word there, and its log-probability would mean nothing",
+            fix="use a model with the same tokenizer; if only the padding of the matrices differs, say "
+            "hdp.attach(model, same_tokenizer=True)",
+        )
+    decoder = AttachedDecoder(model)
+    decoder.is_frozen = True
+    return decoder

@@ -9,33 +9,24 @@ Shape letters: T rows, n rows of a chunk, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from bytescale.attention.autocast import without_autocast
+from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.hf.model.interface import KEYWORD
-from bytescale.hf.model.refusal import refusal
-from bytescale.runtime.loss import Head, PlainHead
+from bytescale.cost.memory import loss_chunk_tokens
+from bytescale.hf.model.interface import KEYWORD, refusal, while_set
 
 
-def last_logits(model: nn.Module, inputs: dict[str, Any], rows: Tensor) -> Tensor:
-    """``[n, V]`` logits of the given rows ``[n]`` of a micro-batch, in fp32 or wider. Other rows get no logits."""
-    hidden, forward_of = hidden_states(model, inputs)
-    if not len(rows):
-        return hidden.new_zeros(0, 0)
-    logits = forward_of(hidden[0, rows.to(hidden.device)])
-    return _wide(logits)
-
-
-def has_plain_head(model: nn.Module, head: ModelHead, hidden_size: int) -> bool:
+def has_plain_head(head: ModelHead, hidden_size: int) -> bool:
     """Whether logits are ``hidden @ weight.T`` and nothing else: no bias, scale, soft cap or adapter.
 
     Tried with hidden states that give large logits, which a soft cap would change, and with zeros, which a bias would.
@@ -58,11 +49,6 @@ def has_plain_head(model: nn.Module, head: ModelHead, hidden_size: int) -> bool:
     return same and not bool(logits[4:].any())
 
 
-def head_of(model: nn.Module, head: ModelHead, hidden_size: int) -> Head:
-    """``head`` as the runtime computes it fastest: by its own kernels, if it is plain."""
-    return PlainHead(head.weight) if head.weight is not None and has_plain_head(model, head, hidden_size) else head
-
-
 def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -80,8 +66,7 @@ class ModelHead:
     @property
     def weight(self) -> nn.Parameter | None:
         """``[V, C]`` of the output embedding, where the model has one."""
-        head: Any = causal_model(self.model).get_output_embeddings()
-        return getattr(head, "weight", None)
+        return getattr(embeddings_of(self.model)[1], "weight", None)
 
     @property
     def num_words(self) -> int:
@@ -122,7 +107,7 @@ class ModelHead:
             output = (hidden[None], *self.output[1:])
         else:
             output = replace(self.output, last_hidden_state=hidden[None])
-        with _returning(self.decoder, output):
+        with while_set([self.decoder], "forward", lambda *args, **kwargs: output):
             position = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
             result = self.model(input_ids=position, position_ids=position, use_cache=False)
         logits: Tensor = result[0] if isinstance(result, tuple) else result.logits
@@ -138,12 +123,9 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
     decoder = _decoder(model)
     kept: list[Any] = []
     hook = decoder.register_forward_hook(lambda module, args, output: kept.append(output))
-    least: dict[str, Any] = {}
-    causal = causal_model(model)
-    if "logits_to_keep" in inspect.signature(causal.forward).parameters:
-        least["logits_to_keep"] = 1
+    keeps = "logits_to_keep" in inspect.signature(causal_model(model).forward).parameters
     try:
-        model(**inputs, **least)
+        model(**inputs, **({"logits_to_keep": 1} if keeps else {}))
     finally:
         hook.remove()
     output = kept[0]
@@ -181,15 +163,100 @@ def causal_model(model: Any) -> Any:
     return next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
 
 
-@contextmanager
-def _returning(module: nn.Module, output: Any) -> Iterator[None]:
-    """Replace a module's forward by a function that returns ``output``."""
-    before = module.__dict__.get("forward")
-    module.forward = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.forward = before
+def embeddings_of(model: Any) -> tuple[Any, Any]:
+    """The model's embedding and its output projection; None where it has none."""
+    root = causal_model(model)
+    given, output = (getattr(root, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output"))
+    return given, output
+
+
+def require_words(fields: Mapping[str, Sequence[Tensor]], model: nn.Module) -> None:
+    """Raise ``DataError`` for tokens outside of the model's embedding, and labels outside of its head.
+
+    ``fields``: ``tokens`` and ``labels``, each a list of ``[S]`` numbers.
+    """
+    for name, module in zip(("tokens", "labels"), embeddings_of(model), strict=True):
+        weight = getattr(module, "weight", None)
+        if weight is None:
+            continue
+        for number, values in enumerate(fields[name]):
+            wrong = (values < 0) | (values >= weight.shape[0])
+            if name == "labels":
+                wrong &= values != IGNORE_INDEX
+            if bool(wrong.any()):
+                raise DataError(
+                    f"the {name} of document {number} have {int(values[wrong][0])}; the model has "
+                    f"{weight.shape[0]} words",
+                    so="there is no row of its matrix for it",
+                    fix="use the tokenizer that belongs to the model"
+                    + (f"; {IGNORE_INDEX} marks a token without a label" if name == "labels" else ""),
+                )
+
+
+class RowScores(NamedTuple):
+    """Results of the rows of a micro-batch, in fp32 (fp64 for fp64). What was not asked for is None."""
+
+    logprobs: Tensor
+    """``[T]`` log-probability of each row's label; 0 where the label is -100."""
+    entropy: Tensor | None
+    """``[T]`` entropy of each row's distribution, in nats."""
+    top_logprobs: Tensor | None
+    """``[T, K]`` log-probabilities of each row's likeliest words, falling."""
+    top_words: Tensor | None
+    """``[T, K]`` int64: those words."""
+    word_logprobs: Tensor | None
+    """``[T, K]`` log-probabilities of the words that were asked for."""
+    mean_logits: Tensor | None
+    """``[T]`` mean of each row's logits."""
+    hidden: Tensor
+    """``[T, C]`` hidden states after the final norm, for a head of one's own."""
+
+
+def row_scores(
+    model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, temperature: float | Tensor = 1.0,
+    rows_at_a_time: int | None = None, entropy: bool = False, top: int = 0, words: Tensor | None = None,
+    mean_logits: bool = False,
+) -> RowScores:  # fmt: skip
+    """Run the model, and score its rows ``labels [T]``; ``Micro.logprobs``."""
+    if not isinstance(temperature, Tensor) and not temperature > 0:
+        raise DataError(
+            f"the temperature is {temperature}",
+            so="logits cannot be divided by it",
+            fix="give a number above 0, or one for each row",
+        )
+    states, head = hidden_states(model, inputs)
+    hidden = states[0, : len(labels)]
+    chunk_rows = rows_at_a_time or loss_chunk_tokens(head.num_words, hidden.device.type)
+
+    def scores(rows: Tensor, labels: Tensor, divisor: Any, asked: Tensor | None) -> list[Tensor | None]:
+        logits = head(rows)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if isinstance(divisor, Tensor):
+            logits = logits / divisor.to(logits)[:, None]
+        elif divisor != 1:
+            logits = logits / divisor
+        lse = logits.logsumexp(dim=1)
+        counted = labels != IGNORE_INDEX
+        chosen = logits.gather(1, labels.where(counted, 0)[:, None])[:, 0] - lse
+        values, best = logits.topk(top, dim=1) if top else (None, None)
+        return [
+            chosen.where(counted, 0),
+            lse - (logits.softmax(dim=1) * logits).sum(dim=1) if entropy else None,
+            None if values is None else values - lse[:, None],
+            best,
+            None if asked is None else logits.gather(1, asked) - lse[:, None],
+            logits.mean(dim=1) if mean_logits else None,
+        ]
+
+    targets = labels.split(chunk_rows)
+    columns = [
+        values.split(chunk_rows) if isinstance(values, Tensor) else [values] * len(targets)
+        for values in (temperature, words)
+    ]
+    parts = [
+        checkpoint(scores, *own, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled()
+        else scores(*own)
+        for own in zip(hidden.split(chunk_rows), targets, *columns, strict=True)
+    ]  # fmt: skip
+    joined = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
+    return RowScores(*joined, hidden)  # type: ignore[call-arg, arg-type]

@@ -1,30 +1,119 @@
-"""The door to transformers: an attention implementation that models call by name, and their masks.
+"""The door to transformers: an attention implementation and kernels that models call by name, and their masks.
 
-``AttentionInterface`` and ``AttentionMaskInterface`` are transformers' registries of attention functions and of mask
-functions. ``attach`` puts the model on an implementation of ours. What it does depends on the pass:
+``Attachment`` puts a model on an implementation of ours. What this does depends on the pass:
 
 * In a pass of a plan the model is given ``hdp_attention=...`` among its inputs. Models hand unknown keywords down to
-  every attention, and so each layer reaches the ``Target`` of the micro-batch. No mask is made.
+  every attention, and so each layer reaches the ``Target`` of the micro-batch. No mask is made. Recurrent layers run
+  their own forward with other functions behind the names of its kernels. There is no list of model types: whatever
+  calls one of ``recurrence.KERNELS`` is a mixer, and the probe decides whether it can be cut.
 * In any other pass (``generate()``, evaluation) the implementation that the model had before computes, with its mask.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from types import FunctionType, MethodType
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bytescale.common.errors import ConfigError
-from bytescale.hf.model.mixers import Mixers, MixerTarget
-from bytescale.hf.model.refusal import refusal
+from bytescale.recurrence import KERNELS, Cuts, lightning_mixer
+
+
+def refusal(part: str, what: str, *, so: str, fix: str) -> ConfigError:
+    """Of a model for which a plan would not give the results of one process. ``part`` names the module or its layer."""
+    return ConfigError(f"{part} cannot be attached: {what}", so=so, fix=fix)
+
+
+_LIGHTNING = "get_linear_cache"
+"""A method of the cache that MiniMax's mixer alone asks for its state."""
+
+_cuts: ContextVar[Cuts] = ContextVar("bytescale_cuts")
+
+
+def put_on_kernels(model: nn.Module, target_of: Callable[[dict[str, Any]], Target | None]) -> list[nn.Module]:
+    """Replace ``forward`` of a model's mixers, which are returned.
+
+    ``target_of`` takes the pass out of a forward's keywords, or knows it otherwise; None: outside of plans.
+    """
+    mixers = [module for module in model.modules() if _kernels(module)]
+    for mixer in mixers:
+        function = inspect.unwrap(type(mixer).forward)
+        mixer.forward = MethodType(_forward(function, _kernels(mixer), target_of), mixer)
+    return mixers
+
+
+def has_own_cache(mixer: nn.Module) -> bool:
+    """Whether a mixer keeps its state in a cache of a class of its model's own."""
+    return _LIGHTNING in _kernels(mixer)
+
+
+def _kernels(module: nn.Module) -> set[str]:
+    """Names of the stock functions that a module's forward calls; of a module with a forward of its own none."""
+    function = inspect.unwrap(type(module).forward)
+    if not isinstance(function, FunctionType):
+        return set()
+    return set(function.__code__.co_names) & {*KERNELS, _LIGHTNING}
+
+
+def _forward(
+    function: FunctionType, names: set[str], target_of: Callable[[dict[str, Any]], Target | None]
+) -> Callable[..., Any]:
+    """The mixer's forward, as a function of the mixer, so that a copy of a model computes with its own weights."""
+    if names == {_LIGHTNING}:
+        cut_forward: Callable[..., Any] = _lightning
+    else:
+        ours = {name: partial(_carried, KERNELS[name], function.__globals__[name]) for name in names - {_LIGHTNING}}
+        cut_forward = FunctionType(
+            function.__code__, {**function.__globals__, **ours}, function.__name__, function.__defaults__,
+            function.__closure__,
+        )  # fmt: skip
+        cut_forward.__kwdefaults__ = function.__kwdefaults__
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        target = target_of(kwargs)
+        plain = partial(type(self).forward, self, *args, **kwargs)
+        if target is not None:
+            return target.mix(self, plain, partial(_with_cuts, partial(cut_forward, self, *args, **kwargs)))
+        if torch._C._current_graph_task_id() != -1:
+            raise refusal(
+                type(self).__name__,
+                "it is computed again in backward, and is not told for which micro-batch",
+                so="documents of the micro-batch would see each other's states",
+                fix="switch the model's own gradient checkpointing off, and use checkpointing='full' of HDP",
+            )
+        return plain()
+
+    return forward
+
+
+@torch.compiler.disable
+def _with_cuts(compute: Callable[[], Any], cuts: Cuts) -> Any:
+    before = _cuts.set(cuts)
+    try:
+        return compute()
+    finally:
+        _cuts.reset(before)
+
+
+def _carried(kernel: Callable[..., Any], stock: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return kernel(_cuts.get(), stock, *args, **options)
+
+
+def _lightning(mixer: nn.Module, hidden_states: Any, *_: Any, **__: Any) -> Any:
+    return lightning_mixer(_cuts.get(), mixer, hidden_states)
+
 
 KEYWORD = "hdp_attention"
 PREFIX = "hdp_over_"
@@ -48,31 +137,48 @@ class Call:
     options: dict[str, Any]
 
 
-class Target(MixerTarget, Protocol):
+class Target:
     """The attention that the layers call during one pass, and where their recurrences are cut."""
+
+    outermost: nn.Module | None = None
 
     def attend(self, call: Call) -> Tensor:
         """``[B, T, H, Dv]``."""
-        ...
+        raise NotImplementedError
+
+    def mix(self, mixer: nn.Module, plain: Callable[[], Any], cut: Callable[[Cuts], Any]) -> Any:
+        """A recurrent layer's output: what ``plain`` returns, as in one process, or ``cut`` for given cuts."""
+        raise NotImplementedError
 
     def mask(self, mask_function: Callable[..., Any]) -> Any:
         """What layers are given as their mask. ``mask_function(batch, head, query, key)`` tells what may be seen."""
-        ...
 
     def begin(self) -> None:
         """Called when the model's forward begins."""
-        ...
 
     def end(self, completed: bool) -> None:
         """Called when it has ended; ``completed``: without an error."""
-        ...
+
+
+@contextmanager
+def while_set(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
+    """Give modules an attribute of their own for a while."""
+    missing = object()
+    before = [(vars(module), vars(module).get(name, missing)) for module in modules]
+    for attributes, _ in before:
+        attributes[name] = value
+    try:
+        yield
+    finally:
+        for attributes, was in before:
+            attributes[name] = was
+            if was is missing:
+                del attributes[name]
 
 
 # Masks are made by functions of transformers that get none of the model's keywords, so the pass is noted here. The
 # note lasts for one forward of one thread.
 _pass: ContextVar[Target | None] = ContextVar("bytescale_pass", default=None)
-
-
 _bypass: ContextVar[Callable[[], None] | None] = ContextVar("bytescale_bypass", default=None)
 
 
@@ -123,29 +229,23 @@ class Attachment:
                 so="its attention could not be reached",
                 fix="attach a model of transformers, or build the loop from bytescale.attention and bytescale.plan",
             )
-        for part in self.parts:
-            if not part._can_set_attn_implementation():
-                raise refusal(
-                    type(part).__name__,
-                    "its attention does not go through transformers' AttentionInterface",
-                    so="it would attend to other documents' tokens",
-                    fix="use another implementation of the model, or a newer version of transformers",
-                )
+        if fixed := [part for part in self.parts if not part._can_set_attn_implementation()]:
+            raise refusal(
+                type(fixed[0]).__name__,
+                "its attention does not go through transformers' AttentionInterface",
+                so="it would attend to other documents' tokens",
+                fix="use another implementation of the model, or a newer version of transformers",
+            )
         self._is_detached = False
         self._before = [(part, part.config._attn_implementation) for part in self.parts]
         for part, name in self._before:
             original = (name or "sdpa").removeprefix(PREFIX)
             part.config._attn_implementation_internal = _register(original)
-        self.mixers = Mixers(model, _target_of)
-        modules = dict.fromkeys([model, *self.parts])
-        self._hooks = [
-            handle
-            for module in modules
-            for handle in (
-                module.register_forward_pre_hook(_begin, with_kwargs=True),
-                module.register_forward_hook(_end, with_kwargs=True, always_call=True),
-            )
-        ]
+        self._mixers = put_on_kernels(model, _target_of)
+        self._hooks = []
+        for module in dict.fromkeys([model, *self.parts]):
+            self._hooks.append(module.register_forward_pre_hook(_begin, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(_end, with_kwargs=True, always_call=True))
 
     def require_attached(self) -> None:
         """Raise ``ConfigError`` after ``detach``."""
@@ -161,7 +261,8 @@ class Attachment:
         self._is_detached = True
         for part, name in self._before:
             part.config._attn_implementation_internal = name
-        self.mixers.detach()
+        for mixer in self._mixers:
+            vars(mixer).pop("forward", None)
         for hook in self._hooks:
             hook.remove()
 
@@ -182,14 +283,9 @@ def _register(original: str) -> str:
 
 
 def _attention(
-    original: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any = None,
+    original: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     target: Target | None = options.pop(KEYWORD, None)
     if target is not None:
         call = Call(module=module, query=query, key=key, value=value, mask=attention_mask, options=options)

@@ -1,18 +1,18 @@
 """Rotary positions whose angles depend on the longest position of a pass: dynamic NTK and longrope.
 
-transformers computes these angles anew in every pass, from the largest number in ``position_ids``. A document's tokens
-would then be rotated differently depending on what lies beside them in a micro-batch. So the choice has to be made
-once, for all documents; it holds outside of plans too.
+transformers computes these angles anew in every pass, from the largest of ``position_ids``, which depends on what lies
+in a micro-batch. So the choice has to be made once, for all documents; it holds outside of plans too.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from bytescale.hf.model.refusal import refusal
+from bytescale.hf.model.interface import refusal
 
-_DEPENDING = ("dynamic", "longrope")
 _FIXED = "bytescale_longest_document"
 """Attribute of a module whose angles were fixed: for how many tokens."""
 
@@ -20,8 +20,8 @@ _FIXED = "bytescale_longest_document"
 def fix_rope(model: nn.Module, longest_document: int | None) -> list[tuple[nn.Module, object]]:
     """Make the angles those of a document of ``longest_document`` tokens, in every pass.
 
-    Returns what ``unfix_rope`` takes. Raises ``Refusal`` (a ``ConfigError``) where ``longest_document`` is None and
-    angles depend on the pass, or where they were fixed for another number of tokens.
+    Returns what ``unfix_rope`` takes. Raises ``ConfigError`` where ``longest_document`` is None and angles depend on
+    the pass, or where they were fixed for another number of tokens.
     """
     fixed_here = list[tuple[nn.Module, object]]()
     for name, module in model.named_modules():
@@ -49,10 +49,9 @@ def fix_rope(model: nn.Module, longest_document: int | None) -> list[tuple[nn.Mo
         for kind in kinds:
             options = {} if kind is None else {"layer_type": kind}
             module(torch.zeros(1, 1, 1, device=device), last, **options)  # computes the angles and keeps them
-        rope_type = module.rope_type
-        fixed = dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
-        fixed_here.append((module, rope_type))
-        module.rope_type = fixed
+        before = module.rope_type
+        fixed_here.append((module, before))
+        module.rope_type = dict.fromkeys(before, "default") if isinstance(before, dict) else "default"
         setattr(module, _FIXED, longest_document)
     return fixed_here
 
@@ -67,9 +66,5 @@ def unfix_rope(fixed: list[tuple[nn.Module, object]]) -> None:
 def _kinds(module: nn.Module) -> dict[str | None, str]:
     """Of a module with rotary positions, the kinds that depend on the pass, by type of layer (None: all layers)."""
     rope_type = getattr(module, "rope_type", None)
-    types = rope_type if isinstance(rope_type, dict) else {None: rope_type}
-    return {
-        layer: kind
-        for layer, kind in types.items()
-        if isinstance(kind, str) and any(word in kind for word in _DEPENDING)
-    }
+    types: dict[str | None, Any] = rope_type if isinstance(rope_type, dict) else {None: rope_type}
+    return {layer: kind for layer, kind in types.items() if "dynamic" in str(kind) or "longrope" in str(kind)}

@@ -1,24 +1,14 @@
 """What a model does with attention, found by running it on a few tokens.
 
-The probe runs the model with an attention that sees nothing: it returns zeros. Then
-
-* every call tells its layer, heads, widths, scale, soft cap, sinks and mask (``LayerAttention``);
-* no row may depend on another row. If the gradient of one row with respect to another row's input is not zero, a part
-  other than attention mixes tokens: a recurrence, a convolution, a shift;
-* a row may depend on its position only as ``position_ids`` say, so that a token in the middle of a micro-batch is
-  computed as in a document of its own; and the positions that the model would choose itself are 0, 1, 2 and so on;
-* random numbers (dropout, jitter) are noticed, with the part that draws them;
-* recurrent layers (``mixers``) run with every row as a document. Then they run on documents cut at random places, which
-  has to reproduce the whole documents.
-
-All of it is the same on every rank, since it depends on the model's code and configuration alone.
+The probe runs the model with an attention that sees nothing: it returns zeros. Every call tells its layer. No row may
+depend on another row, and on its position only as ``position_ids`` say. Random numbers are noticed, with the part that
+draws them. Recurrent layers run on documents cut at random places, which has to reproduce the whole documents. All of
+it is the same on every rank, since it depends on the model's code and configuration alone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +17,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import AttentionRules
-from bytescale.hf.model.blind import NUM_ROWS, Blind, MaskFunction, alike, mode, run_blind
-from bytescale.hf.model.head import causal_model
-from bytescale.hf.model.interface import Call
-from bytescale.hf.model.mixer_probe import LayerRecurrence, probe_mixers
-from bytescale.hf.model.refusal import refusal
+from bytescale.hf.model.blind import (
+    NUM_ROWS,
+    Blind,
+    LayerRecurrence,
+    MaskFunction,
+    alike,
+    probe_mixers,
+    run_blind,
+)
+from bytescale.hf.model.head import embeddings_of
+from bytescale.hf.model.interface import Call, refusal, while_set
 
 _HARMLESS = frozenset(
     ("scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
@@ -43,13 +39,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttention:
-    """One layer's attention.
-
-    Attributes:
-        name: of the module, as in ``named_modules``.
-        rules: scale, window and soft cap.
-        has_sinks: whether every head has a learned logit beside those of its keys.
-    """
+    """One layer's attention. ``has_sinks``: whether every head has a learned logit beside those of its keys."""
 
     name: str
     num_heads: int
@@ -62,13 +52,7 @@ class LayerAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What the probe found.
-
-    Attributes:
-        layers: attention, in the order of the calls.
-        random_parts: modules that draw random numbers in training mode.
-        mixers: recurrences, in the order of the calls.
-    """
+    """What the probe found, in the order of the calls. ``random_parts`` draw random numbers in training mode."""
 
     layers: tuple[LayerAttention, ...]
     random_parts: tuple[str, ...]
@@ -76,10 +60,12 @@ class ModelFacts:
 
 
 def probe(model: nn.Module) -> ModelFacts:
-    """Run an attached model. Raises ``Refusal`` (a ``ConfigError``) where a plan would change its results."""
+    """Run an attached model. Raises ``ConfigError`` where a plan would change its results."""
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
     _refuse_balance_loss(model)
-    with mode(model, training=True), _no_checkpointing(model):
+    again = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    # Layers that run again in backward would be counted twice.
+    with while_set(model.modules(), "training", True), while_set(again, "gradient_checkpointing", False):
         random_parts, blind = _mixing_and_randomness(model, names)
     if not blind.calls and not blind.mixed:
         raise refusal(
@@ -117,18 +103,24 @@ def _mixing_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tup
     blind = Blind(names)
     stack: list[str] = []
     ran: list[str] = []
-    hooks = [_embedding(model).register_forward_hook(keep)]
+    embedding = embeddings_of(model)[0]
+    if not isinstance(embedding, nn.Module):
+        raise refusal(
+            type(model).__name__,
+            "it has no get_input_embeddings()",
+            so="it could not be tested whether its tokens meet in attention alone",
+            fix="attach a decoder of transformers",
+        )
+    hooks = [embedding.register_forward_hook(keep)]
     for module, name in names.items():
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
         hooks.append(module.register_forward_hook(lambda *_: ran.append(stack.pop()), always_call=True))
     noticed = _RandomNumbers(stack)
     device = next(model.parameters()).device
-    saved = torch.get_rng_state()
     try:
-        with torch.enable_grad(), noticed:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), noticed:
             output = run_blind(model, blind, torch.arange(NUM_ROWS, device=device)[None])
     finally:
-        torch.set_rng_state(saved)
         for hook in hooks:
             hook.remove()
     logits = output[0] if isinstance(output, tuple) else output.logits if "logits" in output else output[0]
@@ -169,7 +161,7 @@ def _require_positions_are_followed(model: nn.Module, names: dict[nn.Module, str
     """Rows of equal tokens and equal ``position_ids`` have to be equal, wherever they lie."""
     rows = torch.arange(NUM_ROWS, device=next(model.parameters()).device)[None]
     halves, given, chosen = Blind(names), Blind(names), Blind(names)
-    with torch.no_grad(), mode(model, training=False):
+    with torch.no_grad(), while_set(model.modules(), "training", False):
         for blind, position_ids in ((halves, rows % (NUM_ROWS // 2)), (given, rows), (chosen, None)):
             run_blind(model, blind, position_ids)
     for call, known, own in zip(halves.calls, given.calls, chosen.calls, strict=True):
@@ -259,24 +251,8 @@ def _window(call: Call, name: str) -> int | None:
 def _window_sizes(module: nn.Module) -> list[int]:
     """Numbers of the configuration that may be windows or chunks."""
     content = getattr(getattr(module, "config", None), "__dict__", {})
-    return [
-        value
-        for key, value in content.items()
-        if isinstance(value, int) and ("window" in key or "chunk" in key or "block" in key) and value < 2**22
-    ]
-
-
-def _embedding(model: nn.Module) -> nn.Module:
-    getter = getattr(causal_model(model), "get_input_embeddings", None)
-    embedding = None if getter is None else getter()
-    if not isinstance(embedding, nn.Module):
-        raise refusal(
-            type(model).__name__,
-            "it has no get_input_embeddings()",
-            so="it could not be tested whether its tokens meet in attention alone",
-            fix="attach a decoder of transformers",
-        )
-    return embedding
+    sizes = [value for key, value in content.items() if re.search("window|chunk|block", key)]
+    return [value for value in sizes if isinstance(value, int) and value < 2**22]
 
 
 class _RandomNumbers(TorchDispatchMode):
@@ -291,16 +267,3 @@ class _RandomNumbers(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
             self.parts.append(self.stack[-1] if self.stack else "the model")
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _no_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Switch activation checkpointing off for a while: layers that run again in backward would be counted twice."""
-    switched = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    for module in switched:
-        module.__dict__["gradient_checkpointing"] = False
-    try:
-        yield
-    finally:
-        for module in switched:
-            module.__dict__["gradient_checkpointing"] = True

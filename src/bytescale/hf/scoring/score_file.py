@@ -7,18 +7,21 @@ depend on the corpus and ``batch_tokens`` alone, never on the ranks, so another 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from bytescale.common.atomic import remove_stale_temporaries, whole_file
+from bytescale.common.atomic import remove_stale_temporaries, whole_file, write_atomically
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.parsing import parse_json
@@ -26,8 +29,47 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus, place_of_document
 from bytescale.data.order.batches import batches_once
 from bytescale.data.tokens.fields import WEIGHTS
+from bytescale.hf.batch.documents import TOKEN_NAMES
 from bytescale.hf.loop.hdp import HDP
-from bytescale.hf.scoring.score import score_batch
+
+_NEEDED = (*TOKEN_NAMES, "labels")
+
+
+def score(hdp: HDP, documents: Iterable[Mapping[str, Any]], *, batch_tokens: int = 2**18) -> Iterator[Tensor]:
+    """Yield ``[length]`` log-probabilities of every document's labels, on every rank, in the order of ``documents``.
+
+    At most ``batch_tokens`` tokens (or one longer document) are read ahead and planned together. The logits of a few
+    rows exist at a time, whatever the vocabulary. A label of -100 (a document's last token has one) gives 0. Fields
+    besides tokens and labels are not read.
+
+    Args:
+        hdp: attached to the model, which is in evaluation mode, best with ``forward_only=True``.
+        documents: mappings as ``HDP.plan`` takes them, with ``tokens`` and perhaps ``labels``; the same on every rank.
+        batch_tokens: tokens that are planned together.
+
+    Raises:
+        DataError, PlanError: as ``HDP.plan``; a document may be longer than all ranks hold.
+    """
+    held: list[Mapping[str, Any]] = []
+    num_tokens = 0
+    for document in documents:
+        length = len(document.get("tokens", document.get("input_ids", ())))
+        if held and num_tokens + length > batch_tokens:
+            yield from score_batch(hdp, held)
+            held, num_tokens = [], 0
+        held.append(document)
+        num_tokens += length
+    yield from score_batch(hdp, held) if held else ()
+
+
+@torch.no_grad()
+def score_batch(hdp: HDP, documents: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """The log-probabilities of one global batch; see ``score``."""
+    # Other fields are not read: weights, for example, may sum to zero, which a loss could not be divided by.
+    needed = [{name: document[name] for name in _NEEDED if name in document} for document in documents]
+    for micro in hdp.plan(needed):
+        hdp.collect(micro, micro.logprobs(hdp.model))
+    return hdp.collected()
 
 
 @dataclass(frozen=True)
@@ -63,23 +105,16 @@ class ScoreFile:
         self.check_is_new()
         self.parts.mkdir(parents=True, exist_ok=True)
         known = self.parts / "settings.json"
-        wanted = json.dumps(settings, indent=2, sort_keys=True)
         if not known.exists():
-            with whole_file(known) as temporary:
-                temporary.write_text(wanted, encoding="utf-8")
+            write_atomically(known, json.dumps(settings, indent=2, sort_keys=True).encode())
         found = parse_json(known.read_text(encoding="utf-8"))
-        changed = sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name))
-        if changed:
-            name = changed[0]
+        for name in sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name)):
             raise ConfigError(
                 f"{self.parts} was begun with {name} = {found.get(name)!r}, and now it is {settings.get(name)!r}",
                 so="one file would hold scores of both",
                 fix="repeat the command as it was, or delete the folder to start again",
             )
-        done = 0
-        while self.part(done).exists():
-            done += 1
-        return done
+        return next(done for done in itertools.count() if not self.part(done).exists())
 
     def part(self, number: int) -> Path:
         """The path of a part."""

@@ -121,7 +121,7 @@ def export_of_run(run: RunFolder, config: Config, checkpoint: Path) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     dtype = "bf16" if config.trainer.dtype == "bf16" else "fp32"
     if isinstance(resolve_model(config.model), AttachedArchitecture):
-        from bytescale.hf.files.converting import export_attached  # imports transformers
+        from bytescale.hf.files.folder import export_attached  # imports transformers
 
         export_attached(checkpoint, target, dtype=dtype, run_config=config)
     else:

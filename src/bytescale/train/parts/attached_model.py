@@ -19,10 +19,8 @@ from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture,
 from bytescale.config.validate import may_offload
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
-from bytescale.hf.costs.measure import measure_rows, measured_memory
-from bytescale.hf.costs.widths import check_widths
-from bytescale.hf.files.folder import constants_of, load_model, make_model, set_constants
-from bytescale.hf.files.partly_trained import train_a_part
+from bytescale.hf.costs.measure import check_widths, measure_rows, measured_memory
+from bytescale.hf.files.folder import constants_of, load_model, make_model, set_constants, train_a_part
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.models.hf_folder import exact_dtype
 from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, Mesh, ShardedOptimizer
@@ -133,7 +131,7 @@ def build_attached_model(
         parameter.data = parameter.data.to(device, dtype)
     model = model if shares else model.to(device)
     part = AttachedDecoder(model.train(), longest_document=config.data.context_length)
-    part.require_training()
+    part.require_no_randomness()
     check_widths(part.facts, cuda_flash=isinstance(kernel, CudaFlashKernel))
 
     # 2. Flat buffers, in the order in which the model names its parameters.

@@ -91,5 +91,5 @@ def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) 
     model = make_model(architecture.content, dtype)
     set_constants(model, architecture.buffers)
     decoder = AttachedDecoder(model.to(device).train(), longest_document=config.data.context_length)
-    decoder.require_training()
+    decoder.require_no_randomness()
     return decoder

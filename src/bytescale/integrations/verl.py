@@ -1,17 +1,17 @@
-"""The engine: a model of transformers under ``HDP`` behind verl's ``BaseEngine``.
+"""bytescale as an engine of verl: a model of transformers under ``HDP`` behind verl's ``BaseEngine``.
 
-verl gives every data-parallel rank its part of a mini-batch, and computes losses of whole sequences from their
-log-probabilities and entropies, or values. All ranks are data-parallel ranks here. ``WholeBatch`` gathers their parts,
-plans them together with a degree per sequence, and hands each rank the results of its own sequences. So losses and
-gradients are those of verl's FSDP engine on as many ranks, and a sequence may be longer than a rank holds.
+A config names ``bytescale.integrations.verl.BytescaleEngineConfig``; importing this module registers the engine.
+All ranks are data-parallel ranks. verl gives each its part of a mini-batch, and computes losses from the results that
+``WholeBatch`` hands it. So losses and gradients are those of verl's FSDP engine on as many ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from verl.workers.config import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import detach_tree
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.hf.loop.coupled import Values
 from bytescale.hf.loop.hdp import HDP
 from bytescale.integrations.whole_batch import (
     ENTROPY,
     LOG_PROBS,
-    Columns,
     Sequences,
     WholeBatch,
+    set_rates,
     value_columns,
     word_columns,
 )
@@ -42,6 +44,37 @@ _UNKNOWN = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squa
 _DEVICES = ["cpu", "cuda"]
 _SAFE: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
 """Of a folder, neither code nor pickles are read."""
+
+
+@dataclass
+class BytescaleEngineConfig(EngineConfig):
+    """verl's ``EngineConfig`` with ``strategy`` "bytescale".
+
+    ``max_token_len_per_gpu`` is the capacity of training, ``infer_max_token_len_per_gpu`` that of passes without
+    gradients; None: the same.
+    """
+
+    strategy: str = "bytescale"
+    checkpointing: str = "none"
+    """``none``, ``attention`` or ``full`` (``memory.checkpointing``), in place of the model's own."""
+    host_gib: float = 0.0
+    """Host memory of a rank for activations."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, wrong in (("use_dynamic_bsz", False), ("full_determinism", True)):
+            if getattr(self, name) == wrong:
+                raise ConfigError(
+                    f"engine.{name} = {wrong}",
+                    so="plans are always of the lengths of a batch, and say nothing of kernels",
+                    fix=f"set it to {not wrong}",
+                )
+        if not self.max_token_len_per_gpu:
+            raise ConfigError(
+                f"engine.max_token_len_per_gpu = {self.max_token_len_per_gpu}",
+                so="how many tokens a micro-batch of a rank may hold is not known",
+                fix="set it; a longer sequence is shared by several ranks",
+            )
 
 
 class _Mode(BaseEngineCtx):
@@ -60,6 +93,9 @@ class _Mode(BaseEngineCtx):
 @EngineRegistry.register(model_type="language_model", backend="bytescale", device=_DEVICES)
 class BytescaleEngine(BaseEngine):
     """Actor, reference and supervised fine-tuning."""
+
+    auto_model: Any = AutoModelForCausalLM
+    of_config: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any, **more: Any
@@ -97,15 +133,13 @@ class BytescaleEngine(BaseEngine):
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled, grad=False)
 
     def _load(self, dtype: torch.dtype) -> torch.nn.Module:
-        return AutoModelForCausalLM.from_pretrained(
-            self.model_config.local_path, dtype=dtype, **_SAFE, **self._overridden()
-        )
-
-    def _overridden(self) -> dict[str, Any]:
-        changes = {
-            key: value for key, value in dict(self.model_config.override_config).items() if key != "model_config"
-        }
-        return {"config": AutoConfig.from_pretrained(self.model_config.local_path, trust_remote_code=False, **changes)}
+        path, given = self.model_config.local_path, dict(self.model_config.override_config)
+        changes = {name: value for name, value in given.items() if name != "model_config"}
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **changes)
+        for name, value in self.of_config.items():
+            setattr(config, name, value)
+        torch.manual_seed(self.engine_config.seed)  # a new head is the same on every rank
+        return self.auto_model.from_pretrained(path, dtype=dtype, config=config, **_SAFE)
 
     def _with_adapters(self, model: torch.nn.Module) -> torch.nn.Module:
         rank = self.model_config.lora_rank
@@ -133,8 +167,6 @@ class BytescaleEngine(BaseEngine):
             num_cycles=wanted.num_cycles,
             zero_indexed_step=wanted.zero_indexed_step,
         )
-
-    # -- passes ---------------------------------------------------------------------------------------------------
 
     def train_mode(self, **options: Any) -> Any:
         return _Mode(self, "train", **options)
@@ -178,7 +210,7 @@ class BytescaleEngine(BaseEngine):
             "metrics": {name: [value] for name, value in metrics.items()},
         }
 
-    def _columns(self) -> tuple[Columns, int]:
+    def _columns(self) -> tuple[Values, int]:
         return word_columns(self.module, None), 2
 
     def _sequences(self, data: TensorDict) -> Sequences:
@@ -195,8 +227,6 @@ class BytescaleEngine(BaseEngine):
         if tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False):
             output["entropy"] = _nested(values[:, ENTROPY], data)
         return output
-
-    # -- updates --------------------------------------------------------------------------------------------------
 
     def optimizer_zero_grad(self) -> None:
         self.hdp.zero_grad()
@@ -216,8 +246,6 @@ class BytescaleEngine(BaseEngine):
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         self.hdp.to(device, weights=model, gradients=grad, states=optimizer)
-
-    # -- weights and checkpoints ----------------------------------------------------------------------------------
 
     def get_per_tensor_param(self, **options: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
         """Weights by name, adapters merged, one at a time. Nothing is gathered: every rank has them."""
@@ -247,12 +275,8 @@ class BytescaleEngine(BaseEngine):
         extra = self.hdp.load(Path(local_path) / "bytescale")
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(extra["schedule"])
-            rates = self.lr_scheduler.get_last_lr()
-            for group, rate in zip(self.lr_scheduler.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+            set_rates(self.lr_scheduler.optimizer, self.lr_scheduler)
         dist.barrier()
-
-    # -- ranks ----------------------------------------------------------------------------------------------------
 
     def get_data_parallel_rank(self) -> int:
         return dist.get_rank()
@@ -274,16 +298,10 @@ class BytescaleEngine(BaseEngine):
 class BytescaleValueEngine(BytescaleEngine):
     """The critic: a model for token classification that gives each token one number."""
 
-    def _load(self, dtype: torch.dtype) -> torch.nn.Module:
-        given = self._overridden()
-        for name, value in (("num_labels", 1), ("classifier_dropout", 0.0), ("hidden_dropout", 0.0)):
-            setattr(given["config"], name, value)
-        torch.manual_seed(self.engine_config.seed)  # a new head is the same on every rank
-        return AutoModelForTokenClassification.from_pretrained(
-            self.model_config.local_path, dtype=dtype, **_SAFE, **given
-        )
+    auto_model = AutoModelForTokenClassification
+    of_config: ClassVar[dict[str, Any]] = {"num_labels": 1, "classifier_dropout": 0.0, "hidden_dropout": 0.0}
 
-    def _columns(self) -> tuple[Columns, int]:
+    def _columns(self) -> tuple[Values, int]:
         return value_columns(self.module), 1
 
     def _sequences(self, data: TensorDict) -> Sequences:
