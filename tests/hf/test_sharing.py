@@ -74,7 +74,9 @@ def test_updates_are_those_of_one_process(checkpointing: str) -> None:
         kind: Any = "none" if checkpointing == "hugging face" else checkpointing
         hdp = shared(own, group, 2, checkpointing=kind)
         hdp.adamw(lr=1e-2, group_options=decayed)
-        norms = updates(hdp, own, range(2))
+        norms = updates(hdp, own, range(1))
+        own(input_ids=torch.arange(5)[None])  # outside of a plan, with gradients that nobody asks for
+        norms += updates(hdp, own, range(1, 2))
         return norms, {name: value.clone() for name, value in hdp.weights()}, hdp.state()
 
     results = on_ranks(4, model, train)

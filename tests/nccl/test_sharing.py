@@ -105,7 +105,7 @@ def programs(plan: Plan, loop: Callable[..., None], checkpointing: Any = "none")
         options: dict[str, Any] = {"capacity_tokens": 64, "shard": "parameters", "domain": plan.domain}
         hdp = bytescale.HDP(model, mesh.hdp.group, checkpointing=checkpointing, **options)
         hdp.group.exchange = hdp.group.make_exchange(batched=True)
-        hdp.engine._kernels[torch.float32] = ZeroKernel()  # type: ignore[assignment]
+        hdp.engine._kernel = lambda dtype: ZeroKernel()  # type: ignore[assignment]
         hdp.adamw(lr=1e-3)
         loop(plan, hdp, model)
         hdp.step()

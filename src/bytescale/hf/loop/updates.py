@@ -279,7 +279,8 @@ class Updates:
         zeros = [] if self._optimizer is None else self._optimizer.zeros
         weights = [tensor.data for tensor in (*self.model.parameters(), *self.model.buffers())]
         if kind == "weights":
-            return weights
+            units = None if self._optimizer is None else self._optimizer.units
+            return weights if units is None else weights + [store.values for store in units.stores]
         if kind == "gradients":
             flat = [zero.parameters.gradients for zero in zeros]
             return flat + [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -306,9 +307,7 @@ class Updates:
         """
         self.require_at_home("weights")
         units = None if self._optimizer is None else self._optimizer.units
-        yield from named_weights(self.model, dtype, None if units is None else units.whole)
-        if units is not None:
-            units.begin()
+        return named_weights(self.model, dtype, None if units is None else units.whole)
 
     def require_no_reduction(self, what: str) -> None:
         """Raise ``ConfigError`` if ``what`` would come between the last batch's loop and ``step()``."""

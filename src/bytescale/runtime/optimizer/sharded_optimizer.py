@@ -168,6 +168,7 @@ class ShardedOptimizer:
 
     def require_adopted(self) -> None:
         """Raise ``ConfigError`` if the model has weights in other memory, which what is loaded here would not reach."""
+        self._close_layers()
         for zero in self.zeros:
             zero.parameters.require_adopted()
 
@@ -208,7 +209,13 @@ class ShardedOptimizer:
 
     def reduce_gradients(self) -> float:
         """Sum gradients over ranks. Returns this rank's share of the squared global norm (``ZeroShards``)."""
+        self._close_layers()
         return sum(zero.reduce_gradients() for zero in self.zeros)
+
+    def _close_layers(self) -> None:
+        """Where ranks share layers, one may be open: the last one, after a forward without a backward."""
+        if self.units is not None:
+            self.units.begin()
 
     def set_options(self, options: dict[str, Any]) -> None:
         """Set options of all parameters, ``lr`` times their ``LR_RATIO``. Raises ``ConfigError`` for unknown ones."""
