@@ -100,7 +100,8 @@ def layout_of(optimizer: ShardedOptimizer) -> Layout:
     """The layout of this rank's HDP group. Files have the numbers of the ranks that write them."""
     mesh, bounds, domain_start = optimizer.mesh, [0], 0
     entries = []
-    for flat, entry in optimizer.all_entries():
+    places = [(offset, entry) for zero, offset in optimizer.offsets.items() for entry in zero.parameters.entries]
+    for offset, entry in places:
         offsets = [0] * len(entry.cut.shape)
         if entry.cut.count > 1:
             offsets[entry.cut.dim] = entry.cut.start
@@ -110,14 +111,14 @@ def layout_of(optimizer: ShardedOptimizer) -> Layout:
                 shape=tuple(entry.cut.shape),
                 offsets=tuple(offsets),
                 sizes=tuple(entry.shape),
-                start=optimizer.offset_of(flat) + entry.start,
+                start=offset + entry.start,
                 written=entry.cut.replica == 0,
             )
         )
-    for zero in optimizer.zeros:
+    for zero, offset in optimizer.offsets.items():
+        bounds += [offset + bucket.stop for bucket in zero.parameters.buckets]
         if not isinstance(zero.parameters, UnitParameters):
-            domain_start = bounds[-1] + zero.parameters.buckets[-1].stop
-        bounds += [optimizer.offset_of(zero.parameters) + bucket.stop for bucket in zero.parameters.buckets]
+            domain_start = bounds[-1]
     return Layout(
         entries=tuple(entries),
         bounds=tuple(bounds),

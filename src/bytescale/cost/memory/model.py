@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from bytescale.config import AUTO_HEAD_GROUPS, Architecture, Config, RingGradients
 from bytescale.config.validate import may_offload
+from bytescale.cost import flops
 from bytescale.cost.curve import Curve
 from bytescale.cost.memory.device_kernels import DeviceKind, KernelMemory
 from bytescale.cost.memory.device_memory import DeviceMemory
@@ -35,6 +36,8 @@ class MemoryModel(DeviceMemory):
     """2 for bf16, 4 for fp32, 8 for fp64. Sums are in fp32 or wider."""
     num_ranks: int
     """HDP ranks, over which the optimizer's states are sharded."""
+    domain: int = 1
+    """HDP ranks that share the weights of layers."""
     kernels: KernelMemory = field(default_factory=KernelMemory)
     checkpointing: Checkpointing = "none"
     head_groups: int = 1
@@ -85,8 +88,12 @@ class MemoryModel(DeviceMemory):
         element_bytes: int,
         num_ranks: int,
         device_bytes: float,
+        domain: int = 1,
     ) -> MemoryModel:
-        """Return the model of a run, in as many groups of heads as ``config`` says or as ``device_bytes`` need."""
+        """Return the model of a run, in as many groups of heads as ``config`` says or as ``device_bytes`` need.
+
+        ``domain``: HDP ranks that share the weights of layers.
+        """
         parallel, memory = config.parallel, config.memory
         whole = MemoryModel.on_device(
             ModelShare(
@@ -102,6 +109,7 @@ class MemoryModel(DeviceMemory):
             attention=config.kernels.attention,
             ring_gradients=parallel.ring_gradients,
         )
+        whole = replace(whole, domain=domain)
         if memory.head_groups != AUTO_HEAD_GROUPS:
             return replace(whole, head_groups=memory.head_groups)
         tokens = parallel.capacity_tokens or None
@@ -140,8 +148,14 @@ class MemoryModel(DeviceMemory):
 
     @property
     def states(self) -> States:
+        layer = flops.layer_parameters(self.share.architecture, tensor_parallel=self.share.tensor_parallel)
         return States(
-            num_parameters=self.share.num_parameters, element_bytes=self.element_bytes, num_ranks=self.num_ranks
+            num_parameters=self.share.num_parameters,
+            element_bytes=self.element_bytes,
+            num_ranks=self.num_ranks,
+            domain=self.domain,
+            trained_of_layers=(layer,) * self.share.num_layers,
+            frozen_of_layers=(0,) * self.share.num_layers,
         )
 
     # Activations

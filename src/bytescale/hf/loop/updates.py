@@ -224,7 +224,7 @@ class Updates:
         return extra
 
     def _architecture(self) -> dict[str, Any]:
-        shapes = {entry.name: list(entry.shape) for _, entry in self.sharded().all_entries()}
+        shapes = {entry.name: list(entry.shape) for zero in self.sharded().zeros for entry in zero.parameters.entries}
         return {"model": type(self.model).__name__, "parameters": shapes}
 
     def _checkpoints(self, folder: Path, keep: int) -> tuple[Checkpointer, _Ranks]:

@@ -1,15 +1,14 @@
 """Any elementwise optimizer of PyTorch on this rank's shards of the parameters (ZeRO-1).
 
 *Elementwise* means that the update of a number depends on its own gradients and states alone, as in Adam, SGD or Lion.
-Such an optimizer does the same to a flat shard as to the parameters themselves. Muon, LAMB or a factored Adafactor look
-at whole matrices; ``HDP`` refuses them after a trial on a few numbers.
+Such an optimizer does the same to a flat shard as to the parameters themselves. Others, such as LAMB, ``HDP`` refuses.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,11 @@ from bytescale.config import OptimizerConfig
 from bytescale.plan import RankPlan
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Chunk
-from bytescale.runtime.optimizer.flat import Entry, FlatParameters, Range, values_of
+from bytescale.runtime.optimizer.flat import FlatParameters, Range, values_of
 from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.optimizer.optimizers import LR_RATIO, GroupOptions, named_optimizer
 from bytescale.runtime.optimizer.replicas import TiedHead
-from bytescale.runtime.optimizer.zero import OptimizerShard, ZeroShards
+from bytescale.runtime.optimizer.zero import ZeroShards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,8 @@ class ShardedOptimizer:
     Attributes:
         torch_optimizer: the optimizer on this rank's pieces. Learning-rate schedulers take it; its ``step`` is called
             by ``update`` alone.
-        zeros: one ``ZeroShards`` for each dtype of parameters.
+        zeros: one ``ZeroShards`` for each dtype of parameters, and for those that ranks share.
+        offsets: where the buffers of each begin if they lie one behind the other, in elements.
     """
 
     def __init__(
@@ -61,11 +61,12 @@ class ShardedOptimizer:
     ) -> None:
         """``cls`` is called as ``cls(parameter groups, **options)``; it has to be elementwise.
 
-        ``group_options``: options of single parameters; None: all parameters have the same. ``units``: what opens the
-        layers where ranks share their parameters.
+        ``group_options``: options of single parameters; None: all have the same. ``units``: open layers of several ranks.
         """
         self.zeros = list(zeros)
         self.units = units
+        stops = itertools.accumulate((zero.parameters.buckets[-1].stop for zero in zeros), initial=0)
+        self.offsets = dict(zip(self.zeros, stops, strict=False))
         self.mesh = self.zeros[0].mesh
         self.group = self.mesh.hdp
         self._options = {
@@ -88,10 +89,7 @@ class ShardedOptimizer:
         more: Sequence[FlatParameters] = (),
         units: Units | None = None,
     ) -> ShardedOptimizer:
-        """The optimizer of the trainer (``runtime.optimizer.optimizers.named_optimizer``).
-
-        ``more``: parameters in other buffers, if there are any; ``units``: see ``ShardedOptimizer``.
-        """
+        """The optimizer of the trainer (``optimizers.named_optimizer``). ``more``: parameters in other buffers."""
         cls, options, own_options = named_optimizer(config, [parameters, *more], mesh.gradients)
         zeros = [ZeroShards(parameters, mesh, tied_head), *(ZeroShards(own, mesh) for own in more)]
         return ShardedOptimizer(zeros, cls, options, own_options, units=units)
@@ -213,9 +211,8 @@ class ShardedOptimizer:
         return sum(zero.reduce_gradients() for zero in self.zeros)
 
     def _close_layers(self) -> None:
-        """Where ranks share layers, one may be open: the last one, after a forward without a backward."""
         if self.units is not None:
-            self.units.begin()
+            self.units.begin()  # the last layer is open after a forward without a backward
 
     def set_options(self, options: dict[str, Any]) -> None:
         """Set options of all parameters, ``lr`` times their ``LR_RATIO``. Raises ``ConfigError`` for unknown ones."""
@@ -294,7 +291,7 @@ class ShardedOptimizer:
         """All states with one number per weight: ``master``, and what the optimizer has made by its first update.
 
         Each is a list over this rank's ranges, in the order of the buffers of ``zero``; None: of all, one behind the
-        other (``offset_of``). Weights that somebody else has written to are the new masters.
+        other (``offsets``). Weights that somebody else has written to are the new masters.
         """
         for own in self.zeros:
             own.follow_changes()
@@ -304,22 +301,11 @@ class ShardedOptimizer:
             names += [name for name, value in first.items() if _is_per_weight(value, self._pieces[0])]
         found: dict[str, list[Range]] = {name: [] for name in names}
         for (own, start), piece in zip(self._places, self._pieces, strict=True):
-            offset = self.offset_of(own.parameters) if zero is None else 0
+            offset = self.offsets[own] if zero is None else 0
             for name in names if zero in (None, own) else ():
                 values = piece.data if name == "master" else self.torch_optimizer.state[piece][name]
                 found[name].append(Range(offset + start, values))
         return found
-
-    def offset_of(self, parameters: FlatParameters) -> int:
-        """Where flat buffers begin if all of them lie one behind the other, in elements."""
-        before = itertools.takewhile(lambda zero: zero.parameters is not parameters, self.zeros)
-        return sum(zero.parameters.buckets[-1].stop for zero in before)
-
-    def all_entries(self) -> Iterator[tuple[FlatParameters, Entry]]:
-        """Every parameter, in the order of all buffers."""
-        for zero in self.zeros:
-            for entry in zero.parameters.entries:
-                yield zero.parameters, entry
 
     def state_numbers(self) -> dict[str, float]:
         """States that are single numbers, such as the count of updates that Adam keeps."""
@@ -381,7 +367,7 @@ class ShardedOptimizer:
             places = zero.parameters.shards(self.group.rank)
             for shard, place in zip(zero.shards, places, strict=True):
                 for own, options in self._runs(zero.parameters, place):
-                    piece = _piece(shard, own)
+                    piece = shard.piece(own)
                     self._pieces.append(piece)
                     self._places.append((zero, place.start + own.start))
                     for known, members in groups:
@@ -403,14 +389,6 @@ class ShardedOptimizer:
                 own = slice(runs.pop()[0].start, own.stop)  # the gap between two parameters holds zeros
             runs.append((own, options))
         return runs or [(slice(0, place.stop - place.start), {})]
-
-
-def _piece(shard: OptimizerShard, own: slice) -> Tensor:
-    """A leaf tensor that shares the memory of a part of the shard, with that part's gradient."""
-    assert shard.master.grad is not None, "set when the shard was made"
-    piece = shard.master.detach()[own]
-    piece.grad = shard.master.grad[own]
-    return piece
 
 
 def _is_per_weight(value: Any, piece: Tensor) -> bool:

@@ -105,12 +105,10 @@ def build_attached_model(
     """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
 
     ``smallest``: the minimum over ranks of each of these numbers. All ranks go by the rank whose kernels keep most.
-    ``mesh``: of the ranks; None: one rank builds it to look at it. Where ranks share parameters, weights stay in the
-    pages of their files until their layer is taken over.
+    ``mesh``: of the ranks; None: one rank builds it to look at it.
 
-    Raises:
-        ConfigError: the model cannot be attached, or has no weights that can be read.
-        CheckpointError: weights are missing, have other shapes or no place.
+    Raises ``ConfigError`` if the model cannot be attached, or has no weights that can be read; ``CheckpointError`` if
+    weights are missing, have other shapes or no place.
     """
     # 1. The model with weights that are not rounded; then on our attention, on its device.
     source, content = config.trainer.init, architecture.content
@@ -126,34 +124,21 @@ def build_attached_model(
         train_a_part(model, architecture.trained, seed=config.trainer.seed)
     architecture = replace(architecture, buffers=constants_of(model))
     exact = {name: value.detach() for name, value in model.named_parameters()} if read_as != dtype else {}
-    shares = mesh is not None and mesh.domain.size > 1
-    for parameter in () if shares else model.parameters():
-        parameter.data = parameter.data.to(device, dtype)
-    model = model if shares else model.to(device)
+    if mesh is None or mesh.domain.size == 1:  # otherwise layers stay in their files' pages until they are taken over
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(device, dtype)
+        model.to(device)
     part = AttachedDecoder(model.train(), longest_document=config.data.context_length)
     part.require_no_randomness()
     check_widths(part.facts, cuda_flash=isinstance(kernel, CudaFlashKernel))
 
     # 2. Flat buffers, in the order in which the model names its parameters.
-    named, flat, units = list(part.model.named_parameters()), list[FlatParameters](), None
-    if mesh is not None and shares:
-        _ = part.head  # found by a pass
-        named, shared, units = shard_layers(named, part.layers, mesh, dtype=dtype)
-        flat += shared
-        for _, parameter in named:
-            parameter.data = parameter.data.to(device, dtype)
-        model.to(device)
-    if any(parameter.requires_grad for _, parameter in named):
-        bucket_bytes = int(config.parallel.gradient_bucket_mib * 2**20)
-        whole = FlatParameters(named, num_shards, bucket_bytes=bucket_bytes, late=part.late_parameters())
-        flat.insert(0, whole)
+    flat, units = _flat_buffers(config, part, mesh, num_shards, device=device, dtype=dtype)
     masters = [shard for own in flat for shard in shard_of(exact, own, rank)]
     exact.clear()
 
     # 3. Checkpointing and offloading, and what a token needs with them.
-    activations, rows = _measured_activations(config, part, kernel, device, num_ranks=num_shards)
-    for own in flat:
-        own.zero_gradients()
+    activations, rows = _measured_activations(config, part, kernel, device, flat, num_ranks=num_shards)
     return HFModel(
         architecture=architecture,
         part=part,
@@ -166,8 +151,38 @@ def build_attached_model(
     )
 
 
+def _flat_buffers(
+    config: Config,
+    part: AttachedDecoder,
+    mesh: Mesh | None,
+    num_shards: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[list[FlatParameters], Units | None]:
+    """Move what is trained into flat buffers, and where ranks share layers also the rest of these."""
+    named, flat, units = list(part.model.named_parameters()), list[FlatParameters](), None
+    if mesh is not None and mesh.domain.size > 1:
+        _ = part.head  # found by a pass
+        named, shared, units = shard_layers(named, part.layers, mesh, dtype=dtype)
+        flat += shared
+        for _, parameter in named:
+            parameter.data = parameter.data.to(device, dtype)
+        part.model.to(device)
+    if any(parameter.requires_grad for _, parameter in named):
+        bucket_bytes = int(config.parallel.gradient_bucket_mib * 2**20)
+        flat.insert(0, FlatParameters(named, num_shards, bucket_bytes=bucket_bytes, late=part.late_parameters()))
+    return flat, units
+
+
 def _measured_activations(
-    config: Config, part: AttachedDecoder, kernel: AttentionKernel, device: torch.device, *, num_ranks: int
+    config: Config,
+    part: AttachedDecoder,
+    kernel: AttentionKernel,
+    device: torch.device,
+    flat: Sequence[FlatParameters],
+    *,
+    num_ranks: int,
 ) -> tuple[Activations, MeasuredRows]:
     """Apply checkpointing and offloading to the layers, and measure what a token needs then."""
     pool = None
@@ -175,6 +190,8 @@ def _measured_activations(
         pool = HostPool(int(usable_host_bytes(config, num_ranks)), pinned=device.type == "cuda")
     activations = Activations(part.layers, checkpointing=config.memory.checkpointing, pool=pool, device=device)
     rows = measure_rows(part, kernel, activations, device)
+    for own in flat:
+        own.zero_gradients()
     if pool is not None:
         pool.token_bytes = rows.moved_per_token
     return activations, rows

@@ -179,9 +179,8 @@ def plan_of_run(
     times = step_times(config, predicting, len(devices.of_ranks), ranks_per_node=ranks_per_node)
     budget = memory_budget(config, memory, device=device, dtype=dtype, devices=devices, profile=profile or predicting)
     domain = sharing_domain(config.parallel.shard, config.parallel.domain, len(devices.of_ranks), ranks_per_node)
-    if domain > 1:
-        a_round = round_seconds(predicting, domain=domain, ranks_per_node=ranks_per_node)
-        cost = replace(cost, gather_seconds=2 * a_round.gather + a_round.reduce)
+    a_round = round_seconds(predicting, domain=domain, ranks_per_node=ranks_per_node)
+    cost = replace(cost, gather_seconds=a_round.of_round)
     planner = replace(verified_planner(config, budget, cost, len(devices.of_ranks), times), domain=domain)
     return Planning(profile, times, budget, planner)
 
