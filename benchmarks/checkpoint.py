@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.checkpoint.meshes import Ranks
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import Manifest, RunState, StoredFile, layout_to_json
@@ -88,7 +87,7 @@ def save_and_restore(folder: Path, gib: float, rounds: int) -> None:
     """Files are synced to disk."""
     optimizer, shape = optimizer_of(gib * GIB)
     size = sum(own.values.numel() * 4 for ranges in optimizer.states().values() for own in ranges)
-    checkpoints = Checkpointer(folder, Ranks(optimizer.mesh), CheckpointConfig(background=False, keep=1))
+    checkpoints = Checkpointer(folder, optimizer.mesh.world.group, CheckpointConfig(background=False, keep=1))
     seconds: dict[str, list[float]] = {"save": [], "restore": []}
     for number in range(rounds + 1):
         state = RunState(step=number, sampler={}, architecture=shape.as_dict(), mesh={})
@@ -107,7 +106,7 @@ def pauses(folder: Path, gib: float, rounds: int) -> None:
     """A step of matrix products again and again; how long the step with a checkpoint behind it takes."""
     optimizer, shape = optimizer_of(gib * GIB)
     matrix = torch.randn(1024, 1024)
-    checkpoints = Checkpointer(folder, Ranks(optimizer.mesh), CheckpointConfig(keep=1))
+    checkpoints = Checkpointer(folder, optimizer.mesh.world.group, CheckpointConfig(keep=1))
 
     def step() -> None:
         for _ in range(12):

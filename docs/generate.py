@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from bytescale.cli.checkpoint import ListOptions, UploadOptions, VerifyOptions
+from bytescale.cli.checkpoint import ListOptions, VerifyOptions
 from bytescale.cli.convert import ConvertOptions
 from bytescale.cli.data import AuditConfig, ShowConfig, StatsConfig, TokenizeConfig
 from bytescale.cli.demo import DemoOptions
@@ -47,7 +47,6 @@ OPTIONS: dict[str, type] = {
     "convert": ConvertOptions,
     "checkpoint list": ListOptions,
     "checkpoint verify": VerifyOptions,
-    "checkpoint upload": UploadOptions,
     "data tokenize": TokenizeConfig,
     "data stats": StatsConfig,
     "data show": ShowConfig,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from bytescale.common.versions import OLDEST_TORCH, require_torch
 
 from bytescale.common import versions
 from bytescale.common.errors import ConfigError
-from bytescale.common.versions import OLDEST_TORCH, require_torch
 
 
 def test_the_oldest_torch_is_the_one_that_the_package_asks_for() -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bytescale.checkpoint.checkpointer import Checkpointer
@@ -26,22 +24,6 @@ from tests.helpers.steps import small_shape
 Result = TypeVar("Result")
 STATES = ("master", "exp_avg", "exp_avg_sq")
 SHAPE = small_shape(vocab_size=64, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_hidden_size=24)
-
-
-@dataclass
-class Ranks:
-    """What a ``Checkpointer`` asks of ranks."""
-
-    mesh: Mesh
-
-    @property
-    def is_first(self) -> bool:
-        return self.mesh.world.rank == 0
-
-    @property
-    def checkpoint_group(self) -> dist.ProcessGroup:
-        assert self.mesh.world.group is not None
-        return self.mesh.world.group
 
 
 def make_optimizer(mesh: Mesh, shape: Architecture = SHAPE, bucket_bytes: int = 1500) -> ShardedOptimizer:
@@ -116,7 +98,8 @@ def with_checkpointer(
 
     def one_rank(own: Mesh) -> Result:
         settings = CheckpointConfig(**{"background": False, **config})  # type: ignore[arg-type]
-        return work(Checkpointer(folder, Ranks(own), settings, disk=disk), make_optimizer(own, shape))
+        assert own.world.group is not None
+        return work(Checkpointer(folder, own.world.group, settings, disk=disk), make_optimizer(own, shape))
 
     return run_mesh(mesh, one_rank, timeout_seconds=60)
 

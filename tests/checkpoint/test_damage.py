@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.checkpoint.manifest import CheckpointDamage
-from bytescale.checkpoint.reading import CheckpointReader, read_run_state
+from bytescale.checkpoint.manifest import CheckpointDamage, read_manifest
+from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.checkpoint.verify import list_checkpoints, problems_of
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError
@@ -153,7 +153,7 @@ def test_rot_is_noticed_or_harmless(whole: Path, mishap: Callable, data: st.Data
 
 
 def test_the_message_names_file_tensor_and_remedy(copy: Path) -> None:
-    """One flipped bit in the newest checkpoint: the older one is offered, since its check passes."""
+    """One flipped bit in the newest checkpoint; the older one stays readable."""
     path = copy / "step-000006" / "tensors-00001.safetensors"
     content = bytearray(path.read_bytes())
     content[-3] ^= 4
@@ -163,18 +163,8 @@ def test_the_message_names_file_tensor_and_remedy(copy: Path) -> None:
             restore(mesh, copy)
         said = str(caught.value)
         assert f"The checkpoint {copy}/step-000006 is damaged: tensors-00001.safetensors: exp_avg_sq." in said
-        assert f"To fix: move {copy}/step-000006 away, then the same command continues from {copy}/step-000003" in said
+        assert "To fix: use an older checkpoint of the run (`bytescale checkpoint verify` says which are whole)" in said
     assert restore(MeshShape(1), copy, name="step-000003") == 3
-
-
-def test_an_older_checkpoint_that_is_damaged_too_is_not_offered(copy: Path) -> None:
-    for step in STEPS:
-        path = copy / f"step-{step:06d}" / "tensors-00000.safetensors"
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(AssertionError) as caught:
-        restore(MeshShape(2), copy)
-    assert "To fix: use an older checkpoint of the run, or a copy from a source that you trust" in str(caught.value)
-    assert "continues from" not in str(caught.value)
 
 
 def test_all_ranks_get_the_error_of_the_one_that_met_it(copy: Path) -> None:
@@ -223,5 +213,5 @@ def test_bad_folders(tmp_path: Path) -> None:
         if content is not None:
             (tmp_path / "run_state.json").write_bytes(content)
         with pytest.raises(CheckpointError) as caught:
-            read_run_state(tmp_path)
+            read_manifest(tmp_path)
         assert message in str(caught.value)

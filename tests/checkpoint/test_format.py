@@ -191,7 +191,6 @@ def test_boxes_cover_a_flat_range_in_order(shape: tuple[int, ...]) -> None:
         ({"states": "master"}, r"list \(it has 'master'\)"),
         ({"files": [[1, 2]]}, "shorter"),
         ({"best": {"loss": "low"}}, "float"),
-        ({"companions": {"../up": [1, "0"]}}, "file name"),
         ({"layouts": [{}]}, r"Layout \(it has {.*}\)"),
     ],
 )

@@ -112,7 +112,6 @@ def cases() -> list[tuple[str, ...]]:
         *(("data", "tokenize", "corpus", "--output", "out", "--tokenizer", tokenizer)
           for tokenizer in ("object-tokenizer.json", "deep.json", "nothing.json", "file")),
         *(("train", "c.toml", "--init", f"hf:{model}") for model in MODELS),
-        *(("convert", model, "converted") for model in MODELS),
         *(("score", model, "corpus", "--out", "scores.parquet") for model in MODELS),
         *(("plan", "c.toml", "--model.preset", f"hf:{model}") for model in MODELS),
         *(("train", "c.toml", "--dry-run", *setting) for setting in SETTINGS),
@@ -193,7 +192,7 @@ def manifests() -> dict[str, Callable[[bytes], bytes]]:
         "list": lambda content: b"[]",
         "deep": lambda content: DEEP.encode(),
     }
-    for key in ("step", "sampler", "architecture", "mesh", "format", "layouts", "files", "companions", "checksum"):
+    for key in ("step", "sampler", "architecture", "mesh", "format", "layouts", "files", "checksum"):
         for name, value in (("gone", ...), ("null", None), ("text", "x"), ("list", [None])):
             changes[f"{key}-{name}"] = lambda content, key=key, value=value: _with(content, key, value)  # type: ignore[misc]
     return changes

@@ -55,20 +55,6 @@ def train_on(config: Config) -> None:
     run_forked(config.parallel.ranks, lambda _: str(train(config, print_line=lambda line: None)))
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
-def test_files_that_changed_in_a_checkpoint_are_not_exported(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    assert main(["convert", str(hf_folder(tmp_path / "source")), str(checkpoint)]) == 0
-    content = bytearray((checkpoint / name).read_bytes())
-    content[0] ^= 1
-    (checkpoint / name).write_bytes(content)
-    assert main(["convert", str(checkpoint), str(tmp_path / "target")]) == 1
-    assert f"{name}: it has another checksum than when it was written" in capsys.readouterr().err
-    assert not (tmp_path / "target").exists()
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "changes"),
     [(1, "fp32", {"tie_embeddings": True}), (3, "bf16", MIXTURE)],
@@ -146,28 +132,6 @@ def test_bad_folders_are_refused_before_ranks_start(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("changes", [{"tie_embeddings": True}, MIXTURE], ids=["tied llama", "mixtral"])
-def test_a_folder_becomes_a_checkpoint_and_comes_back(
-    corpus: Path, tmp_path: Path, changes: dict[str, object], capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = hf_folder(tmp_path / "source", **changes)
-    assert main(["convert", str(source), str(tmp_path / "ours")]) == 0
-    assert f"--init checkpoint:{tmp_path / 'ours'}" in capsys.readouterr().out
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
-    before, after = tensors_of(source), tensors_of(tmp_path / "back")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    assert (tmp_path / "back" / "generation_config.json").is_file()
-    assert main(["convert", str(source), str(tmp_path / "ours")]) == 2
-    assert "exists" in capsys.readouterr().err
-
-    train_on(run_from(source, corpus, tmp_path / "from-hf", 2, steps=2))
-    ours = run_from(source, corpus, tmp_path / "from-ours", 2, steps=2)
-    init = f"checkpoint:{tmp_path / 'ours'}"
-    train_on(with_trainer(replace(ours, model=ModelConfig(preset=init)), init=init))
-    assert losses(tmp_path / "from-ours") == losses(tmp_path / "from-hf")
-
-
 def test_weights_of_another_run_on_another_mesh(corpus: Path, tmp_path: Path) -> None:
     """A new run from the weights that an old one ended with, on other ranks."""
     train_on(on_ranks(small_run(corpus, tmp_path / "old", steps=6), 2))
@@ -211,21 +175,3 @@ def test_a_run_outlives_the_folder_that_it_began_with(corpus: Path, tmp_path: Pa
     second = with_trainer(small_run(corpus, tmp_path / "second"), init=f"checkpoint:{checkpoint}", steps=1)
     train_on(replace(second, model=ModelConfig(preset=f"checkpoint:{checkpoint}")))
     assert config_of_export("again", tmp_path / "second" / "checkpoints" / "step-000001") == settings
-
-
-def test_a_converted_checkpoint_keeps_the_whole_config(tmp_path: Path) -> None:
-    source = hf_folder(tmp_path / "source")
-    settings = json.loads((source / "config.json").read_text()) | {"eos_token_id": 7, "max_position_embeddings": 4321}
-    (source / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    assert main(["convert", str(source), str(tmp_path / "checkpoint")]) == 0
-    assert main(["convert", str(tmp_path / "checkpoint"), str(tmp_path / "back")]) == 0
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == settings
-
-
-def test_convert_checks_the_shape_as_training_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = hf_folder(tmp_path / "source")
-    settings = json.loads((source / "config.json").read_text()) | {"head_dim": 7}
-    (source / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    assert main(["convert", str(source), str(tmp_path / "checkpoint")]) == 2
-    assert "model.head_dim is 7, odd" in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "checkpoint").exists()

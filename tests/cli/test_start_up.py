@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from bytescale.checkpoint.manifest import RunState
-from bytescale.checkpoint.writing import Part, write_weights
+from bytescale.runtime import MeshShape
+from tests.checkpoint.meshes import save
 
 PROGRAM = """
 import sys
@@ -27,11 +26,7 @@ print("exit code", code, "imported", *sorted({"torch", "numpy", "tyro", "pyarrow
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with a whole checkpoint."""
     folder = tmp_path_factory.mktemp("run")
-    checkpoint = folder / "checkpoints" / "step-000003"
-    checkpoint.mkdir(parents=True)
-    part = Part(name="weight", shape=(3, 5), offsets=(0, 0), sizes=(3, 5), read=lambda: torch.ones(3, 5))
-    state = RunState(step=3, sampler={}, architecture={}, mesh={"hdp": 1})
-    write_weights(checkpoint, state, [part], [])
+    save(MeshShape(1), folder / "checkpoints", 3)
     (folder / "config.toml").write_text('[data]\nsources = ["corpus"]\n')
     return folder
 

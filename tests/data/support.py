@@ -18,7 +18,7 @@ from bytescale.data.loading.loader import LocalFeed, StepData
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.order.epoch import MIB
 from bytescale.data.order.index import CorpusIndex, PartFinder
-from bytescale.data.order.samples import OverLength, Samples
+from bytescale.data.order.samples import Samples
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import WorkUnit
 from bytescale.data.tokens.indexed import IndexedWriter, metadata_path
@@ -66,7 +66,7 @@ class PartsAtHand:
 def memory_corpus(
     lengths: Sequence[int],
     context_length: int,
-    over_length: OverLength = "split",
+    over_length: str = "split",
     num_parts: int = 1,
     *,
     part_mib: int = 0,

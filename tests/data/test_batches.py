@@ -33,9 +33,7 @@ def batches_slowly(lengths: list[int], budget: int, seed: int, count: int) -> li
 
 
 def same(a: GlobalBatch, b: GlobalBatch) -> bool:
-    return (a.step, a.epoch, a.ends_epoch) == (b.step, b.epoch, b.ends_epoch) and np.array_equal(
-        a.samples.name, b.samples.name
-    )
+    return (a.step, a.epoch) == (b.step, b.epoch) and np.array_equal(a.samples.name, b.samples.name)
 
 
 @given(lengths=LENGTHS, extra=st.integers(0, 100), seed=st.integers(0, 5))
@@ -48,7 +46,7 @@ def test_batches_are_those_of_the_obvious_way(lengths: list[int], extra: int, se
         assert batch.step == step
         assert batch.lengths.dtype == np.int64
         assert 0 < batch.num_tokens <= budget
-        assert batch.total_targets == batch.num_tokens - batch.num_sequences  # no document is split here
+        assert batch.total_targets == batch.num_tokens - len(batch.samples)  # no document is split here
 
 
 @given(lengths=LENGTHS, extra=st.integers(0, 30))
@@ -61,7 +59,6 @@ def test_every_epoch_consumes_every_sample_exactly_once(lengths: list[int], extr
         batch = sampler.next_batch()
         assert batch.epoch == len(stream) // num_samples
         stream.extend(batch.samples.name.tolist())
-        assert batch.ends_epoch == (len(stream) // num_samples > batch.epoch)
     for epoch in range(3):
         assert sorted(stream[epoch * num_samples : (epoch + 1) * num_samples]) == list(range(num_samples))
 
@@ -112,7 +109,6 @@ def test_a_corpus_smaller_than_a_batch_is_read_several_times() -> None:
     batch = sampler_of(memory_corpus([3, 4], 10).index, 15, shuffle_seed=0).next_batch()
     assert batch.num_tokens == 14
     assert sorted(batch.samples.name.tolist()) == [0, 0, 1, 1]
-    assert batch.ends_epoch
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import check_vocabulary, plan_shards, prepare_corpus
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.order.epoch import SampleStream
-from bytescale.data.order.samples import OverLength, make_samples
+from bytescale.data.order.samples import make_samples
 from bytescale.data.tokens import shards
 from bytescale.data.tokens.progress import Progress
 from bytescale.data.tokens.tokenizer import ByteTokenizer
@@ -46,9 +46,9 @@ def samples_slowly(lengths: list[int], context_length: int, over_length: str) ->
 
 
 @given(lengths=LENGTHS, context_length=st.integers(1, 45), over_length=POLICIES)
-def test_samples_are_those_of_the_obvious_way(lengths: list[int], context_length: int, over_length: OverLength) -> None:
-    ends = np.cumsum(lengths)
-    table, counts = make_samples(3, np.concatenate([[0], ends]), context_length, over_length)
+def test_samples_are_those_of_the_obvious_way(lengths: list[int], context_length: int, over_length: str) -> None:
+    ends, settings = np.cumsum(lengths), DataConfig(context_length=context_length, over_length=over_length)
+    table, counts = make_samples(3, np.concatenate([[0], ends]), settings)
     assert table.part.tolist() == [3] * len(table)
     rows = zip(
         table.document.tolist(), table.start.tolist(), table.length.tolist(), table.num_targets.tolist(), strict=True
@@ -71,7 +71,7 @@ def test_samples_are_those_of_the_obvious_way(lengths: list[int], context_length
     lengths=LENGTHS, context_length=st.integers(1, 45), over_length=POLICIES, parts=st.integers(1, 3), data=st.data()
 )
 def test_reading_ranges_of_samples(
-    lengths: list[int], context_length: int, over_length: OverLength, parts: int, data: st.DataObject
+    lengths: list[int], context_length: int, over_length: str, parts: int, data: st.DataObject
 ) -> None:
     """Against a loop over tokens that knows documents only: the label is the next token of the same document."""
     kept = [length for length in lengths if length and (over_length != "drop" or length <= context_length)]
@@ -269,7 +269,7 @@ def test_text_is_tokenised_when_it_is_needed(tmp_path: Path, monkeypatch: pytest
         time.sleep(0.05)
     at_once = prepare_corpus(replace(settings, cache_dir=str(tmp_path / "at-once")))
     other = BatchSampler(at_once.index, settings)
-    while not (batch := sampler.next_batch()).ends_epoch:
+    while (batch := sampler.next_batch()).epoch == 0:
         same = other.next_batch()
         assert sampler.state_dict() == other.state_dict()
         for mine, theirs in zip(

@@ -49,15 +49,16 @@ def test_reads_what_megatron_writes_in_every_integer_type(tmp_path: Path, code: 
     for name in ("m", "m.bin", "m.idx"):
         dataset = IndexedDataset.open(tmp_path / name)
         assert dataset.index.document_lengths.tolist() == [4, 0, 2]
-        assert [dataset.document(i).tolist() for i in range(3)] == [[1, 2, 3, 4], [], [5, 6]]
+        assert dataset.tokens[:].tolist() == [1, 2, 3, 4, 5, 6]
+        assert dataset.index.document_offsets.tolist() == [0, 4, 4, 6]
         assert (dataset.index.num_documents, dataset.index.num_tokens) == (3, 6)
 
 
-def test_a_document_is_a_view_into_the_file(tmp_path: Path) -> None:
+def test_tokens_are_a_view_into_the_file(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", DOCUMENTS)
     dataset = IndexedDataset.open(tmp_path / "a")
     assert isinstance(dataset.tokens, np.memmap)
-    assert np.shares_memory(dataset.document(3), dataset.tokens)
+    assert np.shares_memory(dataset.tokens[4:8], dataset.tokens)
 
 
 def test_an_empty_pair(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ import pytest
 
 from bytescale.common.atomic import file_lock
 from bytescale.data.sources.files import SourceFile
-from bytescale.data.tokens import open_parts
-from bytescale.data.tokens.open_parts import RemoteTokens, local_index, local_pair
+from bytescale.data.tokens.open_parts import local_copy
 from bytescale.storage.place import Url
 from tests.data.http_server import Files, http_server
 
@@ -65,7 +64,7 @@ def kinds_of_files(cache: Path) -> list[str]:
 
 def test_a_file_is_fetched_once(tmp_path: Path, files: Files) -> None:
     def fetch(number: int) -> None:
-        check_copies(local_index(pair_at(files), tmp_path), files, tmp_path)
+        check_copies(local_copy(pair_at(files), tmp_path)[0], files, tmp_path)
 
     assert in_processes(fetch) == [0] * NUM_PROCESSES
     assert kinds_of_files(tmp_path) == [".bin", ".idx", ".json"]
@@ -75,7 +74,7 @@ def test_a_file_is_fetched_once(tmp_path: Path, files: Files) -> None:
 
 def check_copies(copy: Path, files: Files, cache: Path) -> None:
     assert copy.with_suffix(".idx").read_bytes() == CONTENTS["/d.idx"]
-    assert local_pair(pair_at(files), cache).path == copy
+    assert local_copy(pair_at(files), cache, whole=True) == (copy, False)
     assert copy.read_bytes() == CONTENTS["/d.bin"]
 
 
@@ -98,27 +97,10 @@ def test_a_process_that_is_killed_while_it_fetches_holds_nobody_up(tmp_path: Pat
             Url.open = lambda path: KilledInTheMiddle() if path.suffix == ".bin" else opened(path)
         else:
             has_begun.wait(60)
-        assert local_pair(pair_at(files), tmp_path).path.read_bytes() == CONTENTS["/d.bin"]
+        assert local_copy(pair_at(files), tmp_path, whole=True)[0].read_bytes() == CONTENTS["/d.bin"]
 
     assert in_processes(fetch) == [-signal.SIGKILL] + [0] * (NUM_PROCESSES - 1)
     assert kinds_of_files(tmp_path) == [".bin", ".idx", ".json"]
-
-
-def test_blocks_of_tokens_are_whole_in_every_process(tmp_path: Path, files: Files, monkeypatch: Any) -> None:
-    """Processes may fetch the same block twice, because a lock for each block would cost more than that."""
-    monkeypatch.setattr(open_parts, "BLOCK_TOKENS", 10_000)
-
-    def read(number: int) -> None:
-        tokens = RemoteTokens(Url(f"{files.url}/d.bin"), TOKENS.dtype, len(TOKENS), tmp_path, read_retries=0)
-        order = np.random.default_rng(number).permutation(20)
-        for start in (5000 * order).tolist():
-            assert np.array_equal(tokens[start : start + 7000], TOKENS[start : start + 7000])
-
-    assert in_processes(read) == [0] * NUM_PROCESSES
-    assert kinds_of_files(tmp_path) == [".block"] * 10
-    asked = Counter(asked for path, asked, _ in files.requests if asked)
-    assert len(asked) == 10
-    assert max(asked.values()) <= NUM_PROCESSES
 
 
 def test_a_lock_has_one_holder_and_dies_with_it(tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ import pytest
 from numpy.typing import NDArray
 
 from bytescale.common.errors import DataError
+from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.sources.readers import WorkUnit
 from bytescale.data.sources.records import plan_units, text_kind
-from bytescale.data.tokens import shards, tokenize
+from bytescale.data.tokens import shards
 from bytescale.data.tokens.bpe import train_bpe
 from bytescale.data.tokens.indexed import IndexedDataset
 from bytescale.data.tokens.metadata import TokenMetadata, load_metadata, metadata_of
@@ -36,15 +37,15 @@ def tokenised(
     files: Sequence[SourceFile], prefix: Path, tokenizer: Tokenizer | None = None, **settings: Any
 ) -> TokenMetadata:
     """The files as one pair, as ``bytescale data tokenize`` makes it; the cache lies beside the pair's folder."""
-    encode = UnitEncoder(tokenizer=tokenizer or ByteTokenizer())
-    reader = ShardReader(encode=encode, cache_dir=prefix.parent.with_name("cache"))
+    data = DataConfig(cache_dir=str(prefix.parent.with_name("cache")), read_retries=0)
+    reader = ShardReader.of(data, tokenizer or ByteTokenizer())
     runs = itertools.groupby(files, key=lambda file: file.format == "bin")
     return write_as_pair(reader, [shard for _, run in runs for shard in reader.plan(list(run))], prefix, **settings)
 
 
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenize, "UNIT_BYTES", 500)
+    monkeypatch.setattr(shards, "UNIT_BYTES", 500)
     monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
 
 
@@ -73,7 +74,8 @@ def mixed(tmp_path: Path) -> list[SourceFile]:
 
 def documents(prefix: Path) -> list[list[int]]:
     dataset = IndexedDataset.open(prefix)
-    return [dataset.document(i).tolist() for i in range(dataset.index.num_documents)]
+    offsets = dataset.index.document_offsets.tolist()
+    return [dataset.tokens[start:stop].tolist() for start, stop in itertools.pairwise(offsets)]
 
 
 def test_every_format_into_one_pair_in_order(tmp_path: Path, mixed: list[SourceFile]) -> None:
@@ -97,7 +99,7 @@ def test_the_pair_does_not_depend_on_processes_units_or_shards(
     tokenizer = JsonTokenizer(train_bpe(text, "text", 280, ignore_progress), name="trained")
     calls: list[Progress] = []
     reference = tokenised(text, tmp_path / "one" / "pair", tokenizer)
-    monkeypatch.setattr(tokenize, "UNIT_BYTES", 64)
+    monkeypatch.setattr(shards, "UNIT_BYTES", 64)
     monkeypatch.setattr(shards, "SHARD_BYTES", 200)
     monkeypatch.setattr(shards, "_COPY_TOKENS", 20)
     (tmp_path / "cache").rename(tmp_path / "first")
@@ -182,7 +184,7 @@ def stop_in_the_middle(progress):
         time.sleep(60)
 
 if __name__ == "__main__":
-    tokenize.UNIT_BYTES, shards.SHARD_BYTES, shards._COPY_TOKENS = 500, 2000, 500
+    shards.UNIT_BYTES, shards.SHARD_BYTES, shards._COPY_TOKENS = 500, 2000, 500
     tokenised(expand_sources([sys.argv[1]]), Path(sys.argv[2]), num_workers=2, progress=stop_in_the_middle)
 """
 
@@ -243,7 +245,7 @@ def test_few_units_are_under_way_however_slow_the_reader_of_results(tmp_path: Pa
             taken.append(unit.start)
             yield unit
 
-    encode = UnitEncoder(tokenizer=ByteTokenizer(), text_key="text")
+    encode = UnitEncoder(tokenizer=ByteTokenizer())
     for done, _ in enumerate(encode_in_processes(take(), encode, num_workers=2), start=1):
         assert len(taken) <= done + 2 * 2
     assert done == len(units) == 11

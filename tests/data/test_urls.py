@@ -15,8 +15,8 @@ import pytest
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
-from bytescale.data.sources.files import SourceFile, local_path
-from bytescale.data.tokens.open_parts import local_pair
+from bytescale.data.sources.files import SourceFile
+from bytescale.data.tokens.open_parts import local_copy
 from bytescale.storage import retry
 from bytescale.storage.place import Url
 from bytescale.storage.retry import UnreadableError, with_retries
@@ -87,7 +87,7 @@ def test_new_weights_of_a_remote_pair_are_read(tmp_path: Path, memory: Any) -> N
     for weights in (None, b"old", b"old", b"new"):
         if weights is not None:
             memory.pipe("/c.weights.bin", weights)
-        copy = local_path(local_pair(file, tmp_path, ("weights",))).with_suffix(".weights.bin")
+        copy = local_copy(file, tmp_path, ("weights",), whole=True)[0].with_suffix(".weights.bin")
         found.append(copy.read_bytes() if copy.exists() else None)
     assert found == [None, b"old", b"old", b"new"]
 

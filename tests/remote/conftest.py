@@ -53,13 +53,15 @@ def ray_address() -> Iterator[str]:
 @pytest.fixture
 def ray_joined(ray_address: str) -> Iterator[str]:
     """This process as a driver."""
-    from bytescale.data.remote.ray_cluster import connect, disconnect
+    import ray
+
+    from bytescale.data.remote.ray_cluster import connect
 
     connect(ray_address)
     try:
         yield ray_address
     finally:
-        disconnect()
+        ray.shutdown()
 
 
 @pytest.hookimpl(tryfirst=True)

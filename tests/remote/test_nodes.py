@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import LocalFeed
-from bytescale.data.remote.ray_cluster import connect, disconnect
+from bytescale.data.remote.ray_cluster import connect
 from bytescale.data.remote.remote_feed import RemoteFeed
 from tests.remote.support import assert_same_data, count_tokens, numbered_config, planner_for, write_numbered_corpus
 from tests.remote.test_runs import (
@@ -127,7 +127,7 @@ def test_every_node_has_its_servers_and_ranks_ask_their_own(nodes: TwoNodes, tmp
         assert max(count_tokens([[data] for data in mine + theirs]).values()) <= 2  # no epoch is that short
         first.close()
     finally:
-        disconnect()
+        ray.shutdown()
 
 
 @pytest.mark.exhaustive

@@ -232,11 +232,13 @@ def test_ranks_that_share_parameters_train_and_go_on_in_any_other_number(
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole], rel=tolerance)
 
 
-def test_a_folder_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:
+def test_weights_go_through_a_checkpoint_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
     """Experts are stored one by one in files and together in memory; a router's correction is a constant."""
     folder = hf_folder(tmp_path / "source", "deepseek_v3")
-    assert main(["convert", str(folder), str(tmp_path / "ours")]) == 0
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    config = run_from(folder, corpus, tmp_path / "run", 1, steps=1)
+    run(replace(config, optimizer=replace(config.optimizer, lr=1e-30, weight_decay=0.0)))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+    assert main(["convert", str(checkpoint), str(tmp_path / "back")]) == 0
     before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, tmp_path / "back"))
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())

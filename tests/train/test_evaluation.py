@@ -130,7 +130,6 @@ def test_every_sample_is_in_one_batch() -> None:
     batches = list(batches_once(corpus.index, 20))
     assert np.concatenate([batch.samples.name for batch in batches]).tolist() == corpus.samples.name.tolist()
     assert all(batch.num_tokens <= 20 for batch in batches)
-    assert [batch.ends_epoch for batch in batches] == [False] * (len(batches) - 1) + [True]
 
 
 def test_losses_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def test_a_model_of_transformers_on_conversations(tmp_path: Path, loss_per: str)
             logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1]
             each = F.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
             losses_of.append(each[mask[1:]])
-    assert len(losses_of) == batch.num_sequences
+    assert len(losses_of) == len(batch.samples)
     loss = torch.cat(losses_of).mean() if loss_per == "token" else torch.stack([own.mean() for own in losses_of]).mean()
     loss.backward()
     norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()

@@ -28,7 +28,6 @@ def figures_of(rank: int) -> RankFigures:
         planning_seconds=0.0,
         data_restarts=2.0 - rank,
         steps_ready=5.0 - rank,
-        steps_planned=1.0 + rank,
         bytes_read=[7 * rank],
         bytes_received=[rank],
     )
@@ -58,7 +57,6 @@ def test_sums_extremes_and_lists() -> None:
         planning_seconds=0.0,
         data_restarts=2.0,
         steps_ready=3.0,
-        steps_planned=1.0,
         bytes_read=[0, 7, 14],
         bytes_received=[0, 1, 2],
     )

@@ -39,7 +39,6 @@ STEP = StepMetrics(
     data_bytes_read=[9000] * 4,
     data_bytes_received=[0] * 4,
     data_steps_ready=2,
-    data_steps_planned=0,
     data_restarts=0,
     attention_bytes_sent=1000,
     group_sizes={"4": 2, "3": 1, "2": 1, "1": 3},

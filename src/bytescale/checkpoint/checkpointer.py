@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,9 @@ from bytescale.checkpoint.folder_of_run import (
     publish,
     to_delete,
 )
-from bytescale.checkpoint.manifest import MANIFEST, CheckpointDamage, RunState, step_name, step_of, unreachable
+from bytescale.checkpoint.manifest import MANIFEST, RunState, step_name, step_of, unreachable
 from bytescale.checkpoint.reading import load_states
-from bytescale.checkpoint.upload import Store, Uploader, claim, how_to_upload, run_id_of
-from bytescale.checkpoint.verify import problems_of
+from bytescale.checkpoint.upload import Store, Uploader, claim, run_id_of
 from bytescale.checkpoint.writing import Snapshot, write_checkpoint
 from bytescale.common.errors import BytescaleError, CheckpointError, DiskFullError
 from bytescale.config import CheckpointConfig
@@ -39,61 +38,42 @@ from bytescale.runtime.plain_data import broadcast_json
 from bytescale.storage.place import Place, is_url, place_at
 
 
-class Participants(Protocol):
-    """The ranks that write and read checkpoints together, as one of them sees them."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank publishes and deletes checkpoints."""
-        ...
-
-    @property
-    def checkpoint_group(self) -> dist.ProcessGroup:
-        """All ranks, in a group of gloo that nothing else uses meanwhile."""
-        ...
-
-
 class Checkpointer:
     """Writes, prunes and restores the checkpoints of one run. Every method is called by every rank."""
 
     def __init__(
         self,
         folder: Path,
-        ranks: Participants,
+        group: dist.ProcessGroup,
         config: CheckpointConfig,
         *,
         say: Callable[[str], None] = lambda line: None,
-        export: Callable[[Path], Path] | None = None,
         disk: Disk | None = None,
     ) -> None:
         """Claim ``config.folder``. Nothing is written or deleted in a folder that is only read from.
 
         Args:
-            folder: the run's own, on this machine's file system: for its checkpoints, or for copies if
-                ``config.folder`` is a URL.
+            folder: the run's own, for its checkpoints, or for copies if ``config.folder`` is a URL.
+            group: all ranks, in a group of gloo that nothing else uses meanwhile.
             say: takes what people should know; called on the first rank.
-            export: writes a checkpoint as a Hugging Face folder and returns its path; called on the first rank, in a
-                thread, after every ``config.export_every`` steps.
             disk: another one in tests.
 
         Raises ``ConfigError`` on every rank when another run writes to ``config.folder``, and ``CheckpointError`` when
         that cannot be reached.
         """
         self.folder = local_folder(config.folder, folder)
-        self.ranks = ranks
         self.config = config
+        self._group = group
+        self._is_first = group.rank() == 0
         self._say = say
         self._disk = disk or Disk()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-checkpoint")
         self._pending: tuple[int, Future[None]] | None = None  # with its step
         self._failure: CheckpointError | None = None  # of the newest checkpoint, where it could not be written
         self._is_clean = False
-        self._export = export
-        self._exporter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-export")
-        self._exporting: dict[int, Future[Path]] = {}  # by step, on the first rank
         self._uploader: Uploader | None = None
         self._not_uploaded: tuple[int, int] | None = None  # step and number of this rank's file
-        settle(attempt(lambda: self._open(folder)), ranks.checkpoint_group)
+        settle(attempt(lambda: self._open(folder)), group)
 
     def save(self, state: RunState, optimizer: ShardedOptimizer) -> None:
         """Write ``step-<n>``. In the background: tensors are copied now, files follow while training goes on.
@@ -110,18 +90,13 @@ class Checkpointer:
         """Look whether the checkpoint under way is complete. Cheap; call once a step."""
         if self._pending is not None and self._pending[1].done():
             self._settle()
-        self._tell_exports(wait=False)
 
     def finish(self, upload_seconds: float | None = None) -> None:
-        """Wait until the last checkpoint is published, and uploaded. All ranks call it.
-
-        Args:
-            upload_seconds: the upload is given up after that time; None: it may take as long as it takes.
+        """Wait until the last checkpoint is published, and uploaded, for at most ``upload_seconds``.
 
         Raises ``CheckpointError`` if the last checkpoint could not be written or uploaded.
         """
         self._settle()
-        self._tell_exports(wait=True)
         if self._failure is not None:
             raise self._failure
         if self._uploader is None:
@@ -131,13 +106,12 @@ class Checkpointer:
         if self._not_uploaded is not None:  # it was due while an older one was on its way
             step, file_number = self._not_uploaded
             if self._any(error is not None):
-                by_hand = how_to_upload(self.folder / step_name(step), self.config.folder)
-                self._say(f"{step_name(step)} is on this machine alone: {by_hand}")
+                self._say(f"{self.folder / step_name(step)} is on this machine alone")
             else:
                 left = None if upload_seconds is None else max(0.0, upload_seconds - (time.monotonic() - began))
                 self._start_upload(step, file_number)
                 error = attempt(lambda: self._finish_upload(left))
-        settle(error, self.ranks.checkpoint_group)
+        settle(error, self._group)
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint on this machine's file system."""
@@ -149,7 +123,7 @@ class Checkpointer:
 
         A copy here counts only if all ranks see it: the nodes may have disks of their own.
         """
-        group = self.ranks.checkpoint_group
+        group = self._group
         settle(attempt(self._clean_once), group)
         own = self.latest()
         name = broadcast_json(own.name if own is not None else "", group)
@@ -173,49 +147,38 @@ class Checkpointer:
 
         ``numbers``: the optimizer's states that are single numbers; None: the count of updates, if it has one.
 
-        Raises ``CheckpointError`` when the checkpoint is of another model, or damaged. In the second case, the message
-        names the newest older checkpoint whose check passes.
+        Raises ``CheckpointError`` when the checkpoint is of another model, or damaged.
         """
-        try:
-            state = load_states(path, optimizer, architecture, self.ranks.checkpoint_group)
-        except CheckpointDamage as damage:
-            if not isinstance(path, Path):
-                raise
-            raise self._with_older(damage, path) from damage
+        state = load_states(path, optimizer, architecture, self._group)
         count = {name: float(state.step) for name in optimizer.state_numbers() if name == "step" and state.step}
         optimizer.finish_restore(state.step, count if numbers is None else numbers)
         return state
 
     def _write(self, state: RunState, snapshot: Snapshot) -> None:
         """Write, publish and prune. Every rank runs this in its background thread."""
-        group, hidden = self.ranks.checkpoint_group, hidden_folder(self.folder, state.step)
+        group, hidden = self._group, hidden_folder(self.folder, state.step)
         settle(attempt(self._clean_once), group)
         try:
             write_checkpoint(self._disk, hidden, state, snapshot, group)
         except BaseException:
-            if self.ranks.is_first:
+            if self._is_first:
                 with suppress(OSError):  # the error that is raised says more
                     self._disk.remove_folder(hidden)
             raise
-        settle(attempt(lambda: self._publish(hidden, state)) if self.ranks.is_first else None, group)
+        settle(attempt(lambda: self._publish(hidden, state)) if self._is_first else None, group)
         if self._uploader is not None:
             self._uploader.also_kept = best_step(state)
             self._start_upload(state.step, snapshot.layout.file_of(snapshot.shard))
 
-    def _publish(self, hidden: Path, state: RunState) -> None:
-        publish(self._disk, hidden, self.folder / step_name(state.step))
-        self._start_export(state.step)
-        self._prune(state)
-
     def _clean_once(self) -> None:
         """Delete what a killed run has left half written. For the first rank, before this run uses the folder."""
-        if self.ranks.is_first and not self._is_clean:
+        if self._is_first and not self._is_clean:
             clean(self._disk, self.folder)
         self._is_clean = True
 
     def _open(self, own_folder: Path) -> None:
         """Each rank at the start. The first one claims ``config.folder``."""
-        is_first, run_id = self.ranks.is_first, ""
+        is_first, run_id = self._is_first, ""
         try:
             store = Store(self.config.folder) if is_url(self.config.folder) else None
             if is_first and self.config.folder:
@@ -240,7 +203,7 @@ class Checkpointer:
     def _any(self, own: bool) -> bool:
         """Whether this holds on any rank. Every rank calls it."""
         flag = torch.tensor([int(own)])
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.ranks.checkpoint_group)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
 
     def _finish_upload(self, seconds: float | None) -> None:
@@ -251,7 +214,7 @@ class Checkpointer:
 
     def _newest_url(self, local_step: int) -> str:
         """Return the URL of a complete checkpoint newer than ``local_step``, or an empty string. For the first rank."""
-        if self._uploader is None or not self.ranks.is_first:
+        if self._uploader is None or not self._is_first:
             return ""
         try:
             steps = self._uploader.store.complete()
@@ -260,31 +223,13 @@ class Checkpointer:
         newer = [step for step in steps if step > local_step]
         return str(self._uploader.store.checkpoint(newer[-1])) if newer else ""
 
-    def _prune(self, state: RunState) -> None:
+    def _publish(self, hidden: Path, state: RunState) -> None:
+        publish(self._disk, hidden, self.folder / step_name(state.step))
         complete = {step_of(path.name): path for path in complete_checkpoints(self.folder)}
         under_way = self._uploader.step_under_way if self._uploader is not None else None
-        exported = (step for step, future in self._exporting.items() if not future.done())
-        kept = [*exported, *best_step(state), *([] if under_way is None else [under_way])]
+        kept = [*best_step(state), *([] if under_way is None else [under_way])]
         for step in to_delete(list(complete), self.config, also_kept=kept):
             delete(self._disk, complete[step])
-
-    def _start_export(self, step: int) -> None:
-        every = self.config.export_every
-        if self._export is not None and every and step % every == 0:
-            self._exporting[step] = self._exporter.submit(self._export, self.folder / step_name(step))
-
-    def _tell_exports(self, *, wait: bool) -> None:
-        """Tell which exports are done, or have failed: that costs the run nothing else."""
-        for step, future in list(self._exporting.items()):
-            if not wait and not future.done():
-                continue
-            del self._exporting[step]
-            try:
-                self._say(f"export  {future.result()}")
-            except (OSError, BytescaleError) as error:
-                self._say(
-                    f"warning {step_name(step)} could not be exported ({_reason(error)}). The checkpoint is whole."
-                )
 
     def _settle(self) -> None:
         """Wait for the checkpoint under way, and tell what became of it."""
@@ -309,23 +254,6 @@ class Checkpointer:
         )
         failure.__cause__ = error
         return failure
-
-    def _with_older(self, damage: CheckpointDamage, path: Path) -> CheckpointDamage:
-        """The error with the newest older checkpoint that is whole; each rank checks a part of its files."""
-        group = self.ranks.checkpoint_group
-        older = [other.name for other in complete_checkpoints(path.parent) if other.name < path.name]
-        for name in reversed(broadcast_json(" ".join(older), group).split()):
-            try:
-                found = problems_of(path.parent / name, part=(group.rank(), group.size()))
-                settle(CheckpointDamage(found[0]) if found else None, group)
-            except BytescaleError:
-                continue
-            what = str(damage).split(" To fix:")[0]
-            return CheckpointDamage(
-                f"{what} To fix: move {path} away, then the same command continues from {path.parent / name}, whose "
-                f"check passes."
-            )
-        return damage
 
 
 def best_step(state: RunState) -> list[int]:

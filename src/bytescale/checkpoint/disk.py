@@ -1,7 +1,4 @@
-"""Every change that checkpoints make on the local file system goes through one ``Disk``.
-
-A test gives the ``Checkpointer`` a ``Disk`` of its own and ends the process before any of these operations.
-"""
+"""Every change that checkpoints make on the local file system goes through one ``Disk``; tests have their own."""
 
 from __future__ import annotations
 
@@ -32,46 +29,38 @@ class Disk:
         """Called before each operation; tests override it."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and its parents; it may exist."""
         if not path.is_dir():
             self.before("make folder", path)
             path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> AbstractContextManager[BinaryIO]:
-        """Open a file for writing, empty."""
         self.before("create", path)
         return path.open("wb", buffering=0)
 
     def write(self, file: BinaryIO, content: bytes | memoryview) -> None:
-        """Write all of ``content``; one write of the kernel may take a part of it only."""
         self.before("write", Path(file.name))
         rest = memoryview(content)
-        while len(rest):
+        while len(rest):  # one write of the kernel may take a part only
             rest = rest[file.write(rest) :]
 
     def sync(self, file: BinaryIO) -> None:
-        """Wait until the file's content survives a power cut."""
         self.before("sync", Path(file.name))
         os.fsync(file.fileno())
 
     def sync_folder(self, folder: Path) -> None:
-        """Wait until renames and deletions in ``folder`` survive a power cut."""
         self.before("sync folder", folder)
         sync_folder(folder)
 
     def write_file(self, path: Path, content: bytes) -> None:
-        """Write a small file."""
         with self.create(path) as file:
             self.write(file, content)
             self.sync(file)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file or folder another name. A file that has the name is replaced; a folder must be empty."""
         self.before("rename", source)
         source.replace(target)
 
     def remove(self, path: Path) -> None:
-        """Delete a file; it may be gone."""
         self.before("remove", path)
         path.unlink(missing_ok=True)
 
@@ -88,12 +77,12 @@ class Disk:
         folder.rmdir()
 
     def free_bytes(self, folder: Path) -> int:
-        """Free space on the disk of ``folder``."""
         return shutil.disk_usage(folder).free
 
 
-def check_room(disk: Disk, folder: Path, num_bytes: int) -> None:
-    """Raise ``DiskFullError`` unless a checkpoint of ``num_bytes``, and the run's logs beside it, fit on the disk."""
+def make_room(disk: Disk, folder: Path, num_bytes: int) -> None:
+    """Make ``folder``. Raises ``DiskFullError`` unless a checkpoint of ``num_bytes``, and the run's logs, have room."""
+    disk.make_folder(folder)
     free = disk.free_bytes(folder)
     if free < num_bytes + _ROOM_FOR_LOGS:
         raise DiskFullError(

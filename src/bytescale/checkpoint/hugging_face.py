@@ -1,28 +1,25 @@
-"""A checkpoint of ours as a Hugging Face folder, and back."""
+"""A checkpoint of ours as a Hugging Face folder."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from bytescale.checkpoint.initial_weights import architecture_pieces, folder_of
-from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.model_card import model_card
 from bytescale.checkpoint.reading import CheckpointReader
-from bytescale.checkpoint.writing import Part, write_weights
 from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture, Config
-from bytescale.config.hugging_face import SPECIAL_TOKENS, architecture_of_folder, hf_config_of, read_hf_config
+from bytescale.config.hugging_face import SPECIAL_TOKENS, hf_config_of, read_hf_config
 from bytescale.data.tokens.tokenizer import load_tokenizer
 from bytescale.models.hf import HFTensor
-from bytescale.models.hf_folder import check_pieces, copy_companions, finite, write_json, write_pieces
+from bytescale.models.hf_folder import copy_companions, write_json, write_pieces
 from bytescale.runtime import DTYPES
 from bytescale.storage.place import Place
 
@@ -52,11 +49,14 @@ def export_checkpoint(
     """
     stored = CheckpointReader(checkpoint)
     shape = Architecture(**stored.state.architecture)
-    master = _StoredMaster(stored)
+    read = lru_cache(1)(stored.read)  # experts of a layer are pieces of one parameter
+
+    def value(piece: HFTensor) -> Tensor:
+        whole = read(f"master.{piece.name}")
+        return whole if piece.expert is None else whole[piece.expert]
+
     with appearing(target) as hidden:
-        shards = write_pieces(
-            hidden, architecture_pieces(shape), master.value, dtype=DTYPES[dtype], shard_bytes=shard_bytes
-        )
+        shards = write_pieces(hidden, architecture_pieces(shape), value, dtype=DTYPES[dtype], shard_bytes=shard_bytes)
         special = _end_of_text(run_config)
         write_json(hidden / "config.json", _config_json(shape, dtype, run_config) | special)
         if special:
@@ -78,20 +78,6 @@ def appearing(target: Path) -> Iterator[Path]:
         hidden.replace(target)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-class _StoredMaster:
-    """Master weights of a checkpoint, read one parameter at a time."""
-
-    def __init__(self, stored: CheckpointReader) -> None:
-        self._stored = stored
-        self._last: tuple[str, Tensor] | None = None  # experts of a layer are pieces of one parameter
-
-    def value(self, piece: HFTensor) -> Tensor:
-        """One tensor of a Hugging Face file."""
-        if self._last is None or self._last[0] != piece.name:
-            self._last = piece.name, self._stored.read(f"master.{piece.name}")
-        return self._last[1] if piece.expert is None else self._last[1][piece.expert]
 
 
 def _config_json(shape: Architecture, dtype: str, run_config: Config | None) -> dict[str, Any]:
@@ -116,11 +102,8 @@ def _end_of_text(run_config: Config | None) -> dict[str, int]:
 def add_companions(stored: CheckpointReader, target: Path, run_config: Config | None) -> None:
     """Copy what belongs to a model's weights (tokenizer, chat template, generation settings), and add a model card.
 
-    First what lies in the checkpoint, where that was made of a Hugging Face folder; then that of the folder that the
-    run began with, and then that of its tokenizer. A later file replaces an earlier one.
+    First that of the folder that the run began with, and then that of its tokenizer, which replaces it.
     """
-    if isinstance(stored.folder, Path):
-        copy_companions(stored.folder, target)
     if run_config is None:
         return
     data = run_config.data
@@ -138,47 +121,3 @@ def add_companions(stored: CheckpointReader, target: Path, run_config: Config | 
         shutil.copyfile(Path(data.chat_template).expanduser(), target / "chat_template.jinja")
     if data.sources:  # else the run is not known
         (target / "README.md").write_text(model_card(run_config, stored.state.step), encoding="utf-8")
-
-
-def import_folder(source: Path, target: Path) -> int:
-    """Write the checkpoint ``target`` with the weights in ``source`` as master weights in fp32, and nothing else.
-
-    Tensors go from file to file one by one. ``target`` appears when it is complete; tokenizer and generation settings
-    are copied into it.
-
-    Returns:
-        The number of weights.
-
-    Raises:
-        ConfigError: ``target`` exists, or ``source`` has no weights or a model that is not supported.
-        CheckpointError: tensors are missing or of other shapes.
-    """
-    with appearing(target) as hidden:
-        architecture = architecture_of_folder(source)
-        pieces = architecture_pieces(architecture)
-        parts = [_part(piece, file, pieces) for file, own in check_pieces(source, pieces).items() for piece in own]
-        write_imported(hidden, source, architecture.as_dict(), parts)
-    return sum(torch.Size(piece.shape).numel() for piece in pieces)
-
-
-def _part(piece: HFTensor, file: Path, pieces: list[HFTensor]) -> Part:
-    """A tensor of a file, which is a parameter or one expert of it."""
-
-    def read() -> Tensor:
-        with safe_open(file, framework="pt") as tensors:
-            tensor: Tensor = tensors.get_tensor(piece.hf_name)
-        return finite(tensor, piece.hf_name, file.parent).to(torch.float32)
-
-    zeros = (0,) * len(piece.shape)
-    if piece.expert is None:
-        return Part(name=piece.name, shape=piece.shape, offsets=zeros, sizes=piece.shape, read=read)
-    experts, sizes = sum(other.name == piece.name for other in pieces), (1, *piece.shape)
-    return Part(name=piece.name, shape=(experts, *piece.shape), offsets=(piece.expert, *zeros), sizes=sizes, read=read)
-
-
-def write_imported(folder: Path, source: Path, architecture: dict[str, Any], parts: Sequence[Part]) -> None:
-    """Write a checkpoint of ``parts``, the weights in ``source``, with copies of what else ``source`` holds."""
-    companions = copy_companions(source, folder)
-    shutil.copyfile(source / "config.json", folder / "config.json")
-    state = RunState(step=0, sampler={}, architecture=architecture, mesh={})
-    write_weights(folder, state, parts, [*companions, "config.json"])

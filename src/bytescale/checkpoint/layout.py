@@ -10,9 +10,8 @@ tensors are stored row by row::
                                                    C C . . .     three rectangles: A, B and C
 
 Rectangles of more than ``PIECE_ELEMENTS`` elements are cut further, so that a reader of a part need not read much more.
-
-A checkpoint keeps each HDP group's ``Layout``. From it a reader on any other mesh computes which file has which part
-of a tensor, without a list of all rectangles. No torch here.
+From each HDP group's ``Layout``, a reader on any other mesh computes which file has which part of a tensor. No torch
+here.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class LayoutPiece:
 
     entry: LayoutEntry
     box: Box
-    bucket: int
     start: int
     stop: int
 
@@ -88,7 +86,6 @@ class Layout:
     domain_start: int = 0
 
     def file_of(self, shard: int) -> int:
-        """Number of the file that ``shard`` writes."""
         return self.first_file + shard * self.stride
 
     def pieces(self, shard: int) -> Iterator[LayoutPiece]:
@@ -96,13 +93,13 @@ class Layout:
         for bucket in range(len(self.bounds) - 1):
             size = self._shard_elements(bucket)
             low = self.bounds[bucket] + self._part_of(bucket, shard) * size
-            yield from self._within(bucket, low, low + size)
+            for entry in self.entries[max(0, bisect_right(self._starts, low) - 1) :]:
+                if entry.start >= low + size:
+                    break
+                yield from self._pieces_of(entry, max(low, entry.start), min(low + size, entry.stop))
 
     def overlapping(self, entry: LayoutEntry, wanted: Box) -> Iterator[tuple[int, Box, Box]]:
-        """The stored rectangles that share elements with a rectangle of the parameter.
-
-        Yields the number of the file, the stored rectangle, and what it shares with ``wanted``.
-        """
+        """Yield each stored rectangle that shares elements with ``wanted``: its file, itself, and what it shares."""
         shared = intersection(wanted, (entry.offsets, entry.sizes))
         if shared is None:
             return
@@ -117,7 +114,7 @@ class Layout:
                 start, stop = begin + part * size, begin + (part + 1) * size
                 if start >= high:
                     break
-                for piece in self._pieces_of(entry, bucket, max(start, entry.start), min(stop, entry.stop)):
+                for piece in self._pieces_of(entry, max(start, entry.start), min(stop, entry.stop)):
                     common = intersection(piece.box, wanted)
                     if common is not None:
                         yield self.file_of(self._shard_of(bucket, part)), piece.box, common
@@ -139,19 +136,13 @@ class Layout:
     def _shard_elements(self, bucket: int) -> int:
         return (self.bounds[bucket + 1] - self.bounds[bucket]) // self.num_shards
 
-    def _within(self, bucket: int, low: int, high: int) -> Iterator[LayoutPiece]:
-        for entry in self.entries[max(0, bisect_right(self._starts, low) - 1) :]:
-            if entry.start >= high:
-                return
-            yield from self._pieces_of(entry, bucket, max(low, entry.start), min(high, entry.stop))
-
-    def _pieces_of(self, entry: LayoutEntry, bucket: int, low: int, high: int) -> Iterator[LayoutPiece]:
+    def _pieces_of(self, entry: LayoutEntry, low: int, high: int) -> Iterator[LayoutPiece]:
         start = low
         for whole in boxes_of(entry.sizes, low - entry.start, high - entry.start):
             for offsets, sizes in cut_box(whole, self.most_elements):
                 place = tuple(a + b for a, b in zip(offsets, entry.offsets, strict=True))
                 stop = start + math.prod(sizes)
-                yield LayoutPiece(entry, (place, sizes), bucket, start, stop)
+                yield LayoutPiece(entry, (place, sizes), start, stop)
                 start = stop
 
     @cached_property

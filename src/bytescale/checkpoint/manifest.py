@@ -19,7 +19,7 @@ import json
 import math
 import re
 import typing
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -36,7 +36,7 @@ FORMAT = 4
 """1 stored flat buffers, 2 was PyTorch's, of version 0.1.0, and 3 had checksums of blocks; none is read any more."""
 MANIFEST = "run_state.json"
 STEP_NAME = re.compile(r"step-(\d{6,})")
-OLDER = "use an older checkpoint of the run, or a copy from a source that you trust"
+OLDER = "use an older checkpoint of the run (`bytescale checkpoint verify` says which are whole), or a trusted copy"
 
 Value = TypeVar("Value")
 
@@ -74,8 +74,6 @@ class Manifest:
     """Names of the optimizer's states that are stored: ``master``, ``exp_avg``, ``exp_avg_sq``."""
     layouts: Sequence[Layout]
     files: Sequence[StoredFile]
-    companions: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Other files, such as a tokenizer's: name to bytes and checksum."""
 
     def entries(self) -> dict[str, LayoutEntry]:
         """The stored parameters by name. Of a parameter's parts, any stands for it."""
@@ -83,7 +81,7 @@ class Manifest:
 
     def names(self) -> set[str]:
         """Every file of the folder."""
-        return {MANIFEST, *map(file_name, range(len(self.files))), *self.companions}
+        return {MANIFEST, *map(file_name, range(len(self.files)))}
 
     def num_bytes(self) -> int:
         """Bytes of all files with tensors."""
@@ -97,7 +95,7 @@ class Manifest:
             "states": list(self.states),
             "layouts": [layout_to_json(layout) for layout in self.layouts],
             "files": [astuple(file) for file in self.files],
-            "companions": self.companions,
+            "companions": {},  # older versions expect it
         }
         return json.dumps({**content, "checksum": checksum_of(_canonical(content))}).encode()
 
@@ -138,11 +136,7 @@ def read_manifest(folder: Place) -> Manifest:
             states=typed(list[str], content["states"]),
             layouts=[layout_from_json(item, len(files)) for item in typed(list[Any], content["layouts"])],
             files=files,
-            companions=typed(dict[str, tuple[int, str]], content["companions"]),
         )
-        for name in manifest.companions:
-            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", name):
-                raise ValueError(f"file name {name!r}")
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise damaged(folder, MANIFEST, f"it has no valid {printable(error)}") from error
     name = folder.resolve().name if isinstance(folder, Path) else folder.name
@@ -177,22 +171,6 @@ def _content(folder: Place) -> dict[str, Any]:
 
 
 _NAME_A_CHECKPOINT = "name a folder checkpoints/step-*"
-
-
-def wrong_companions(folder: Place, manifest: Manifest) -> list[str]:
-    """What is wrong with the files that are no tensors; empty: every byte of them is what was written.
-
-    Raises ``CheckpointError`` if one cannot be read.
-    """
-    found = []
-    for name, (_, checksum) in manifest.companions.items():
-        try:
-            content = read_file(folder / name)
-        except OSError as error:
-            raise unreachable(error, f"{folder}/{name}") from error
-        if checksum_of(content) != checksum:
-            found.append(str(damaged(folder, name, "it has another checksum than when it was written")))
-    return found
 
 
 def damaged(folder: Place, name: str, what: str) -> CheckpointDamage:
@@ -263,34 +241,34 @@ def typed(hint: type[Value], value: Any) -> Value:
     A dataclass is an object with the names of its fields, or a list of their values. Whole numbers are at least 0.
     Raises ``ValueError`` for anything else.
     """
-    kind, inner, hints = _taken_apart(cast(Hashable, hint))
-    made: Any = value
-    if hints:
-        content = dict(zip(hints, value, strict=True)) if type(value) is list else value
-        if type(content) is not dict or content.keys() != hints.keys():
-            raise ValueError(f"{kind.__name__} (it has {value!r})")
-        made = kind(**{name: typed(own, content[name]) for name, own in hints.items()})
-    elif kind is not Any and type(value) not in _TYPES_OF_JSON.get(kind, (kind,)):
-        raise ValueError(f"{kind.__name__} (it has {value!r})")
-    elif kind is int and value < 0:
-        raise ValueError(f"number of at least 0 (it has {value})")
-    elif kind is dict and inner:
-        made = {typed(inner[0], key): typed(inner[1], item) for key, item in value.items()}
-    elif kind is list or inner[1:] == (...,):
-        made = kind([typed(inner[0], item) for item in value])
-    elif kind is tuple:
-        made = tuple(typed(own, item) for own, item in zip(inner, value, strict=True))
-    return made
-
-
-_TYPES_OF_JSON: dict[Any, tuple[type, ...]] = {tuple: (list,), float: (int, float)}
+    return cast(Value, _reader(cast(Hashable, hint))(value))
 
 
 @cache
-def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The type itself, the types inside of it, and the types of a dataclass's fields."""
-    return (
-        typing.get_origin(hint) or hint,
-        typing.get_args(hint),
-        typing.get_type_hints(hint) if is_dataclass(hint) else {},
-    )
+def _reader(hint: Any) -> Callable[[Any], Any]:
+    """What ``typed`` does for a hint. It is made once: a manifest has 100,000s of values."""
+    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    known = {tuple: (list,), float: (int, float)}.get(kind, (kind,))
+    own = [_reader(one) for one in inner if one is not ...]
+    named = {name: _reader(one) for name, one in typing.get_type_hints(hint).items()} if is_dataclass(hint) else {}
+
+    def of_fields(value: Any) -> Any:
+        content = dict(zip(named, value, strict=True)) if type(value) is list else value
+        if type(content) is not dict or content.keys() != named.keys():
+            raise ValueError(f"{kind.__name__} (it has {value!r})")
+        return kind(**{name: read(content[name]) for name, read in named.items()})
+
+    def of_plain(value: Any) -> Any:
+        if type(value) not in known:
+            raise ValueError(f"{kind.__name__} (it has {value!r})")
+        if kind is int and value < 0:
+            raise ValueError(f"number of at least 0 (it has {value})")
+        if kind is dict and inner:
+            return {own[0](key): own[1](item) for key, item in value.items()}
+        if kind is list or inner[1:] == (...,):
+            return kind(map(own[0], value))
+        if kind is tuple:
+            return tuple(read(item) for read, item in zip(own, value, strict=True))
+        return value
+
+    return of_fields if named else of_plain if kind is not Any else lambda value: value

@@ -16,12 +16,10 @@ from torch import Tensor
 from bytescale.checkpoint.agree import attempt, settle
 from bytescale.checkpoint.layout import Box, Layout, LayoutEntry
 from bytescale.checkpoint.manifest import (
-    CheckpointDamage,
     RunState,
     damaged,
     file_name,
     read_manifest,
-    wrong_companions,
 )
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
 from bytescale.checkpoint.writing import DTYPES, bytes_of, layout_of
@@ -57,8 +55,7 @@ class _Request:
 class CheckpointReader:
     """Reads tensors of one checkpoint. Raises ``CheckpointError`` for what is not there or is damaged."""
 
-    def __init__(self, place: str | Place, *, companions: bool = True) -> None:
-        """Read the manifest. With ``companions``, check the files that are no tensors: they are copied or read too."""
+    def __init__(self, place: str | Place) -> None:
         self.folder = place_at(place)
         self.manifest = read_manifest(self.folder)
         self._holders: dict[str, list[tuple[Layout, LayoutEntry]]] = defaultdict(list)
@@ -66,8 +63,6 @@ class CheckpointReader:
             for entry in layout.entries:
                 if entry.written:
                     self._holders[entry.name].append((layout, entry))
-        for wrong in wrong_companions(self.folder, self.manifest) if companions else ():
-            raise CheckpointDamage(wrong)
         self._open = lru_cache(_OPEN_FILES)(self._open_file)
 
     @property
@@ -139,11 +134,6 @@ class CheckpointReader:
         )
 
 
-def read_run_state(place: str | Place) -> RunState:
-    """What a checkpoint says of itself. Raises ``CheckpointError`` for a folder that is none."""
-    return read_manifest(place_at(place)).state
-
-
 def load_states(
     place: str | Place,
     optimizer: ShardedOptimizer,
@@ -154,13 +144,13 @@ def load_states(
 ) -> RunState:
     """Fill this rank's parts of the states, or ``only`` some of them. All ranks of ``group`` call it.
 
-    Returns what the checkpoint says of itself. Raises ``CheckpointError`` on every rank when a rank could not read what
-    it needs, or the checkpoint is of another model than ``architecture``. States may be partly filled.
+    Raises ``CheckpointError`` on every rank when a rank could not read what it needs, or the checkpoint is of another
+    model than ``architecture``. States may be partly filled.
     """
     read: list[RunState] = []
 
     def fill() -> None:
-        reader = CheckpointReader(place, companions=False)
+        reader = CheckpointReader(place)
         check_same_model(place, reader.state.architecture, architecture)
         if only is None and reader.state.step:
             optimizer.require_states()

@@ -5,8 +5,7 @@
     tensors        one behind the other, without gaps
 
 A tensor is a rectangle of a parameter's state, ``master.layers.3.mlp.up_proj.weight@0,1376``: the state, the parameter,
-and where the rectangle begins in it (``layout``). It is read and checked as a whole. Any reader of safetensors reads
-the file. No torch here: ``writing`` writes the file, and ``reading`` makes tensors of its bytes.
+and where the rectangle begins in it (``layout``). It is read and checked as a whole. No torch here.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Copies a run's checkpoints behind a URL while training goes on.
 
 A store has no rename. A checkpoint there is complete when its manifest is there, which is written last and deleted
-first. Every rank uploads its own file. The first rank waits until the store lists all files in their full size, and
-then writes the manifest. One checkpoint at a time is on its way: those that are due meanwhile stay on this machine
-alone.
+first. Every rank uploads its own file, and the first rank the manifest once the store lists all files in their full
+size. One checkpoint at a time is on its way: those that are due meanwhile stay on this machine alone.
 
-While a run trains, only the thread of an upload talks to the store, and nobody waits for that thread. So a store that
-is slow or answers nothing never holds up a step.
+While a run trains, only the thread of an upload talks to the store, and nobody waits for that thread.
 """
 
 from __future__ import annotations
@@ -50,13 +48,11 @@ class Store:
     """The checkpoints of one run behind a URL. All methods raise ``OSError`` when the store does not answer."""
 
     def __init__(self, url: str) -> None:
-        """Raises ``ConfigError`` if there is no file system for the URL."""
         folder = place_at(url)
         assert isinstance(folder, Url), f"{url} is a URL"
         self.folder = folder
 
     def checkpoint(self, step: int) -> Url:
-        """The folder of a checkpoint."""
         return self.folder / step_name(step)
 
     def complete(self) -> list[int]:
@@ -80,15 +76,8 @@ class Store:
         return True
 
     def put(self, source: Path, step: int) -> None:
-        """Copy a file into a checkpoint's folder."""
         seconds = _PATIENCE_SECONDS + source.stat().st_size / _SLOWEST_BYTES_PER_SECOND
         (self.checkpoint(step) / source.name).put(source, seconds)
-
-    def put_manifest(self, local: Path, step: int) -> None:
-        """Copy the manifest, which completes the checkpoint. Raises ``CheckpointError`` unless it arrived whole."""
-        self.put(local / MANIFEST, step)
-        if read_file(self.checkpoint(step) / MANIFEST) != (local / MANIFEST).read_bytes():
-            raise CheckpointError(f"{self.checkpoint(step)}/{MANIFEST} is not what was sent")
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint, the manifest first."""
@@ -130,46 +119,43 @@ class Uploader:
     @property
     def step_under_way(self) -> int | None:
         """The checkpoint that this rank is uploading; None: none."""
-        self._settle(waits=False)
+        if self._pending is not None and self._pending[1].done():
+            self._settle()
         return self._pending[0] if self._pending is not None else None
 
     def start(self, step: int, file_number: int) -> None:
         """Upload this rank's file in the background, and on the first rank the manifest behind all files."""
-        self._settle(waits=True)
+        self._settle()
         self._pending = step, in_a_thread(lambda: self._upload(step, file_number))
 
     def finish(self, seconds: float | None = None) -> None:
         """Wait for the upload under way, at most ``seconds``. Raises ``CheckpointError`` if the last one failed."""
-        if self._pending is not None:
-            step, future = self._pending
-            if not wait([future], seconds).done:
-                self._pending = None
-                self._failed(step, CheckpointError(f"it did not arrive within {seconds:.0f} s"))
-        self._settle(waits=True)
+        self._settle(seconds)
         if self._failure is not None:
             raise self._failure
 
-    def _settle(self, *, waits: bool) -> None:
-        if self._pending is None or not (waits or self._pending[1].done()):
+    def _settle(self, seconds: float | None = None) -> None:
+        if self._pending is None:
             return
         (step, future), self._pending = self._pending, None
         try:
+            if not wait([future], seconds).done:
+                raise CheckpointError(f"it did not arrive within {seconds:.0f} s")
             future.result()
             self._failure = None
         except (OSError, CheckpointError, ConfigError) as error:
-            self._failed(step, unreachable(error, self.store.folder) if isinstance(error, OSError) else error)
-
-    def _failed(self, step: int, error: Exception) -> None:
-        self._failure = CheckpointError(
-            f"the checkpoint {step_name(step)} could not be uploaded ({str(error).rstrip('.')})",
-            so=f"the copy in {self._folder} is whole, and so are older checkpoints in {self.store.folder}",
-            fix=how_to_upload(self._folder / step_name(step), self.store.folder),
-        )
-        self._failure.__cause__ = error
-        if self.is_first:
-            self._say(f"warning {self._failure}")
-        else:
-            logger.warning("%s", self._failure)
+            cause = unreachable(error, self.store.folder) if isinstance(error, OSError) else error
+            local = self._folder / step_name(step)
+            self._failure = CheckpointError(
+                f"the checkpoint {step_name(step)} could not be uploaded ({str(cause).rstrip('.')})",
+                so=f"the copy in {self._folder} is whole, and so are older checkpoints in {self.store.folder}",
+                fix=f"when the store answers again, copy {local} there, {MANIFEST} last",
+            )
+            self._failure.__cause__ = cause
+            if self.is_first:
+                self._say(f"warning {self._failure}")
+            else:
+                logger.warning("%s", self._failure)
 
     def _upload(self, step: int, file_number: int) -> None:
         local = self._folder / step_name(step)
@@ -179,7 +165,9 @@ class Uploader:
         manifest = read_manifest(local)
         self._wait_for_all(step, manifest)
         check_owner(self.store.folder, self._run_id)
-        self.store.put_manifest(local, step)
+        self.store.put(local / MANIFEST, step)
+        if read_file(self.store.checkpoint(step) / MANIFEST) != (local / MANIFEST).read_bytes():
+            raise CheckpointError(f"{self.store.checkpoint(step)}/{MANIFEST} is not what was sent")
         for old in to_delete(self.store.complete(), self.config, also_kept=self.also_kept):
             self.store.remove(old)
 
@@ -233,27 +221,3 @@ def run_id_of(folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, uuid.uuid4().hex.encode())
     return path.read_text(encoding="utf-8")
-
-
-def how_to_upload(local: Path, url: object) -> str:
-    """The command that uploads a checkpoint by hand."""
-    return f"when the store answers again, run `bytescale checkpoint upload {local} {url}`"
-
-
-def upload_checkpoint(local: Path, url: str) -> str:
-    """Copy one whole checkpoint of this machine behind ``url``, which holds checkpoints. Returns its URL.
-
-    Raises:
-        CheckpointError: ``local`` is no whole checkpoint, or the store cannot be reached.
-        ConfigError: there is no file system for ``url``.
-    """
-    manifest, store = read_manifest(local), Store(url)
-    step = manifest.state.step
-    try:
-        store.remove(step)
-        for number in range(len(manifest.files)):
-            store.put(local / file_name(number), step)
-        store.put_manifest(local, step)
-    except OSError as error:
-        raise unreachable(error, url) from error
-    return str(store.checkpoint(step))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bytescale.checkpoint.layout import Layout
@@ -15,18 +13,14 @@ from bytescale.checkpoint.manifest import (
     file_name,
     read_manifest,
     unreachable,
-    wrong_companions,
 )
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
 from bytescale.common.errors import BytescaleError
 from bytescale.storage.place import Place, file_sizes, folders_in
 
 
-def problems_of(folder: Place, *, part: tuple[int, int] = (0, 1)) -> list[str]:
+def problems_of(folder: Place) -> list[str]:
     """What is wrong with a checkpoint; an empty list: every byte is what was written.
-
-    Args:
-        part: ``(i, n)`` checks one in n of the files with tensors.
 
     Raises ``CheckpointError`` if the folder is no checkpoint, or cannot be reached.
     """
@@ -37,14 +31,15 @@ def problems_of(folder: Place, *, part: tuple[int, int] = (0, 1)) -> list[str]:
     found = wrong_files(folder, manifest)
     if found:
         return found
-    expected = _expected_pieces(manifest)
-    for number in range(part[0], len(manifest.files), part[1]):
+    shards = {
+        layout.file_of(shard): (layout, shard) for layout in manifest.layouts for shard in range(layout.num_shards)
+    }
+    for number, written in enumerate(manifest.files):
         try:
-            file = TensorFile(folder, file_name(number), manifest.files[number])
-            _check_file(folder, file, expected[number])
+            _check_file(folder, TensorFile(folder, file_name(number), written), shards.get(number))
         except CheckpointDamage as damage:
             found.append(str(damage))
-    return found + (wrong_companions(folder, manifest) if part[0] == 0 else [])
+    return found
 
 
 def wrong_files(folder: Place, manifest: Manifest) -> list[str]:
@@ -54,7 +49,6 @@ def wrong_files(folder: Place, manifest: Manifest) -> list[str]:
     except OSError as error:
         raise unreachable(error, folder) from error
     sizes = {file_name(number): file.num_bytes for number, file in enumerate(manifest.files)}
-    sizes |= {name: size for name, (size, _) in manifest.companions.items()}
     found = [str(damaged(folder, name, "the file is missing")) for name in sizes if name not in there]
     found += [
         str(damaged(folder, name, f"it has {there[name]} bytes, and {size} were written"))
@@ -93,27 +87,13 @@ def _listed(folder: Place, step: int) -> ListedCheckpoint:
         return ListedCheckpoint(folder.name, step, sum(file_sizes(folder).values()), {}, str(error))
 
 
-def _expected_pieces(manifest: Manifest) -> dict[int, list[tuple[Layout, int]]]:
-    """The layouts and shards whose pieces each file should have."""
-    expected: dict[int, list[tuple[Layout, int]]] = defaultdict(list)
-    for layout in manifest.layouts:
-        for shard in range(layout.num_shards):
-            expected[layout.file_of(shard)].append((layout, shard))
-    return expected
-
-
-def _check_file(folder: Place, file: TensorFile, held: Sequence[tuple[Layout, int]]) -> None:
-    """Raise ``CheckpointDamage`` unless the file has the pieces that the layouts say, and every byte is right."""
-    pieces = {
-        (piece.entry.name, piece.box): piece
-        for layout, shard in held
-        for piece in layout.pieces(shard)
-        if piece.entry.written
-    }
-    names = {(name, box) for name, box in pieces}
+def _check_file(folder: Place, file: TensorFile, held: tuple[Layout, int] | None) -> None:
+    """Raise ``CheckpointDamage`` unless the file has the pieces that its layout says, and every byte is right."""
+    pieces = held[0].pieces(held[1]) if held else ()
+    boxes = [(piece.entry.name, piece.box) for piece in pieces if piece.entry.written]
     stored = set(file.pieces())
     states = {piece.partition(".")[0] for piece in stored}
-    expected = {piece_name(state, name, box): box for state in states for name, box in names}
+    expected = {piece_name(state, name, box): box for state in states for name, box in boxes}
     odd = sorted(stored.symmetric_difference(expected))
     if odd:
         raise damaged(folder, file.name, f"{odd[0]} is {'surplus' if odd[0] in stored else 'missing'}")

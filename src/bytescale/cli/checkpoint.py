@@ -31,25 +31,11 @@ class VerifyOptions:
     """A checkpoint, a run folder, or the URL of either."""
 
 
-@dataclass(slots=True, kw_only=True)
-class UploadOptions:
-    """Copy a checkpoint to where checkpoint.folder = "URL" puts those of a run."""
-
-    folder: Annotated[Path, tyro.conf.Positional]
-    """A folder checkpoints/step-*."""
-    url: Annotated[str, tyro.conf.Positional]
-    """The URL that holds the checkpoints."""
-
-
 def run(arguments: Sequence[str]) -> int:
     """Returns the exit code: 1 where a checkpoint is not whole."""
-    commands: dict[str, Callable[[Sequence[str]], int]] = {
-        "list": _list,
-        "verify": _verify,
-        "upload": _upload,
-    }
+    commands: dict[str, Callable[[Sequence[str]], int]] = {"list": _list, "verify": _verify}
     if not arguments or arguments[0] not in commands:
-        print("usage: bytescale checkpoint list RUN | verify FOLDER|RUN | upload FOLDER URL")
+        print("usage: bytescale checkpoint list RUN | verify FOLDER|RUN")
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
     return commands[arguments[0]](arguments[1:])
 
@@ -101,14 +87,6 @@ def _verify(arguments: Sequence[str]) -> int:
         wrong += bool(found)
         print(f"{one}: " + ("every byte is what was written" if not found else "\n  ".join(["not whole", *found])))
     return int(wrong > 0)
-
-
-def _upload(arguments: Sequence[str]) -> int:
-    from bytescale.checkpoint.upload import upload_checkpoint
-
-    options = parse(UploadOptions, arguments, prog="bytescale checkpoint upload")
-    print(f"{options.folder}: now also {upload_checkpoint(options.folder, options.url)}")
-    return 0
 
 
 def _checkpoints_of(place: str) -> str:

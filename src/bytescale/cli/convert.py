@@ -1,4 +1,4 @@
-"""``bytescale convert``: turns a checkpoint into a Hugging Face folder, or a Hugging Face folder into a checkpoint."""
+"""``bytescale convert``: turns a checkpoint into a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -10,34 +10,20 @@ from typing import Annotated, Literal
 import tyro
 
 from bytescale.cli.options import parse
-from bytescale.common.units import GIBI, format_bytes, format_si
-from bytescale.config import (
-    CHECKPOINT_PREFIX,
-    HF_PREFIX,
-    AttachedArchitecture,
-    Config,
-    DataConfig,
-    ModelConfig,
-    load_config,
-    resolve_model,
-)
+from bytescale.common.units import GIBI, format_bytes
+from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config, DataConfig, load_config
 
 
 @dataclass(slots=True, kw_only=True)
 class ConvertOptions:
-    """Turn a checkpoint into a Hugging Face folder, or the other way round.
-
-    bytescale convert runs/NAME/checkpoints/step-000050 FOLDER writes a folder for transformers. bytescale convert
-    HF_FOLDER FOLDER writes a checkpoint, for bytescale train CONFIG.toml --init checkpoint:FOLDER; training can also
-    read the Hugging Face folder itself, with --init hf:HF_FOLDER.
-    """
+    """Turn a checkpoint into a Hugging Face folder: bytescale convert runs/NAME/checkpoints/step-000050 FOLDER."""
 
     source: Annotated[str, tyro.conf.Positional]
-    """A checkpoint (checkpoints/step-*), or its URL; or a Hugging Face folder with config.json and safetensors."""
+    """A checkpoint (checkpoints/step-*), or its URL."""
     folder: Annotated[Path, tyro.conf.Positional]
     """The folder to write. It must not exist yet."""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """The dtype of the weights in a Hugging Face folder. Checkpoints always have fp32."""
+    """The dtype of the weights that are written. Checkpoints have fp32."""
     shard_bytes: int = 5 * GIBI
     """Largest size of a safetensors file, in bytes."""
     push: str = ""
@@ -48,21 +34,6 @@ def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale convert``. Returns the exit code."""
     options = parse(ConvertOptions, arguments, prog="bytescale convert")
     source = Path(options.source)
-    if (source / "config.json").is_file() and not (source / "run_state.json").is_file():
-        from bytescale.checkpoint.hugging_face import import_folder
-
-        shape = resolve_model(ModelConfig(preset=f"{HF_PREFIX}{source}"))  # raises what training would raise
-        if isinstance(shape, AttachedArchitecture):
-            from bytescale.hf.files.folder import import_attached
-
-            count = import_attached(source, options.folder, shape)
-        else:
-            count = import_folder(source, options.folder)
-        print(f"wrote {options.folder}: a checkpoint of {format_si(count)} weights")
-        if options.push:
-            print("--push uploads folders of Hugging Face, not checkpoints: nothing was uploaded")
-        print(f"start from it: bytescale train CONFIG.toml --init checkpoint:{options.folder}")
-        return 0
     config = source.resolve().parent.parent / "config.toml"
     shards = _exporter(options.source)(
         options.source,
@@ -98,7 +69,7 @@ def _exporter(checkpoint: str) -> Callable[..., list[Path]]:
 def _run_config(checkpoint: Path, path: Path) -> Config | None:
     """The run's settings, which begin with the folder that the weights came from, where it can still be found.
 
-    That is the checkpoint itself if it was converted, else the run's own copy, else the folder that the run names.
+    That is the run's own copy, else the folder that the run names.
     """
     from bytescale.train.run_folder import origin_of
 

@@ -12,10 +12,8 @@ from typing import ClassVar, Literal
 
 from bytescale.cli.options import Settings, leading_path, read
 from bytescale.common.cuda_allocator import use_expandable_segments
-from bytescale.common.environment import environment
 from bytescale.common.errors import ConfigError
 from bytescale.common.private_folder import private_folder
-from bytescale.common.versions import require_torch
 from bytescale.config import (
     CHECKPOINT_PREFIX,
     HF_PREFIX,
@@ -66,7 +64,6 @@ def run(arguments: Sequence[str]) -> int:
 def start_training(options: TrainOptions) -> None:
     """Train with these options, in this process or in ranks that run the same command."""
     use_expandable_segments()  # has to come before torch is imported; the ranks started from here inherit it
-    require_torch()
     config = options.config
     validate(config, num_ranks=_ranks_of_torchrun())
     if config.trainer.epochs:
@@ -308,8 +305,13 @@ def _ray_if_needed(config: Config, launch: str) -> Iterator[None]:
         return
     from bytescale.data.remote.ray_cluster import ray_cluster
 
-    with ray_cluster(config.data.ray_address, config.parallel.ranks) as address, environment({"RAY_ADDRESS": address}):
-        yield  # the ranks inherit the address
+    with ray_cluster(config.data.ray_address, config.parallel.ranks) as address:
+        before = os.environ.get("RAY_ADDRESS", "")
+        os.environ["RAY_ADDRESS"] = address  # the ranks inherit it
+        try:
+            yield
+        finally:
+            os.environ["RAY_ADDRESS"] = before  # empty: none
 
 
 def _start_ranks_on_ray(config: Config) -> None:

@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol, Self, TypeVar
-
-
-class Array(Protocol):
-    """The one method that a cut needs of a tensor. This layer does not import torch."""
-
-    def narrow(self, dim: int, start: int, length: int) -> Self: ...
-
-
-T = TypeVar("T", bound=Array)
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +39,6 @@ class Cut:
         """Return the cut of ``whole[i]``, for any i. The parameter must not be cut along its first dimension."""
         return replace(self, shape=self.shape[1:], dim=max(self.dim - 1, 0))
 
-    def of(self, whole: T) -> T:
-        """Return this part of the parameter ``whole``, as a view."""
+    def of(self, whole: Any) -> Any:
+        """Return this part of the tensor ``whole``, as a view. This layer does not import torch."""
         return whole if self.count == 1 else whole.narrow(self.dim, self.start, self.part_shape[self.dim])

@@ -51,13 +51,7 @@ class NonFiniteError(BytescaleError, ArithmeticError):
 
 
 def problem(what: str, *, so: str = "", fix: str = "") -> str:
-    """Return an error message in the form that all messages of bytescale have.
-
-    Args:
-        what: what is wrong, with the value.
-        so: the consequence; may be left out.
-        fix: what the user has to do; may be left out.
-    """
+    """Return a message: what is wrong, with the value; the consequence; and what the user has to do."""
     parts = [what, so, f"To fix: {fix}" if fix else ""]
     return visible(" ".join(_sentence(part) for part in parts if part))
 

@@ -62,19 +62,13 @@ def unexpected(error: Exception) -> UnexpectedError:
     )
 
 
-def keep_trace(trace: str, folder: str | None = None) -> Path | str:
-    """Write a stack trace to a new file that only this user can read. Returns its path, or why there is none.
-
-    Args:
-        trace: the text.
-        folder: where; the system's temporary folder if that is None or cannot be written.
-    """
-    for parent in (folder, None):
-        with suppress(OSError):
-            number, path = tempfile.mkstemp(prefix="bytescale-trace-", suffix=".txt", dir=parent)
-            with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(trace)
-            return Path(path)
+def keep_trace(trace: str) -> Path | str:
+    """Write a stack trace to a new file that only this user can read. Returns its path, or why there is none."""
+    with suppress(OSError):
+        number, path = tempfile.mkstemp(prefix="bytescale-trace-", suffix=".txt")
+        with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(trace)
+        return Path(path)
     return "no file, as none can be written"
 
 

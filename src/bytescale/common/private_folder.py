@@ -15,14 +15,10 @@ from typing import IO
 
 @contextmanager
 def private_folder(prefix: str, parent: str | None = None) -> Iterator[Path]:
-    """Make a folder of mode 0700 for the time of the block.
+    """Make a folder of mode 0700 for the time of the block, in ``parent`` or the system's temporary folder.
 
-    The owner holds a lock inside of the folder, which the kernel frees when the owner dies. A process id would not do:
-    containers that share a temporary folder have process ids of their own.
-
-    Args:
-        prefix: the name begins with it. Unlocked folders of this user with the same prefix are removed first.
-        parent: where it is made; None: the system's temporary folder.
+    Its owner holds a lock inside of it, which the kernel frees when the owner dies: process ids would not do between
+    containers. Unlocked folders of this user with the same ``prefix`` are removed first.
     """
     parent = parent or tempfile.gettempdir()
     for folder in Path(parent).glob(f"{prefix}*"):

@@ -27,6 +27,8 @@ RENAMED = {"planner.balance": 'write planner.name = "adaptive" or "paper" instea
     f"trainer.{name}": f"write {section}.{name}" for section, names in _LEFT_TRAINER.items() for name in names
 }
 """What to write instead of a setting of 0.1.0."""
+WITHOUT_EFFECT = {"checkpoint.export_every": 0}
+"""Settings that are gone, with the value that changed nothing: a run folder names all settings of its time."""
 
 
 DEMO_CONFIG = Path(__file__).with_name("demo.toml")
@@ -79,6 +81,8 @@ def _section(kind: type[Section], content: dict[str, Any], where: str, prefix: s
     hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     for name, value in content.items():
+        if name not in specs and value == WITHOUT_EFFECT.get(prefix + name, ...):
+            continue
         if name not in specs:
             what = "section" if not prefix and isinstance(value, dict) else "key"
             raise ConfigError(

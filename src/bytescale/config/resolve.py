@@ -112,7 +112,7 @@ def _stored_architecture(folder: str) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{folder} is not a checkpoint of bytescale: {error}",
-            fix="name a folder checkpoints/step-*, or what bytescale convert has made of a Hugging Face folder",
+            fix="name a folder checkpoints/step-*",
         ) from error
 
 

@@ -350,8 +350,6 @@ class CheckpointConfig:
     """Checkpoints whose step is a multiple of this are kept for ever; 0: none are."""
     background: bool = True
     """Write while training goes on."""
-    export_every: int = field(default=0, metadata=limits(least=0))
-    """Steps between Hugging Face folders written beside checkpoints, in the run folder's exports/; 0: none."""
     folder: str = ""
     """Where checkpoints are: a folder, or a URL (s3://BUCKET/NAME, or any that fsspec knows); empty: the run folder.
     Behind a URL they arrive while training goes on, and the run folder has copies."""

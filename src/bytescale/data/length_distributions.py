@@ -53,20 +53,17 @@ def sample_lengths(
 ) -> IntArray:
     """Draw the lengths of documents that have about ``num_tokens`` tokens together, in random order.
 
-    1. Each bucket gets its share of ``num_tokens``, and so this number of tokens divided by its mean length documents.
-       A fraction of a document becomes a whole one with that probability. So the expected share of every bucket is
-       exact, even if the share is less than one document.
+    1. Each bucket gets its share of ``num_tokens``. A fraction of a document becomes a whole one with that probability,
+       so the expected share is exact.
     2. Lengths are log-uniform inside a bucket. In the last bucket all lengths are exactly the upper edge.
-    3. Documents above ``max_length`` are split into samples of ``max_length`` tokens and a rest, as
-       ``over_length = "split"`` does. So a shorter context changes the lengths and not the number of tokens.
+    3. Documents above ``max_length`` are split, as ``over_length = "split"`` does.
 
     Args:
         name: ``github`` or ``byted``.
         num_tokens: expected sum of the lengths.
         seed: equal seeds give equal lengths.
         max_length: context length in tokens; None: the upper edge of the last bucket (2M).
-        lowest_edge: lower edge of the first bucket in tokens; None: the stored one (512). A lower edge gives the same
-            tokens in more documents.
+        lowest_edge: lower edge of the first bucket in tokens; None: the stored one (512).
 
     Returns:
         int64, one length per sequence, each at least 1.

@@ -1,11 +1,8 @@
 """Opens fsspec's file systems with time limits of our own, and turns all their errors into one kind.
 
-Two rules hold for every protocol:
-
-* Every error of a file system becomes an ``OSError`` that names the URL. It is a ``PermissionError`` or a
-  ``FileNotFoundError`` if trying again is hopeless, and a plain ``OSError`` if trying again may help.
-* The client of a file system tries once or twice and does not wait for minutes. ``data.sources.retry`` tries again,
-  and logs that it does.
+Every error of a file system becomes an ``OSError`` that names the URL: a ``PermissionError`` or a ``FileNotFoundError``
+if trying again is hopeless, and else a plain one. A client tries once or twice; ``storage.retry`` tries again, and logs
+that it does.
 """
 
 from __future__ import annotations
@@ -111,7 +108,7 @@ def guarded(url: str, action: Callable[[], Result]) -> Result:
 
 
 def _settings(protocol: str) -> dict[str, Any]:
-    """Return the settings with which a file system is opened. fsspec's own configuration takes precedence."""
+    """With what a file system is opened. fsspec's own configuration takes precedence."""
     ours: dict[str, dict[str, Any]] = {}
     if protocol in ("s3", "s3a"):
         retries = {"mode": "standard", "total_max_attempts": 2}
@@ -165,10 +162,7 @@ def _how_to_install(protocol: str) -> str:
 
 
 def _as_os_error(error: Exception, url: str) -> OSError:
-    """Return ``error`` as an ``OSError`` with its reason and ``url``. The kind tells whether trying again may help.
-
-    The cause of ``error`` decides where there is one, because fsspec reports every failing HTTP file as missing.
-    """
+    """Return ``error`` as an ``OSError``. Its cause decides: fsspec reports every failing HTTP file as missing."""
     if type(error) in _KINDS and isinstance(error, OSError) and error.strerror and error.filename:
         return error
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
@@ -187,7 +181,7 @@ def _as_os_error(error: Exception, url: str) -> OSError:
 
 
 def _status(error: Exception) -> int | None:
-    """Return the HTTP status in an error of aiohttp, requests or botocore, or None if it has none."""
+    """The HTTP status in an error of aiohttp, requests or botocore, or None."""
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode")

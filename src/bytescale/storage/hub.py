@@ -28,43 +28,29 @@ def local_folder(model: str, *, weights: bool = True) -> str:
     named = _MODEL_ID.fullmatch(model)
     if named is None or Path(model).expanduser().exists():
         return model
-    # Imported here: most commands need no Hub.
-    try:
-        from huggingface_hub import constants, snapshot_download
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            HfHubHTTPError,
-            LocalEntryNotFoundError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
+    try:  # imported here: most commands need no Hub
+        from huggingface_hub import constants, errors, snapshot_download
     except ImportError as error:
         cause = f"{model} is no folder here, and huggingface_hub is not installed"
         raise ConfigError(cause, fix="name a folder, or pip install 'bytescale[hf]'") from error
 
+    name, hub = named["id"], constants.ENDPOINT
+    files = [*_FILES, *(["*.safetensors"] if weights else [])]
     try:
-        return snapshot_download(
-            named["id"], revision=named["revision"], allow_patterns=[*_FILES, *(["*.safetensors"] if weights else [])]
-        )
-    except GatedRepoError as error:
-        cause = f"{named['id']} is a gated model, and its owner has not given access to the token of this machine"
-        fix = f"ask for access on {constants.ENDPOINT}/{named['id']}, then run `hf auth login`"
+        return snapshot_download(name, revision=named["revision"], allow_patterns=files)
+    except errors.GatedRepoError as error:
+        cause = f"{name} is a gated model, and its owner has not given access to the token of this machine"
+        fix = f"ask for access on {hub}/{name}, then run `hf auth login`"
         raise ConfigError(cause, so="its weights cannot be downloaded", fix=fix) from error
-    except RevisionNotFoundError as error:
-        cause = f"{named['id']} has no revision {named['revision']}"
+    except errors.RevisionNotFoundError as error:
+        cause = f"{name} has no revision {named['revision']}"
         raise ConfigError(cause, fix="name a branch, a tag or a commit of it") from error
-    except RepositoryNotFoundError as error:
-        cause = f"{model} is no folder here, and {constants.ENDPOINT} has no model {named['id']} that may be read"
-        fix = "correct the name; for a private model run `hf auth login`"
-        raise ConfigError(cause, fix=fix) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        cause = (
-            f"{model} is no folder here, and it cannot be downloaded from {constants.ENDPOINT} ({_first_line(error)})"
-        )
-        fix = (
-            f"where there is a network, run `hf download {named['id']} --local-dir FOLDER`, bring the folder here, and "
-            "name it instead"
-        )
+    except errors.RepositoryNotFoundError as error:
+        cause = f"{model} is no folder here, and {hub} has no model {name} that may be read"
+        raise ConfigError(cause, fix="correct the name; for a private model run `hf auth login`") from error
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
+        cause = f"{model} is no folder here, and it cannot be downloaded from {hub} ({_first_line(error)})"
+        fix = f"where there is a network, run `hf download {name} --local-dir FOLDER`, and name a copy of it instead"
         raise ConfigError(cause, so="there are no weights to begin with", fix=fix) from error
 
 

@@ -1,9 +1,8 @@
-"""Places of files and folders: a ``Path`` on this machine, or a ``Url`` that fsspec can open (s3://, hdfs://,
-memory://).
+"""Places of files and folders: a ``Path`` on this machine, or a ``Url`` that fsspec can open (s3://, hdfs://, ...).
 
-Every error of a remote file system becomes an ``OSError`` that names the URL (``storage.filesystems``), so that
-retries and messages deal with one kind of failure only. Methods of ``Url`` that ``Path`` has too make one attempt,
-because those who read a stream have to begin again as a whole. All others try again some times by themselves.
+Every error of a remote file system becomes an ``OSError`` that names the URL (``storage.filesystems``). Methods of
+``Url`` that ``Path`` has too make one attempt, because those who read a stream have to begin again as a whole. All
+others try again some times by themselves.
 """
 
 from __future__ import annotations
@@ -35,16 +34,13 @@ class Url:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
         return PurePosixPath(self._parts()[0]).name
 
     @property
     def suffix(self) -> str:
-        """The ending of the path, such as ``.jsonl``."""
         return PurePosixPath(self._parts()[0]).suffix
 
     def absolute(self) -> Url:
-        """Return this object: a URL is absolute."""
         return self
 
     def with_suffix(self, suffix: str) -> Url:
@@ -76,11 +72,8 @@ class Url:
     def describe(self, listed: Mapping[str, Any] | None = None) -> tuple[int, int]:
         """Return the size in bytes, and a number that changes when the file system reports changed content.
 
-        Args:
-            listed: the entry of the file in a listing, if there was a listing. It saves a request.
-
-        Raises:
-            OSError: the file system does not answer, or does not know the size.
+        ``listed`` is the entry of the file in a listing, which saves a request. Raises ``OSError``, also for an unknown
+        size.
         """
         system, path = open_filesystem(self.url)
         info = guarded(self.url, lambda: system.info(path)) if listed is None else listed
@@ -149,10 +142,7 @@ def has_no_folders(url: str) -> bool:
 
 
 def file_sizes(folder: Place) -> dict[str, int]:
-    """Return the names of the files in a folder, with their bytes. A folder behind a URL that is not there has none.
-
-    Raises ``OSError``.
-    """
+    """Return the names of the files in a folder, which need not exist behind a URL, with their bytes."""
     if isinstance(folder, Path):
         return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     return {name: int(info["size"]) for name, info in _listed(folder).items() if info["type"] == "file"}
@@ -173,10 +163,7 @@ def read_file(file: Place) -> bytes:
 
 
 def read_into(file: Place, offset: int, target: memoryview) -> int:
-    """Fill ``target`` with the bytes of a file from ``offset`` on. Raises ``OSError``.
-
-    Returns the number of bytes, which is less than ``target`` holds only at the file's end.
-    """
+    """Fill ``target`` with a file's bytes from ``offset`` on. Returns their number. Raises ``OSError``."""
     if not len(target):
         return 0
     if isinstance(file, Url):

@@ -65,18 +65,12 @@ def with_retries(
     raise AssertionError("the last attempt returns or raises")
 
 
-def tried(
-    url: str,
-    action: Callable[[], Result],
-    sleep: Callable[[float], None] = time.sleep,
-    *,
-    seconds: float = ANSWER_SECONDS,
-) -> Result:
+def tried(url: str, action: Callable[[], Result], *, seconds: float = ANSWER_SECONDS) -> Result:
     """Return ``action()``, a request to a store, tried again some times. Its errors are ``OSError``.
 
     Each try is given up after ``seconds``, because not every file system has time limits of its own.
     """
-    return with_retries(lambda: guarded(url, lambda: _within(seconds, action)), RETRIES, sleep, seconds=seconds)
+    return with_retries(lambda: guarded(url, lambda: _within(seconds, action)), RETRIES, seconds=seconds)
 
 
 def _within(seconds: float, action: Callable[[], Result]) -> Result:

@@ -55,10 +55,6 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def exports(self) -> Path:
-        return self.path / "exports"
-
-    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -136,13 +132,13 @@ def origin_of(init: str) -> Path | None:
     """The folder with the config.json that weights came from at first, or None.
 
     Args:
-        init: as ``trainer.init``: ``hf:FOLDER``, or ``checkpoint:FOLDER`` for a checkpoint of a run or a converted one.
+        init: as ``trainer.init``: ``hf:FOLDER``, or ``checkpoint:FOLDER`` for a checkpoint of a run.
     """
     kind, _, name = init.partition(":")
     folder = Path(name).expanduser()
-    of_run = folder.resolve().parent.parent / "origin"
-    candidates = [folder] if kind == "hf" else [folder, of_run] if kind == "checkpoint" else []
-    return next((path for path in candidates if (path / "config.json").is_file()), None)
+    if kind == "checkpoint":
+        folder = folder.resolve().parent.parent / "origin"
+    return folder if kind in ("hf", "checkpoint") and (folder / "config.json").is_file() else None
 
 
 def default_run_dir(config_name: str) -> str:

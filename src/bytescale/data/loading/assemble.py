@@ -1,7 +1,5 @@
-"""From ranges of tokens to the data of micro-batches: labels, weights and fields. Both loaders do it here.
+"""From slices of the corpus to the data of micro-batches: labels, weights and fields. Both loaders do it here.
 
-A *slice* is a range of tokens of one part of the corpus, with those fields that the part has. A loader of this process
-slices memory maps, and servers send slices.
 Letters: P segments of all micro-batches of a rank, in their order; T tokens.
 """
 
@@ -119,14 +117,7 @@ def labelled(
 def assemble(
     rank_plan: RankPlan, segments: Segments, slices: Sequence[Slice], further_fields: Sequence[str] = ()
 ) -> tuple[MicroBatchData, ...]:
-    """Join slices into the data of each micro-batch.
-
-    Args:
-        rank_plan: the plan that ``segments`` belongs to.
-        segments: where each segment of the rank lies in the corpus.
-        slices: ``segments.ranges[i]`` tokens of segment i.
-        further_fields: the names of ``data.fields``.
-    """
+    """Join slices, ``segments.ranges[i]`` tokens of segment i, into the data of each micro-batch of ``rank_plan``."""
     has_weights = any(WEIGHTS in own for _, own in slices)
     names = (WEIGHTS, *further_fields) if has_weights else further_fields
     tokens, labels, found = labelled(segments, slices, names)

@@ -28,7 +28,7 @@ from bytescale.data.tokens.bpe import cached_bpe
 from bytescale.data.tokens.fields import WEIGHTS
 from bytescale.data.tokens.open_parts import OpenParts, Slice
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
-from bytescale.data.tokens.shards import Shard, ShardReader, remote_parts
+from bytescale.data.tokens.shards import Shard, ShardReader
 from bytescale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from bytescale.plan.rank_plan import RankPlan
 from bytescale.storage.retry import with_retries
@@ -63,11 +63,7 @@ class Corpus:
         return assemble(rank_plan, segments, self._slices(segments), self.further_fields)
 
     def documents(self, samples: Samples, fields: Sequence[str] = (WEIGHTS,)) -> list[dict[str, NDArray]]:
-        """Return samples as ``bytescale.HDP.plan`` takes documents.
-
-        Each has ``tokens`` and ``labels`` (int64 ``[length]``) and the named ``fields`` (fp32 ``[length]``), as
-        ``assemble.labelled`` returns them.
-        """
+        """Return samples as ``HDP.plan`` takes documents: ``tokens``, ``labels`` and the fields of ``labelled``."""
         segments = Segments.whole(samples)
         tokens, labels, found = labelled(segments, self._slices(segments), fields)
         columns: dict[str, NDArray] = {"tokens": tokens, "labels": labels, **found}
@@ -84,25 +80,18 @@ def prepare_corpus(
 ) -> Corpus:
     """Tokenise the sources of ``config``, as far as the cache does not have them, and open the corpus.
 
-    1. List the files (``data.sources``) and find or train the tokenizer.
-    2. Tokenise text, JSONL and Parquet files into ``.bin/.idx`` pairs in the cache, one pair per shard. ``.bin`` files
-       stay as they are.
-    3. Split, truncate or drop the documents that are longer than the context.
-
     With ``text_later``, a part of the text is tokenised only when it is first needed (``CorpusIndex.load``). With
-    ``ahead``, threads in the background also tokenise the parts that are expected, until ``Corpus.close``.
-
-    The cache key is made of the files' paths, sizes and times, the text key and the tokenizer. Several processes may
-    call this function at the same time.
+    ``ahead``, threads in the background also tokenise the parts that are expected, until ``Corpus.close``. Several
+    processes may call this function at the same time.
 
     Raises:
         ConfigError: a source matches nothing, or there is no such tokenizer.
         DataError: a file is broken, the corpus is empty, or a ``.bin`` was made with another tokenizer.
     """
     shards, reader = plan_shards(config, progress)
-    finder = TokeniseHere(shards, reader, config.num_workers, progress, ahead=ahead)
+    finder = TokeniseHere(shards, reader, progress, ahead=ahead)
     return Corpus(
-        parts=OpenParts(lambda part: reader.open_part(shards[part]), remote_parts(shards)),
+        parts=OpenParts(lambda part: reader.open_part(shards[part])),
         index=CorpusIndex(config, shards, reader.encode, finder, text_later=text_later),
         further_fields=config.fields,
         tokenizer=reader.tokenizer,
@@ -113,8 +102,7 @@ def prepare_corpus(
 def place_of_document(config: DataConfig, part: int, number: int) -> str:
     """Return where document ``number`` of a part of a corpus is, counted from 0: its file, and line or row.
 
-    The part's source is read again up to there, so this is for error messages. It fits corpora from which no document
-    was left out.
+    The part is read again, so this is for error messages. It fits corpora from which no document was left out.
     """
     shards, reader = plan_shards(config)
     if (file := shards[part].file) is not None:
@@ -129,18 +117,11 @@ class TokeniseHere:
     parts_ahead = 1
 
     def __init__(
-        self,
-        shards: Sequence[Shard],
-        reader: ShardReader,
-        num_workers: int,
-        progress: ProgressCallback,
-        *,
-        ahead: bool,
+        self, shards: Sequence[Shard], reader: ShardReader, progress: ProgressCallback, *, ahead: bool
     ) -> None:
         """Read nothing yet. With ``ahead``, ``expect`` starts to tokenise in a thread; without it, it does nothing."""
         self._shards = shards
         self._reader = reader
-        self._num_workers = num_workers
         self._progress = progress
         self._ahead = ahead
         self._threads: list[threading.Thread] = []
@@ -152,7 +133,9 @@ class TokeniseHere:
 
         def ahead() -> None:
             with suppress(Exception):
-                self._reader.prepare([self._shards[part] for part in parts], self._num_workers, self._stop_if_closed)
+                self._reader.prepare(
+                    [self._shards[part] for part in parts], self._reader.config.num_workers, self._stop_if_closed
+                )
 
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(threading.Thread(target=ahead, name="bytescale-tokeniser", daemon=True))
@@ -160,8 +143,8 @@ class TokeniseHere:
 
     def find(self, parts: Sequence[int]) -> list[PartContent]:
         shards = [self._shards[part] for part in parts]
-        self._reader.prepare(shards, self._num_workers, self._progress)
-        return [self._reader.open(shard, self._progress).content for shard in shards]
+        self._reader.prepare(shards, self._reader.config.num_workers, self._progress)
+        return [self._reader.content(shard, self._progress) for shard in shards]
 
     def close(self) -> None:
         """End the threads. Each ends after the unit of text (``data.sources.readers``) that it works on."""
@@ -175,10 +158,7 @@ class TokeniseHere:
 
 
 def plan_shards(config: DataConfig, progress: ProgressCallback = ignore_progress) -> tuple[list[Shard], ShardReader]:
-    """List the sources, find or train the tokenizer, and cut the corpus into shards. Raises as ``prepare_corpus``.
-
-    Returns the shards, and the reader that opens them.
-    """
+    """List the sources, find or train the tokenizer, and cut the corpus into shards, which the reader opens."""
     files = list_sources(config)
     reader = ShardReader.of(config, choose_tokenizer(config, files, progress))
     return reader.plan(files), reader

@@ -1,8 +1,7 @@
 """A run's record of its data: the token ranges that every rank was given in every step, and a check of the record.
 
-Each attempt at a run (the first start, and every restart) writes a folder of its own, in which each rank writes a file
-of JSON lines. A step that was repeated after a restart stands in several attempts. The last of them is the one that
-trained the weights.
+Each attempt at a run (the first start, and every restart) has a folder, in which each rank writes a file of JSON lines.
+Of a step that was repeated after a restart, the last attempt trained the weights.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,11 +32,9 @@ def recorder(folder: Path | None, rank: int, about: dict[str, int]) -> Callable[
     """Return a function that writes down the token ranges of a step: ``Feed.record`` of HDP rank ``rank``.
 
     Args:
-        folder: of this attempt, the same on all ranks; None in a process that records nothing, because another process
-            of the same HDP rank (of its tensor-parallel group or pipeline) does.
+        folder: of this attempt, the same on all ranks; None where another process of the same HDP rank records.
         rank: HDP rank of this process.
-        about: what stands in every line: ``num_ranks``, the number of HDP ranks, and ``batch_tokens``, which a resumed
-            run may change.
+        about: what stands in every line: ``num_ranks`` and ``batch_tokens``, which a resumed run may change.
     """
     if folder is None:
         return None
@@ -74,12 +72,9 @@ def new_attempt_folder(folder: Path) -> Path:
 
 
 def read_record(folder: Path, num_steps: int) -> list[tuple[IntArray, int | None]]:
-    """Return what trained the weights in steps 0 to ``num_steps - 1``.
+    """Return what trained the weights in each step: rows of ``segments_of`` of all ranks, and ``data.batch_tokens``.
 
-    For each step the rows of ``segments_of``, of all ranks, and ``data.batch_tokens`` (None in records of version 0.1).
-
-    Raises:
-        DataError: a step or a rank is missing.
+    Records of version 0.1 have None for the latter. Raises ``DataError`` if a step or a rank is missing.
     """
     given: dict[int, dict[int, IntArray]] = {}
     needed: dict[int, int] = {}
@@ -121,9 +116,7 @@ class RecordCheck:
 def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfig) -> RecordCheck:
     """Compare every token range of a record with the batches that the seed and the corpus ask for.
 
-    Raises:
-        DataError: a token was lost, given twice, or differs from the token in the corpus. The message names the first
-            such step.
+    Raises ``DataError`` for the first step in which a token was lost, given twice, or differs from the corpus.
     """
     sampler = BatchSampler(corpus.index, config)
     num_tokens = 0
@@ -133,36 +126,26 @@ def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfi
             sampler = BatchSampler(corpus.index, config, sampler.state_dict())
         batch = sampler.next_batch()
         names, starts, stops, checksums = segments.T
-        known, first = np.unique(batch.samples.name, return_index=True)  # where an epoch ends, a sample may come twice
-        one = batch.samples[first]
-        base = np.cumsum(one.length) - one.length
-        given, wanted = np.searchsorted(known, names), np.searchsorted(known, batch.samples.name)
-        if not np.isin(names, known).all() or not np.array_equal(
-            _coverage(base[given] + starts, base[given] + stops), _coverage(base[wanted], base[wanted] + batch.lengths)
-        ):
-            count, batch_tokens = int((stops - starts).sum()), batch.num_tokens
-            raise _wrong(
-                step, f"its ranks were given {count} tokens, which are not exactly the {batch_tokens} of its batch"
-            )
-        slices = corpus.parts.slices(one.part[given], one.start[given] + starts, stops - starts)
-        for row, (tokens, _) in enumerate(slices):
-            if _checksum(tokens) != checksums[row]:
-                document = f"document {one.document[given[row]]} of part {one.part[given[row]]}"
-                raise _wrong(step, f"tokens {starts[row]} to {stops[row]} of a sample of {document} differ")
+        samples, row_of = batch.samples, {name: row for row, name in enumerate(batch.samples.name.tolist())}
+        if _coverage(names, starts, stops) != _coverage(samples.name, np.zeros_like(samples.length), samples.length):
+            count, wanted = int((stops - starts).sum()), batch.num_tokens
+            raise _wrong(step, f"its ranks were given {count} tokens, which are not exactly the {wanted} of its batch")
+        rows = np.array([row_of[name] for name in names.tolist()], dtype=np.int64)
+        slices = corpus.parts.slices(samples.part[rows], samples.start[rows] + starts, stops - starts)
+        for number, (tokens, _) in enumerate(slices):
+            if _checksum(tokens) != checksums[number]:
+                document = f"document {samples.document[rows[number]]} of part {samples.part[rows[number]]}"
+                raise _wrong(step, f"tokens {starts[number]} to {stops[number]} of a sample of {document} differ")
         num_tokens += batch.num_tokens
     attempts = len(list(folder.glob("attempt-*")))
     return RecordCheck(num_steps=num_steps, num_tokens=num_tokens, num_attempts=attempts, state=sampler.state_dict())
 
 
-def _coverage(starts: IntArray, stops: IntArray) -> IntArray:
-    """Return how often ranges cover each token, in a form that is equal for equal coverage: int64 ``[2, N]``.
-
-    The first row holds the places at which the number of covering ranges changes, the second row by how much.
-    """
-    places, inverse = np.unique(np.concatenate([starts, stops]), return_inverse=True)
-    changes = np.zeros(len(places), dtype=np.int64)
-    np.add.at(changes, inverse, np.repeat([1, -1], len(starts)))
-    return np.stack([places[changes != 0], changes[changes != 0]])
+def _coverage(names: IntArray, starts: IntArray, stops: IntArray) -> dict[tuple[int, int], int]:
+    """By sample and token, by how much the number of ranges changes that cover the sample's tokens."""
+    changes = Counter(zip(names.tolist(), starts.tolist(), strict=True))
+    changes.subtract(Counter(zip(names.tolist(), stops.tolist(), strict=True)))
+    return {place: change for place, change in changes.items() if change}
 
 
 def _checksum(tokens: NDArray[np.integer]) -> int:

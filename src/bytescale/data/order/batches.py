@@ -1,7 +1,4 @@
-"""Decides which samples make up which global batch.
-
-The decision depends on the corpus, the seed and the token budget. It never depends on the number of ranks. A
-sample is a document, or a part of one (``data.order.samples``).
+"""Decides which samples make up which global batch, by the corpus, the seed and the token budget, never by the ranks.
 
 Epoch ``e`` reads the samples in an order that depends on (seed, ``e``) alone (``data.order.epoch``). The epochs form
 one endless stream of samples. A batch takes whole samples from the stream until the next one would exceed the budget.
@@ -52,17 +49,11 @@ class GlobalBatch:
     epoch: int
     """Epoch of the first sequence."""
     samples: Samples  # S of them
-    ends_epoch: bool
-    """Whether the batch holds the last sample of an epoch."""
 
     @property
     def lengths(self) -> IntArray:
         """``[S]`` tokens of each sequence."""
         return self.samples.length
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.samples)
 
     @property
     def num_tokens(self) -> int:
@@ -88,10 +79,7 @@ class GlobalBatch:
 
 
 def check_same(key: str, state: SamplerState, ours: object, settings: str) -> None:
-    """Raise ``CheckpointError`` if entry ``key`` of a saved state differs from ``ours``, the value of this run.
-
-    ``settings`` names the settings that the user would have to restore; it goes into the message.
-    """
+    """Raise ``CheckpointError`` if entry ``key`` of a saved state is not ``ours``, which comes from ``settings``."""
     if state.get(key) != ours:
         raise CheckpointError(
             f"the checkpoint was made with data {key} {state.get(key)}, this run has {ours}",
@@ -101,10 +89,7 @@ def check_same(key: str, state: SamplerState, ours: object, settings: str) -> No
 
 
 def batches_of_epochs(index: CorpusIndex, config: DataConfig, epochs: int) -> int:
-    """The number of batches that begin in the first ``epochs`` epochs, of a corpus that has been read.
-
-    With ``data.weights``, an epoch has ended when every source has been passed. Raises as ``BatchSampler``.
-    """
+    """The number of batches that begin in the first ``epochs`` epochs, with ``data.weights`` of every source."""
     sampler = BatchSampler(index, config)
     while True:
         batch = sampler.next_batch()
@@ -124,7 +109,7 @@ class BatchSampler:
         Raises:
             ConfigError: as ``check_batches``.
             CheckpointError: ``state`` belongs to other data.
-            DataError: a source with a weight has nothing to draw from, or a part that has to be read first is broken.
+            DataError: a source has nothing to draw from, or a part that has to be read first is broken.
         """
         check_batches(config)
         self._index = index
@@ -138,7 +123,6 @@ class BatchSampler:
             for number, own in enumerate(parts)
         ] or [SampleStream(index, np.arange(index.num_parts), window, self._seed)]
         if state is None:
-            self._load_first([None] * len(self._streams))
             for stream in self._streams:
                 stream.enter(0)
         else:
@@ -154,17 +138,16 @@ class BatchSampler:
         first_epoch = min(stream.epoch for stream in self._streams)
         at_most = 1 if len(self._streams) > 1 else self._batch_tokens  # after each sample, another source may be behind
         drawn: list[tuple[Samples, IntArray]] = []
-        budget, ends_epoch = self._batch_tokens, False
+        budget = self._batch_tokens
         while True:
             stream = min(self._streams, key=_PROGRESS)
-            samples, rows, num_tokens, epoch_ended = stream.draw(budget, at_most)
+            samples, rows, num_tokens = stream.draw(budget, at_most)
             if not len(rows):
                 break
             drawn.append((samples, rows))
             budget -= num_tokens
-            ends_epoch |= epoch_ended
         self._step += 1
-        return GlobalBatch(step=self._step - 1, epoch=first_epoch, samples=_picked(drawn), ends_epoch=ends_epoch)
+        return GlobalBatch(step=self._step - 1, epoch=first_epoch, samples=_picked(drawn))
 
     def state_dict(self) -> SamplerState:
         """Return where the next batch starts in every source, as plain numbers and strings for a checkpoint."""
@@ -182,27 +165,15 @@ class BatchSampler:
         }
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Go on where ``state`` was taken. No sample is repeated or skipped, even if ``batch_tokens`` has changed.
-
-        Raises:
-            CheckpointError: the state belongs to another corpus, context, over-length policy, order or mixture.
-            DataError: as ``SampleStream.enter``.
-        """
+        """Go on where ``state`` was taken. No sample is repeated or skipped, even if ``batch_tokens`` has changed."""
         check_same("corpus", state, self._index.fingerprint, "the files, tokenizer, context_length, over_length")
         check_same("shuffle_seed", state, self._seed, "shuffle_seed")
         check_same("weights", state, self._weights, "weights")
         check_same("shuffle_window", state, self._window, "shuffle_window_mib")
         places = [state] if self._weights is None else state["sources"]
-        self._load_first(places)
         for stream, place in zip(self._streams, places, strict=True):
             stream.load_state_dict(place)
         self._step = state["step"]
-
-    def _load_first(self, states: Sequence[dict[str, Any] | None]) -> None:
-        """Load what all sources of a mixture start with at the same time, before any part is expected."""
-        if len(self._streams) > 1:
-            parts = [stream.first_parts(state) for stream, state in zip(self._streams, states, strict=True)]
-            self._index.load([part for own in parts for part in own])
 
     @property
     def _window(self) -> str:
@@ -238,5 +209,5 @@ def batches_once(index: CorpusIndex, batch_tokens: int) -> Iterator[GlobalBatch]
     while start < len(samples):
         stop = int(np.searchsorted(before, before[start] + batch_tokens, side="right")) - 1
         stop = max(stop, start + 1)
-        yield GlobalBatch(step=step, epoch=0, samples=samples[start:stop], ends_epoch=stop == len(samples))
+        yield GlobalBatch(step=step, epoch=0, samples=samples[start:stop])
         start, step = stop, step + 1

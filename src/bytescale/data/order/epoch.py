@@ -1,15 +1,11 @@
 """The order of the samples in an epoch. It depends on the corpus, the seed and the epoch, never on the ranks.
 
 If the text of the corpus fits in one *window* (``data.shuffle_window_mib``), all samples of an epoch are shuffled
-together. If the text is larger, an epoch goes through it window by window:
+together. If it is larger, an epoch goes through it window by window, and the next is tokenised while one trains:
 
 1. The parts of text are shuffled, and cut into windows of about the configured size.
-2. The samples of ``.bin`` files, which are known from the start, are shuffled over the whole epoch. Each window gets a
-   share of them that is proportional to its bytes of text.
+2. The samples of ``.bin`` files are shuffled over the whole epoch. Each window gets a share in proportion to its text.
 3. The samples of one window are shuffled among themselves.
-
-So training starts as soon as the first window is tokenised, whatever the size of the corpus, and the next window is
-tokenised while the current one trains.
 """
 
 from __future__ import annotations
@@ -56,13 +52,11 @@ class SampleStream:
         """Prepare the stream. It has no position before ``enter`` or ``load_state_dict`` is called.
 
         Args:
-            index: the index of the corpus. The stream loads parts of text from it window by window, and expects those
-                of the next window.
+            index: of the corpus.
             parts: numbers of the parts to draw from, ascending.
             window_mib: MiB of text that are shuffled together.
-            seed: the seed of the shuffle.
-            source: place in ``data.sources`` of the one source that ``parts`` belong to; None if ``parts`` is the whole
-                corpus.
+            seed: of the shuffle.
+            source: place in ``data.sources`` that ``parts`` belong to; None if they are the whole corpus.
             weight: share of the tokens that the stream gives to a mixture.
         """
         self._index = index
@@ -111,11 +105,7 @@ class SampleStream:
         return [np.sort(window) for window in windows]
 
     def enter(self, epoch: int, window: int = 0) -> None:
-        """Go to the first sample of a window. If the window has no sample, go to the next window that has one.
-
-        Raises:
-            DataError: as ``CorpusIndex.load``; or the parts hold no sample at all.
-        """
+        """Go to the first sample of a window, or of the next one that has any. Raises ``DataError`` if none has."""
         last_epoch = epoch + 1  # at the end of the next epoch, every part has been looked at
         while True:
             windows = self.windows(epoch)
@@ -127,16 +117,10 @@ class SampleStream:
             if epoch > last_epoch:
                 raise self._index.nothing_to_draw(self._source)
 
-    def first_parts(self, state: dict[str, Any] | None) -> list[int]:
-        """Return the parts that have to be read before the stream can stand at ``state`` (None: at its start)."""
-        epoch, window = (0, 0) if state is None else (state["epoch"], state["window"])
-        windows = self.windows(epoch)
-        return windows[window].tolist() if 0 <= window < len(windows) else []
-
-    def draw(self, budget: int, at_most: int) -> tuple[Samples, IntArray, int, bool]:
+    def draw(self, budget: int, at_most: int) -> tuple[Samples, IntArray, int]:
         """Take the next samples: as many as fit in ``budget`` tokens, lie in this window, and are not over ``at_most``.
 
-        Returns a table, rows of it, their tokens, and whether an epoch ended. No row: the next one exceeds the budget.
+        Returns a table, rows of it, and their tokens. No row: the next one exceeds the budget.
         """
         first, before = self.position, self.tokens_before
         count = 1
@@ -148,32 +132,18 @@ class SampleStream:
             count = num_tokens = 0
         samples, rows = self.samples, self.order[first : first + count]
         self.num_tokens += num_tokens
-        return samples, rows, num_tokens, self._take(first + count)
-
-    def _take(self, stop: int) -> bool:
-        """Move to the position in front of sample ``stop`` of the window, or into the next window at the window's end.
-
-        Returns whether this ended the epoch.
-        """
-        self.position = stop
-        if stop < len(self.order):
-            return False
-        before = self.epoch
-        last = self.window + 1 == len(self.windows(before))
-        self.enter(*((before + 1, 0) if last else (before, self.window + 1)))
-        return self.epoch > before
+        self.position = first + count
+        if self.position == len(self.order):
+            last = self.window + 1 == len(self.windows(self.epoch))
+            self.enter(*((self.epoch + 1, 0) if last else (self.epoch, self.window + 1)))
+        return samples, rows, num_tokens
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the hash of the window's texts, as plain numbers and strings."""
         return {"epoch": self.epoch, "window": self.window, "position": self.position, "content": self._content}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the position that ``state`` describes.
-
-        Raises:
-            CheckpointError: the texts of the window have changed, or the corpus has no such window or position.
-            DataError: as ``CorpusIndex.load``.
-        """
+        """Go to the position that ``state`` describes. Raises ``CheckpointError`` if the corpus has none such."""
         epoch, window, position = state["epoch"], state["window"], state["position"]
         windows = self.windows(epoch)
         if not 0 <= window < len(windows):
@@ -192,10 +162,7 @@ class SampleStream:
         self.num_tokens = state.get("tokens", 0)
 
     def _expect(self, windows: list[IntArray], next_epoch: int) -> None:
-        """Expect ``windows``, the rest of the epoch, and then those of ``next_epoch``, until enough parts are expected.
-
-        ``CorpusIndex.parts_ahead`` says how many parts are enough.
-        """
+        """Expect ``windows``, then those of ``next_epoch``, until ``CorpusIndex.parts_ahead`` parts are expected."""
         num_parts = 0
         for window in itertools.chain(windows, self.windows(next_epoch)):
             num_parts += self._index.expect(window.tolist())

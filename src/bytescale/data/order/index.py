@@ -1,10 +1,9 @@
 """The index of a corpus: its parts, and the samples of the parts that have been read. The index holds no tokens.
 
-A corpus is a list of parts (``data.tokens.shards``). The list is known as soon as the files are listed. The samples
-of a part are known later: a ``.bin`` file has an index of its own, which is read at once, but text has to be
-tokenised first. Whoever needs the samples of some parts calls ``load``, and may announce it earlier with ``expect``.
-The index keeps the samples that it was made with. Those that are loaded later belong to the caller, so that a corpus
-of any size takes the memory of a window (``data.order.epoch``).
+The parts (``data.tokens.shards``) are known as soon as the files are listed, the samples of text only once it is
+tokenised. Whoever needs the samples of some parts calls ``load``, and may announce it earlier with ``expect``. The
+index keeps the samples that it was made with. Those that are loaded later belong to the caller, so that a corpus of any
+size takes the memory of a window (``data.order.epoch``).
 """
 
 from __future__ import annotations
@@ -33,11 +32,9 @@ class PartFinder(Protocol):
 
     def expect(self, parts: Sequence[int]) -> None:
         """Start to read ``parts``, which will be wanted soon, and return at once."""
-        ...
 
     def find(self, parts: Sequence[int]) -> list[PartContent]:
         """Return the content of each of ``parts``. Raises ``DataError`` if one cannot be read."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +75,7 @@ class CorpusIndex:
         *,
         text_later: bool = False,
     ) -> None:
-        """Read all parts; with ``text_later``, read only the parts that are tokens already.
-
-        Raises:
-            DataError: as ``load``.
-        """
+        """Read all parts; with ``text_later``, only those that are tokens already. Raises as ``load``."""
         self._config = config
         self._shards = shards
         self._encode = encode  # None: all parts are .bin files, and no tokenizer is known
@@ -109,11 +102,10 @@ class CorpusIndex:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that identify how the corpus is listed and cut. They do not depend on machine or file times.
+        """16 hex digits of how the corpus is listed and cut, the same on every machine.
 
-        The fingerprint covers the sizes of the texts, the tokens of the ``.bin`` files, the tokenizer and the length
-        settings. It does not cover the content of the texts, which is known only once they are read: see
-        ``content_hash``.
+        They cover the sizes of the texts, the tokens of the ``.bin`` files, the tokenizer and the length settings. Of
+        the content of texts, which is known only once they are read, see ``content_hash``.
         """
         config = self._config
         cut = (config.context_length, config.over_length, config.min_document_tokens, config.max_document_tokens)
@@ -217,14 +209,10 @@ class CorpusIndex:
         )
 
     def _cut(self, part: int, content: PartContent) -> tuple[Samples, SampleCounts]:
-        config = self._config
-        policy = (config.context_length, config.over_length, config.min_document_tokens, config.max_document_tokens)
-        samples, counts = make_samples(part, content.document_offsets, *policy)
-        if content.weights is not None:
+        samples, counts = make_samples(part, content.document_offsets, self._config)
+        if content.trained is not None:
             self.has_weights = True
-            first = samples.start + 1  # the label of a token is the next one
-            num_trained, weight_sums = content.weights.sums(first, first + samples.num_targets)
-            samples = replace(samples, num_trained=num_trained, weight_sums=weight_sums)
+            samples = replace(samples, num_trained=content.trained[0], weight_sums=content.trained[1])
         return samples, counts
 
 

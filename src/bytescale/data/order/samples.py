@@ -1,7 +1,5 @@
 """Cuts documents into samples: the sequences that the model is trained on, none longer than the context.
 
-A sample is a whole document or a part of one.
-
 The label of a token is the next token of the same DOCUMENT. So where a document continues in a second sample, the last
 token of the first sample predicts the first token of the second. The last token of a document (its EOS) predicts
 nothing, and neither does the last token that is kept of a truncated document. In a corpus that is split, every token
@@ -12,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
+from bytescale.common.errors import DataError
+from bytescale.config.schema import DataConfig
 from bytescale.plan.rank_plan import concatenated_ranges
-
-OverLength = Literal["split", "truncate", "drop"]
-
 
 PART_SHIFT = 32
 """The name of a sample is ``(number of its part << PART_SHIFT) + number of the sample in that part``."""
@@ -105,26 +101,38 @@ class SampleCounts:
         )
 
 
-def make_samples(
-    part: int,
-    offsets: IntArray,
-    context_length: int,
-    over_length: OverLength,
-    least: int = 1,
-    most: int | None = None,
-) -> tuple[Samples, SampleCounts]:
+def trained_of(samples: Samples, weights: NDArray, place: str) -> tuple[IntArray, NDArray[np.float64]]:
+    """``num_trained`` and ``weight_sums`` of the samples of a part that has these ``weights [T]``.
+
+    Each sum depends on its own weights alone, to the last bit. Raises ``DataError`` if a weight is not finite in fp32.
+    """
+    values = np.asarray(weights).astype(np.float32)
+    if not np.isfinite(values).all():
+        token = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise DataError(
+            f"{place}: the weight of token {token} is {values[token]}",
+            so="the loss would not be a number",
+            fix="write finite weights",
+        )
+    first = samples.start + 1  # the label of a token is the next one
+    counts, sums = np.zeros(len(samples), np.int64), np.zeros(len(samples))
+    for row, (start, count) in enumerate(zip(first.tolist(), samples.num_targets.tolist(), strict=True)):
+        own = np.abs(values[start : start + count]).astype(np.float64)
+        counts[row], sums[row] = np.count_nonzero(own), own.sum()
+    return counts, sums
+
+
+def make_samples(part: int, offsets: IntArray, config: DataConfig) -> tuple[Samples, SampleCounts]:
     """Apply the length filters, then the over-length policy, to a part. Returns its samples and the counts.
 
     Args:
         part: its number.
         offsets: ``[D + 1]`` first token of each of its documents, then the number of its tokens.
-        context_length: longest sample in tokens, at least 1.
-        over_length: what happens to a document longer than the context. ``split`` cuts it into samples of
-            ``context_length`` tokens and a rest, ``truncate`` keeps its first ``context_length`` tokens, and ``drop``
-            leaves it out.
-        least: documents of fewer tokens are left out, whatever the policy.
-        most: documents of more tokens are left out, whatever the policy. None sets no limit.
+        config: whose ``over_length`` makes several samples of a longer document than ``context_length`` (``split``),
+            keeps its first tokens (``truncate``) or nothing (``drop``).
     """
+    context_length, over_length = config.context_length, config.over_length
+    least, most = config.min_document_tokens, config.max_document_tokens
     starts, lengths = offsets[:-1], np.diff(offsets)
     num_empty = int((lengths == 0).sum())
     filtered = (lengths > 0) & ((lengths < least) | (lengths > (np.inf if most is None else most)))

@@ -15,15 +15,13 @@ Content = TypeVar("Content")
 class Shared(Generic[Content]):
     """An object of which Ray's memory keeps one copy as long as somebody holds this handle of it.
 
-    Ray's reference is hidden inside on purpose. If it were a plain argument of an actor, Ray would not keep the object
-    until the actor is restarted.
+    Ray would not keep a plain argument of an actor until the actor is restarted.
     """
 
     def __init__(self, content: Content) -> None:
         self._reference = ray.put(content)
 
     def get(self) -> Content:
-        """Return the object."""
         return ray.get(self._reference)
 
 

@@ -2,8 +2,8 @@
 
 Planning a step is a pure function of the state in which the step starts, and of its costs if ranks refine these while
 they train. So every node plans for itself, and gets the plans of the others. Every request carries the state, the costs
-and how to plan. So a planner that was killed goes on from whatever its ranks ask for. The planner keeps finished steps
-only to answer faster. It plans steps that nobody has asked for only if all steps have the same costs.
+and how to plan, so a planner that was killed goes on from whatever its ranks ask for. It plans steps that nobody has
+asked for only if all steps have the same costs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import ray
 import ray.exceptions
+from numpy.typing import NDArray
 
 from bytescale.common.errors import BytescaleError
 from bytescale.config.schema import DataConfig
@@ -27,7 +29,7 @@ from bytescale.data.loading.loader import PlannedStep, StepData
 from bytescale.data.order.batches import BatchSampler, SamplerState
 from bytescale.data.order.index import CorpusIndex, CorpusMetadata
 from bytescale.data.remote.calls import Shared, wait_for
-from bytescale.data.remote.server import PartOwners, SharedWork
+from bytescale.data.remote.server import SharedWork
 from bytescale.data.tokens.shards import PartContent
 from bytescale.plan import Planner
 
@@ -41,20 +43,12 @@ class PlannerActor:
     """Many requests wait at the same time for one thread that plans: only that thread uses index and sampler."""
 
     def __init__(self, config: DataConfig, work: SharedWork, servers: Sequence[Any], nodes: Sequence[str]) -> None:
-        """Ask nobody for anything yet.
-
-        Args:
-            config: the ``[data]`` section.
-            work: the shards of the corpus and their reader.
-            servers: handles of the ``DataServer`` actors of all nodes, in order.
-            nodes: ids of the nodes that have a planner, in the order of the planners' names.
-        """
+        """``servers``: handles of all ``DataServer`` actors. ``nodes``: those with planners, in these' order."""
         self._config = config
         self._shards, self._reader = work.get()
         self._servers = servers
         self._nodes = nodes
-        self._owners = PartOwners.of(self._shards, len(servers))
-        self._finder = AskServers(servers, self._owners)
+        self._finder = AskServers(servers)
         self._life = uuid.uuid4().hex
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-planner")
         self._lock = threading.Lock()  # of what follows, up to _latest
@@ -67,21 +61,13 @@ class PlannerActor:
         self._sampler: BatchSampler | None = None
 
     def metadata(self) -> CorpusMetadata:
-        """Return the summary of the parts of the corpus that have been read so far.
-
-        Raises:
-            DataError: a part that has to be read first is broken.
-        """
+        """Return the summary of the parts that have been read so far. Raises ``DataError`` if one is broken."""
         return self._thread.submit(lambda: self._index().metadata).result()
 
     def check_state(self, state: SamplerState | None) -> SamplerState:
         """Check that a step can start at ``state`` and return it. For None, return where the first step starts.
 
-        The call returns once the texts of that step are tokenised.
-
-        Raises:
-            CheckpointError: ``state`` belongs to other data.
-            DataError: a part that the step needs is broken.
+        The call returns once the texts of that step are tokenised. Raises as ``BatchSampler``.
         """
         key = json.dumps(state, sort_keys=True)
         with self._lock:  # every rank asks about the same state
@@ -96,7 +82,7 @@ class PlannerActor:
         return self._finder.num_waiting
 
     def part(self, rank: int, state: SamplerState, costs: Any, how: HowToPlan) -> tuple[StepData, Segments, str]:
-        """Return the part of ``rank`` in the step that starts at ``state``, where its tokens are, and this life's id.
+        """Return the part of HDP ``rank`` in the step that starts at ``state``, where its tokens are, and an id.
 
         The id changes when the planner is restarted. The first rank gets the whole plan, too.
 
@@ -119,30 +105,26 @@ class PlannerActor:
         self._run_ahead(planned.state_after, costs)
         with self._cutting:
             data, segments = planned.part_of(rank)
-        ahead = sum(other > data.step and step[2].done() for other, step in list(self._steps.items()))
-        times = replace(data.times, steps_planned=ahead)
-        return replace(data, plan=data.plan if rank == 0 else None, times=times), segments, self._life
+        return replace(data, plan=data.plan if rank == 0 else None), segments, self._life
 
-    def others(self) -> tuple[list[Any], list[str], PartOwners]:
-        """Return the handles of the servers, the nodes that have a planner, and which server reads what."""
-        return list(self._servers), list(self._nodes), self._owners
+    def others(self) -> tuple[list[Any], list[str], NDArray[np.bool_]]:
+        """Return the handles of the servers, the nodes that have a planner, and which parts of the corpus are text."""
+        is_text = np.array([shard.file is None for shard in self._shards], dtype=np.bool_)
+        return list(self._servers), list(self._nodes), is_text
 
     def pid(self) -> int:
         """Return the id of the process that the planner lives in."""
         return os.getpid()
 
     def _index(self) -> CorpusIndex:
-        """Return the index, made now if this is the first call. For the planning thread."""
-        if self._made_index is None:
-            made = CorpusIndex(self._config, self._shards, self._reader.encode, self._finder, text_later=True)
-            self._made_index = made
+        """For the planning thread."""
+        self._made_index = self._made_index or CorpusIndex(
+            self._config, self._shards, self._reader.encode, self._finder, text_later=True
+        )
         return self._made_index
 
     def _step(self, state: SamplerState, costs: Any) -> Future[PlannedStep]:
-        """Return the step that starts at ``state``. It is planned now, unless it is planned already or under way.
-
-        What failed is planned again, because the reason may be gone. The caller holds the lock.
-        """
+        """The step that starts at ``state``; one that failed is planned again. The caller holds the lock."""
         step = int(state["step"])
         known = self._steps.get(step)
         if known is None or known[:2] != (state, costs) or _failed(known[2]):
@@ -177,9 +159,8 @@ class PlannerActor:
 class AskServers:
     """A ``PartFinder`` that asks servers for the content of parts. Each part is asked for once, of its own server."""
 
-    def __init__(self, servers: Sequence[Any], owners: PartOwners) -> None:
+    def __init__(self, servers: Sequence[Any]) -> None:
         self._servers = servers
-        self._owners = owners
         self._asked: dict[int, Any] = {}  # requests for parts that are expected and not yet needed
         self.parts_ahead = 2 * len(servers)  # 2: parts are in random order, so servers get unequal numbers
         self.num_waiting = 0
@@ -219,7 +200,7 @@ class AskServers:
         return [found[part] for part in parts]
 
     def _ask(self, part: int) -> Any:
-        return self._servers[self._owners.server_of(part)].content.remote(part)
+        return self._servers[part % len(self._servers)].content.remote(part)
 
 
 def _failed(future: Future[Any]) -> bool:

@@ -41,16 +41,6 @@ def import_ray() -> ModuleType:
     return ray
 
 
-def is_joined() -> bool:
-    """Return whether this process has joined Ray already. Does not import Ray."""
-    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
-
-
-def configured_address(ray_address: str) -> str:
-    """Return the address of a running Ray: ``data.ray_address``, else ``RAY_ADDRESS``, else an empty text."""
-    return ray_address or os.environ.get("RAY_ADDRESS", "")
-
-
 @contextmanager
 def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
     """Join the configured Ray, or start a Ray of our own that lives as long as the block. Yields its address.
@@ -63,13 +53,12 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
         ConfigError: Ray is not installed, its address does not answer, or it runs another version of Ray or Python.
         LoaderFailure: a Ray of our own did not start.
     """
-    address = configured_address(ray_address)
-    if address:
+    if address := ray_address or os.environ.get("RAY_ADDRESS", ""):
         connect(address)
         try:
             yield address
         finally:
-            disconnect()
+            import_ray().shutdown()
         return
     # Ray would keep a token of its own in a file of mode 0644. This one is known to this process and its children.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -108,12 +97,12 @@ def joined_ray(ray_address: str, reader: Reader) -> Iterator[str]:
     Every process calls it. Yields a name that is unique to this attempt, the same on all. Raises as ``ray_cluster``.
     """
     told: list[Any] = ["", f"bytescale-{uuid.uuid4().hex[:12]}", {}]
-    if is_joined():  # a process that Ray itself has started
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():  # a process that Ray itself has started
         reader.tell(told)
         yield told[1]
         return
     with ray_cluster(ray_address, reader.num_processes) if reader.is_first else nullcontext("") as address:
-        told[0], told[2] = address, keys_to_join()
+        told[0], told[2] = address, {name: key for name, key in os.environ.items() if name.startswith("RAY_AUTH_")}
         reader.tell(told)
         address, session, keys = told
         os.environ.update(keys)  # before Ray is imported, which reads them once
@@ -123,7 +112,7 @@ def joined_ray(ray_address: str, reader: Reader) -> Iterator[str]:
             yield session
         finally:
             if not reader.is_first:
-                disconnect()
+                import_ray().shutdown()
 
 
 def connect(address: str) -> None:
@@ -144,19 +133,6 @@ def connect(address: str) -> None:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **own)
     except (RuntimeError, ConnectionError, ValueError) as error:
         raise _no_connection(address, error) from error
-
-
-def keys_to_join() -> dict[str, str]:
-    """Return the environment variables that let another process join the Ray that this process has started.
-
-    Children of this process inherit them.
-    """
-    return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
-
-
-def disconnect() -> None:
-    """Leave Ray. Does nothing if this process has not joined Ray."""
-    import_ray().shutdown()
 
 
 def _check_answers(address: str, host: str, port: str) -> None:

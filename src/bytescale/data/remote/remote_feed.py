@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from bytescale.data.order.index import CorpusMetadata
 from bytescale.data.remote.calls import Shared, no_answer, wait_for
 from bytescale.data.remote.planner_actor import HowToPlan, PlannerActor
 from bytescale.data.remote.ray_cluster import NAMESPACE
-from bytescale.data.remote.server import ServerSlices, SharedWork, server_actor
+from bytescale.data.remote.server import SharedWork, server_actor, servers_of
 from bytescale.data.tokens.open_parts import Slice
 from bytescale.plan import Planner
 from bytescale.plan.plan import StepPlanner, costs_of_step
@@ -32,10 +32,7 @@ logger = logging.getLogger(__name__)
 _LOOK_AGAIN_SECONDS = 0.05
 _SAY_SECONDS = 5.0
 _START_SECONDS = 3600.0
-"""The least time that other ranks wait for the first rank to start the actors.
-
-Before it starts them, the first rank lists the sources and may train a tokenizer. If it dies, all ranks end anyway.
-"""
+"""The least time that other ranks wait for the first one, which lists the sources and may train a tokenizer."""
 _WHO = "the planner actor"
 
 
@@ -55,32 +52,31 @@ class RemoteFeed(Feed):
         is_owner: bool | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Start the actors if this process is their owner, else wait for them.
+        """Start the actors if this process is their owner, else wait for them. Raises as ``prepare_corpus``.
 
         Args:
             config: the ``[data]`` section.
             session: name of this attempt, the same on all ranks and never used before.
-            rank: HDP rank whose slices are fetched. With tensor or pipeline parallelism, several processes have the
-                same HDP rank.
+            rank: HDP rank whose slices are fetched. Several processes may have the same.
             num_ranks: number of processes that fetch.
             is_owner: whether this process starts the actors; None: HDP rank 0 does.
-            say: called with a line of text about the progress of the servers while somebody has to wait for them.
-
-        Raises:
-            ConfigError, DataError: as ``prepare_corpus``.
+            say: called with a line about the progress of the servers while somebody has to wait for them.
         """
         super().__init__(config.prefetch_steps)
         self._config = config
         self._rank = rank
         self._say = say
-        self._actors: Actors | None = None
         self._is_owner = rank == 0 if is_owner is None else is_owner
+        self._work: SharedWork | None = None
+        self.actors: list[Any] = []
+        """Handles of a planner, then of the servers, then of the planners of further nodes. Only the owner has any."""
         if self._is_owner:
-            self._actors = start_actors(config, session, num_ranks)
+            self._work = Shared(plan_shards(config))
+            self.actors = start_actors(config, session, num_ranks, self._work)
         first = _find(f"{session}-planner-0", max(config.answer_seconds, _START_SECONDS))
         # No time limit where this process has just started the actors: Ray may have to start workers first.
         found = wait_for(first.others.remote(), _WHO, None if self._is_owner else config.answer_seconds)
-        self._servers, nodes, self._owners = found
+        self._servers, nodes, self._is_text = found
         # A node that joined Ray after the actors were started has no planner. Its ranks ask those of other nodes.
         own = ray.get_runtime_context().get_node_id()
         number = nodes.index(own) if own in nodes else rank % len(nodes)
@@ -92,17 +88,6 @@ class RemoteFeed(Feed):
     @property
     def metadata(self) -> CorpusMetadata:
         return wait_for(self.planner.metadata.remote(), _WHO, None)
-
-    @property
-    def actors(self) -> list[Any]:
-        """Handles of a planner, then of the servers, then of the planners of further nodes, to watch or to kill them.
-
-        Only the process that started them has any.
-        """
-        if self._actors is None:
-            return []
-        first, *further = self._actors.planners
-        return [first, *self._actors.servers, *further]
 
     def state_dict(self) -> SamplerState:
         if self._state is None:
@@ -127,7 +112,6 @@ class RemoteFeed(Feed):
             # 1. Get this rank's part of the plan, and ask for the next one if its costs are known.
             asked = asked or ask(state)
             data, segments = self._part(asked, state)
-            started = time.perf_counter()
             state = data.sampler_state_after
             is_known = not isinstance(planner, StepPlanner) or planner.knows(state["step"])
             asked = ask(state) if wants(state) and is_known else None
@@ -135,7 +119,6 @@ class RemoteFeed(Feed):
             slices, num_bytes = self._fetch(segments)
             times = replace(
                 data.times,
-                reading_seconds=time.perf_counter() - started,
                 bytes_read=num_bytes,
                 bytes_received=num_bytes + _num_bytes([segments, *data.rank_plan.micro_batches]),
                 restarts=sum(len(lives) - 1 for lives in self._lives.values()),
@@ -144,7 +127,6 @@ class RemoteFeed(Feed):
             yield replace(data, micro_batches=micro_batches, times=times)
 
     def close(self) -> None:
-        """End the actors, if this rank started them."""
         for actor in self.actors:
             ray.kill(actor)
 
@@ -171,7 +153,7 @@ class RemoteFeed(Feed):
     def _fetch(self, segments: Segments) -> tuple[list[Slice], int]:
         """Return the slice of each segment, and how many bytes the servers have sent."""
         ranges = segments.ranges
-        servers = self._owners.servers_of(segments.parts, segments.places)
+        servers = servers_of(segments.parts, segments.places, self._is_text, len(self._servers))
         wanted = {}
         for server in np.unique(servers[ranges > 0]).tolist():
             own = np.flatnonzero((servers == server) & (ranges > 0))
@@ -181,11 +163,13 @@ class RemoteFeed(Feed):
         slices: list[Slice] = [(nothing, {})] * len(ranges)
         num_bytes = 0
         for server, (own, reference) in wanted.items():
-            answer: ServerSlices = wait_for(reference, f"data server {server}", self._config.answer_seconds)
-            self._alive(f"server {server}", answer.server_life)
-            num_bytes += answer.num_bytes
-            for segment, found in zip(own.tolist(), answer.split(ranges[own]), strict=True):
-                slices[segment] = found
+            columns, life = wait_for(reference, f"data server {server}", self._config.answer_seconds)
+            self._alive(f"server {server}", life)
+            num_bytes += sum(values.nbytes for values in columns.values())
+            ends = np.cumsum(ranges[own])[:-1]
+            fields = {name: np.split(values, ends) for name, values in columns.items()}
+            for number, (segment, tokens) in enumerate(zip(own.tolist(), fields.pop("tokens"), strict=True)):
+                slices[segment] = tokens, {name: parts[number] for name, parts in fields.items()}
         return slices, num_bytes
 
     def _alive(self, actor: str, life: str) -> None:
@@ -202,19 +186,8 @@ class RemoteFeed(Feed):
         return wait_for(asked, _WHO, None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Actors:
-    """Handles of the actors, which keep them alive, and the data that they need when they are restarted."""
-
-    planners: list[Any]
-    """One for each node."""
-    servers: list[Any]
-    work: SharedWork
-
-
-def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
+def start_actors(config: DataConfig, session: str, num_ranks: int, work: SharedWork) -> list[Any]:
     """Start planners and servers. They live as long as this process; Ray restarts an actor that dies earlier."""
-    work = Shared(plan_shards(config))
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     # Ray 2.60 ignores the node affinity of an actor that needs no resource, so each actor asks for one byte of memory.
     lasting = {"num_cpus": 0, "memory": 1, "max_restarts": -1, "max_task_retries": -1}
@@ -230,11 +203,11 @@ def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
     actor: Any = ray.remote(PlannerActor)
     # A call takes a thread of the actor while it waits, and only ranks of the node make calls that wait.
     settings = {"max_concurrency": 4 * -(-num_ranks // len(nodes)) + 16}
-    planners = [
+    first, *further = [
         actor.options(**on(node, f"planner-{number}"), **settings).remote(config, work, servers, nodes)
         for number, node in enumerate(nodes)
     ]
-    return Actors(planners=planners, servers=servers, work=work)
+    return [first, *servers, *further]
 
 
 def _find(name: str, timeout_seconds: float) -> Any:
@@ -254,6 +227,5 @@ def _find(name: str, timeout_seconds: float) -> Any:
 
 def _num_bytes(tables: list[Any]) -> int:
     """Return the bytes of all arrays in dataclasses."""
-    assert all(map(is_dataclass, tables)), "tables of arrays"
     arrays = [getattr(table, spec.name) for table in tables for spec in fields(table)]
     return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -16,76 +14,34 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.data.remote.calls import Shared
 from bytescale.data.tokens.fields import field_dtype, without_field
-from bytescale.data.tokens.indexed import Tokens
-from bytescale.data.tokens.open_parts import BLOCK_TOKENS, OpenParts, Slice
-from bytescale.data.tokens.shards import Shard, ShardReader, remote_parts
+from bytescale.data.tokens.open_parts import OpenParts
+from bytescale.data.tokens.shards import Shard, ShardReader
 
 SharedWork = Shared[tuple[list[Shard], ShardReader]]
 """The shards of a corpus and their reader."""
 
 TOKENISING = "tokenising"
 """Name of the thread of a server that tokenises parts ahead of need. Another thread answers reads."""
+_DEALT_TOKENS = 1 << 20
 _KEPT_CONTENTS = 64
 """Contents of parts that a server keeps in Ray's memory, for the planners of all nodes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSlices:
-    """A server's answer: the tokens of the ranges, one range after the other, in the integer type of the file."""
+def servers_of(parts: IntArray, places: IntArray, is_text: NDArray[np.bool_], num_servers: int) -> IntArray:
+    """``[P]`` number of the server that reads range i, which starts at ``places[i]`` of ``parts[i]``.
 
-    tokens: NDArray[np.integer]
-    fields: Mapping[str, NDArray]  # by name, of the same tokens; missing ones are those of ``without_field``
-    server_life: str  # changes when the server is restarted
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the arrays."""
-        return self.tokens.nbytes + sum(values.nbytes for values in self.fields.values())
-
-    def split(self, counts: IntArray) -> Iterator[Slice]:
-        """Yield the ranges again: ``counts[i]`` tokens and their fields."""
-        ends = np.cumsum(counts).tolist()
-        for start, stop in zip([0, *ends], ends, strict=False):
-            yield self.tokens[start:stop], {name: values[start:stop] for name, values in self.fields.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class PartOwners:
-    """Says which server reads what.
-
-    A part of text is read by the server that tokenised it. The blocks of a ``.bin`` file are dealt to all servers in
-    turn. They are the blocks in which a remote ``.bin`` is fetched, so that no two servers fetch the same one.
+    A part of text is read by the server that tokenised it. Ranges of a ``.bin`` file are dealt to all servers in turn.
     """
-
-    num_servers: int
-    is_text: NDArray[np.bool_]  # [number of parts]
-
-    @staticmethod
-    def of(shards: Sequence[Shard], num_servers: int) -> PartOwners:
-        """Return which server reads which of ``shards``."""
-        return PartOwners(num_servers, np.array([shard.file is None for shard in shards], dtype=np.bool_))
-
-    def server_of(self, part: int) -> int:
-        """Return the number of the server that is asked for the content of a part."""
-        return part % self.num_servers
-
-    def servers_of(self, parts: IntArray, places: IntArray) -> IntArray:
-        """``[P]`` number of the server that reads range i, which starts at ``places[i]`` of ``parts[i]``."""
-        turn = np.where(self.is_text[parts], parts, parts + places // BLOCK_TOKENS)
-        return turn % self.num_servers
+    return np.where(is_text[parts], parts, parts + places // _DEALT_TOKENS) % num_servers
 
 
 class DataServer:
-    """Tokenises and reads parts of the corpus.
-
-    A server holds nothing that it could not find again: after a restart it opens from the cache what it had tokenised.
-    """
+    """Tokenises and reads parts of the corpus. It holds nothing that it could not find again in the cache."""
 
     def __init__(self, work: SharedWork) -> None:
-        """Read nothing yet. The server reads any shard of ``work`` that it is asked for (see ``PartOwners``)."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per server: there may be a server for each core
         self._shards, self._reader = work.get()
-        self._parts = OpenParts(self._open_part, remote_parts(self._shards))
+        self._parts = OpenParts(lambda part: self._reader.open_part(self._shards[part]))
         self._content = lru_cache(_KEPT_CONTENTS)(self._put_content)
         self._life = uuid.uuid4().hex
 
@@ -93,26 +49,22 @@ class DataServer:
     def content(self, part: int) -> list[Any]:
         """Tokenise a part, unless the cache has it. Returns Ray's reference to its ``PartContent``, in a list.
 
-        The planners of all nodes ask for it. Ray's memory has it once, and nodes pull it from each other.
-
-        Raises:
-            DataError: a source is gone or broken. Parts that were finished before stay in the cache.
+        Ray's memory has it once, and nodes pull it from each other. Raises ``DataError`` as ``ShardReader.prepare``.
         """
         return [self._content(part)]
 
-    def read(self, parts: IntArray, places: IntArray, ranges: IntArray) -> ServerSlices:
+    def read(self, parts: IntArray, places: IntArray, ranges: IntArray) -> tuple[dict[str, NDArray], str]:
         """Read ranges of tokens, one after the other: ``ranges[i]`` tokens from ``places[i]`` on in ``parts[i]``.
 
-        Their fields come along: each that one of the parts has.
+        Returns ``tokens`` in the integer type of the file, each field that one of the parts has by its name, and an id
+        that changes when the server is restarted.
         """
         slices = self._parts.slices(parts, places, ranges)
-        fields = {}
+        columns = {"tokens": np.concatenate([tokens for tokens, _ in slices])}
         for name in sorted({name for _, own in slices for name in own}):
             taken = [own[name] if name in own else without_field(name, tokens) for tokens, own in slices]
-            fields[name] = np.concatenate([values.astype(field_dtype(name), copy=False) for values in taken])
-        return ServerSlices(
-            tokens=np.concatenate([tokens for tokens, _ in slices]), fields=fields, server_life=self._life
-        )
+            columns[name] = np.concatenate([values.astype(field_dtype(name), copy=False) for values in taken])
+        return columns, self._life
 
     def pid(self) -> int:
         """Return the id of the process that this server lives in."""
@@ -120,12 +72,7 @@ class DataServer:
 
     def _put_content(self, part: int) -> Any:
         self._reader.prepare([self._shards[part]])
-        return ray.put(self._reader.open(self._shards[part]).content)
-
-    def _open_part(self, part: int) -> tuple[Tokens, Mapping[str, Tokens]]:
-        # A restarted server may be asked for text before it has the pair in its cache.
-        self._reader.prepare([self._shards[part]])
-        return self._reader.open_part(self._shards[part])
+        return ray.put(self._reader.content(self._shards[part]))
 
 
 def server_actor() -> Any:

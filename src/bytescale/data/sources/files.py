@@ -1,8 +1,7 @@
-"""Turns ``data.sources`` into a list of files. A source is a folder, a file, a glob, a URL, ``python:stdlib`` or
-``python:functions``.
+"""Turns ``data.sources`` into a list of files.
 
-The files are listed in the order of the sources, and sorted by path inside each source. This is also the order of the
-documents in the tokenised corpus. It is the same on every machine that has the same files.
+They are listed in the order of the sources, and sorted by path inside each source. This is also the order of the
+documents in the tokenised corpus, the same on every machine.
 """
 
 from __future__ import annotations
@@ -44,17 +43,6 @@ class SourceFile:
     """Place in ``data.sources`` of the first source that found this file."""
 
 
-def local_path(file: SourceFile) -> Path:
-    """Return the path of a file on this machine. Raises ``ConfigError`` for a file that lies elsewhere."""
-    if isinstance(file.path, Path):
-        return file.path
-    raise ConfigError(
-        f"{file.path} lies elsewhere and has to be mapped into memory",
-        so="it cannot be used in place",
-        fix="copy the .bin/.idx pair here first (training and `data tokenize` do so by themselves)",
-    )
-
-
 def fingerprint_files(files: Iterable[SourceFile]) -> str:
     """16 hex digits that change when a file is added, removed, moved, resized or touched."""
     content = hashlib.blake2b(digest_size=8)
@@ -86,8 +74,8 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Se
 
     Args:
         sources: folders (searched recursively, without hidden entries), files, globs (``**`` is allowed), URLs of any
-            of these that fsspec can open, or ``python:stdlib``, which is the ``*.py`` files of the running
-            interpreter's standard library. ``python:functions`` is the same without tests, mostly cut into functions.
+            of these that fsspec can open, ``python:stdlib`` (the interpreter's standard library), or
+            ``python:functions`` (the same without tests, mostly cut into functions).
         file_format: ``auto`` decides by the ending of each file. Any other value is the format of every file.
         fields: names of fields (``data.tokens.fields``), besides ``OWN_FIELDS``. Their pairs in folders are no sources.
 
@@ -115,10 +103,7 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Se
 
 
 def _files_of(source: str, file_format: str, beside: tuple[str, ...]) -> Iterator[SourceFile]:
-    """Yield the files of a source. ``beside``: endings of files that belong to a pair of tokens.
-
-    An ``.idx`` is left out unless the source names it: its ``.bin`` stands for the pair.
-    """
+    """Yield the files of a source, but not those with endings ``beside`` a ``.bin``, nor its unnamed ``.idx``."""
     is_url = "://" in source
     found: Iterable[tuple[Place, bool, Any]] = _expand_url(source) if is_url else _paths_of(source)
     file_format = "python" if source == FUNCTIONS_SOURCE else file_format
@@ -153,14 +138,7 @@ def _belongs_to_pair(path: Place, ending: str) -> bool:
 
 
 def _expand_url(source: str) -> Iterator[tuple[Url, bool, Mapping[str, Any] | None]]:
-    """Yield the files of a URL (a file, a folder or a glob), sorted.
-
-    Each item is the file, whether ``source`` names this very file, and the file's entry in a listing if there was one.
-
-    Raises:
-        ConfigError: there is no file system for the URL, or the file system would misread a ``?`` in it.
-        OSError: the URL cannot be reached, or nothing has that name.
-    """
+    """Yield the files of a URL, sorted: each, whether ``source`` names this very file, and its entry in a listing."""
     system, path = open_filesystem(source)
     if has_no_folders(source):
         yield Url(source), True, None
@@ -189,10 +167,9 @@ def _expand_url(source: str) -> Iterator[tuple[Url, bool, Mapping[str, Any] | No
 
 
 def _url_of(name: str, system: Any, source: str, path: str) -> str:
-    """Return the URL of ``name``, a path from a listing of ``source``. The file system calls ``source`` ``path``.
+    """Return the URL of ``name``, a path from a listing of ``source``, which the file system calls ``path``.
 
-    Some file systems (webhdfs, hdfs, sftp) leave the host out of their paths, so ``unstrip_protocol`` cannot restore
-    it. The host is then taken from ``source``.
+    Some file systems (webhdfs, hdfs, sftp) leave the host out of their paths, so it is taken from ``source``.
     """
     scheme, _, rest = source.partition("://")
     host, _, behind = rest.partition("/")

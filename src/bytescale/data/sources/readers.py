@@ -55,6 +55,12 @@ class ReadCounts:
     corrupt: list[str] = field(default_factory=list)
     """For each corrupt record that was left out: what was wrong with it, and where it is."""
 
+    def add(self, other: ReadCounts) -> None:
+        """Count what ``other`` has counted."""
+        self.num_empty += other.num_empty
+        self.skipped_files += other.skipped_files
+        self.corrupt += other.corrupt
+
     def leave_out(self, error: DataError) -> None:
         """Count a corrupt record and log it with its place. Raises if more are corrupt than ``max_corrupt`` allows.
 
@@ -78,6 +84,25 @@ def too_many_corrupt_records(number: int, places: Sequence[str], limit: int) -> 
     )
 
 
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """One record: its values by key, and where it is."""
+
+    values: dict[str, Any]
+    path: Place
+    line: int | None = None
+    """Byte at which the line starts (JSONL)."""
+    row: int | None = None
+    """Number of the row, from 1 (Parquet)."""
+
+    @property
+    def place(self) -> str:
+        """The file, and the line or row, counted from 1. The file is read to count lines: for error messages only."""
+        if self.line is not None:
+            return line_place(self.path, self.line)
+        return f"{self.path}" if self.row is None else f"{self.path}, row {self.row}"
+
+
 # Text: each file is a document. Of Python, some files are; others are cut into their definitions.
 
 
@@ -94,11 +119,8 @@ def text_units(files: Iterator[SourceFile], unit_bytes: int) -> Iterator[WorkUni
         yield WorkUnit(files=tuple(run), num_bytes=num_bytes)
 
 
-def text_files(unit: WorkUnit, counts: ReadCounts) -> Iterator[tuple[Place, str]]:
-    """Yield the files of a unit with their texts: one each, or the definitions of Python code.
-
-    Files that are not text are only counted, or are corrupt records.
-    """
+def text_records(unit: WorkUnit, key: str, counts: ReadCounts) -> Iterator[Record]:
+    """Yield the texts of a unit under ``key``: files, or definitions. Other files are counted, or corrupt records."""
     for file in unit.files:
         content = file.path.read_bytes().removeprefix(codecs.BOM_UTF8)
         reason = ""
@@ -111,7 +133,7 @@ def text_files(unit: WorkUnit, counts: ReadCounts) -> Iterator[tuple[Place, str]
                 reason = "it holds NUL bytes"
         if not reason:
             texts = _definitions(text) if file.format == "python" else [text]
-            yield from ((file.path, text) for text in texts)
+            yield from (Record(values={key: text}, path=file.path) for text in texts)
         elif file.named:
             counts.leave_out(
                 DataError(
@@ -145,9 +167,10 @@ def jsonl_units(file: SourceFile, unit_bytes: int) -> Iterator[WorkUnit]:
         yield WorkUnit(files=(file,), start=start, stop=stop, num_bytes=stop - start)
 
 
-def jsonl_lines(unit: WorkUnit) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a unit of a JSONL file that are not blank, each with the byte at which it starts."""
-    with unit.files[0].path.open("rb") as lines:
+def jsonl_records(unit: WorkUnit, counts: ReadCounts) -> Iterator[Record]:
+    """Yield the objects of a unit of a JSONL file, with all of their keys. Blank lines are none."""
+    path = unit.files[0].path
+    with path.open("rb") as lines:
         offset = 0
         if unit.start:
             lines.seek(unit.start - 1)
@@ -155,11 +178,16 @@ def jsonl_lines(unit: WorkUnit) -> Iterator[tuple[int, bytes]]:
             offset = lines.tell()
         while offset < unit.stop and (line := lines.readline()):
             if content := line.strip():
-                yield offset, content
+                try:
+                    values = _object_of_line(content, path, offset)
+                except DataError as error:
+                    counts.leave_out(error)
+                else:
+                    yield Record(values=values, path=path, line=offset)
             offset += len(line)
 
 
-def object_of_line(line: bytes, path: Place, offset: int) -> dict[str, Any]:
+def _object_of_line(line: bytes, path: Place, offset: int) -> dict[str, Any]:
     """Return the object of one JSONL line. Raises ``DataError``; the line number is counted only for an error."""
     try:
         record = parse_json(line.removeprefix(codecs.BOM_UTF8))
@@ -221,12 +249,13 @@ def row_group_units(file: SourceFile, opened: Any, unit_bytes: int) -> Iterator[
             start, num_bytes = group + 1, 0
 
 
-def parquet_rows(unit: WorkUnit, columns: list[str]) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """Yield the rows of a unit of a Parquet file: the number of the row, from 1, and its values of ``columns``."""
+def parquet_records(unit: WorkUnit, keys: Sequence[str]) -> Iterator[Record]:
+    """Yield the rows of a unit of a Parquet file, with those of ``keys`` that are columns of the file."""
     path = unit.files[0].path
     with open_parquet(path) as opened:
         import pyarrow
 
+        columns = [name for name in keys if name in opened.schema_arrow.names]
         row = sum(opened.metadata.row_group(group).num_rows for group in range(unit.start)) + 1
         batches = opened.iter_batches(
             _PARQUET_BATCH_ROWS, row_groups=list(range(unit.start, unit.stop)), columns=columns, use_threads=False
@@ -234,7 +263,8 @@ def parquet_rows(unit: WorkUnit, columns: list[str]) -> Iterator[tuple[int, tupl
         try:
             for batch in batches:
                 for values in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
-                    yield row, values
+                    named = zip(columns, map(_without_nulls, values), strict=True)
+                    yield Record(values=dict(named), path=path, row=row)
                     row += 1
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # for broken pages, Arrow's has no errno
@@ -242,3 +272,12 @@ def parquet_rows(unit: WorkUnit, columns: list[str]) -> Iterator[tuple[int, tupl
             raise DataError(
                 f"{path} cannot be read near row {row} ({error})", fix="mend the file or take it out"
             ) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a Parquet row without the keys that only other rows have: there, Arrow gives None."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+        return [_without_nulls(inner) for inner in value]
+    return value

@@ -17,18 +17,16 @@ from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import (
     UNIT_BYTES,
     ReadCounts,
+    Record,
     WorkUnit,
-    jsonl_lines,
+    jsonl_records,
     jsonl_units,
-    line_place,
-    object_of_line,
     open_parquet,
-    parquet_rows,
+    parquet_records,
     row_group_units,
-    text_files,
+    text_records,
     text_units,
 )
-from bytescale.storage.place import Place
 from bytescale.storage.retry import unreadable
 
 
@@ -72,25 +70,6 @@ def kind_of(content: str, fields: Sequence[str]) -> RecordKind:
             return RecordKind(content, (("prompt",), ("completion",)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One record: its values by key (a key without a value is left out), and where it is."""
-
-    values: dict[str, Any]
-    path: Place
-    line: int | None = None
-    """Byte at which the line starts (JSONL)."""
-    row: int | None = None
-    """Number of the row, from 1 (Parquet)."""
-
-    @property
-    def place(self) -> str:
-        """The file, and the line or row, counted from 1. The file is read to count lines: for error messages only."""
-        if self.line is not None:
-            return line_place(self.path, self.line)
-        return f"{self.path}" if self.row is None else f"{self.path}, row {self.row}"
-
-
 def plan_units(files: Sequence[SourceFile], kind: RecordKind, unit_bytes: int = UNIT_BYTES) -> list[WorkUnit]:
     """Cut text, JSONL and Parquet files into units, in corpus order.
 
@@ -131,12 +110,13 @@ def iter_records(unit: WorkUnit, kind: RecordKind, counts: ReadCounts) -> Iterat
     try:
         match unit.files[0].format:
             case "text" | "python":
-                records = _texts(unit, kind, counts)
+                records = text_records(unit, kind.keys[0], counts)
             case "jsonl":
-                records = _lines(unit, kind, counts)
+                records = jsonl_records(unit, counts)
             case _:
-                records = _rows(unit, kind)
-        for record, known in records:
+                records = parquet_records(unit, kind.keys)
+        for record in records:
+            known, record.values = list(record.values), _present(record.values, kind)
             try:
                 _check(record, known, kind)
             except DataError as error:
@@ -148,34 +128,6 @@ def iter_records(unit: WorkUnit, kind: RecordKind, counts: ReadCounts) -> Iterat
                 yield record
     except OSError as error:
         raise unreadable(error, path) from error
-
-
-# Each of these yields records as they are, with all keys that the file has for them.
-
-
-def _texts(unit: WorkUnit, kind: RecordKind, counts: ReadCounts) -> Iterator[tuple[Record, Sequence[str]]]:
-    for path, text in text_files(unit, counts):
-        yield Record(values={kind.keys[0]: text}, path=path), kind.keys
-
-
-def _lines(unit: WorkUnit, kind: RecordKind, counts: ReadCounts) -> Iterator[tuple[Record, Sequence[str]]]:
-    path = unit.files[0].path
-    for offset, line in jsonl_lines(unit):
-        try:
-            content = object_of_line(line, path, offset)
-        except DataError as error:
-            counts.leave_out(error)
-        else:
-            yield Record(values=_present(content, kind), path=path, line=offset), list(content)
-
-
-def _rows(unit: WorkUnit, kind: RecordKind) -> Iterator[tuple[Record, Sequence[str]]]:
-    path = unit.files[0].path
-    with open_parquet(path) as opened:
-        columns = [name for name in kind.keys if name in opened.schema_arrow.names]
-    for row, values in parquet_rows(unit, columns):
-        named = {name: _without_nulls(value) for name, value in zip(columns, values, strict=True)}
-        yield Record(values=_present(named, kind), path=path, row=row), columns
 
 
 def _check(record: Record, known: Sequence[str], kind: RecordKind) -> None:
@@ -271,12 +223,3 @@ def _present(values: dict[str, Any], kind: RecordKind) -> dict[str, Any]:
     if kind.is_text:
         return {name: "" if value is None else value for name, value in named.items()}
     return {name: value for name, value in named.items() if value is not None}
-
-
-def _without_nulls(value: Any) -> Any:
-    """A value of a Parquet row without the keys that only other rows have: there, Arrow gives None."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
-        return [_without_nulls(inner) for inner in value]
-    return value

@@ -70,17 +70,10 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    units = _training_units(with_retries(partial(plan_units, files, text_kind(text_key)), _READ_RETRIES))
-    tokenizer.train_from_iterator(_training_texts(units, text_key, progress), trainer)
-    return tokenizer
-
-
-def _training_units(units: list[WorkUnit]) -> list[WorkUnit]:
-    """Choose evenly spread units, of about ``TRAINING_BYTES`` together."""
+    units = with_retries(partial(plan_units, files, text_kind(text_key)), _READ_RETRIES)
     stride = max(1, -(-sum(unit.num_bytes for unit in units) // TRAINING_BYTES))
-    if stride > 1:
-        logger.info("training the tokenizer on every %dth part of the text", stride)
-    return units[::stride]
+    tokenizer.train_from_iterator(_training_texts(units[::stride], text_key, progress), trainer)
+    return tokenizer
 
 
 def _texts_of(unit: WorkUnit, text_key: str) -> list[str]:

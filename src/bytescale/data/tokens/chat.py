@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import ConfigError, DataError
-from bytescale.common.parsing import parse_json
+from bytescale.data.tokens.tokenizer import token_text, tokenizer_settings
 
 _MARKS = _START, _STOP = "\ufdd0", "\ufdd1"  # two characters that Unicode promises never to use
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -174,8 +174,8 @@ def load_template(setting: str, tokenizer: str) -> ChatTemplate:
     """
     folder = Path(tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent
-    settings = _tokenizer_settings(folder) if tokenizer not in ("auto", "bytes", "bpe") else {}
-    special = {name: text for name in SPECIAL_NAMES if (text := _token_text(settings.get(name))) is not None}
+    settings = tokenizer_settings(folder) if tokenizer not in ("auto", "bytes", "bpe") else {}
+    special = {name: text for name in SPECIAL_NAMES if (text := token_text(settings.get(name))) is not None}
     if setting:
         path = Path(setting).expanduser()
         if not path.is_file():
@@ -207,22 +207,6 @@ def _checked(template: ChatTemplate) -> ChatTemplate:
     except jinja2.TemplateError as error:
         raise DataError(f"{template.name} is not a Jinja template ({error})", fix="mend it") from error
     return template
-
-
-def _tokenizer_settings(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error})", so="its chat template is unknown", fix="mend it") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _token_text(entry: Any) -> str | None:
-    found = entry.get("content") if isinstance(entry, dict) else entry
-    return found if isinstance(found, str) else None
 
 
 def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:

@@ -100,38 +100,32 @@ class IndexedDataset:
             DataError: one of the two files is missing or broken, or they do not belong together; or a field has another
                 number of documents or tokens.
         """
-        bin_path, idx_path = pair_paths(path)
-        if not bin_path.exists():
-            raise DataError(f"{bin_path} does not exist", so=f"{idx_path} describes no tokens", fix="restore the .bin")
-        index = read_index(idx_path)
-        found = bin_path.stat().st_size
-        check_size(bin_path, index, found)
-        prefix = bin_path.with_suffix("")
-        beside = {name: field_prefix(prefix, name) for name in fields}
-        found_fields = {name: _open_field(path, index) for name, path in beside.items() if pair_paths(path)[1].exists()}
-        return IndexedDataset(prefix=prefix, index=index, tokens=_map(bin_path, index.dtype), fields=found_fields)
+        index, tokens = _open(path, TOKEN_DTYPES)
+        prefix = pair_paths(path)[0].with_suffix("")
+        found = {}
+        for name in fields:
+            _, idx_path = pair_paths(field_prefix(prefix, name))
+            if not idx_path.exists():
+                continue
+            own, found[name] = _open(idx_path, NUMBER_DTYPES)
+            if not np.array_equal(own.document_offsets, index.document_offsets):
+                raise DataError(
+                    f"{idx_path} describes {own.num_documents} documents with {own.num_tokens} numbers, for "
+                    f"{index.num_documents} documents with {index.num_tokens} tokens",
+                    so="the numbers could not be given to their tokens",
+                    fix="make both pairs from the same documents, or take this one away",
+                )
+        return IndexedDataset(prefix=prefix, index=index, tokens=tokens, fields=found)
 
-    def document(self, number: int) -> NDArray[np.integer]:
-        """``[length]`` token ids of one document, a view into the file."""
-        offsets = self.index.document_offsets
-        return self.tokens[offsets[number] : offsets[number + 1]]
 
-
-def _open_field(prefix: Path, index: TokenIndex) -> NDArray:
-    """Map the numbers of a field of the pair that has ``index``."""
-    bin_path, idx_path = pair_paths(prefix)
-    own = read_index(idx_path, NUMBER_DTYPES)
-    if not np.array_equal(own.document_offsets, index.document_offsets):
-        raise DataError(
-            f"{idx_path} describes {own.num_documents} documents with {own.num_tokens} numbers, for "
-            f"{index.num_documents} documents with {index.num_tokens} tokens",
-            so="the numbers could not be given to their tokens",
-            fix="make both pairs from the same documents, or take this one away",
-        )
+def _open(path: Path, dtypes: Mapping[int, np.dtype]) -> tuple[TokenIndex, NDArray]:
+    bin_path, idx_path = pair_paths(path)
     if not bin_path.exists():
-        raise DataError(f"{bin_path} does not exist", so=f"{idx_path} describes nothing", fix="restore it")
-    check_size(bin_path, own, bin_path.stat().st_size)
-    return _map(bin_path, own.dtype)
+        raise DataError(f"{bin_path} does not exist", so=f"{idx_path} describes no tokens", fix="restore the .bin")
+    index, num_bytes = read_index(idx_path, dtypes), bin_path.stat().st_size
+    check_size(bin_path, index, num_bytes)
+    # An empty file cannot be mapped.
+    return index, np.memmap(bin_path, index.dtype, "r") if num_bytes else np.zeros(0, index.dtype)
 
 
 def check_size(bin_path: Place, index: TokenIndex, num_bytes: int) -> None:
@@ -152,40 +146,16 @@ def pair_paths(path: Path) -> tuple[Path, Path]:
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
 
 
-def map_tokens(path: Path) -> NDArray[np.integer]:
-    """Map the tokens of a pair, ``[num_tokens]``. ``IndexedDataset.open`` must have checked the pair before.
-
-    The pair may be that of a field. Raises ``DataError`` if it has vanished since.
-    """
-    bin_path, idx_path = pair_paths(path)
-    try:
-        with idx_path.open("rb") as file:
-            header = HEADER.unpack(file.read(HEADER.size))
-        return _map(bin_path, NUMBER_DTYPES[header[2]])
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or bin_path} cannot be read ({error.strerror or error})",
-            so="its tokens were in the corpus when the run began",
-            fix="restore it, then resume",
-        ) from error
-
-
-def _map(bin_path: Path, dtype: np.dtype) -> NDArray[np.integer]:
-    """Map a ``.bin``. An empty file cannot be mapped, so it gives an empty array."""
-    return np.memmap(bin_path, dtype=dtype, mode="r") if bin_path.stat().st_size else np.zeros(0, dtype)
-
-
 def metadata_path(path: Path) -> Path:
-    """Return the path of the file beside a pair in which ``data.tokens.metadata`` keeps what the pair holds."""
+    """Return the path of a pair's ``data.tokens.metadata``."""
     bin_path, _ = pair_paths(path)
     return bin_path.with_suffix(".meta.json")
 
 
 def read_index(path: Path, dtypes: Mapping[int, np.dtype] = TOKEN_DTYPES) -> TokenIndex:
-    """Read and check an ``.idx``. The ``.bin`` is not needed. ``dtypes``: the types that it may have, by code.
+    """Read and check an ``.idx``. ``dtypes``: the types that it may have, by code.
 
-    Raises:
-        DataError: the file is missing, is not a Megatron index, or contradicts itself.
+    Raises ``DataError`` if the file is missing, is not a Megatron index, or contradicts itself.
     """
     try:
         content = np.fromfile(path, dtype=np.uint8)
@@ -248,12 +218,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class IndexedWriter:
-    """Streams documents into ``prefix.bin`` and, at the end, ``prefix.idx``.
+    """Streams documents into ``prefix.bin`` and, at the end, ``prefix.idx``, without which no reader takes a ``.bin``.
 
-    Both files are written under temporary names. ``commit`` puts the ``.bin`` in place first and the ``.idx`` last,
-    because no reader accepts a ``.bin`` without its ``.idx``. Leaving the ``with`` block without ``commit`` removes
-    what was written. A process that is killed leaves hidden ``.tmp`` files, which the next writer of the same pair
-    removes.
+    Leaving the ``with`` block without ``commit`` removes what was written. What a killed process leaves is removed by
+    the next writer of the same pair.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
@@ -272,15 +240,9 @@ class IndexedWriter:
             ) from error
 
     def add_documents(self, tokens: NDArray, lengths: IntArray) -> None:
-        """Append documents.
+        """Append documents: ``tokens [sum of lengths]``, or numbers of a field, and ``lengths [number of documents]``.
 
-        Args:
-            tokens: ``[sum of lengths]`` ids of all documents, each representable in the writer's type; of a field
-                (``data.tokens.fields``) its numbers.
-            lengths: ``[number of documents]`` tokens of each document.
-
-        Raises:
-            DataError: a document has more than 2^31 - 1 tokens, which the format cannot hold, or the disk is full.
+        Raises ``DataError`` for a document of more than 2^31 - 1 tokens, or a full disk.
         """
         assert len(tokens) == int(lengths.sum()), f"{len(tokens)} tokens for lengths that sum to {lengths.sum()}"
         if len(lengths) and lengths.max() > _MAX_LENGTH:
@@ -297,11 +259,9 @@ class IndexedWriter:
         self._lengths.append(lengths.astype("<i4"))
 
     def commit(self, metadata: bytes | None) -> None:
-        """Make the pair appear under its names. It replaces an older pair. Nothing can be added afterwards.
+        """Make the pair appear under its names, in place of an older one.
 
-        Args:
-            metadata: content of ``prefix.meta.json`` (``data.tokens.metadata``), put in place before the ``.idx``.
-                The pair of a field has none.
+        ``metadata`` is the content of ``prefix.meta.json`` (``data.tokens.metadata``); the pair of a field has none.
         """
         self._file.flush()
         os.fsync(self._file.fileno())

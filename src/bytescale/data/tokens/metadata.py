@@ -21,6 +21,7 @@ from bytescale.common.atomic import write_atomically
 from bytescale.common.errors import DataError
 from bytescale.common.parsing import parse_json
 from bytescale.data.sources.files import SourceFile, fingerprint_files
+from bytescale.data.sources.readers import ReadCounts
 from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, TokenIndex, metadata_path, pair_paths
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
@@ -75,10 +76,7 @@ class MetadataGatherer:
     def __init__(self, dtype: np.dtype) -> None:
         self._dtype = dtype
         self._tokens_hash = hashlib.blake2b(dtype.str.encode(), digest_size=8)
-        self._lengths_hash = hashlib.blake2b(digest_size=8)
-        self.num_documents = 0
-        self.num_tokens = 0
-        self._longest = 0
+        self._lengths = [np.zeros(0, dtype="<i8")]
         self._max_token_id = -1
         self._field_hashes: dict[str, Any] = {}
 
@@ -104,30 +102,22 @@ class MetadataGatherer:
         """Add whole documents: their ``tokens`` one after the other, in the type of the file, and their ``lengths``."""
         assert tokens.dtype == self._dtype, f"{tokens.dtype} tokens for a file of {self._dtype}"
         self._tokens_hash.update(np.ascontiguousarray(tokens).data)
-        self._lengths_hash.update(lengths.astype("<i8").data)
-        self.num_documents += len(lengths)
-        self.num_tokens += len(tokens)
-        self._longest = max(self._longest, int(lengths.max(initial=0)))
+        self._lengths.append(lengths.astype("<i8"))
         self._max_token_id = max(self._max_token_id, int(tokens.max()) if len(tokens) else -1)
 
-    def finish(
-        self,
-        tokenizer: Tokenizer | None = None,
-        *,
-        num_empty: int = 0,
-        skipped_files: tuple[str, ...] = (),
-        corrupt_records: tuple[str, ...] = (),
-    ) -> TokenMetadata:
+    def finish(self, tokenizer: Tokenizer | None = None, left_out: ReadCounts | None = None) -> TokenMetadata:
         """Return the metadata. ``tokenizer`` is None if it is not known."""
-        lengths_hash = self._lengths_hash.hexdigest()
+        left_out = left_out or ReadCounts()
+        lengths = np.concatenate(self._lengths)
+        lengths_hash = _hash(lengths)
         self._tokens_hash.update(lengths_hash.encode())
         for name in sorted(self._field_hashes):
             self._tokens_hash.update(self._field_hashes[name].digest())
         return TokenMetadata(
             fields=tuple(sorted(self._field_hashes)),
-            num_documents=self.num_documents,
-            num_tokens=self.num_tokens,
-            longest_document_tokens=self._longest,
+            num_documents=len(lengths),
+            num_tokens=int(lengths.sum()),
+            longest_document_tokens=int(lengths.max(initial=0)),
             max_token_id=self._max_token_id,
             dtype=self._dtype.str,
             content_hash=self._tokens_hash.hexdigest(),
@@ -136,23 +126,22 @@ class MetadataGatherer:
             tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else None,
             vocab_size=tokenizer.vocab_size if tokenizer else None,
             eos_id=tokenizer.eos_id if tokenizer else None,
-            num_empty_documents=num_empty,
-            skipped_files=skipped_files,
-            corrupt_records=corrupt_records,
+            num_empty_documents=left_out.num_empty,
+            skipped_files=tuple(left_out.skipped_files),
+            corrupt_records=tuple(left_out.corrupt),
         )
 
 
 def metadata_of(
     dataset: IndexedDataset, file: SourceFile, cache_dir: Path, progress: ProgressCallback
 ) -> TokenMetadata:
-    """Return the metadata of a pair. They are looked for beside the pair, then in the cache.
+    """Return the metadata of a pair, which are looked for beside it, then in the cache; else it is read through.
 
-    If neither has metadata that fit, the pair is read through (some GB a second) and the cache keeps the result. Raises
-    ``DataError`` if the pair was made with fields that have vanished.
+    Raises ``DataError`` if the pair was made with fields that have vanished.
     """
-    cached = cache_dir / "facts" / f"{_key_of(dataset, file)}.json"
-    for path in (metadata_path(dataset.prefix), cached):
-        metadata = _load(path)
+    cached = cache_dir / "facts" / _key_of(dataset, file)
+    for prefix in (dataset.prefix, cached):
+        metadata = load_metadata(prefix)
         if metadata is None or not metadata.describes(dataset.index):
             continue
         lost = [name for name in metadata.fields if not pair_paths(field_prefix(dataset.prefix, name))[1].exists()]
@@ -166,7 +155,7 @@ def metadata_of(
             return metadata
     metadata = _scan(dataset, progress)
     cached.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(cached, metadata.to_json())
+    write_atomically(metadata_path(cached), metadata.to_json())
     return metadata
 
 
@@ -182,12 +171,8 @@ def is_as_written(
 
 def load_metadata(prefix: Path) -> TokenMetadata | None:
     """Return the metadata that stand beside a pair, or None if there are none that can be read."""
-    return _load(metadata_path(prefix))
-
-
-def _load(path: Path) -> TokenMetadata | None:
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(metadata_path(prefix).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # the file is absent, or another program's: the metadata are gathered again
         return None
     names = {spec.name for spec in fields(TokenMetadata)}
@@ -199,12 +184,11 @@ def _load(path: Path) -> TokenMetadata | None:
 
 def _key_of(dataset: IndexedDataset, file: SourceFile) -> str:
     """A name that changes when the pair or one of its fields is replaced."""
-    paths = [pair_paths(field_prefix(dataset.prefix, name))[0] for name in sorted(dataset.fields)]
-    stats = [(path, path.stat()) for path in paths]
-    beside = [
-        SourceFile(path=path, format="bin", num_bytes=found.st_size, mtime_ns=found.st_mtime_ns)
-        for path, found in stats
-    ]
+    beside = []
+    for name in sorted(dataset.fields):
+        path = pair_paths(field_prefix(dataset.prefix, name))[0]
+        found = path.stat()
+        beside.append(SourceFile(path=path, format="bin", num_bytes=found.st_size, mtime_ns=found.st_mtime_ns))
     return fingerprint_files([file, *beside])
 
 

@@ -18,24 +18,26 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
-from bytescale.data.sources.files import SourceFile, local_path
-from bytescale.data.sources.readers import ReadCounts, WorkUnit, too_many_corrupt_records
-from bytescale.data.sources.records import iter_records
-from bytescale.data.tokens.fields import WEIGHTS, WeightRuns, field_prefix
-from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, map_tokens, pair_paths, read_index
+from bytescale.data.order.samples import make_samples, trained_of
+from bytescale.data.sources.files import SourceFile
+from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit, too_many_corrupt_records
+from bytescale.data.sources.records import iter_records, plan_units
+from bytescale.data.tokens.fields import WEIGHTS, field_prefix
+from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, read_index
 from bytescale.data.tokens.metadata import TokenMetadata, is_as_written, load_metadata, metadata_of
-from bytescale.data.tokens.open_parts import RemoteTokens, local_index, local_pair
+from bytescale.data.tokens.open_parts import RemoteTokens, local_copy
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.tokenize import EncodedUnit, UnitEncoder, encode_units, report_progress, write_units
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.place import Url
-from bytescale.storage.retry import unreadable, with_retries
+from bytescale.storage.retry import with_retries
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ SHARD_BYTES = 16 * 1024**2
 """Smallest size of a shard of text, in bytes. Tokenising it takes some seconds."""
 MAX_SHARDS = 32768
 """About the most shards of text. Above half a TiB of text the shards grow, so that the cache has not too many files."""
+COPIED_BYTES = 4 * 2**30
+"""A remote ``.bin`` of up to that size is copied, because reading many small ranges takes many requests."""
 _CACHE_VERSION = 2
 _COPY_TOKENS = 1 << 22
 _TOKENISING = "tokenising"
@@ -70,8 +74,8 @@ class PartContent:
 
     document_offsets: IntArray  # [D + 1] first token of each document of the part, then the number of all tokens
     metadata: TokenMetadata
-    weights: WeightRuns | None = None
-    """None: every token has weight 1."""
+    trained: tuple[IntArray, NDArray[np.float64]] | None = None
+    """Of each sample, as ``order.samples.trained_of``; None: every token has weight 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,42 +85,25 @@ class OpenShard:
     dataset: IndexedDataset
     metadata: TokenMetadata
 
-    @property
-    def content(self) -> PartContent:
-        """What the corpus index needs to know of this shard."""
-        weights = self.dataset.fields.get(WEIGHTS)
-        return PartContent(
-            document_offsets=self.dataset.index.document_offsets,
-            metadata=self.metadata,
-            weights=None if weights is None else WeightRuns.of(weights[:], f"{self.dataset.prefix}.{WEIGHTS}.bin"),
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardReader:
-    """Tokenises and opens shards. It can be sent to other processes."""
+    """Tokenises and opens shards. It can be pickled."""
 
+    config: DataConfig
     encode: UnitEncoder | None
     """None where all sources are ``.bin`` files and no tokenizer is set."""
-    cache_dir: Path
-    read_retries: int = 0
-    verify: bool = False
-    """Whether every pair is read through and compared with its hash before it is used for the first time."""
-    fields: tuple[str, ...] = ()
-    """Fields that the corpus has beside ``OWN_FIELDS`` (``data.fields``)."""
     verified: set[str] = field(default_factory=set, compare=False)
     """Names of the shards whose pairs were found to be right."""
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer | None) -> ShardReader:
         """Return the reader with the settings of ``config``. Raises as ``ExampleEncoder.of``."""
-        return ShardReader(
-            encode=None if tokenizer is None else UnitEncoder.of(config, tokenizer),
-            cache_dir=Path(config.cache_dir).expanduser(),
-            read_retries=config.read_retries,
-            verify=config.verify,
-            fields=config.fields,
-        )
+        return ShardReader(config=config, encode=None if tokenizer is None else UnitEncoder.of(config, tokenizer))
+
+    @property
+    def cache_dir(self) -> Path:
+        return Path(self.config.cache_dir).expanduser()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -130,19 +117,17 @@ class ShardReader:
         shards: list[Shard] = []
         for source in sorted({file.source for file in text}):
             own = [file for file in text if file.source == source]
-            units = with_retries(partial(self._encode.plan, own), self.read_retries)
+            units = with_retries(partial(plan_units, own, self._encode.kind, UNIT_BYTES), self.config.read_retries)
             shards.extend(self._shard(source, run) for run in _runs(units, least_bytes))
         return shards + [Shard(source=file.source, file=file) for file in files if file.format == "bin"]
 
     def prepare(
         self, shards: Sequence[Shard], num_workers: int = 1, progress: ProgressCallback = ignore_progress
     ) -> None:
-        """Tokenise those of ``shards`` that the cache does not have, one after the other, with one pool of processes.
+        """Tokenise those of ``shards`` that the cache does not have, with one pool of processes.
 
-        A process that comes while another one does the same shards waits for it.
-
-        Raises:
-            DataError: as ``iter_records``. The shards that were finished before stay in the cache.
+        A process that comes while another one does the same shards waits for it. Raises ``DataError`` as
+        ``iter_records``; the shards that were finished before stay in the cache.
         """
         missing = self._missing(shards)
         if not missing:
@@ -161,34 +146,29 @@ class ShardReader:
             own = itertools.islice(encoded, len(shard.units))
             with file_lock(self._prefix(shard).with_suffix(".lock")):
                 if not self._is_prepared(shard):
-                    metadata = write_units(own, self._prefix(shard), encode.tokenizer, encode.dtype, encode.field_names)
-                    _log_metadata(metadata, self._prefix(shard))
+                    made = write_units(own, self._prefix(shard), encode.tokenizer, encode.dtype, encode.field_names)
+                    what = made.num_documents, made.num_tokens, len(made.skipped_files)
+                    logger.info("tokenised %d documents into %d tokens (%d files are not text)", *what)
                 elif shard is not shards[-1]:  # another process has done this shard: skip its units
                     deque(own, maxlen=0)
 
     def _missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Those of ``shards`` that have to be tokenised: with ``verify``, those whose pair has rotted too."""
+        """Those of ``shards`` that have to be tokenised."""
         return [shard for shard in shards if shard.file is None and not self._is_prepared(shard)]
 
     def open(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> OpenShard:
-        """Open a shard: text that is prepared, or a ``.bin`` file. Of a remote ``.bin`` it fetches what it needs first.
+        """Open a shard: text that is prepared, or a ``.bin`` file.
 
-        Raises:
-            DataError: the pair is broken or was made with another tokenizer.
+        Raises ``DataError`` if the pair is broken, lacks a field, or was made with another tokenizer.
         """
         if shard.file is None:
             prefix = self._prefix(shard)
             metadata = load_metadata(prefix)
             assert metadata is not None, f"{prefix} is prepared before it is opened"
             return OpenShard(dataset=IndexedDataset.open(prefix, self.field_names), metadata=metadata)
-        opened = self._in_place(shard.file)
-        if opened is None:
-            file = with_retries(partial(local_pair, shard.file, self.cache_dir, self.field_names), self.read_retries)
-            dataset = IndexedDataset.open(local_path(file), self.field_names)
-            opened = OpenShard(dataset=dataset, metadata=metadata_of(dataset, file, self.cache_dir, progress))
-            self._check_pair(f"{shard.file.path}", opened, progress)
+        opened = self._open_bin(shard.file, progress)
         check_same_tokenizer(f"{shard.file.path}", opened.metadata, self.tokenizer)
-        if missing := set(self.fields) - set(opened.dataset.fields):
+        if missing := set(self.config.fields) - set(opened.dataset.fields):
             raise DataError(
                 f"{shard.file.path} has no field {min(missing)!r}, which data.fields names",
                 so="its documents would lack it",
@@ -197,23 +177,25 @@ class ShardReader:
             )
         return opened
 
-    def open_part(self, shard: Shard) -> tuple[Tokens, Mapping[str, Tokens]]:
-        """Return the tokens of a shard that has been opened before, and its fields by name.
+    def content(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> PartContent:
+        """What the corpus index needs to know of a shard that is prepared. Raises as ``open``."""
+        opened = self.open(shard, progress)
+        offsets, weights = opened.dataset.index.document_offsets, opened.dataset.fields.get(WEIGHTS)
+        if weights is None:
+            return PartContent(document_offsets=offsets, metadata=opened.metadata)
+        samples, _ = make_samples(0, offsets, self.config)
+        trained = trained_of(samples, weights[:], f"{opened.dataset.prefix}.{WEIGHTS}.bin")
+        return PartContent(document_offsets=offsets, metadata=opened.metadata, trained=trained)
 
-        ``OWN_FIELDS`` may be missing. The index of a pair on this machine is not read again.
-        """
-        if shard.file is not None and isinstance(shard.file.path, Url):
-            dataset = self.open(shard).dataset
-            return dataset.tokens, dataset.fields
-        prefix = self._prefix(shard) if shard.file is None else pair_paths(local_path(shard.file))[0].with_suffix("")
-        paths = {name: field_prefix(prefix, name) for name in self.field_names}
-        return map_tokens(prefix), {
-            name: map_tokens(path) for name, path in paths.items() if pair_paths(path)[1].exists()
-        }
+    def open_part(self, shard: Shard) -> tuple[Tokens, Mapping[str, Tokens]]:
+        """Return the tokens of a shard, and its fields by name; text that the cache does not have is tokenised."""
+        self.prepare([shard])
+        dataset = self.open(shard).dataset
+        return dataset.tokens, dataset.fields
 
     def places(self, unit: WorkUnit) -> Iterator[Callable[[], str]]:
         """Yield a function for each document of a unit, which returns the document's place."""
-        counts = ReadCounts(max_corrupt=self._encode.max_corrupt_records)
+        counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
         yield from (lambda record=record: record.place for record in iter_records(unit, self._encode.kind, counts))
 
     @property
@@ -224,40 +206,32 @@ class ShardReader:
     @property
     def field_names(self) -> tuple[str, ...]:
         """The fields that the corpus may have."""
-        return (*OWN_FIELDS, *self.fields)
+        return (*OWN_FIELDS, *self.config.fields)
 
-    def _in_place(self, file: SourceFile) -> OpenShard | None:
-        """Open a remote ``.bin`` by copying only its index. Its tokens are fetched when they are read.
-
-        Returns None if the file is on this machine. Also returns None if all of the file has to be copied first:
-        because no metadata lie beside it, or because its server sends whole files only.
-        """
-        url = file.path
-        if not isinstance(url, Url):
-            return None
-
-        def look(url: Url = url) -> tuple[Path, bool]:
-            try:
-                return local_index(file, self.cache_dir, self.field_names), url.has_ranges()
-            except OSError as error:
-                raise unreadable(error, url) from error
-
-        copy, has_ranges = with_retries(look, self.read_retries)
-        index, metadata = read_index(copy.with_suffix(".idx")), load_metadata(copy)
-        if any(copy.with_suffix(f".{name}.idx").exists() for name in self.field_names):
-            return None  # pairs with fields are copied as a whole: they are small
-        if copy.exists() or metadata is None or not has_ranges or not metadata.describes(index):
-            return None
-        check_size(url, index, file.num_bytes)
-        tokens = RemoteTokens(url, index.dtype, index.num_tokens, copy.with_suffix(".blocks"), self.read_retries)
-        return OpenShard(
-            dataset=IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens), metadata=metadata
-        )
+    def _open_bin(self, file: SourceFile, progress: ProgressCallback) -> OpenShard:
+        """Open a ``.bin`` file. A large remote one stays there if its metadata are known and ranges can be read."""
+        path = file.path
+        if isinstance(path, Url):
+            copied = partial(local_copy, file, self.cache_dir, self.field_names)
+            copy, has_ranges = with_retries(copied, self.config.read_retries)
+            index, metadata = read_index(copy.with_suffix(".idx")), load_metadata(copy)
+            has_fields = any(copy.with_suffix(f".{name}.idx").exists() for name in self.field_names)
+            is_large = file.num_bytes > COPIED_BYTES and not has_fields and not copy.exists()
+            if is_large and has_ranges and metadata and metadata.describes(index):
+                check_size(path, index, file.num_bytes)
+                tokens = RemoteTokens(path, index.dtype, index.num_tokens, self.config.read_retries)
+                there = IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens)
+                return OpenShard(dataset=there, metadata=metadata)
+            path, _ = with_retries(partial(copied, whole=True), self.config.read_retries)
+        dataset = IndexedDataset.open(path, self.field_names)
+        opened = OpenShard(dataset=dataset, metadata=metadata_of(dataset, file, self.cache_dir, progress))
+        self._check_pair(f"{file.path}", opened, progress)
+        return opened
 
     def _is_prepared(self, shard: Shard) -> bool:
         prefix = self._prefix(shard)
         metadata = load_metadata(prefix) if prefix.with_suffix(".idx").exists() else None
-        if metadata is None or not self.verify or shard.name in self.verified:
+        if metadata is None or not self.config.verify or shard.name in self.verified:
             return metadata is not None
         try:
             is_right = is_as_written(IndexedDataset.open(prefix), metadata)
@@ -271,7 +245,7 @@ class ShardReader:
 
     def _check_pair(self, place: str, opened: OpenShard, progress: ProgressCallback) -> None:
         """With ``verify``, raise ``DataError`` if a ``.bin`` is not what its metadata were gathered of."""
-        if not self.verify or place in self.verified:
+        if not self.config.verify or place in self.verified:
             return
         if not is_as_written(opened.dataset, opened.metadata, progress):
             raise DataError(
@@ -293,11 +267,6 @@ class ShardReader:
         return Shard(source=source, units=tuple(units), name=settings.hexdigest())
 
 
-def remote_parts(shards: Sequence[Shard]) -> list[int]:
-    """Return the numbers of the shards that are remote ``.bin`` files."""
-    return [part for part, shard in enumerate(shards) if shard.file and isinstance(shard.file.path, Url)]
-
-
 def write_as_pair(
     reader: ShardReader,
     shards: Sequence[Shard],
@@ -308,10 +277,7 @@ def write_as_pair(
     """Write all documents of ``shards``, in order, to ``prefix.bin/.idx``, which is replaced if it exists.
 
     Text is tokenised into the cache first, shard by shard: a process that was killed goes on behind the last one.
-    Documents of ``.bin`` files are copied as they are, with whatever token ends them, and empty ones are left out.
-
-    Raises:
-        DataError: as ``ShardReader.prepare`` and ``ShardReader.open``; or the disk is full.
+    Raises ``DataError`` as ``ShardReader.prepare`` and ``ShardReader.open``, or for a full disk.
     """
     of_bins = [reader.open(shard, progress).metadata for shard in shards if shard.file]  # errors come before the work
     reader.prepare(shards, num_workers, progress)
@@ -331,22 +297,23 @@ def write_as_pair(
 def _documents_of(opened: OpenShard) -> Iterator[EncodedUnit]:
     """Yield the documents of a shard, about ``_COPY_TOKENS`` at a time, and what was left out when it was tokenised."""
     dataset, made, offsets = opened.dataset, opened.metadata, opened.dataset.index.document_offsets
+    skipped, corrupt = list(made.skipped_files), list(made.corrupt_records)
+    counts = ReadCounts(num_empty=made.num_empty_documents, skipped_files=skipped, corrupt=corrupt)
     bounds = [0]
     while bounds[-1] < dataset.index.num_documents:
         stop = int(np.searchsorted(offsets, offsets[bounds[-1]] + _COPY_TOKENS, side="right")) - 1
         bounds.append(max(bounds[-1] + 1, stop))
     for first, stop in itertools.pairwise([0, *bounds]):  # the first range is empty
-        lengths = np.diff(offsets[first : stop + 1])
-        tokens = dataset.tokens[offsets[first] : offsets[stop]]
+        lengths, own = np.diff(offsets[first : stop + 1]), slice(offsets[first], offsets[stop])
+        counts.num_empty += int((lengths == 0).sum())
         yield EncodedUnit(
-            tokens=tokens,
+            tokens=dataset.tokens[own],
             lengths=lengths[lengths > 0],
-            num_bytes=tokens.nbytes,
-            num_empty=int((lengths == 0).sum()) + (0 if stop else made.num_empty_documents),
-            skipped_files=() if stop else made.skipped_files,
-            corrupt_records=() if stop else made.corrupt_records,
-            fields={name: values[offsets[first] : offsets[stop]] for name, values in dataset.fields.items()},
+            num_bytes=int(offsets[stop] - offsets[first]) * dataset.index.dtype.itemsize,
+            counts=counts,
+            fields={name: values[own] for name, values in dataset.fields.items()},
         )
+        counts = ReadCounts()
 
 
 def check_same_tokenizer(place: str, metadata: TokenMetadata, tokenizer: Tokenizer | None) -> None:
@@ -384,17 +351,3 @@ def _runs(units: Iterable[WorkUnit], least_bytes: int) -> Iterator[list[WorkUnit
             run = []
     if run:
         yield run
-
-
-def _log_metadata(metadata: TokenMetadata, prefix: Path) -> None:
-    logger.info(
-        "tokenised %d documents into %d tokens (longest %d, %d empty ones and %d files that are not text left out): %s",
-        metadata.num_documents,
-        metadata.num_tokens,
-        metadata.longest_document_tokens,
-        metadata.num_empty_documents,
-        len(metadata.skipped_files),
-        prefix,
-    )
-    for path in metadata.skipped_files:
-        logger.debug("left out, not UTF-8 text: %s", path)

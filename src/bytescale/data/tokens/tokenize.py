@@ -1,8 +1,6 @@
 """Encodes units of text (``data.sources.readers``), with several processes, and writes what was encoded as a pair.
 
-1. Processes read and encode the units. Each document gets its EOS. At most two units per process are under way.
-2. The results are written in the order of the units, so the pair does not depend on the number of processes.
-3. The pair appears under its name when all of it is on disk (``data.tokens.indexed``).
+Results are written in the order of the units, so the pair does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +25,8 @@ from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.units import format_count
 from bytescale.config.schema import DataConfig
-from bytescale.data.sources.files import SourceFile
-from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit
-from bytescale.data.sources.records import RecordKind, iter_records, plan_units, text_kind
+from bytescale.data.sources.readers import ReadCounts, WorkUnit
+from bytescale.data.sources.records import RecordKind, iter_records, text_kind
 from bytescale.data.tokens.examples import Example, ExampleEncoder, concatenated
 from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix, without_field
 from bytescale.data.tokens.indexed import IndexedWriter, pair_paths, token_dtype
@@ -48,9 +46,7 @@ class EncodedUnit:
     tokens: NDArray[np.integer]  # [sum of lengths] tokens of all documents, each with its EOS
     lengths: IntArray  # [number of documents] tokens of each document
     num_bytes: int
-    num_empty: int = 0
-    skipped_files: tuple[str, ...] = ()
-    corrupt_records: tuple[str, ...] = ()
+    counts: ReadCounts
     fields: Mapping[str, NDArray] = field(default_factory=dict)  # [sum of lengths] each
 
 
@@ -59,28 +55,20 @@ class UnitEncoder:
     """Reads a unit and encodes it. Each worker process gets one copy."""
 
     tokenizer: Tokenizer
-    text_key: str = "text"
-    """Key (JSONL) or column (Parquet) that holds the text."""
-    max_corrupt_records: int = 0
-    read_retries: int = 0
+    config: DataConfig = field(default_factory=DataConfig)
     examples: ExampleEncoder | None = None
     """For records of fine-tuning data; None: each document is one text."""
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer) -> UnitEncoder:
         """Return the encoder with the settings of ``config``. Raises as ``ExampleEncoder.of``."""
-        return UnitEncoder(
-            tokenizer=tokenizer,
-            text_key=config.text_key,
-            max_corrupt_records=config.max_corrupt_records,
-            read_retries=config.read_retries,
-            examples=ExampleEncoder.of(config, tokenizer),
-        )
+        return UnitEncoder(tokenizer=tokenizer, config=config, examples=ExampleEncoder.of(config, tokenizer))
 
     @property
     def fingerprint(self) -> str:
         """A text that changes with the tokens that the same files give."""
-        return f"{self.text_key if self.examples is None else self.examples.fingerprint} {self.tokenizer.fingerprint}"
+        kind = self.config.text_key if self.examples is None else self.examples.fingerprint
+        return f"{kind} {self.tokenizer.fingerprint}"
 
     @property
     def dtype(self) -> np.dtype:
@@ -95,24 +83,15 @@ class UnitEncoder:
     @property
     def kind(self) -> RecordKind:
         """The kind of the records."""
-        return text_kind(self.text_key) if self.examples is None else self.examples.kind
-
-    def plan(self, files: Sequence[SourceFile]) -> list[WorkUnit]:
-        """Cut files into units. Raises as ``plan_units``."""
-        return plan_units(files, self.kind, UNIT_BYTES)
+        return text_kind(self.config.text_key) if self.examples is None else self.examples.kind
 
     def __call__(self, unit: WorkUnit) -> EncodedUnit:
-        """Encode a unit. A read that may succeed later is tried ``read_retries`` times more.
+        """Encode a unit; a read that may succeed later is tried again. Raises ``DataError`` as ``iter_records``."""
+        encode = self._encode_texts if self.examples is None else partial(self._encode_records, self.examples)
+        return with_retries(partial(encode, unit), self.config.read_retries)
 
-        Raises ``DataError`` as ``iter_records``.
-        """
-        if self.examples is not None:
-            encoder = self.examples
-            return with_retries(lambda: self._encode_records(unit, encoder), self.read_retries)
-        return with_retries(lambda: self._encode(unit), self.read_retries)
-
-    def _encode_records(self, unit: WorkUnit, encoder: ExampleEncoder) -> EncodedUnit:
-        counts = ReadCounts(max_corrupt=self.max_corrupt_records)
+    def _encode_records(self, encoder: ExampleEncoder, unit: WorkUnit) -> EncodedUnit:
+        counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
         examples: list[Example] = []
         for record in iter_records(unit, encoder.kind, counts):
             try:
@@ -124,30 +103,29 @@ class UnitEncoder:
             tokens=np.concatenate(tokens),
             lengths=np.array([len(example.tokens) for example in examples], dtype=np.int64),
             num_bytes=unit.num_bytes,
-            corrupt_records=tuple(counts.corrupt),
+            counts=counts,
             fields=concatenated(examples, encoder.field_names),
         )
 
-    def _encode(self, unit: WorkUnit) -> EncodedUnit:
-        counts = ReadCounts(max_corrupt=self.max_corrupt_records)
+    def _encode_texts(self, unit: WorkUnit) -> EncodedUnit:
+        counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
         encoded: list[NDArray[np.integer]] = []
         texts: list[str] = []
         num_characters = 0
         for record in iter_records(unit, self.kind, counts):
-            texts.append(record.values[self.text_key])
+            texts.append(record.values[self.config.text_key])
             num_characters += len(texts[-1])
             if num_characters >= _BATCH_CHARACTERS:
                 encoded.extend(self.tokenizer.encode_batch(texts))
                 texts, num_characters = [], 0
         encoded.extend(self.tokenizer.encode_batch(texts))
         documents = [ids for ids in encoded if len(ids)]  # the tokenizer's normaliser may leave nothing of a text
+        counts.num_empty += len(encoded) - len(documents)
         return EncodedUnit(
             tokens=_with_eos(documents, self.tokenizer),
             lengths=np.array([len(ids) + 1 for ids in documents], dtype=np.int64),
             num_bytes=unit.num_bytes,
-            num_empty=counts.num_empty + len(encoded) - len(documents),
-            skipped_files=tuple(counts.skipped_files),
-            corrupt_records=tuple(counts.corrupt),
+            counts=counts,
         )
 
 
@@ -158,26 +136,24 @@ def write_units(
     dtype: np.dtype,
     fields: Sequence[str] = (),
 ) -> TokenMetadata:
-    """Write units, in order, to ``prefix.bin/.idx``. The pair appears whole or not at all.
+    """Write units, in order, to ``prefix.bin/.idx``. The pair appears whole or not at all, in place of an older one.
 
     Args:
         encoded: units from ``encode_units``, or documents of pairs.
-        prefix: path of the pair without its endings. An existing pair is replaced.
+        prefix: path of the pair without its endings.
         tokenizer: the tokenizer that made the tokens; None if it is not known.
         dtype: integer type of the tokens in the file.
-        fields: names of the fields that are written beside the tokens (``data.tokens.fields``). Units without weights
-            or labels get those of ``without_field``. Labels are left out if all of them are their own tokens.
+        fields: that are written beside the tokens. Units without weights or labels get those of ``without_field``.
+            Labels are left out if all of them are their own tokens.
 
-    Raises:
-        DataError: the disk is full.
+    Raises ``DataError`` if the disk is full.
     """
-    gatherer = MetadataGatherer(dtype)
-    num_empty = 0
-    skipped: list[str] = []
-    corrupt: list[str] = []
+    gatherer, left_out = MetadataGatherer(dtype), ReadCounts()
     with ExitStack() as opened:
         writer = opened.enter_context(IndexedWriter(prefix, dtype))
-        beside = {name: opened.enter_context(_field_writer(prefix, name)) for name in fields}
+        beside = {
+            name: opened.enter_context(IndexedWriter(field_prefix(prefix, name), field_dtype(name))) for name in fields
+        }
         gatherer.add_fields({name: np.zeros(0, field_dtype(name)) for name in fields})
         own_labels = LABELS in fields  # whether every label so far is its own token
         for unit in encoded:
@@ -185,19 +161,16 @@ def write_units(
             writer.add_documents(tokens, unit.lengths)
             gatherer.add(tokens, unit.lengths)
             for name, field_writer in beside.items():
-                values = _field_of(unit, name)
+                values = unit.fields[name] if name in unit.fields else without_field(name, unit.tokens)
+                values = np.asarray(values).astype(field_dtype(name), copy=False)
                 field_writer.add_documents(values, unit.lengths)
                 gatherer.add_fields({name: values})
                 own_labels &= name != LABELS or bool((values == tokens).all())
-            num_empty += unit.num_empty
-            skipped.extend(unit.skipped_files)
-            corrupt.extend(unit.corrupt_records)
+            left_out.add(unit.counts)
         if own_labels:
             gatherer.leave_out(LABELS)
             del beside[LABELS]  # what was written of them is removed in the end, because it is not committed
-        metadata = gatherer.finish(
-            tokenizer, num_empty=num_empty, skipped_files=tuple(skipped), corrupt_records=tuple(corrupt)
-        )
+        metadata = gatherer.finish(tokenizer, left_out)
         pair_paths(prefix)[1].unlink(missing_ok=True)  # the old .idx must not stand beside new fields
         for name in OWN_FIELDS:  # nor old weights beside new tokens
             pair_paths(field_prefix(prefix, name))[1].unlink(missing_ok=True)
@@ -205,15 +178,6 @@ def write_units(
             field_writer.commit(None)
         writer.commit(metadata.to_json())
     return metadata
-
-
-def _field_writer(prefix: Path, name: str) -> IndexedWriter:
-    return IndexedWriter(field_prefix(prefix, name), field_dtype(name))
-
-
-def _field_of(unit: EncodedUnit, name: str) -> NDArray:
-    values = unit.fields[name] if name in unit.fields else without_field(name, unit.tokens)
-    return np.asarray(values).astype(field_dtype(name), copy=False)
 
 
 def report_progress(
@@ -233,10 +197,7 @@ def report_progress(
 def encode_units(units: Sequence[WorkUnit], encode: UnitEncoder, num_workers: int) -> Iterator[EncodedUnit]:
     """Encode ``units`` in this process or in several, and yield the results in the order of ``units``."""
     num_workers = min(num_workers, len(units))
-    if num_workers > 1:
-        yield from encode_in_processes(units, encode, num_workers)
-    else:
-        yield from map(encode, units)
+    return encode_in_processes(units, encode, num_workers) if num_workers > 1 else map(encode, units)
 
 
 def _with_eos(documents: list[NDArray[np.integer]], tokenizer: Tokenizer) -> NDArray[np.integer]:
@@ -252,10 +213,7 @@ def _with_eos(documents: list[NDArray[np.integer]], tokenizer: Tokenizer) -> NDA
 
 
 def encode_in_processes(units: Iterable[WorkUnit], encode: UnitEncoder, num_workers: int) -> Iterator[EncodedUnit]:
-    """Encode ``units`` in ``num_workers`` processes, and yield the results in the order of ``units``.
-
-    At most two units per process are under way or wait to be taken.
-    """
+    """Encode ``units`` in processes, and yield the results in their order. Two units per process are under way."""
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),

@@ -111,12 +111,7 @@ class JsonTokenizer:
     """A tokenizer of the ``tokenizers`` library."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, name: str, eos_token: str | None = None) -> None:
-        """Wrap ``tokenizer``, which this object then owns.
-
-        Raises:
-            ConfigError: the tokenizer has no token ``eos_token``; or ``eos_token`` is None and the tokenizer has none
-                of ``EOS_NAMES``.
-        """
+        """Wrap ``tokenizer``, which this object then owns. Raises ``ConfigError`` unless it has the EOS."""
         # A tokenizer.json may carry the truncation and padding of the model it was saved with.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -133,8 +128,7 @@ class JsonTokenizer:
     def from_file(path: Path, eos_token: str | None = None) -> JsonTokenizer:
         """Read a ``tokenizer.json``, or the one inside a folder.
 
-        EOS is ``eos_token``. If that is None, EOS is what ``tokenizer_config.json`` in the same folder says. If that
-        file or its entry is missing, EOS is the first of ``EOS_NAMES`` that exists.
+        EOS is ``eos_token``, else what ``tokenizer_config.json`` beside it says, else the first of ``EOS_NAMES``.
 
         Raises:
             ConfigError: the tokenizer does not have the EOS.
@@ -147,7 +141,11 @@ class JsonTokenizer:
             raise DataError(
                 f"{file} is not a tokenizer.json ({error})", fix="save it again with Tokenizer.save()"
             ) from error
-        return JsonTokenizer(tokenizer, name=str(path), eos_token=eos_token or _configured_eos(file.parent))
+        return JsonTokenizer(
+            tokenizer,
+            name=str(path),
+            eos_token=eos_token or token_text(tokenizer_settings(file.parent).get("eos_token")),
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickle, and set the switch that the library does not pickle. Worker processes must encode as we do."""
@@ -202,15 +200,21 @@ def _find_eos(tokenizer: Any, name: str, eos_token: str | None) -> int:
     )
 
 
-def _configured_eos(folder: Path) -> str | None:
-    """Return ``eos_token`` of a Hugging Face ``tokenizer_config.json``, or None if there is no such file or entry."""
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """What a Hugging Face ``tokenizer_config.json`` says, if the folder has one. Raises ``DataError``."""
     path = folder / "tokenizer_config.json"
-    if not path.exists():
-        return None
+    if not path.is_file():
+        return {}
     try:
-        entry = parse_json(path.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError, OSError) as error:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
         raise DataError(
-            f"{path} is not JSON ({error})", so="its eos_token is unknown", fix="mend it or set data.eos_token"
+            f"{path} is not JSON ({error})", so="its eos_token and chat template are unknown", fix="mend it"
         ) from error
-    return entry.get("content") if isinstance(entry, dict) else entry
+    return content if isinstance(content, dict) else {}
+
+
+def token_text(entry: Any) -> str | None:
+    """The text of a special token in these settings."""
+    found = entry.get("content") if isinstance(entry, dict) else entry
+    return found if isinstance(found, str) else None

@@ -9,7 +9,6 @@ import base64
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from bytescale.checkpoint.hugging_face import add_companions, appearing, write_imported
+from bytescale.checkpoint.hugging_face import add_companions, appearing
 from bytescale.checkpoint.reading import CheckpointReader
-from bytescale.checkpoint.writing import Part
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import HF_PREFIX, AttachedArchitecture, Config
 from bytescale.config.hugging_face import refuse_quantised
@@ -330,23 +328,3 @@ def _base_of(run_config: Config | None) -> Path:
             fix="bring that folder back, or name its new place as model.preset in the run's config.toml",
         )
     return base
-
-
-def import_attached(source: Path, target: Path, architecture: AttachedArchitecture) -> int:
-    """``checkpoint.hugging_face.import_folder`` for an attached model. Returns the number of weights."""
-    with appearing(target) as hidden:
-        model = load_model(source, architecture.content, torch.float32)
-        described = replace(architecture, buffers=constants_of(model)).as_dict()
-        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        parts = [
-            Part(
-                name=name,
-                shape=tuple(value.shape),
-                offsets=(0,) * value.dim(),
-                sizes=tuple(value.shape),
-                read=lambda value=value: value,  # type: ignore[misc]
-            )
-            for name, value in weights.items()
-        ]
-        write_imported(hidden, source, described, parts)
-    return sum(value.numel() for value in weights.values())

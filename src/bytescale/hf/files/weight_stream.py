@@ -6,7 +6,7 @@ tensor is brought into the files' form by itself. Adapters (LoRA) are added to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,15 +15,16 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from bytescale.common.errors import ConfigError
 from bytescale.hf.model.head import causal_model
+from bytescale.runtime.optimizer.lockstep import Units
 
 _BASE = ".base_layer."
 
 
 @torch.no_grad()
 def named_weights(
-    model: nn.Module, dtype: torch.dtype | None, whole: Callable[[nn.Parameter], Tensor] | None = None
+    model: nn.Module, dtype: torch.dtype | None, units: Units | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and whole tensors; ``HDP.weights``. ``whole``: from a parameter that ranks share to its values."""
+    """Yield names and whole tensors; ``HDP.weights``. ``units``: of parameters that ranks share."""
     root = causal_model(model)
     modules = dict(root.named_modules())
     for name, parameter in root.named_parameters():
@@ -35,7 +36,7 @@ def named_weights(
                 so="an inference engine would run another model",
                 fix="merge the adapters (merge_and_unload()) into a copy, and give it that",
             )
-        value: Any = parameter.detach() if whole is None else whole(parameter)
+        value: Any = parameter.detach() if units is None else units.whole(parameter)
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         if _BASE in name:
             owner, _, rest = name.partition(_BASE)
@@ -46,3 +47,5 @@ def named_weights(
             name = f"{owner}.{rest}"
         for written, tensor in revert_weight_conversion(root, {name: value}).items():
             yield written, tensor if dtype is None else tensor.to(dtype)
+    if units is not None:
+        units.begin()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from bytescale.checkpoint.agree import settle
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
-from bytescale.checkpoint.manifest import RunState, step_name, step_of
-from bytescale.checkpoint.reading import read_run_state
+from bytescale.checkpoint.manifest import RunState, read_manifest, step_name, step_of
 from bytescale.common.errors import CheckpointError, ConfigError, NonFiniteError
 from bytescale.config import CheckpointConfig
 from bytescale.hf.files.weight_stream import named_weights
@@ -26,13 +25,6 @@ from bytescale.runtime import RankGroup, ShardedOptimizer, Update
 from bytescale.runtime.optimizer.optimizers import GroupOptions
 from bytescale.runtime.optimizer.parking import Parking
 from bytescale.runtime.optimizer.take_over import take_over
-
-
-class _Ranks(NamedTuple):
-    """The ranks that write and read checkpoints together (``checkpoint.checkpointer.Participants``)."""
-
-    is_first: bool
-    checkpoint_group: dist.ProcessGroup
 
 
 class Updates:
@@ -47,7 +39,7 @@ class Updates:
         self.model, self.group = model, group
         self.handed_out = HandedOut()
         self._optimizer: ShardedOptimizer | None = None
-        self._ranks: _Ranks | None = None
+        self._ranks: dist.ProcessGroup | None = None
         self._parking = Parking()
 
     def adamw(
@@ -183,14 +175,14 @@ class Updates:
         """
         optimizer, folder = self.sharded(), Path(folder)
         checkpoints, ranks = self._checkpoints(folder, keep)
-        error, found = None, complete_checkpoints(folder) if ranks.is_first else []
+        error, found = None, complete_checkpoints(folder) if self.group.rank == 0 else []
         if found and step_of(found[-1].name) > optimizer.num_updates:
             error = CheckpointError(
                 f"{folder} has {found[-1].name}, and this model has made {optimizer.num_updates} updates",
                 so="the checkpoint of another run, or of a later time, would be kept in place of the new one",
                 fix="save to another folder, or move the later checkpoints away",
             )
-        settle(error, ranks.checkpoint_group)
+        settle(error, ranks)
         state = RunState(
             step=optimizer.num_updates,
             sampler={"extra": extra or {}, "numbers": optimizer.state_numbers()},
@@ -212,7 +204,7 @@ class Updates:
         complete = complete_checkpoints(path)
         path = complete[-1] if complete else path
         checkpoints, _ = self._checkpoints(path.parent, keep=2**31)
-        state = read_run_state(path)
+        state = read_manifest(path).state
         if "numbers" not in state.sampler:
             raise CheckpointError(
                 f"{path} was written by bytescale train, not by HDP.save()",
@@ -227,7 +219,7 @@ class Updates:
         shapes = {entry.name: list(entry.shape) for zero in self.sharded().zeros for entry in zero.parameters.entries}
         return {"model": type(self.model).__name__, "parameters": shapes}
 
-    def _checkpoints(self, folder: Path, keep: int) -> tuple[Checkpointer, _Ranks]:
+    def _checkpoints(self, folder: Path, keep: int) -> tuple[Checkpointer, dist.ProcessGroup]:
         """What writes and reads. Raises ``ConfigError`` without torch.distributed, or for several dtypes."""
         if not dist.is_initialized():
             raise ConfigError(
@@ -243,8 +235,7 @@ class Updates:
         if self._ranks is None:
             group = self.group.group
             ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-            made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            self._ranks = _Ranks(self.group.rank == 0, made)
+            self._ranks = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         return Checkpointer(folder, self._ranks, CheckpointConfig(background=False, keep=keep)), self._ranks
 
     def to(
@@ -306,8 +297,7 @@ class Updates:
         unless ranks share the parameters. Raises ``ConfigError`` for adapters that are not added to a weight.
         """
         self.require_at_home("weights")
-        units = None if self._optimizer is None else self._optimizer.units
-        return named_weights(self.model, dtype, None if units is None else units.whole)
+        return named_weights(self.model, dtype, None if self._optimizer is None else self._optimizer.units)
 
     def require_no_reduction(self, what: str) -> None:
         """Raise ``ConfigError`` if ``what`` would come between the last batch's loop and ``step()``."""

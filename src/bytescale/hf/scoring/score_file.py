@@ -185,14 +185,14 @@ def score_corpus(
     done = int(hdp.group.max_of([float(begun)])[0])
     if done:
         say(f"continuing after {done} of {len(batches)} batches")
-    first = sum(batch.num_sequences for batch in batches[:done])
+    first = sum(len(batch.samples) for batch in batches[:done])
     for batch in batches[done:]:
         documents = corpus.documents(batch.samples)
         scores = [values.cpu().numpy() for values in score_batch(hdp, documents)]
         if hdp.group.rank == 0:
             output.write(batch.step, _rows(first, documents, scores, corpus.index.has_weights))
             say(f"{batch.step + 1}/{len(batches)} batches, {batch.num_tokens} tokens")
-        first += batch.num_sequences
+        first += len(batch.samples)
     if hdp.group.rank == 0:
         output.finish(len(batches))
 

@@ -61,7 +61,7 @@ class ShardedOptimizer:
     ) -> None:
         """``cls`` is called as ``cls(parameter groups, **options)``; it has to be elementwise.
 
-        ``group_options``: options of single parameters; None: all have the same. ``units``: open layers of several ranks.
+        ``group_options``: options of single parameters; None: all have the same. ``units``: open shared layers.
         """
         self.zeros = list(zeros)
         self.units = units

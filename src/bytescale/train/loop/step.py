@@ -92,7 +92,6 @@ def figures_of_all(job: Job, data: StepData, result: StepResult, norm_share: flo
         planning_seconds=times.planning_seconds,
         data_restarts=times.restarts,
         steps_ready=times.steps_ready,
-        steps_planned=times.steps_planned,
         bytes_read=[times.bytes_read],
         bytes_received=[times.bytes_received],
     )
@@ -127,7 +126,6 @@ def step_metrics(
         data_bytes_read=all_ranks.bytes_read,
         data_bytes_received=all_ranks.bytes_received,
         data_steps_ready=int(all_ranks.steps_ready),
-        data_steps_planned=int(all_ranks.steps_planned),
         data_restarts=int(all_ranks.data_restarts),
         attention_bytes_sent=int(all_ranks.bytes_sent),
         group_sizes={str(degree): count for degree, count in summary.group_sizes.items()},

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 from bytescale.checkpoint.checkpointer import Checkpointer
-from bytescale.checkpoint.hugging_face import export_checkpoint
 from bytescale.checkpoint.manifest import RunState
-from bytescale.common.versions import require_torch
-from bytescale.config import AttachedArchitecture, Config, resolve_model, validate
+from bytescale.config import Config, validate
 from bytescale.train.loop.best import BestEvaluation
 from bytescale.train.loop.comparison import compare_planners
 from bytescale.train.loop.evaluation import Evaluation
@@ -48,7 +45,6 @@ def train(
         RankFailure: another rank is gone or disagrees; the last checkpoint is intact.
         NonFiniteError: loss or gradients are not finite; weights and the last checkpoint are as before the step.
     """
-    require_torch()
     validate(config, num_ranks=ranks_of_torchrun())
     run = RunFolder(Path(config.trainer.run_dir))
     resume = config.trainer.resume or restarted_by_torchrun()
@@ -63,9 +59,7 @@ def train(
     ):
         job = build_job(config, ranks, kernels, feed, stop)
         log.open(resume=resume)
-        checkpoints = Checkpointer(
-            run.checkpoints, ranks, config.checkpoint, say=log.say, export=lambda path: export_of_run(run, config, path)
-        )
+        checkpoints = Checkpointer(run.checkpoints, ranks.checkpoint_group, config.checkpoint, say=log.say)
         restored = restore_latest(job, checkpoints, log) if resume else None
         steps_done, best = (restored.step, restored.best) if restored else (0, {})
         if job.calibration is not None:
@@ -113,20 +107,6 @@ def restore_latest(job: Job, checkpoints: Checkpointer, log: RunLog) -> RunState
     state = job.restore(checkpoints, path) if path else None
     log.resumed(path, state.step if state else 0)
     return state
-
-
-def export_of_run(run: RunFolder, config: Config, checkpoint: Path) -> Path:
-    """Write a checkpoint of this run as a Hugging Face folder in ``exports/``, over an earlier one of the same step."""
-    target = run.exports / checkpoint.name
-    shutil.rmtree(target, ignore_errors=True)
-    dtype = "bf16" if config.trainer.dtype == "bf16" else "fp32"
-    if isinstance(resolve_model(config.model), AttachedArchitecture):
-        from bytescale.hf.files.folder import export_attached  # imports transformers
-
-        export_attached(checkpoint, target, dtype=dtype, run_config=config)
-    else:
-        export_checkpoint(checkpoint, target, dtype=dtype, run_config=config)
-    return target
 
 
 def restarted_by_torchrun() -> bool:

@@ -102,9 +102,8 @@ class Job:
 
     def checkpoint_is_due(self, step: int) -> bool:
         """Whether to save after this step: as often as ``checkpoint`` says, and after the last step."""
-        checkpoint = self.config.checkpoint
-        intervals = (checkpoint.every, checkpoint.export_every)
-        return step == self.config.trainer.steps or any(every > 0 and step % every == 0 for every in intervals)
+        every = self.config.checkpoint.every
+        return step == self.config.trainer.steps or (every > 0 and step % every == 0)
 
 
 def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: StopRequest) -> Job:

@@ -42,7 +42,6 @@ class StepMetrics:
     data_bytes_read: list[int]  # of the corpus, per rank; on the first rank alone
     data_bytes_received: list[int]  # likewise, from planner and servers; 0 under the local loader
     data_steps_ready: int  # steps that waited in the loader of the rank that had fewest
-    data_steps_planned: int  # plans that the planner actor held ahead
     data_restarts: int  # of servers and planner since the run was started or resumed
     predicted_seconds: float | None = None  # step_seconds as calibration foresaw it; None: nothing is calibrated
     attention_bytes_sent: int  # by all ranks together

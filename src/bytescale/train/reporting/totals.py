@@ -34,7 +34,6 @@ class RankFigures:
     planning_seconds: float = field(metadata=_MAX)
     data_restarts: float = field(metadata=_MAX)
     steps_ready: float = field(metadata=_MIN)
-    steps_planned: float = field(metadata=_MIN)
     bytes_read: list[int] = field(
         metadata=_LIST
     )  # of the rank's loader; of all ranks in rank order, empty but on the first
