@@ -33,28 +33,16 @@ from bytescale.train.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class HFModel:
-    """One rank's model.
+    """One rank's model on our attention, with its parameters in flat buffers."""
 
-    Attributes:
-        architecture: with the constants that belong to the weights.
-        part: the model on our attention.
-        parameters: in flat buffers, those that are trained.
-        more: further ones, where ranks share layers. ``units`` opens these then.
-        activations: what becomes of its layers' activations.
-        rows: the memory that a token was seen to need.
-        masters: this rank's shards of the weights as they were read, in the order of the optimizer's; empty where the
-            parameters are not rounded.
-    """
-
-    architecture: AttachedArchitecture
+    architecture: AttachedArchitecture  # with the constants that belong to the weights
     part: AttachedDecoder
     parameters: FlatParameters
     activations: Activations
-    rows: MeasuredRows
-    masters: list[Tensor]
-    more: Sequence[FlatParameters] = ()
-    units: Units | None = None
-
+    rows: MeasuredRows  # the memory that a token was seen to need
+    masters: list[Tensor]  # this rank's shards of the weights as read; empty where the parameters are not rounded
+    more: Sequence[FlatParameters] = ()  # further ones, where ranks share layers
+    units: Units | None = None  # open these layers
     tied_head: None = None
 
     @property
