@@ -79,10 +79,6 @@ class Manifest:
         """The stored parameters by name. Of a parameter's parts, any stands for it."""
         return {entry.name: entry for layout in self.layouts for entry in layout.entries if entry.written}
 
-    def names(self) -> set[str]:
-        """Every file of the folder."""
-        return {MANIFEST, *map(file_name, range(len(self.files)))}
-
     def num_bytes(self) -> int:
         """Bytes of all files with tensors."""
         return sum(file.num_bytes for file in self.files)

@@ -106,10 +106,8 @@ class BatchSampler:
     def __init__(self, index: CorpusIndex, config: DataConfig, state: SamplerState | None = None) -> None:
         """Start at the first batch, or where ``state`` was taken.
 
-        Raises:
-            ConfigError: as ``check_batches``.
-            CheckpointError: ``state`` belongs to other data.
-            DataError: a source has nothing to draw from, or a part that has to be read first is broken.
+        Raises ``ConfigError`` as ``check_batches``, ``CheckpointError`` if ``state`` belongs to other data, and
+        ``DataError`` if a source has nothing to draw from, or a part that has to be read first is broken.
         """
         check_batches(config)
         self._index = index
@@ -138,9 +136,9 @@ class BatchSampler:
         first_epoch = min(stream.epoch for stream in self._streams)
         at_most = 1 if len(self._streams) > 1 else self._batch_tokens  # after each sample, another source may be behind
         drawn: list[tuple[Samples, IntArray]] = []
-        budget = self._batch_tokens
+        budget, progress = self._batch_tokens, operator.attrgetter("progress")
         while True:
-            stream = min(self._streams, key=_PROGRESS)
+            stream = min(self._streams, key=progress)
             samples, rows, num_tokens = stream.draw(budget, at_most)
             if not len(rows):
                 break
@@ -180,9 +178,6 @@ class BatchSampler:
         """What is shuffled together, as a text. It names the window size only if the order depends on that size."""
         scopes = {stream.scope for stream in self._streams} - {EVERYTHING}
         return scopes.pop() if scopes else EVERYTHING
-
-
-_PROGRESS = operator.attrgetter("progress")
 
 
 def _picked(drawn: Sequence[tuple[Samples, IntArray]]) -> Samples:

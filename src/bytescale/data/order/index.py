@@ -117,11 +117,6 @@ class CorpusIndex:
         return _hash_of([*parts, *map(str, cut), *made_by])
 
     @property
-    def is_complete(self) -> bool:
-        """Whether every part has been read."""
-        return len(self._known) == self.num_parts
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of a token on disk. Where the parts read so far differ, this is the largest."""
         return max((np.dtype(metadata.dtype).itemsize for metadata in self._known.values()), default=0)
@@ -131,11 +126,10 @@ class CorpusIndex:
         """How many parts should be expected beyond those in use."""
         return self._finder.parts_ahead
 
-    def expect(self, parts: Sequence[int]) -> int:
-        """Announce that ``parts`` will be loaded soon. Returns the number of ``parts``."""
+    def expect(self, parts: Sequence[int]) -> None:
+        """Announce that ``parts`` will be loaded soon."""
         if missing := [part for part in parts if part not in self._at_hand]:
             self._finder.expect(missing)
-        return len(parts)
 
     def load(self, parts: Sequence[int]) -> Samples:
         """Return all samples of ``parts``, in their order. Waits until text among them is tokenised.
@@ -154,17 +148,22 @@ class CorpusIndex:
         check_one_tokenizer(list(known.values()))
         if any(content.metadata.corrupt_records for content in contents):
             check_corrupt_records(known.values(), self._config.max_corrupt_records)
-        cut = [self._cut(part, content) for part, content in zip(parts, contents, strict=True)]
-        for part, (samples, counts) in zip(parts, cut, strict=True):
+        found = []
+        for part, content in zip(parts, contents, strict=True):
+            samples, counts = make_samples(part, content.document_offsets, self._config)
+            if content.trained is not None:
+                self.has_weights = True
+                samples = replace(samples, num_trained=content.trained[0], weight_sums=content.trained[1])
+            found.append(samples)
             if part not in self._known:
                 self._counts += counts
                 self._num_samples += len(samples)
                 self._num_tokens += samples.num_tokens
         self._known = known
         self.metadata = self._metadata()
-        if self.is_complete and not self._num_samples:
+        if self.metadata.is_complete and not self._num_samples:
             raise self.nothing_to_draw()
-        return [samples for samples, _ in cut]
+        return found
 
     def content_hash(self, parts: Iterable[int]) -> str:
         """16 hex digits, the hash of the tokens of ``parts``, which must have been read."""
@@ -207,13 +206,6 @@ class CorpusIndex:
             so="there is nothing to train on",
             fix="check data.sources, data.text_key and data.over_length",
         )
-
-    def _cut(self, part: int, content: PartContent) -> tuple[Samples, SampleCounts]:
-        samples, counts = make_samples(part, content.document_offsets, self._config)
-        if content.trained is not None:
-            self.has_weights = True
-            samples = replace(samples, num_trained=content.trained[0], weight_sums=content.trained[1])
-        return samples, counts
 
 
 def check_one_tokenizer(metadata: Sequence[TokenMetadata]) -> None:

@@ -147,7 +147,7 @@ class RemoteFeed(Feed):
                     waiting,
                 )
         data, segments, life = wait_for(asked, _WHO, self._config.answer_seconds)
-        self._alive("planner", life)
+        self._lives.setdefault("planner", set()).add(life)
         return data, segments
 
     def _fetch(self, segments: Segments) -> tuple[list[Slice], int]:
@@ -164,16 +164,13 @@ class RemoteFeed(Feed):
         num_bytes = 0
         for server, (own, reference) in wanted.items():
             columns, life = wait_for(reference, f"data server {server}", self._config.answer_seconds)
-            self._alive(f"server {server}", life)
+            self._lives.setdefault(f"server {server}", set()).add(life)
             num_bytes += sum(values.nbytes for values in columns.values())
             ends = np.cumsum(ranges[own])[:-1]
             fields = {name: np.split(values, ends) for name, values in columns.items()}
             for number, (segment, tokens) in enumerate(zip(own.tolist(), fields.pop("tokens"), strict=True)):
                 slices[segment] = tokens, {name: parts[number] for name, parts in fields.items()}
         return slices, num_bytes
-
-    def _alive(self, actor: str, life: str) -> None:
-        self._lives.setdefault(actor, set()).add(life)
 
     def _checked(self, state: SamplerState | None) -> SamplerState:
         asked, said = self.planner.check_state.remote(state), 0

@@ -44,7 +44,6 @@ class RecordKind:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All keys that are read."""
         return tuple(itertools.chain(*self.required, self.optional))
 
     @property
@@ -93,7 +92,13 @@ def plan_units(files: Sequence[SourceFile], kind: RecordKind, unit_bytes: int = 
                         _check_columns(opened.schema_arrow, kind, str(file.path))
                         units.extend(row_group_units(file, opened, unit_bytes))
                 else:
-                    raise _no_records(file, kind)
+                    assert file_format in ("text", "python"), f"files of format {file_format!r} hold no records"
+                    raise ConfigError(
+                        f"{file.path} is text, but data.content is {kind.content!r}",
+                        so="text has no records with the keys that are needed",
+                        fix="use JSONL or Parquet files (data.format names the format of files with other endings), or "
+                        "data.content = 'text'",
+                    )
     except OSError as error:
         raise unreadable(error, "a source") from error
     return units
@@ -152,7 +157,6 @@ def _check(record: Record, known: Sequence[str], kind: RecordKind) -> None:
 
 
 def _check_columns(schema: Any, kind: RecordKind, place: str) -> None:
-    """Raise ``DataError`` unless a Parquet file has the columns of ``kind``."""
     _check_keys(schema.names, kind, place, "column")
     if not kind.is_text:
         return
@@ -205,16 +209,6 @@ def _other_content(known: Sequence[str]) -> str:
         if key in known:
             return f"set data.content = {content!r} for records with {key!r}, or "
     return ""
-
-
-def _no_records(file: SourceFile, kind: RecordKind) -> ConfigError:
-    assert file.format in ("text", "python"), f"files of format {file.format!r} hold tokens, not records"
-    return ConfigError(
-        f"{file.path} is text, but data.content is {kind.content!r}",
-        so="text has no records with the keys that are needed",
-        fix="use JSONL or Parquet files (data.format names the format of files with other endings), or "
-        "data.content = 'text'",
-    )
 
 
 def _present(values: dict[str, Any], kind: RecordKind) -> dict[str, Any]:

@@ -142,18 +142,16 @@ class ChatTemplate:
             # A template may write a text in another form (a tool's answer as JSON); what it leaves out changes nothing.
             if all(part.strip() in text for part in texts_of_message(message)):
                 continue
-            if self._is_left_out(text, messages, tools, number):
+            try:
+                without = self.render([*messages[:number], *messages[number + 1 :]], tools)
+            except DataError:  # the conversation is none without the message, so the template has used it
+                continue
+            if without == text:
                 raise DataError(
                     f"{self.name} leaves message {number} out, whose role is {message.get('role')!r}",
                     so="the model would not read what the assistant answers",
                     fix="use a role that the template knows, or set data.chat_template to one that knows this",
                 )
-
-    def _is_left_out(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any, number: int) -> bool:
-        try:
-            return self.render([*messages[:number], *messages[number + 1 :]], tools) == text
-        except DataError:  # the conversation is none without the message, so the template has used it
-            return False
 
 
 def texts_of_message(message: Mapping[str, Any]) -> list[str]:

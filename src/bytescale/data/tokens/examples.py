@@ -49,8 +49,6 @@ class ExampleEncoder:
 
     tokenizer: Tokenizer
     kind: RecordKind
-    fields: tuple[str, ...] = ()
-    """Further fields of records of tokens."""
     template: ChatTemplate | None = None
     """For conversations."""
 
@@ -58,28 +56,25 @@ class ExampleEncoder:
     def of(config: DataConfig, tokenizer: Tokenizer) -> ExampleEncoder | None:
         """Return what turns records into examples, or None if the documents of ``config`` are texts.
 
-        Raises:
-            ConfigError: ``data.content`` is ``messages``, and there is no chat template.
-            DataError: the template is not one.
+        Raises ``ConfigError`` if messages have no chat template, and ``DataError`` if the template is not one.
         """
         if config.content == "text":
             return None
         return ExampleEncoder(
             tokenizer=tokenizer,
             kind=kind_of(config.content, config.fields),
-            fields=config.fields,
             template=load_template(config.chat_template, config.tokenizer) if config.content == "messages" else None,
         )
 
     @property
     def field_names(self) -> tuple[str, ...]:
         """The fields of every example."""
-        return (WEIGHTS, LABELS, *self.fields) if self.kind.content == "tokens" else (WEIGHTS,)
+        return (WEIGHTS, LABELS, *self.kind.fields) if self.kind.content == "tokens" else (WEIGHTS,)
 
     @property
     def fingerprint(self) -> str:
         """Everything that the tokens depend on besides the records and the tokenizer."""
-        return f"{self.kind.content} {' '.join(self.fields)} {self.template.fingerprint if self.template else ''}"
+        return f"{self.kind.content} {' '.join(self.kind.fields)} {self.template.fingerprint if self.template else ''}"
 
     def encode(self, record: Record) -> Example:
         """Return the example of a record. Raises ``DataError``, which begins with the record's place."""
@@ -150,7 +145,7 @@ class ExampleEncoder:
                 so="the model would have no embedding for it",
                 fix="set data.tokenizer to the one that made the tokens",
             )
-        fields = {key: _aligned(key, values[key], tokens) for key in self.fields}
+        fields = {key: _aligned(key, values[key], tokens) for key in self.kind.fields}
         weights = np.ones(len(tokens), dtype=np.float32)
         if "weights" in values:
             weights = _aligned("weights", values["weights"], tokens)

@@ -34,7 +34,7 @@ from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, re
 from bytescale.data.tokens.metadata import TokenMetadata, is_as_written, load_metadata, metadata_of
 from bytescale.data.tokens.open_parts import RemoteTokens, local_copy
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
-from bytescale.data.tokens.tokenize import EncodedUnit, UnitEncoder, encode_units, report_progress, write_units
+from bytescale.data.tokens.tokenize import EncodedUnit, UnitEncoder, encode_in_processes, report_progress, write_units
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.place import Url
 from bytescale.storage.retry import with_retries
@@ -141,7 +141,9 @@ class ShardReader:
         encode = self._encode
         total_bytes = sum(shard.num_bytes for shard in shards)
         units = [unit for shard in shards for unit in shard.units]
-        encoded = report_progress(encode_units(units, encode, num_workers), _TOKENISING, total_bytes, progress)
+        num_workers = min(num_workers, len(units))
+        made_of = encode_in_processes(units, encode, num_workers) if num_workers > 1 else map(encode, units)
+        encoded = report_progress(made_of, _TOKENISING, total_bytes, progress)
         for shard in shards:
             own = itertools.islice(encoded, len(shard.units))
             with file_lock(self._prefix(shard).with_suffix(".lock")):
@@ -153,7 +155,6 @@ class ShardReader:
                     deque(own, maxlen=0)
 
     def _missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Those of ``shards`` that have to be tokenised."""
         return [shard for shard in shards if shard.file is None and not self._is_prepared(shard)]
 
     def open(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> OpenShard:
@@ -225,7 +226,16 @@ class ShardReader:
             path, _ = with_retries(partial(copied, whole=True), self.config.read_retries)
         dataset = IndexedDataset.open(path, self.field_names)
         opened = OpenShard(dataset=dataset, metadata=metadata_of(dataset, file, self.cache_dir, progress))
-        self._check_pair(f"{file.path}", opened, progress)
+        place = f"{file.path}"
+        if not self.config.verify or place in self.verified:
+            return opened
+        if not is_as_written(opened.dataset, opened.metadata, progress):
+            raise DataError(
+                f"{place} holds other tokens than when it was made",
+                so="it is damaged, or it was replaced without its .meta.json",
+                fix="copy the pair again from where it was made, or make it again with `bytescale data tokenize`",
+            )
+        self.verified.add(place)
         return opened
 
     def _is_prepared(self, shard: Shard) -> bool:
@@ -242,18 +252,6 @@ class ShardReader:
         else:
             logger.warning("%s.bin is not what was written: its source is tokenised again", prefix)
         return is_right
-
-    def _check_pair(self, place: str, opened: OpenShard, progress: ProgressCallback) -> None:
-        """With ``verify``, raise ``DataError`` if a ``.bin`` is not what its metadata were gathered of."""
-        if not self.config.verify or place in self.verified:
-            return
-        if not is_as_written(opened.dataset, opened.metadata, progress):
-            raise DataError(
-                f"{place} holds other tokens than when it was made",
-                so="it is damaged, or it was replaced without its .meta.json",
-                fix="copy the pair again from where it was made, or make it again with `bytescale data tokenize`",
-            )
-        self.verified.add(place)
 
     def _prefix(self, shard: Shard) -> Path:
         return self.cache_dir / "tokens" / shard.name[:2] / shard.name

@@ -103,7 +103,6 @@ class Documents:
 
 
 def _with_tokens(document: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The document with its tokens first, under the name ``tokens``."""
     names = [name for name in TOKEN_NAMES if name in document]
     if len(names) != 1:
         raise DataError(
@@ -181,7 +180,6 @@ def _token_aligned(name: str, values: list[Tensor], fields: dict[str, list[Tenso
 
 
 def _complete(fields: dict[str, list[Tensor]], shift_labels: bool) -> None:
-    """Add labels and weights where the batch has none, and check those that it has."""
     tokens = fields["tokens"]
     end = torch.tensor([IGNORE_INDEX])
     next_tokens = [torch.cat([document[1:], end.to(document.device)]) for document in tokens]

@@ -24,7 +24,6 @@ def make_planner(
     """A function from the lengths of a global batch's documents to a plan, which can be pickled.
 
     Args:
-        num_ranks: HDP ranks.
         capacity_tokens: tokens that one micro-batch of a rank may hold.
         cost: tells times (``HDP.cost``); None: work that grows as s^2 + 24576 s, and free links.
         planner: ``adaptive`` balances the ranks' times. ``static`` is a mesh of data and context parallelism, ``naive``

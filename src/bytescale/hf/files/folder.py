@@ -149,7 +149,6 @@ def _ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Without a bar on every rank."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -161,7 +160,6 @@ def _no_progress_bar() -> Iterator[None]:
 
 @contextmanager
 def _causal_model_or_error(content: dict[str, Any]) -> Iterator[None]:
-    """transformers says by a ``ValueError`` that a family has no causal model."""
     try:
         yield
     except ConfigError:

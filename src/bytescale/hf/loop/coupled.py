@@ -141,7 +141,6 @@ def _scalar(returned: Any, numbers: list[int]) -> tuple[Tensor, Mapping[str, Any
 
 
 def _require_finite(wrong: Sequence[int]) -> None:
-    """Raise ``NonFiniteError`` if there are documents whose loss is not a number."""
     if wrong:
         raise NonFiniteError(
             f"the loss of documents {sorted(set(wrong))[:8]} is not a number",
@@ -151,7 +150,6 @@ def _require_finite(wrong: Sequence[int]) -> None:
 
 
 def _cheaper(hdp: HDP, batch: Batch, labels: Sequence[Hashable], passes: int | None) -> tuple[Plan, int]:
-    """The plan, and with how many passes it is run."""
     lengths = np.array([len(document.get("tokens", document.get("input_ids", ()))) for document in batch])
     alone = len(set(labels)) == len(labels)
     plans: dict[int, Plan] = {}

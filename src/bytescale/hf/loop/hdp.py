@@ -123,7 +123,6 @@ class HDP(Updates):
         return self.engine.decoder.facts
 
     def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
-        """Count costs, make the planner, and compare all of it between the ranks."""
         parameter = next(self.model.parameters())
         element = parameter.element_size()
         if cost is None:
@@ -227,7 +226,6 @@ class HDP(Updates):
         return self._planners[key]
 
     def forward_cost(self) -> CostModel:
-        """What forward alone costs."""
         return self.cost.forward_only(next(self.model.parameters()).element_size())
 
     def backward(
@@ -308,7 +306,6 @@ class HDP(Updates):
         return prefill(self, prompts, ready)
 
     def begin_batch(self, planned: PlannedBatch) -> None:
-        """Called when a batch's loop begins."""
         self.require_no_reduction("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
         self.require_at_home("weights")
@@ -331,7 +328,6 @@ def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGr
 
 
 def _sharing(shard: Shard, domain: int | None, group: RankGroup, *, equal_counts: bool) -> int:
-    """How many ranks share parameters."""
     if equal_counts and shard == "parameters":
         raise ConfigError(
             'equal_counts = True with shard = "parameters"',

@@ -178,7 +178,6 @@ def _require_positions_are_followed(model: nn.Module, names: dict[nn.Module, str
 
 
 def _layer(call: Call, name: str) -> LayerAttention:
-    """One call as a layer's attention, or a refusal."""
     options = call.options
     unknown = sorted(
         key for key, value in options.items() if key not in _HARMLESS and value is not None and value is not False

@@ -80,7 +80,6 @@ class ScoreFile:
 
     @property
     def parts(self) -> Path:
-        """The folder of the parts."""
         return self.path.with_name(self.path.name + ".parts")
 
     def check_is_new(self) -> None:
@@ -117,7 +116,6 @@ class ScoreFile:
         return next(done for done in itertools.count() if not self.part(done).exists())
 
     def part(self, number: int) -> Path:
-        """The path of a part."""
         return self.parts / f"{number:06d}.parquet"
 
     def write(self, number: int, rows: Mapping[str, Any]) -> None:
