@@ -160,7 +160,20 @@ class CorpusIndex:
                 self._num_samples += len(samples)
                 self._num_tokens += samples.num_tokens
         self._known = known
-        self.metadata = self._metadata()
+        read = [known[part] for part in sorted(known)]
+        num_empty = self._counts.num_empty_documents + sum(metadata.num_empty_documents for metadata in read)
+        vocabularies = [metadata.vocab_size or metadata.max_token_id + 1 for metadata in read]
+        self.metadata = CorpusMetadata(
+            num_parts=self.num_parts,
+            num_parts_read=len(read),
+            counts=replace(self._counts, num_empty_documents=num_empty),
+            num_samples=self._num_samples,
+            num_tokens=self._num_tokens,
+            vocab_size=self._encode.tokenizer.vocab_size if self._encode else max(vocabularies, default=0),
+            tokenizer=self._encode.tokenizer.name if self._encode else None,
+            skipped_files=tuple(path for metadata in read for path in metadata.skipped_files),
+            fingerprint=self.fingerprint,
+        )
         if self.metadata.is_complete and not self._num_samples:
             raise self.nothing_to_draw()
         return found
@@ -168,22 +181,6 @@ class CorpusIndex:
     def content_hash(self, parts: Iterable[int]) -> str:
         """16 hex digits, the hash of the tokens of ``parts``, which must have been read."""
         return _hash_of(self._known[part].content_hash for part in parts)
-
-    def _metadata(self) -> CorpusMetadata:
-        known = [self._known[part] for part in sorted(self._known)]
-        num_empty = self._counts.num_empty_documents + sum(metadata.num_empty_documents for metadata in known)
-        vocabularies = [metadata.vocab_size or metadata.max_token_id + 1 for metadata in known]
-        return CorpusMetadata(
-            num_parts=self.num_parts,
-            num_parts_read=len(known),
-            counts=replace(self._counts, num_empty_documents=num_empty),
-            num_samples=self._num_samples,
-            num_tokens=self._num_tokens,
-            vocab_size=self._encode.tokenizer.vocab_size if self._encode else max(vocabularies, default=0),
-            tokenizer=self._encode.tokenizer.name if self._encode else None,
-            skipped_files=tuple(path for metadata in known for path in metadata.skipped_files),
-            fingerprint=self.fingerprint,
-        )
 
     def nothing_to_draw(self, source: int | None = None) -> DataError:
         """Return the error for a corpus, or for one ``source`` of it, that holds no sample at all."""

@@ -53,15 +53,16 @@ def translated(error: Exception, who: str, timeout_seconds: float | None = None)
     if isinstance(error, ray.exceptions.GetTimeoutError):
         assert timeout_seconds is not None, "only a call with a limit can pass it"
         return no_answer(who, timeout_seconds)
+    first = next(iter(str(error).strip().splitlines()), "")
     if isinstance(error, ray.exceptions.ObjectStoreFullError | ray.exceptions.OutOfDiskError):
         return LoaderFailure(
-            f"Ray has no room left for what {who} sent ({_first_line(error)})",
+            f"Ray has no room left for what {who} sent ({first})",
             so="the step has no data; checkpoints written before are whole",
             fix="give Ray more (`ray start --object-store-memory`), free its disk, or lower data.prefetch_steps",
         )
     if isinstance(error, ray.exceptions.RayError | ConnectionError):
         return LoaderFailure(
-            f"{who} is gone ({type(error).__name__}: {_first_line(error)})",
+            f"{who} is gone ({type(error).__name__}: {first})",
             so="the step has no data; checkpoints written before are whole",
             fix="find out why the first rank or Ray itself ended, then resume",
         )
@@ -75,8 +76,3 @@ def no_answer(who: str, seconds: float) -> LoaderFailure:
         so="the step has no data; checkpoints written before are whole",
         fix="look at the load of its node, or raise data.answer_seconds, then resume",
     )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""

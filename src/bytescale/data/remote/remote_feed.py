@@ -117,10 +117,12 @@ class RemoteFeed(Feed):
             asked = ask(state) if wants(state) and is_known else None
             # 2. Call each server that has tokens of this part once, all servers at the same time.
             slices, num_bytes = self._fetch(segments)
+            tables = [segments, *data.rank_plan.micro_batches]
+            planned = [getattr(table, spec.name) for table in tables for spec in fields(table)]
             times = replace(
                 data.times,
                 bytes_read=num_bytes,
-                bytes_received=num_bytes + _num_bytes([segments, *data.rank_plan.micro_batches]),
+                bytes_received=num_bytes + sum(own.nbytes for own in planned if isinstance(own, np.ndarray)),
                 restarts=sum(len(lives) - 1 for lives in self._lives.values()),
             )
             micro_batches = assemble(data.rank_plan, segments, slices, self._config.fields)
@@ -220,9 +222,3 @@ def _find(name: str, timeout_seconds: float) -> Any:
         so="there is nobody to read the data",
         fix="look for an error of the first rank, or find out why it takes so long to list its sources",
     )
-
-
-def _num_bytes(tables: list[Any]) -> int:
-    """Return the bytes of all arrays in dataclasses."""
-    arrays = [getattr(table, spec.name) for table in tables for spec in fields(table)]
-    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))

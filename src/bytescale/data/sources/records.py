@@ -121,7 +121,12 @@ def iter_records(unit: WorkUnit, kind: RecordKind, counts: ReadCounts) -> Iterat
             case _:
                 records = parquet_records(unit, kind.keys)
         for record in records:
-            known, record.values = list(record.values), _present(record.values, kind)
+            known = list(record.values)
+            named = {name: record.values[name] for name in kind.keys if name in record.values}
+            if kind.is_text:  # a text that is null is an empty one
+                record.values = {name: "" if value is None else value for name, value in named.items()}
+            else:
+                record.values = {name: value for name, value in named.items() if value is not None}
             try:
                 _check(record, known, kind)
             except DataError as error:
@@ -197,23 +202,12 @@ def _check_keys(known: Sequence[str], kind: RecordKind, place: str, word: str = 
         held_names = ", ".join(sorted(known)) or "none at all"
         what = f"{place} has no {word} {' or '.join(map(repr, names))}"
         if kind.is_text:
-            raise DataError(what, fix=f"{_other_content(known) or hint}set data.text_key to one of {held_names}")
+            for content, key in (("tokens", "tokens"), ("prompt", "completion"), ("messages", "messages")):
+                if key in known:
+                    hint = f"set data.content = {content!r} for records with {key!r}, or "
+                    break
+            raise DataError(what, fix=f"{hint}set data.text_key to one of {held_names}")
         raise DataError(
             f"{what}, which data.content = {kind.content!r} needs",
             fix=f"{hint}it has {held_names}; data.content is one of text, messages, prompt and tokens",
         )
-
-
-def _other_content(known: Sequence[str]) -> str:
-    for content, key in (("tokens", "tokens"), ("prompt", "completion"), ("messages", "messages")):
-        if key in known:
-            return f"set data.content = {content!r} for records with {key!r}, or "
-    return ""
-
-
-def _present(values: dict[str, Any], kind: RecordKind) -> dict[str, Any]:
-    """Return the values that ``kind`` reads, without those that are null. A text that is null is an empty one."""
-    named = {name: values[name] for name in kind.keys if name in values}
-    if kind.is_text:
-        return {name: "" if value is None else value for name, value in named.items()}
-    return {name: value for name, value in named.items() if value is not None}

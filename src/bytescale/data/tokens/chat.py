@@ -172,16 +172,14 @@ def load_template(setting: str, tokenizer: str) -> ChatTemplate:
     """
     folder = Path(tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent
-    settings = tokenizer_settings(folder) if tokenizer not in ("auto", "bytes", "bpe") else {}
+    is_file = tokenizer not in ("auto", "bytes", "bpe")
+    settings = tokenizer_settings(folder) if is_file else {}
     special = {name: text for name in SPECIAL_NAMES if (text := token_text(settings.get(name))) is not None}
-    if setting:
-        path = Path(setting).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"data.chat_template is {setting!r}, which is no file", fix="name a Jinja file")
+    path = Path(setting).expanduser() if setting else folder / "chat_template.jinja"
+    if setting and not path.is_file():
+        raise ConfigError(f"data.chat_template is {setting!r}, which is no file", fix="name a Jinja file")
+    if (setting or is_file) and path.is_file():
         return _checked(ChatTemplate(path.read_text(encoding="utf-8"), special, str(path)))
-    beside = folder / "chat_template.jinja"
-    if tokenizer not in ("auto", "bytes", "bpe") and beside.is_file():
-        return _checked(ChatTemplate(beside.read_text(encoding="utf-8"), special, str(beside)))
     source = settings.get("chat_template")
     if isinstance(source, list):  # several with names
         source = {entry["name"]: entry["template"] for entry in source}.get("default")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,9 +159,7 @@ class ExampleEncoder:
 
     def _labels(self, values: Any, tokens: IntArray) -> IntArray:
         """``[T]`` for each token its label as in transformers: an id of the vocabulary, or -100; not shifted."""
-        labels = _numbers("labels", values, whole=True)
-        if len(labels) != len(tokens):
-            raise _other_length("labels", len(labels), len(tokens))
+        labels = _numbers("labels", values, whole=True, count=len(tokens))
         wrong = np.flatnonzero((labels != IGNORE_INDEX) & ((labels < 0) | (labels >= self.tokenizer.vocab_size)))
         if len(wrong):
             raise DataError(
@@ -208,9 +207,7 @@ def _message_weight(message: Mapping[str, Any], number: int) -> float:
 
 def _aligned(name: str, values: Any, tokens: NDArray[Any]) -> NDArray[np.float32]:
     """The numbers of a field as fp32, one per token."""
-    numbers = _numbers(name, values, whole=False)
-    if len(numbers) != len(tokens):
-        raise _other_length(name, len(numbers), len(tokens))
+    numbers = _numbers(name, values, whole=False, count=len(tokens))
     with np.errstate(over="ignore"):
         kept = numbers.astype(np.float32)
     bad = np.flatnonzero(~np.isfinite(kept))
@@ -223,22 +220,18 @@ def _aligned(name: str, values: Any, tokens: NDArray[Any]) -> NDArray[np.float32
     return kept
 
 
-def _other_length(name: str, found: int, wanted: int) -> DataError:
-    return DataError(
-        f"{name!r} has {found} numbers for {wanted} tokens",
-        so="they could not be given to their tokens",
-        fix="write one number per token",
-    )
-
-
-def _numbers(name: str, values: Any, *, whole: bool) -> NDArray[Any]:
-    """``[T]`` int64 if ``whole``, else float64."""
+def _numbers(name: str, values: Any, *, whole: bool, count: int | None = None) -> NDArray[Any]:
+    """``[T]`` int64 if ``whole``, else float64. ``count``: T; None: any."""
     is_list = isinstance(values, list) and all(isinstance(value, (int, float)) for value in values)
+    if is_list and count not in (None, len(values)):
+        raise DataError(
+            f"{name!r} has {len(values)} numbers for {count} tokens",
+            so="they could not be given to their tokens",
+            fix="write one number per token",
+        )
     if is_list and not (whole and any(isinstance(value, (bool, float)) for value in values)):
-        try:
+        with suppress(OverflowError):
             return np.array(values, dtype=np.int64 if whole else np.float64)
-        except OverflowError:
-            pass
     raise DataError(
         f"{name!r} is not a list of {'whole ' if whole else ''}numbers",
         so="its tokens are not known" if whole else "it cannot be given to the tokens",
