@@ -29,7 +29,6 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def hidden_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint after ``step`` is written before it gets its name."""
     return folder / f".{step_name(step)}.tmp"
 
 

@@ -43,9 +43,7 @@ def export_checkpoint(
     Returns:
         The shards written.
 
-    Raises:
-        ConfigError: ``target`` exists.
-        CheckpointError: ``checkpoint`` is none, or is incomplete.
+    Raises ``ConfigError`` if ``target`` exists; ``CheckpointError`` if ``checkpoint`` is none, or is incomplete.
     """
     stored = CheckpointReader(checkpoint)
     shape = Architecture(**stored.state.architecture)

@@ -85,7 +85,6 @@ def architecture_pieces(architecture: Architecture) -> list[HFTensor]:
 
 
 def folder_of(source: str) -> Path:
-    """``hf:FOLDER`` -> the folder."""
     if not source.startswith(HF_PREFIX):
         raise ConfigError(
             f"trainer.init is {source!r}",

@@ -66,8 +66,7 @@ def sample_lengths(
     Returns:
         int64, one length per sequence, each at least 1.
 
-    Raises:
-        ConfigError: unknown name, or a number below 1.
+    Raises ``ConfigError`` for an unknown name, or a number below 1.
     """
     shares, edges = token_shares(name), bucket_edges().astype(np.float64)
     if num_tokens < 1 or (max_length is not None and max_length < 1):

@@ -63,8 +63,7 @@ class AdaptiveCPScheduler:
         Returns:
             For the only phase and each rank: the lengths of its samples, and their numbers, in the order of running.
 
-        Raises:
-            ConfigError: there are no samples, or all ranks together cannot hold one of them.
+        Raises ``ConfigError`` if there are no samples, or all ranks together cannot hold one of them.
         """
         samples = np.array(sorted(sample_id_seqlens, key=lambda sample: (-sample[1], sample[0])), dtype=np.int64)
         if not len(samples):

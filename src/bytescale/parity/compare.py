@@ -55,7 +55,6 @@ class Comparison:
 
     @property
     def worst(self) -> float:
-        """The largest of all differences."""
         return max(self.loss, self.logprobs, *self.gradients.values())
 
 
@@ -153,7 +152,6 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
 
 
 def difference(reference: StepNumbers, ours: StepNumbers) -> Comparison:
-    """How far ``ours`` is from ``reference``."""
     largest = max(float(gradient.abs().max()) for gradient in reference.gradients.values())
     missing = {name for name, gradient in ours.gradients.items() if name not in reference.gradients and gradient.any()}
     assert not missing, f"gradients that the reference does not have: {sorted(missing)}"

@@ -26,7 +26,6 @@ class LoaderTimes:
     """What the data of one step cost on one rank: seconds and bytes."""
 
     planning_seconds: float
-    """Time to plan and verify the global batch."""
     wait_seconds: float = 0.0
     """How long training waited for the step."""
     bytes_read: int = 0
@@ -79,7 +78,6 @@ class PlannedStep:
     batch: GlobalBatch
     plan: Plan
     digest: int
-    """Fingerprint of the plan."""
     summary: PlanSummary
     loss_per: LossPer
     state_after: SamplerState

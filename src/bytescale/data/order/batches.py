@@ -45,7 +45,6 @@ class GlobalBatch:
     """The sequences of one step. A plan numbers them by their place in these arrays. Shape letter: S sequences."""
 
     step: int
-    """Number of the batch, from 0."""
     epoch: int
     """Epoch of the first sequence."""
     samples: Samples  # S of them
@@ -128,7 +127,6 @@ class BatchSampler:
 
     @property
     def next_step(self) -> int:
-        """Number of the batch that ``next_batch`` would draw."""
         return self._step
 
     def next_batch(self) -> GlobalBatch:

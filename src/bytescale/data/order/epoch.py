@@ -66,7 +66,6 @@ class SampleStream:
         self._window_bytes = window_mib * MIB
         self._weight = weight
         self.num_tokens = 0
-        """Tokens drawn so far."""
         self.epoch = self.window = self.position = 0
         self.samples = NO_SAMPLES
         """Samples of the window, and of one that is not windowed, of all epochs."""

@@ -55,11 +55,9 @@ class CorpusMetadata:
     skipped_files: tuple[str, ...]
     """Files among the sources that were skipped because they are not text."""
     fingerprint: str
-    """See ``CorpusIndex.fingerprint``."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether this is of the whole corpus."""
         return self.num_parts_read == self.num_parts
 
 
@@ -123,7 +121,6 @@ class CorpusIndex:
 
     @property
     def parts_ahead(self) -> int:
-        """How many parts should be expected beyond those in use."""
         return self._finder.parts_ahead
 
     def expect(self, parts: Sequence[int]) -> None:

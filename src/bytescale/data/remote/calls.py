@@ -33,9 +33,8 @@ def wait_for(reference: Any, who: str, timeout_seconds: float | None) -> Any:
         who: name of the actor for messages, such as ``"the planner"``.
         timeout_seconds: longest wait. None waits as long as the actor lives, because tokenising may take long.
 
-    Raises:
-        BytescaleError: the error that the call itself raised, as if it had been raised here.
-        LoaderFailure: no answer came in time, the actor is gone for good, or Ray's memory or disk is full.
+    Raises the ``BytescaleError`` of the call itself, as if it had been raised here; ``LoaderFailure`` if no answer came
+    in time, the actor is gone for good, or Ray's memory or disk is full.
     """
     try:
         return ray.get(reference, timeout=timeout_seconds)

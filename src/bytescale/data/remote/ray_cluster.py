@@ -49,9 +49,8 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
         ray_address: ``data.ray_address``.
         num_ranks: training ranks that a Ray of our own must have room for.
 
-    Raises:
-        ConfigError: Ray is not installed, its address does not answer, or it runs another version of Ray or Python.
-        LoaderFailure: a Ray of our own did not start.
+    Raises ``ConfigError`` if Ray is not installed, its address does not answer, or it runs another version of Ray or
+    Python; ``LoaderFailure`` if a Ray of our own did not start.
     """
     if address := ray_address or os.environ.get("RAY_ADDRESS", ""):
         connect(address)

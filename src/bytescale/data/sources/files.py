@@ -79,9 +79,8 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Se
         file_format: ``auto`` decides by the ending of each file. Any other value is the format of every file.
         fields: names of fields (``data.tokens.fields``), besides ``OWN_FIELDS``. Their pairs in folders are no sources.
 
-    Raises:
-        ConfigError: there is no source, or a source does not exist or matches no file.
-        DataError: a file cannot be examined, or a URL cannot be reached.
+    Raises ``ConfigError`` if there is no source, or a source does not exist or matches no file; ``DataError`` if a file
+    cannot be examined, or a URL cannot be reached.
     """
     if not sources:
         raise ConfigError("data.sources is empty", so="there is no text", fix="name a folder, file or glob")

@@ -35,7 +35,6 @@ class RecordKind:
     """Which keys the records of a corpus have."""
 
     content: str
-    """The value of ``data.content``."""
     required: tuple[tuple[str, ...], ...]
     """Of each tuple, a record has exactly one key."""
     optional: tuple[str, ...] = ()
@@ -74,9 +73,8 @@ def plan_units(files: Sequence[SourceFile], kind: RecordKind, unit_bytes: int = 
 
     The footer of each Parquet file is read, so that a missing column is found before any work is done.
 
-    Raises:
-        ConfigError: a file is text, but ``kind`` is not.
-        DataError: a Parquet file is broken, or lacks a column or has it in another type.
+    Raises ``ConfigError`` if a file is text, but ``kind`` is not; ``DataError`` if a Parquet file is broken, or lacks a
+    column or has it in another type.
     """
     units: list[WorkUnit] = []
     try:

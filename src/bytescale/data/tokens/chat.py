@@ -166,9 +166,8 @@ def texts_of_message(message: Mapping[str, Any]) -> list[str]:
 def load_template(setting: str, tokenizer: str) -> ChatTemplate:
     """Return the template in file ``setting``, or if that is empty, the one that lies beside the tokenizer.
 
-    Raises:
-        ConfigError: there is no such file, or the tokenizer has no template.
-        DataError: a file is not what its name says.
+    Raises ``ConfigError`` if there is no such file, or the tokenizer has no template; ``DataError`` if a file is not
+    what its name says.
     """
     folder = Path(tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent

@@ -51,7 +51,6 @@ class ExampleEncoder:
     tokenizer: Tokenizer
     kind: RecordKind
     template: ChatTemplate | None = None
-    """For conversations."""
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer) -> ExampleEncoder | None:
@@ -69,7 +68,6 @@ class ExampleEncoder:
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        """The fields of every example."""
         return (WEIGHTS, LABELS, *self.kind.fields) if self.kind.content == "tokens" else (WEIGHTS,)
 
     @property

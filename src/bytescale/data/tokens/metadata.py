@@ -48,9 +48,7 @@ class TokenMetadata:
     vocab_size: int | None = None
     eos_id: int | None = None
     num_empty_documents: int = 0
-    """Documents that were left out because they have no token."""
     skipped_files: tuple[str, ...] = ()
-    """Files that were left out because they are not text."""
     corrupt_records: tuple[str, ...] = ()
     """For each corrupt record that was left out: what was wrong with it, and where it is."""
     fields: tuple[str, ...] = ()
@@ -95,7 +93,6 @@ class MetadataGatherer:
                     )
 
     def leave_out(self, name: str) -> None:
-        """Forget a field that will not be kept."""
         del self._field_hashes[name]
 
     def add(self, tokens: NDArray[np.integer], lengths: IntArray) -> None:

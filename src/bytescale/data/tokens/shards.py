@@ -107,7 +107,6 @@ class ShardReader:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """What made the tokens, if that is known."""
         return None if self.encode is None else self.encode.tokenizer
 
     def plan(self, files: Sequence[SourceFile]) -> list[Shard]:
@@ -206,7 +205,6 @@ class ShardReader:
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        """The fields that the corpus may have."""
         return (*OWN_FIELDS, *self.config.fields)
 
     def _open_bin(self, file: SourceFile, progress: ProgressCallback) -> OpenShard:

@@ -72,12 +72,10 @@ class UnitEncoder:
 
     @property
     def dtype(self) -> np.dtype:
-        """The integer type of the tokens."""
         return token_dtype(self.tokenizer.vocab_size)
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        """The fields of every document."""
         return () if self.examples is None else self.examples.field_names
 
     @property
@@ -181,7 +179,6 @@ def write_units(
 def report_progress(
     encoded: Iterable[EncodedUnit], stage: str, total_bytes: int, progress: ProgressCallback
 ) -> Iterator[EncodedUnit]:
-    """Yield the same units, and call ``progress`` for each."""
     done_bytes = num_documents = num_tokens = 0
     for unit in encoded:
         done_bytes += unit.num_bytes

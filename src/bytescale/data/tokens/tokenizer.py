@@ -86,9 +86,8 @@ class JsonTokenizer:
 
         EOS is ``eos_token``, else what ``tokenizer_config.json`` beside it says, else the first of ``EOS_NAMES``.
 
-        Raises:
-            ConfigError: the tokenizer does not have the EOS.
-            DataError: the file is not a tokenizer, or ``tokenizer_config.json`` is not JSON.
+        Raises ``ConfigError`` if the tokenizer does not have the EOS; ``DataError`` if the file is not a tokenizer, or
+        ``tokenizer_config.json`` is not JSON.
         """
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
@@ -137,9 +136,8 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
     """Return the tokenizer called ``name``: ``bytes`` (or ``auto``), or the path of a ``tokenizer.json`` or its folder.
 
-    Raises:
-        ConfigError: there is no such tokenizer, or it has no EOS.
-        DataError: the file is not a tokenizer.
+    Raises ``ConfigError`` if there is no such tokenizer, or it has no EOS; ``DataError`` if the file is not a
+    tokenizer.
     """
     if name in ("auto", "bytes"):
         return ByteTokenizer()

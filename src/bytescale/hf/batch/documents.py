@@ -57,9 +57,8 @@ class Documents:
             shift_labels: whether ``labels`` are Hugging Face's, in which ``labels[i]`` belongs to token ``i`` itself.
                 They are moved by one token, and so are ``weights``.
 
-        Raises:
-            DataError: for documents without tokens, fields of other lengths, fields that only some documents have,
-                labels that are the tokens themselves, or weights that sum to zero or are not numbers.
+        Raises ``DataError`` for documents without tokens, fields of other lengths, fields that only some documents
+        have, labels that are the tokens themselves, or weights that sum to zero or are not numbers.
         """
         if not isinstance(batch, Sequence) or not all(isinstance(document, Mapping) for document in batch):
             raise DataError(

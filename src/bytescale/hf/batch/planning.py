@@ -33,8 +33,7 @@ def make_planner(
         domain: otherwise, consecutive ranks that run in lockstep.
         offload: what a micro-batch may offload, so that it holds more than ``capacity_tokens``; None: nothing.
 
-    Raises:
-        ConfigError: for a planner that does not exist, or numbers that are not positive.
+    Raises ``ConfigError`` for a planner that does not exist, or numbers that are not positive.
     """
     if planner not in get_args(PlannerName):
         known = ", ".join(get_args(PlannerName))

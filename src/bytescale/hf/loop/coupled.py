@@ -52,7 +52,6 @@ class LossOfBatch:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def add(self, loss: float, metrics: Mapping[str, Any]) -> None:
-        """Count one label, or what a rank has counted."""
         self.loss += loss
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + float(value)

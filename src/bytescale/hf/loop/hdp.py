@@ -97,10 +97,8 @@ class HDP(Updates):
             host_gib: host memory of a rank for activations. With it, a rank may hold more of a long document than
                 ``capacity_tokens``: as much more as offloading makes room for (``memory.offload``).
 
-        Raises:
-            ConfigError: where a plan would not give the results of one process, with the part of the model that is in
-                the way.
-            RankFailure: if the ranks have different settings or models.
+        Raises ``ConfigError`` where a plan would not give the results of one process, with the part of the model that
+        is in the way; ``RankFailure`` if the ranks have different settings or models.
         """
         super().__init__(model, _rank_group(group, next(model.parameters()).device))
         self.capacity_tokens = capacity_tokens

@@ -73,8 +73,7 @@ class Updates:
         Returns:
             The optimizer of this rank's shards, for learning-rate schedulers. ``step()`` of this object calls it.
 
-        Raises:
-            ConfigError: if nothing is trainable, if the optimizer is not elementwise, or if there is one already.
+        Raises ``ConfigError`` if nothing is trainable, if the optimizer is not elementwise, or if there is one already.
         """
         if self._optimizer is not None:
             raise ConfigError(
@@ -309,7 +308,6 @@ class Updates:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether ``adamw`` or ``optimizer`` was called."""
         return self._optimizer is not None
 
     def sharded(self) -> ShardedOptimizer:

@@ -127,7 +127,6 @@ class ScoreFile:
             pyarrow.parquet.write_table(pyarrow.table(dict(rows)), temporary)
 
     def finish(self, num_parts: int) -> None:
-        """Join the parts, one at a time, and delete them."""
         import pyarrow.parquet
 
         with self._written(self.path) as temporary:
@@ -167,9 +166,8 @@ def score_corpus(
     The columns: ``document`` (from 0), ``num_tokens``, ``num_targets``, ``logprob`` (sum of weight x log-probability),
     ``logprobs`` (of every token behind the first, or of its label), and ``weights`` of the same tokens if any exist.
 
-    Raises:
-        ConfigError: the file exists, or was begun with other settings.
-        DataError: a document is longer than all ranks hold, or empty, so that rows would not be the caller's.
+    Raises ``ConfigError`` if the file exists, or was begun with other settings; ``DataError`` if a document is longer
+    than all ranks hold, or empty, so that rows would not be the caller's.
     """
     check_documents(corpus, hdp.group.size, hdp.capacity_tokens, data)
     batches = list(batches_once(corpus.index, batch_tokens))
