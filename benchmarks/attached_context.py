@@ -72,7 +72,7 @@ def memory_of(checkpointing: Checkpointing) -> MeasuredMemory:
     )
     heads = (replace(many.part.facts.layers[0], num_heads=HEADS, num_kv_heads=KV_HEADS),)
     return MeasuredMemory(
-        of_weights=States(num_parameters=PARAMETERS, element_bytes=2, num_ranks=NUM_RANKS),
+        states=States(num_parameters=PARAMETERS, element_bytes=2, num_ranks=NUM_RANKS),
         rows=rows,
         rings=ring_widths(heads, 2, "bf16"),
         vocab_size=VOCABULARY,

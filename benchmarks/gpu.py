@@ -559,8 +559,9 @@ def profile_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
     shape, longest, seconds = sizes.profile
 
     def measure() -> Row:
-        from bytescale.train.profiling.measurer import Measurer
         from bytescale.train.profiling.plot import draw_profile
+
+        from bytescale.train.profiling.measurer import Measurer
         from bytescale.train.profiling.profiler import measure_profile
 
         profile = measure_profile(Measurer(shape, device.device, device.dtype), max_tokens=longest, seconds=seconds)

@@ -27,7 +27,7 @@ import paper_assumptions as paper
 from bytescale.common.arrays import IntArray
 from bytescale.common.units import format_count
 from bytescale.cost import Cluster, CostModel, Profile
-from bytescale.cost.offload_rule import choose_offload
+from bytescale.cost.offload_rule import OffloadRule
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan
 from bytescale.planner import adaptive_plan, align, naive_plan, paper_plan
@@ -89,16 +89,11 @@ class Setting:
 
     def algorithm_1(self, lengths: IntArray, *, offload: bool) -> Plan:
         """Return the plan of Algorithm 1 with Eq. 3, or with an offload ratio of 0."""
-        ratios, degrees = choose_offload(
-            self.profile,
-            lengths,
-            capacity_tokens=self.capacity_tokens,
-            num_layers=self.model.active.num_layers,
-            host_bytes=paper.HOST_BYTES,
+        layers = self.model.active.num_layers
+        rule = OffloadRule(
+            profile=self.profile, num_layers=layers, movable_share=(layers - 2) / layers, host_bytes=paper.HOST_BYTES
         )
-        if not offload:
-            ratios, degrees = np.zeros(len(lengths)), -(-lengths // self.capacity_tokens)
-        return naive_plan(lengths, cluster=self.cluster, ratios=ratios, degrees=degrees)
+        return naive_plan(lengths, cluster=replace(self.cluster, offload=rule if offload else None))
 
     def seconds(self, plan: Plan, *, remote_loader: bool, recompute: bool = False) -> float:
         """Return the simulated step time in seconds. A remote loader works beside the step before."""

@@ -2,7 +2,7 @@
 
     python benchmarks/report.py --ranks 16384
 
-The report is the real one (``train.reporting.totals``). PyTorch's ``fake`` backend sends no messages, so the result is
+The report is the real one (``train.reporting.metrics``). PyTorch's ``fake`` backend sends no messages, so the result is
 the time that a rank spends on numbers before and after the messages. It is compared with a table of all reports on
 every rank.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bytescale.runtime import RankGroup
-from bytescale.train.reporting.totals import RankFigures
+from bytescale.train.reporting.metrics import RankFigures
 
 
 def median_ms(work: Callable[[], object], rounds: int = 20) -> float:
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=16384)
     arguments = parser.parse_args()
     names = [spec.name for spec in fields(RankFigures)]
-    report = RankFigures(**{name: [1] if name.startswith("bytes_re") else 1.0 for name in names})  # type: ignore
+    report = RankFigures(**{name: [1] if name.startswith("data_bytes") else 1.0 for name in names})  # type: ignore
     for rank, name in ((0, "first rank"), (1, "any other")):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=arguments.ranks)
         world = RankGroup(dist.group.WORLD)

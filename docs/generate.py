@@ -6,6 +6,7 @@ Nothing of these pages is written by hand: names, types, defaults and texts are 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import types
 import typing
@@ -16,18 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from bytescale.cli.checkpoint import ListOptions, VerifyOptions
-from bytescale.cli.convert import ConvertOptions
-from bytescale.cli.data import AuditConfig, ShowConfig, StatsConfig, TokenizeConfig
-from bytescale.cli.demo import DemoOptions
-from bytescale.cli.init import InitOptions
+from bytescale.cli.main import COMMANDS
 from bytescale.cli.options import attribute_texts
-from bytescale.cli.plan import PlanOptions
-from bytescale.cli.profile import ProfileOptions
-from bytescale.cli.report import ReportOptions
-from bytescale.cli.score import ScoreOptions
-from bytescale.cli.simulate import SimulateOptions
-from bytescale.cli.train import TrainOptions
 from bytescale.common.units import format_count
 from bytescale.config import PRESETS, Config
 
@@ -36,21 +27,8 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 OPTIONS: dict[str, type] = {
-    "demo": DemoOptions,
-    "train": TrainOptions,
-    "init": InitOptions,
-    "plan": PlanOptions,
-    "simulate": SimulateOptions,
-    "profile": ProfileOptions,
-    "report": ReportOptions,
-    "score": ScoreOptions,
-    "convert": ConvertOptions,
-    "checkpoint list": ListOptions,
-    "checkpoint verify": VerifyOptions,
-    "data tokenize": TokenizeConfig,
-    "data stats": StatsConfig,
-    "data show": ShowConfig,
-    "data audit": AuditConfig,
+    name: getattr(importlib.import_module(f"bytescale.cli.{module}"), options)
+    for name, (module, options, _) in COMMANDS.items()
 }
 """The class that each command's arguments are parsed into."""
 

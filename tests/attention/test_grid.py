@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bytescale.attention import reference_attention
 from bytescale.attention.blocks import BlockSet, blocks_between, causal_triangles
 from bytescale.attention.kernels import MathKernel, merge_rows
 from bytescale.attention.rings.grid import _equivalent_output
@@ -22,6 +21,7 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
 from tests.attention.test_ring import HEADS, KV_HEADS, WIDTH, attend, gradient_errors, inputs, reference
 from tests.helpers.effort import examples, one_in
+from tests.helpers.reference_attention import reference_attention
 
 SHAPES = [(size, columns) for size in range(2, 17) for columns in range(1, size + 1) if size % columns == 0]
 
@@ -151,18 +151,11 @@ def test_an_equivalent_output_has_the_same_delta(seed: int, size: float, dtype: 
     assert ((ours - delta).abs() <= bound * delta.abs()).all()
 
 
-def test_a_plan_without_columns_is_read_as_rings(tmp_path) -> None:
-    """Files from before plans knew grids; their fingerprints stay."""
-    plan = grid_plan([40, 30], 4, 1)
-    save_plan(plan, tmp_path / "new.npz")
-    with np.load(tmp_path / "new.npz") as stored:
-        old = {name: stored[name] for name in stored.files if name != "group_columns"}
-    np.savez(tmp_path / "old.npz", **old)
-    read = load_plan(tmp_path / "old.npz")
-    assert read.group_columns.tolist() == [1]
-    assert read.digest() == plan.digest()
-    assert plan.digest() != grid_plan([40, 30], 4, 2).digest()
-    assert load_plan(tmp_path / "new.npz").digest() == plan.digest()
+def test_columns_are_part_of_a_plans_fingerprint_and_file(tmp_path) -> None:
+    plan = grid_plan([40, 30], 4, 2)
+    save_plan(plan, tmp_path / "plan.npz")
+    assert load_plan(tmp_path / "plan.npz").digest() == plan.digest()
+    assert plan.digest() != grid_plan([40, 30], 4, 1).digest()
 
 
 @pytest.mark.parametrize("level", ["cheap", "full"])

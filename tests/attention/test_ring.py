@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.attention import PackedAttention, RingBuffers, reference_attention, select_kernel
+from bytescale.attention import PackedAttention, RingBuffers, select_kernel
 from bytescale.common.errors import ConfigError
 from bytescale.config import PRESETS
 from bytescale.cost import flops
@@ -20,6 +20,7 @@ from bytescale.runtime import RankGroup
 from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
+from tests.helpers.reference_attention import reference_attention
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 

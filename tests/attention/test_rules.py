@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bytescale.attention import AttentionRules, PackedAttention, RingBuffers, reference_attention, select_kernel
+from bytescale.attention import AttentionRules, PackedAttention, RingBuffers, select_kernel
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import RankGroup
 from tests.helpers.effort import examples, one_in
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
+from tests.helpers.reference_attention import reference_attention
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bytescale.attention import AttentionRules, PackedAttention, reference_attention, select_kernel
+from bytescale.attention import AttentionRules, PackedAttention, select_kernel
 from bytescale.attention.kernels import AttentionKernel, MathKernel
 from bytescale.common.errors import ConfigError
 from bytescale.models.head_groups import apply_head_groups
@@ -18,6 +18,7 @@ from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Activations, RankGroup
 from tests.helpers.ranks import run_ranks
+from tests.helpers.reference_attention import reference_attention
 from tests.helpers.rules import apply_rules
 from tests.helpers.steps import small_shape
 

@@ -12,7 +12,7 @@ import tokenizers
 from bytescale.checkpoint.hugging_face import export_checkpoint
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, load_config
-from bytescale.train import train
+from bytescale.train.loop.trainer import train
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
 
 

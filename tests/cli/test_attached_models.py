@@ -119,6 +119,6 @@ def test_models_that_cannot_be_planned(
     assert main(["plan", "--model.preset", f"hf:{folder}"]) == 2
     assert "mixes tokens" in " ".join(capsys.readouterr().err.split())
     folder = hf_folder(tmp_path / "qwen3", "qwen3")
-    monkeypatch.setattr("bytescale.train.parts.budget.machine_bytes", lambda: 1000.0)
+    monkeypatch.setattr("bytescale.train.parts.rank_model.machine_bytes", lambda: 1000.0)
     assert main(["plan", "--model.preset", f"hf:{folder}"]) == 2
     assert "this machine has 1000 B" in " ".join(capsys.readouterr().err.split())

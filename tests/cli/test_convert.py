@@ -16,7 +16,7 @@ from bytescale.cli.main import main
 from bytescale.cli.train import read_options
 from bytescale.common.errors import CheckpointError
 from bytescale.config import Config, ModelConfig, config_to_toml, resolve_architecture
-from bytescale.train import train
+from bytescale.train.loop.trainer import train
 from tests.helpers.forks import run_forked
 from tests.helpers.steps import make_model
 from tests.models.test_hugging_face import write_folder

@@ -13,6 +13,7 @@ from bytescale.cli import costs, plan, simulate
 from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml, resolve_architecture
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost import Profile
+from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.memory import MemoryModel
 from bytescale.plan import Plan
 from bytescale.train.loop.dry_run import dry_run
@@ -43,8 +44,8 @@ def run_of(
 def seen_by_plan(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, MemoryModel, float]:
     seen: list[tuple[int, MemoryModel, float]] = []
 
-    def keep(made: Any, model: MemoryModel, usable_bytes: float) -> str:
-        seen.append((int(made.capacity_tokens.max()), model, usable_bytes))
+    def keep(made: Any, costs: Any) -> str:
+        seen.append((int(made.capacity_tokens.max()), costs.memory, costs.usable_bytes))
         return ""
 
     monkeypatch.setattr(plan, "memory_in_words", keep)
@@ -91,9 +92,11 @@ def test_plan_and_simulate_count_as_train_does(
     device, chosen = torch.device("cuda" if on_gpu else "cpu"), dtype[config.trainer.dtype]
     ranks = config.parallel.ranks
     room = {"device_bytes": usable_device_bytes(config, device, ranks), "host_bytes": usable_host_bytes(config, ranks)}
+    shape = resolve_architecture(config.model, tokenizer_vocab_size=257)
     budget = memory_budget(
         config,
-        resolve_architecture(config.model, tokenizer_vocab_size=257),
+        shape,
+        profile=ASSUMED["cpu"].profile(shape, bytes_per_element=4),
         device=device,
         dtype=chosen,
         devices=Devices.alike(RankDevice(name="any", **room), hdp_ranks(config.parallel)),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bytescale.cli import plan, simulate
-from bytescale.cli.batch_source import read_lengths
+from bytescale.cli.costs import read_lengths
 from bytescale.common.errors import ConfigError, DataError, PlanError
 from bytescale.plan.io import load_plan, save_plan
 from bytescale.plan.verify import verify

@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("checkpoint list RUN", "hdp 1  whole", ["tyro"]),
         ("checkpoint verify RUN", "every byte is what was written", ["tyro"]),
         ("init --help", "usage: bytescale init", ["tyro"]),
-        ("report --help", "usage: bytescale report", ["numpy", "tyro"]),
+        ("report --help", "usage: bytescale report", ["tyro"]),
         ("plan --help", "usage: bytescale plan", ["numpy", "tyro"]),
         ("simulate --help", "usage: bytescale simulate", ["numpy", "tyro"]),
         ("data stats --help", "usage: bytescale data stats", ["numpy", "tyro"]),

@@ -131,6 +131,7 @@ def test_a_rank_that_dies_stops_the_others_and_is_named(
     [
         (["--data.contxt-length", "9"], r"Unknown option --data.contxt-length.*did you mean --data.context-length\?"),
         (["--lr", "1e-3"], r"Unknown option --lr.*did you mean --optimizer.lr\?"),
+        (["--planner.name", "adaptve"], r"--planner.name adaptve is not one of .*did you mean adaptive\?"),
         (["--set", "trainer.steps=9"], r"Unknown option --set.*--help lists the options"),
         (["--data.context-length", "1000"], r"1000 exceeds 2 ranks x .*capacity_tokens = 128.*at least 8 ranks"),
         (["--data.batch-tokens", "100"], r"batch_tokens = 100 is smaller than data.context_length = 256.*raise"),
@@ -212,6 +213,7 @@ def test_ranks_of_torchrun_do_not_name_run_folders(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", str(folder / "config.toml"), "--trainer.run-dir", ""]) == 2
     assert "trainer.run_dir is empty, and this process is one rank of several" in capsys.readouterr().err
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bytescale.common.errors import ConfigError
 from bytescale.config import PRESETS
 from bytescale.cost.curve import Curve
 from bytescale.cost.gradient_sync import (
@@ -17,7 +16,7 @@ from bytescale.cost.gradient_sync import (
     visible_reduction,
 )
 from bytescale.cost.links import Links
-from bytescale.cost.offload_rule import choose_offload, hidden_ratio
+from bytescale.cost.offload_rule import OffloadRule, hidden_ratio
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile
 from bytescale.cost.split import split_layers
@@ -188,7 +187,11 @@ def test_equation_3_against_brute_force(host_bytes: float) -> None:
     layers, capacity = 6, 50
     profile = replace(PROFILE, attention_forward=Curve(0.01, 0.0, 0.0), rest_forward=Curve(0.0, 10.0, 0.0))
     lengths = np.array([10, 50, 51, 120, 999, 5000, 40_000])
-    ratio, degree = choose_offload(profile, lengths, capacity_tokens=capacity, num_layers=layers, host_bytes=host_bytes)
+    rule = OffloadRule(  # which leaves room for one token's 4 layers
+        profile=profile, num_layers=layers, movable_share=4 / layers, host_bytes=host_bytes + 4 * 100
+    )
+    degree = rule.fewest_ranks(lengths, capacity, 10**6)
+    ratio = rule.ratio(lengths / degree, capacity)
     grid = np.linspace(0, 1, 20_001)
     for length, r, d in zip(lengths, ratio, degree, strict=True):
         act = 100.0 * length
@@ -200,7 +203,8 @@ def test_equation_3_against_brute_force(host_bytes: float) -> None:
             assert (r, d) == (0.0, 1)
             continue
         assert d == needed[allowed].min()
-        assert r == pytest.approx(grid[allowed & (needed == d)].min(), abs=1e-4)
+        least = grid[allowed & (needed == d)].min()  # whole tokens of a slice are moved
+        assert least - 1e-4 <= r <= least + 1e-4 + d / length
     assert (hidden_ratio(profile, lengths)[1:] >= hidden_ratio(profile, lengths)[:-1]).all()
 
 
@@ -209,11 +213,6 @@ def test_published_offload_figures() -> None:
     at_64k, at_256k = hidden_ratio(load_profile("figure-6"), [64 * 1024, 256 * 1024])
     assert 0.5 <= at_64k < 1
     assert at_256k >= 1
-
-
-def test_equation_3_refuses_no_capacity() -> None:
-    with pytest.raises(ConfigError, match="capacity_tokens = 0"):
-        choose_offload(PROFILE, [1], capacity_tokens=0, num_layers=4)
 
 
 @pytest.mark.parametrize(

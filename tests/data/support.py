@@ -18,12 +18,12 @@ from bytescale.data.loading.loader import LocalFeed, StepData
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.order.epoch import MIB
 from bytescale.data.order.index import CorpusIndex, PartFinder
-from bytescale.data.order.samples import Samples
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import WorkUnit
 from bytescale.data.tokens.indexed import IndexedWriter, metadata_path
 from bytescale.data.tokens.metadata import MetadataGatherer
 from bytescale.data.tokens.open_parts import OpenParts
+from bytescale.data.tokens.samples import Samples
 from bytescale.data.tokens.shards import PartContent, Shard
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.plan import Planner

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bytescale.cli.data import StatsConfig, TokenizeConfig, document_lengths, run, stats_command, tokenize_command
+from bytescale.cli.data import StatsConfig, TokenizeConfig, document_lengths
+from bytescale.cli.main import run
 from bytescale.common.errors import ConfigError
 from bytescale.data.tokens.indexed import IndexedDataset
 from tests.data.support import memory_corpus, write_jsonl, write_pair
@@ -32,7 +33,7 @@ def source(tmp_path: Path) -> Path:
 def test_tokenize_writes_a_pair_and_says_what_it_did(
     tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert tokenize_command(settings(tmp_path)) == 0
+    assert settings(tmp_path).run() == 0
     assert IndexedDataset.open(tmp_path / "out/pair").index.document_lengths.tolist() == [11, 601, 5001]
     output = capsys.readouterr().out
     assert "3 documents, 5613 tokens" in output
@@ -42,7 +43,7 @@ def test_tokenize_writes_a_pair_and_says_what_it_did(
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tokenize_command(settings(tmp_path, dry_run=True)) == 0
+    assert settings(tmp_path, dry_run=True).run() == 0
     assert "jsonl: 1 files" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
@@ -50,8 +51,8 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, source: Path, capsys: pytest.C
 def test_an_existing_pair_is_replaced_only_on_request(tmp_path: Path, source: Path) -> None:
     write_pair(tmp_path / "out/pair", [[1]])
     with pytest.raises(ConfigError, match=r"pair.idx exists.*--overwrite"):
-        tokenize_command(settings(tmp_path))
-    assert tokenize_command(settings(tmp_path, overwrite=True)) == 0
+        settings(tmp_path).run()
+    assert settings(tmp_path, overwrite=True).run() == 0
     assert IndexedDataset.open(tmp_path / "out/pair").index.num_documents == 3
 
 
@@ -59,23 +60,23 @@ def test_the_output_is_no_source(tmp_path: Path) -> None:
     write_pair(tmp_path / "pair", [[1]])
     pair = str(tmp_path / "pair")
     with pytest.raises(ConfigError, match=r"pair.bin is both a source and the output"):
-        tokenize_command(settings(tmp_path, sources=(pair + ".bin",), output=pair, overwrite=True))
+        settings(tmp_path, sources=(pair + ".bin",), output=pair, overwrite=True).run()
 
 
 def test_no_workers(tmp_path: Path, source: Path) -> None:
     with pytest.raises(ConfigError, match=r"--num_workers is 0"):
-        run(["tokenize", str(source), "--output", str(tmp_path / "out"), "--num-workers", "0"])
+        run("data tokenize", [str(source), "--output", str(tmp_path / "out"), "--num-workers", "0"])
 
 
 @pytest.mark.parametrize("name", ["pair.idx", "pair.bin", "a.jsonl"])
 def test_stats_of_an_index_a_pair_and_text_agree(
     tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    tokenize_command(settings(tmp_path, output=str(tmp_path / "pair")))
+    settings(tmp_path, output=str(tmp_path / "pair")).run()
     capsys.readouterr()
     cache_dir = str(tmp_path / "cache")
     config = StatsConfig(sources=(str(tmp_path / name),), cache_dir=cache_dir, num_workers=1, json=True)
-    assert stats_command(config) == 0
+    assert config.run() == 0
     stats = json.loads(capsys.readouterr().out)
     assert stats["num_documents"] == [1, 1, 0, 0, 1] + [0] * 9
     assert stats["num_tokens"] == [11, 601, 0, 0, 5001] + [0] * 9
@@ -84,7 +85,7 @@ def test_stats_of_an_index_a_pair_and_text_agree(
 
 def test_stats_as_a_table_beside_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_pair(tmp_path / "pair", [[1] * 600, [1] * 300])
-    assert stats_command(StatsConfig(sources=(str(tmp_path / "pair.idx"),), compare=("github", "byted"))) == 0
+    assert StatsConfig(sources=(str(tmp_path / "pair.idx"),), compare=("github", "byted")).run() == 0
     lines = capsys.readouterr().out.splitlines()
     (row,) = [line.split() for line in lines if line.startswith("  to 1K")]
     assert row == ["to", "1K", "1", "50.0", "600", "66.7", "100.0"]

@@ -17,9 +17,9 @@ from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import check_vocabulary, plan_shards, prepare_corpus
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.order.epoch import SampleStream
-from bytescale.data.order.samples import make_samples
 from bytescale.data.tokens import shards
 from bytescale.data.tokens.progress import Progress
+from bytescale.data.tokens.samples import make_samples
 from bytescale.data.tokens.tokenizer import ByteTokenizer
 from tests.data.support import config, memory_corpus, read, read_whole, texts_of, write_jsonl, write_pair
 

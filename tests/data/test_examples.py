@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from bytescale.cli.data import run
+from bytescale.cli.main import run
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import DataConfig
@@ -48,7 +48,7 @@ def weights_by_label(corpus: Corpus) -> list[list[float]]:
 
 def pair_of(tmp_path: Path, source: Path) -> Path:
     """The same records as a pair, with their weights in a second pair."""
-    assert run(["tokenize", str(source), "--content", "tokens", "--output", str(tmp_path / "pair" / "all")]) == 0
+    assert run("data tokenize", [str(source), "--content", "tokens", "--output", str(tmp_path / "pair" / "all")]) == 0
     return tmp_path / "pair"
 
 
@@ -101,7 +101,7 @@ def test_pairs_and_records_give_the_same_steps_to_the_last_bit(tmp_path: Path) -
     source = write_jsonl(tmp_path / "a.jsonl", conversations(40))
     output = str(tmp_path / "pair" / "all")
     options = ["--content", "messages", "--tokenizer", str(folder)]
-    assert run(["tokenize", str(source), *options, "--output", output]) == 0
+    assert run("data tokenize", [str(source), *options, "--output", output]) == 0
     steps = []
     for name in (source, f"{output}.bin"):
         settings = config(
@@ -159,8 +159,8 @@ def test_labels_of_mixed_sources_and_of_another_program(tmp_path: Path) -> None:
     second = write_jsonl(tmp_path / "b.jsonl", [{"tokens": [4, 5]}])
     for path in (first, second):
         prefix = str(tmp_path / "parts" / path.stem)
-        assert run(["tokenize", str(path), "--content", "tokens", "--output", prefix]) == 0
-    assert run(["tokenize", str(tmp_path / "parts"), "--output", str(tmp_path / "whole" / "all")]) == 0
+        assert run("data tokenize", [str(path), "--content", "tokens", "--output", prefix]) == 0
+    assert run("data tokenize", [str(tmp_path / "parts"), "--output", str(tmp_path / "whole" / "all")]) == 0
     assert np.fromfile(tmp_path / "whole" / "all.labels.bin", "<i4").tolist() == [1, 9, 3, 4, 5]
     alone = tmp_path / "whole" / "all.meta.json"
     alone.unlink()
@@ -173,7 +173,8 @@ def test_labels_of_mixed_sources_and_of_another_program(tmp_path: Path) -> None:
         prepare_corpus(config(tmp_path, tmp_path / "whole"))
     assert (
         run(
-            ["tokenize", str(second), "--content", "tokens", "--output", str(tmp_path / "whole" / "all"), "--overwrite"]
+            "data tokenize",
+            [str(second), "--content", "tokens", "--output", str(tmp_path / "whole" / "all"), "--overwrite"],
         )
         == 0
     )
@@ -185,8 +186,8 @@ def test_further_fields_of_pairs_in_a_folder(tmp_path: Path) -> None:
     records = [{"tokens": [1, 2, 3], "advantages": [0, 0.5, -2]}, {"tokens": [4, 5], "advantages": [7, 8]}]
     source, again = write_jsonl(tmp_path / "a.jsonl", records), str(tmp_path / "again" / "all")
     options = ["--content", "tokens", "--fields", "advantages"]
-    assert run(["tokenize", str(source), *options, "--output", str(tmp_path / "pair" / "all")]) == 0
-    assert run(["tokenize", str(tmp_path / "pair"), *options, "--output", again]) == 0
+    assert run("data tokenize", [str(source), *options, "--output", str(tmp_path / "pair" / "all")]) == 0
+    assert run("data tokenize", [str(tmp_path / "pair"), *options, "--output", again]) == 0
     for place in (source, tmp_path / "pair", f"{again}.bin"):
         corpus = prepare_corpus(tokens_config(tmp_path, place, fields=("advantages",)))
         assert read(corpus, corpus.samples.name, [0, 0], [3, 2], ["advantages"])[2]["advantages"].tolist() == [
@@ -198,8 +199,8 @@ def test_further_fields_of_pairs_in_a_folder(tmp_path: Path) -> None:
         ]
     with pytest.raises(DataError, match=r"all\.bin has no field 'rewards', which data\.fields names"):
         run(
+            "data tokenize",
             [
-                "tokenize",
                 str(tmp_path / "pair/all.bin"),
                 "--content",
                 "tokens",
@@ -207,7 +208,7 @@ def test_further_fields_of_pairs_in_a_folder(tmp_path: Path) -> None:
                 "rewards",
                 "--output",
                 f"{again}2",
-            ]
+            ],
         )
 
 
@@ -259,7 +260,9 @@ def test_weights_of_a_pair_behind_a_url(tmp_path: Path) -> None:
 def test_weights_of_other_documents(tmp_path: Path) -> None:
     pair = pair_of(tmp_path, write_jsonl(tmp_path / "a.jsonl", RECORDS))
     write_jsonl(tmp_path / "b.jsonl", RECORDS[:2])
-    assert run(["tokenize", str(tmp_path / "b.jsonl"), "--content", "tokens", "--output", str(tmp_path / "b")]) == 0
+    assert (
+        run("data tokenize", [str(tmp_path / "b.jsonl"), "--content", "tokens", "--output", str(tmp_path / "b")]) == 0
+    )
     for ending in ("bin", "idx"):
         (tmp_path / f"b.weights.{ending}").rename(pair / f"all.weights.{ending}")
     with pytest.raises(DataError, match="describes 2 documents with 6 numbers, for 3 documents with 36 tokens"):
@@ -357,12 +360,12 @@ def test_settings_that_do_not_go_together(tmp_path: Path) -> None:
 def test_data_show_prints_labels_that_are_not_the_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"tokens": [*b"abcd"], "labels": [-100, *b"bxd"]}])
     options = ["--content", "tokens", "--cache-dir", str(tmp_path)]
-    assert run(["show", str(source), *options, "--json"]) == 0
+    assert run("data show", [str(source), *options, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["text"], row["predicted"], row["weight"]) for row in rows] == [
         ("a", "", 0), ("b", "", 1), ("c", "x", 1), ("d", "", 1),
     ]  # fmt: skip
-    assert run(["show", str(source), *options]) == 0
+    assert run("data show", [str(source), *options]) == 0
     assert "'c' -> 'x'" in capsys.readouterr().out
 
 
@@ -370,12 +373,12 @@ def test_data_show_prints_what_is_trained_on(tmp_path: Path, capsys: pytest.Capt
     source = write_jsonl(
         tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "2"}, {"prompt": "a", "completion": "b"}]
     )
-    assert run(["show", str(source), "--content", "prompt", "--cache-dir", str(tmp_path), "--documents", "1"]) == 0
+    assert run("data show", [str(source), "--content", "prompt", "--cache-dir", str(tmp_path), "--documents", "1"]) == 0
     shown = capsys.readouterr().out
     assert "'1+1='" in shown
     assert "2 of 6 tokens" in shown
     assert "'2<eos>'" in shown, "whether the end is trained on is what people look for"
-    assert run(["show", str(source), "--content", "prompt", "--cache-dir", str(tmp_path), "--json"]) == 0
+    assert run("data show", [str(source), "--content", "prompt", "--cache-dir", str(tmp_path), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["document"], row["start"], row["stop"], row["weight"]) for row in rows] == [
         (0, 0, 4, 0.0), (0, 4, 6, 1.0), (1, 0, 1, 0.0), (1, 1, 3, 1.0),

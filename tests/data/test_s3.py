@@ -12,7 +12,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from bytescale.cli.data import StatsConfig, TokenizeConfig, stats_command, tokenize_command
+from bytescale.cli.data import StatsConfig, TokenizeConfig
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.tokens.indexed import IndexedDataset
@@ -100,17 +100,14 @@ def test_commands(tmp_path: Path, server: S3Server, capsys: pytest.CaptureFixtur
     for name, content in every_format(tmp_path).items():
         put(name, content)
     cache = str(tmp_path / "cache")
-    assert stats_command(StatsConfig(sources=("s3://bucket/corpus",), cache_dir=cache, num_workers=1, json=True)) == 0
+    assert StatsConfig(sources=("s3://bucket/corpus",), cache_dir=cache, num_workers=1, json=True).run() == 0
     assert sum(json.loads(capsys.readouterr().out)["num_documents"]) == len(TEXTS)
-    assert (
-        stats_command(StatsConfig(sources=("s3://bucket/corpus/d.idx",), cache_dir=cache, num_workers=1, json=True))
-        == 0
-    )
+    assert StatsConfig(sources=("s3://bucket/corpus/d.idx",), cache_dir=cache, num_workers=1, json=True).run() == 0
     assert json.loads(capsys.readouterr().out)["num_tokens"][0] == 3
     output = str(tmp_path / "pair")
     server.failures_left = 4
     tokenize = TokenizeConfig(sources=("s3://bucket/corpus",), output=output, cache_dir=cache, num_workers=1)
-    assert tokenize_command(tokenize) == 0
+    assert tokenize.run() == 0
     assert IndexedDataset.open(Path(output)).index.num_documents == len(TEXTS)
 
 

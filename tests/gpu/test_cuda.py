@@ -126,7 +126,7 @@ def test_groups_of_heads_give_the_numbers_of_all_heads_at_once(num_groups: int) 
 
 def test_training_on_one_gpu_follows_the_cpu(tmp_path: Path) -> None:
     """bf16 through NCCL (one rank) against fp32 on the CPU: the same curve to bf16's 8 bits."""
-    from bytescale.train import train
+    from bytescale.train.loop.trainer import train
 
     corpus = write_corpus(tmp_path / "corpus")
     config = small_run(corpus, tmp_path / "cpu", steps=10)

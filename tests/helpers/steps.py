@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bytescale.attention import reference_attention, select_kernel
+from bytescale.attention import select_kernel
 from bytescale.config import Architecture
 from bytescale.models import Llama, build_model
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.runtime import IGNORE_INDEX, Decoder, Executor, FlatParameters, Mesh, MeshShape
 from bytescale.runtime.loss import reference_cross_entropy
+from tests.helpers.reference_attention import reference_attention
 
 from .ranks import run_mesh
 

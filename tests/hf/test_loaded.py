@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bytescale import HDP
-from bytescale.cli.data import run
+from bytescale.cli.main import run
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import prepare_corpus
@@ -139,7 +139,7 @@ def test_the_loss_is_that_of_plain_records(tmp_path: Path) -> None:
 def test_pairs_give_the_bits_of_records(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", records())
     output = str(tmp_path / "pair" / "all")
-    assert run(["tokenize", str(source), "--content", "tokens", "--fields", *FIELDS, "--output", output]) == 0
+    assert run("data tokenize", [str(source), "--content", "tokens", "--fields", *FIELDS, "--output", output]) == 0
     ours = trained(tmp_path, 2, settings(tmp_path, source))
     theirs = trained(tmp_path, 2, settings(tmp_path, tmp_path / "pair"))
     assert (ours[0], ours[2]) == (theirs[0], theirs[2])

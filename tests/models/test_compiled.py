@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from bytescale.attention import reference_attention
 from bytescale.attention.kernels import MathKernel
 from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture
@@ -31,8 +30,9 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Decoder, Executor, HostPool, MeshShape, RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.saved.activations import Activations
-from bytescale.train import train
+from bytescale.train.loop.trainer import train
 from tests.helpers.plans import random_plan
+from tests.helpers.reference_attention import reference_attention
 from tests.helpers.steps import make_model, random_batch, reference_step, slice_batch, small_shape, worst_relative_error
 from tests.runtime.test_mesh_parity import MIXTURE, mesh_step
 from tests.train.runs import losses, small_run, write_corpus

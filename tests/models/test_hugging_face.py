@@ -12,13 +12,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bytescale.attention import reference_attention
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import PRESETS, Architecture
 from bytescale.config.hugging_face import architecture_from_hf, architecture_of_folder, hf_config_of
 from bytescale.models import Llama, build_model
 from bytescale.models.hf import pieces_of
 from bytescale.models.hf_folder import INDEX, read_pieces, write_json, write_pieces
+from tests.helpers.reference_attention import reference_attention
 from tests.helpers.steps import make_model, small_shape
 
 LLAMA3 = {"rope_scaling": "llama3", "rope_scaling_factor": 4.0, "rope_original_context": 16, "rope_theta": 500.0}

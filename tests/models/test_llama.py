@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytescale.attention import reference_attention
 from bytescale.config import PRESETS
 from bytescale.cost import flops
 from bytescale.models import build_model
 from bytescale.models.rope import apply_rope, rope_frequencies, rope_rotation
+from tests.helpers.reference_attention import reference_attention
 from tests.helpers.steps import make_model, small_shape
 
 

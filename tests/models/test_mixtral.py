@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bytescale.attention import reference_attention
 from bytescale.common.errors import ConfigError
 from bytescale.config import PRESETS, ModelConfig, resolve_architecture
 from bytescale.models import Llama, Mixtral, build_model
 from bytescale.models.balance import count_tokens
 from bytescale.models.moe import ExpertProducts, expert_products, grouped_products, looped_products, route
+from tests.helpers.reference_attention import reference_attention
 from tests.helpers.steps import make_model, small_shape
 
 MIXTURE = {"num_experts": 4, "experts_per_token": 2}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bytescale.cli.data import run
+from bytescale.cli.main import run
 from bytescale.common.errors import CheckpointError, ConfigError, DataError
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.epoch import epoch_order
@@ -75,7 +75,7 @@ def test_both_loaders_give_the_same_labels_and_fields(tmp_path: Path) -> None:
         write_jsonl(tmp_path / f"{name}.jsonl", records(25, labels))
         if name != "a":
             options = ["--content", "tokens", "--fields", *fields, "--output", str(tmp_path / "pairs" / name)]
-            assert run(["tokenize", str(tmp_path / f"{name}.jsonl"), *options]) == 0
+            assert run("data tokenize", [str(tmp_path / f"{name}.jsonl"), *options]) == 0
     sources = (str(tmp_path / "a.jsonl"), str(tmp_path / "pairs"))
     config = numbered_config(tmp_path, sources=sources, content="tokens", fields=tuple(fields), servers=2)
     with feeds(config, "ray", 3) as remote, feeds(config, "local", 3) as local:
@@ -106,7 +106,7 @@ def test_both_loaders_give_the_same_weights(tmp_path: Path) -> None:
     tokenizer = ["--tokenizer", str(folder)]
     for name, content in (("b", "tokens"), ("c", "text")):
         source = str(tmp_path / f"{name}.jsonl")
-        assert run(["tokenize", source, *tokenizer, "--content", content, "--output", str(pairs / name)]) == 0
+        assert run("data tokenize", [source, *tokenizer, "--content", content, "--output", str(pairs / name)]) == 0
     config = numbered_config(
         tmp_path,
         sources=(str(tmp_path / "a.jsonl"), str(pairs)),

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bytescale.attention import reference_attention, select_kernel
+from bytescale.attention import select_kernel
 from bytescale.config import Architecture
 from bytescale.models import Mixtral
 from bytescale.models.moe import MixtureOfExperts, looped_products, route
@@ -20,6 +20,7 @@ from bytescale.runtime.saved.activations import Activations
 from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
+from tests.helpers.reference_attention import reference_attention
 from tests.helpers.steps import Batch, make_model, random_batch, slice_batch, small_shape, worst_relative_error
 
 # fp64 differs only in the order of sums; fp32 keeps 24 bits and sums some hundred terms.

@@ -21,7 +21,7 @@ from bytescale.config import (
     PlannerConfig,
     TrainerConfig,
 )
-from bytescale.train import train
+from bytescale.train.loop.trainer import train
 from tests.helpers.forks import run_forked
 
 WORDS = ("the", "ring", "moves", "keys", "around", "and", "every", "rank", "waits", "for", "none", "of", "them")

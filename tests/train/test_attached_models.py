@@ -32,8 +32,8 @@ from bytescale.models.hf_folder import exact_dtype
 from bytescale.parity import small_model
 from bytescale.plan import MicroBatch
 from bytescale.runtime import RankGroup
-from bytescale.train import train
-from bytescale.train.loop.learning_rate import learning_rate
+from bytescale.train.loop.step import learning_rate
+from bytescale.train.loop.trainer import train
 from bytescale.train.parts.attached_model import HFModel, build_attached_model
 from tests.helpers.effort import one_in, one_of
 from tests.hf.support import on_ranks as on_thread_ranks

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -59,7 +58,7 @@ def test_every_plan_can_be_made_again_from_the_run_folder(tmp_path: Path) -> Non
     planner.states = {line["step"] - 1: State.from_dict(line["state"]) for line in lines}
     for step in range(9):
         saved = load_plan(tmp_path / "run" / "plans" / f"step-{step + 1:06d}.npz")
-        assert planner.plan_step(saved.lengths, step).digest() == saved.digest()
+        assert planner.plan_with(saved.lengths, planner.costs_of(step)).digest() == saved.digest()
 
 
 def test_ranks_whose_processors_round_differently_plan_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,16 +79,17 @@ def planner_of(config: Config) -> CalibratedPlanner:
     """The planner of a run, made without its ranks."""
 
     from bytescale.config import resolve_architecture
-    from bytescale.train.parts.budget import memory_budget, rank_device
+    from bytescale.cost.spec import ModelSpec
+    from bytescale.train.parts.budget import rank_device
     from bytescale.train.parts.devices import Devices
 
     shape = resolve_architecture(config.model, tokenizer_vocab_size=320)
     device, dtype = torch.device("cpu"), torch.float32
     devices = Devices.alike(rank_device(config, device, dtype, 2), 2)
-    memory = memory_budget(config, shape, device=device, dtype=dtype, devices=devices)
-    cost = parts.planning_cost(config, None, shape, device, dtype, ranks_per_node=2)
-    planner = parts.verified_planner(config, memory, cost, 2)
-    calibrator = Calibrator(first=cost, num_layers=shape.num_layers)
+    spec = ModelSpec.of(shape)
+    planning = parts.plan_of_run(config, spec, shape, devices, device=device, dtype=dtype, ranks_per_node=2)
+    planner = planning.planner
+    calibrator = Calibrator(first=planner.cost, num_layers=shape.num_layers)
     return CalibratedPlanner(planner, calibrator, lag_of(config.data.prefetch_steps))
 
 
@@ -112,7 +112,7 @@ def test_a_plan_whose_costs_are_not_known_is_refused() -> None:
     planner = CalibratedPlanner(None, Calibrator(first=first, num_layers=1), lag=4)  # type: ignore[arg-type]
     assert planner.knows(3)
     with pytest.raises(LoaderFailure, match="Step 5 was to be planned before step 1 had ended"):
-        planner.plan_step(np.array([1]), 4)
+        planner.costs_of(4)
 
 
 def test_time_that_a_message_takes_to_be_posted_counts() -> None:

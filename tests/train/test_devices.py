@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 
 from bytescale.common.errors import ConfigError, PlanError
+from bytescale.common.units import GIBI as GIB
 from bytescale.config import Config, MemoryConfig, ParallelConfig
+from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.calibration import Calibrator, State
 from bytescale.plan.io import load_plan
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.verify import verify
 from bytescale.planner.adaptive import planner as adaptive
+from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import MeshShape
 from bytescale.train.parts import job as parts
-from bytescale.train.parts.budget import GIB, MemoryBudget, memory_budget
+from bytescale.train.parts.budget import MemoryBudget, memory_budget
 from bytescale.train.parts.devices import Devices, RankDevice
 from tests.cost.test_calibration import TRUE
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
@@ -67,8 +70,9 @@ def budget(config: Config, sizes: list[float], **changes: Any) -> MemoryBudget:
 
     shape = resolve_architecture(config.model, tokenizer_vocab_size=320)
     devices = Devices(of_ranks=tuple(replace(SMALL, device_bytes=size) for size in sizes))
+    cpu, times = torch.device("cpu"), ASSUMED["cpu"].profile(shape, bytes_per_element=4)
     return memory_budget(
-        replace(config, **changes), shape, device=torch.device("cpu"), dtype=torch.float32, devices=devices
+        replace(config, **changes), shape, device=cpu, dtype=torch.float32, devices=devices, profile=times
     )
 
 
@@ -77,21 +81,23 @@ def test_auto_capacity_is_what_each_rank_has_room_for(tmp_path: Path) -> None:
     sizes = [0.004 * GIB, 0.008 * GIB, 0.008 * GIB]
     found = budget(config, sizes)
     alone = [budget(config, [size] * 3).capacity_tokens for size in sizes]
-    assert found.cluster(3).capacity_tokens.tolist() == alone
+    assert found.cluster.capacity_tokens.tolist() == alone
     assert alone[0] < alone[1]
-    assert found.cluster(3).room == sum(alone)
+    assert found.cluster.room == sum(alone)
     assert any("differ" in line for line in found.lines())
     naive = budget(config, sizes, planner=replace(config.planner, name="naive"))
-    assert naive.cluster(3).capacity_tokens.tolist() == [alone[0]] * 3
-    assert budget(config, sizes, parallel=ParallelConfig(ranks=3, capacity_tokens=100)).unequal is None
+    assert naive.cluster.capacity_tokens.tolist() == [alone[0]] * 3
+    assert budget(config, sizes, parallel=ParallelConfig(ranks=3, capacity_tokens=100)).cluster.is_uniform
 
 
 def test_memory_is_checked_for_each_rank(tmp_path: Path) -> None:
     config = auto_run(tmp_path, "run")
     sizes = [0.008 * GIB, 0.004 * GIB, 0.008 * GIB]
     found = budget(config, sizes)
-    planner = parts.verified_planner(config, found, TRUE, 3)
-    plan = planner([found.cluster(3).room - 10, 40, 50, 60])
+    planner = VerifiedPlanner(
+        config.planner, found.cluster, TRUE, found.limits, context_length=config.data.context_length
+    )
+    plan = planner([found.cluster.room - 10, 40, 50, 60])
     held = micro_batch_tokens(plan).held
     assert held.max() > found.capacity_tokens, "only a large rank holds so many"
     verify(plan, limits=found.limits)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bytescale.attention.reference import reference_attention
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, EvalConfig, ModelConfig, ParallelConfig, resolve_architecture, validate
 from bytescale.data.loading.corpus import prepare_corpus
@@ -20,9 +19,10 @@ from bytescale.data.order.batches import batches_once
 from bytescale.models import build_model
 from bytescale.parity import small_model
 from bytescale.runtime.loss import PlainHead, reference_cross_entropy, token_losses
-from bytescale.train.loop.best import BestEvaluation
+from bytescale.train.loop.evaluation import BestEvaluation
 from tests.data.support import memory_corpus, read_whole, write_jsonl
 from tests.helpers.effort import one_of
+from tests.helpers.reference_attention import reference_attention
 from tests.train.runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
 
 

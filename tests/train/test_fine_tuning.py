@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bytescale.attention.reference import reference_attention
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import Config, ModelConfig, resolve_architecture
 from bytescale.data.loading.corpus import prepare_corpus
@@ -19,6 +18,7 @@ from bytescale.models import build_model
 from tests.data.chats import MARKED, chat_folder, conversations
 from tests.data.support import read_whole, write_jsonl
 from tests.helpers.effort import one_of
+from tests.helpers.reference_attention import reference_attention
 from tests.train.runs import interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
 
 TRANSFORMERS = pytest.importorskip("transformers")

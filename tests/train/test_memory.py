@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from bytescale.common.errors import ConfigError
+from bytescale.common.units import GIBI as GIB
 from bytescale.config import AUTO_HEAD_GROUPS, Config, MemoryConfig, resolve_architecture
 from bytescale.config.validate import hdp_ranks, validate
-from bytescale.train import train
-from bytescale.train.parts.budget import GIB, MemoryBudget, memory_budget, rank_device, usable_host_bytes
+from bytescale.cost.assumed import ASSUMED
+from bytescale.train.loop.trainer import train
+from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device, usable_host_bytes
 from bytescale.train.parts.devices import Devices
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
 
@@ -84,8 +86,10 @@ def budget(config: Config, **changes: object) -> MemoryBudget:
     device, dtype = torch.device("cpu"), torch.float32
     own = rank_device(config, device, dtype, config.parallel.ranks)
     alike = Devices.alike(own, hdp_ranks(config.parallel))
-    options = {"device": device, "dtype": dtype, "devices": alike, **changes}
-    return memory_budget(config, resolve_architecture(config.model, tokenizer_vocab_size=257), **options)  # type: ignore[arg-type]
+    shape = resolve_architecture(config.model, tokenizer_vocab_size=257)
+    times = ASSUMED["cpu"].profile(shape, bytes_per_element=4)
+    options = {"device": device, "dtype": dtype, "devices": alike, "profile": times, **changes}
+    return memory_budget(config, shape, **options)  # type: ignore[arg-type]
 
 
 def test_auto_capacity_fills_the_device(corpus: Path, tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bytescale.common.cuda_allocator import use_expandable_segments
 from bytescale.common.errors import ConfigError
 from bytescale.config import PRESETS
 from bytescale.cost.memory import NCCL_BYTES_PER_NEIGHBOUR, MemoryModel, ModelShare, nccl_reserve_bytes
 from bytescale.runtime import RankGroup
-from bytescale.train.nccl_options import check_nccl_options, check_same_nccl_options
+from bytescale.train.ranks import check_same_nccl_options
 from tests.helpers.ranks import run_ranks
 
 
@@ -21,40 +19,6 @@ def test_segments_are_expandable_unless_the_user_has_said_anything() -> None:
         own = {name: "max_split_size_mb:512"}
         use_expandable_segments(own)
         assert own == {name: "max_split_size_mb:512"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        (
-            {"NCCL_MIN_P2P_NCHANNELS": "16", "NCCL_MAX_P2P_NCHANNELS": "8"},
-            r"NCCL_MIN_P2P_NCHANNELS = 16 exceeds .* = 8",
-        ),
-        ({"NCCL_MIN_CTAS": "4", "NCCL_MAX_CTAS": "2"}, "NCCL_MIN_CTAS = 4 exceeds NCCL_MAX_CTAS = 2"),
-        ({"NCCL_NCHANNELS_PER_NET_PEER": "8", "NCCL_MAX_P2P_NCHANNELS": "4"}, "rings would not have the channels"),
-        (
-            {"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "NVL"},
-            "forbids what NCCL_P2P_LEVEL = NVL .*To fix: unset",
-        ),
-        ({"NCCL_BUFFSIZE": "4MB"}, "NCCL_BUFFSIZE is '4MB'.*NCCL would ignore it"),
-    ],
-)
-def test_contradicting_options_are_refused(environment: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_nccl_options(environment)
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {},
-        {"NCCL_MIN_P2P_NCHANNELS": "8", "NCCL_MAX_P2P_NCHANNELS": "8", "NCCL_DEBUG": "INFO"},
-        {"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "LOC"},
-        {"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "NVL"},
-    ],
-)
-def test_options_that_go_together_are_left_alone(environment: dict[str, str]) -> None:
-    check_nccl_options(environment)
 
 
 def test_ranks_with_different_options_are_refused_on_every_rank() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from bytescale.runtime import RankGroup
-from bytescale.train.reporting.totals import RankFigures
+from bytescale.train.reporting.metrics import RankFigures
 from tests.helpers.forks import run_forked
 
 
@@ -21,15 +21,15 @@ def figures_of(rank: int) -> RankFigures:
         most_busy_seconds=float(rank),
         waiting_seconds=0.25 * rank,
         sync_seconds=1.0,
-        bytes_sent=100.0 * rank,
+        attention_bytes_sent=100.0 * rank,
         stop_heard=float(rank == 2),
         memory_bytes=1000.0 - rank,
         data_wait_seconds=0.1 * rank,
         planning_seconds=0.0,
         data_restarts=2.0 - rank,
-        steps_ready=5.0 - rank,
-        bytes_read=[7 * rank],
-        bytes_received=[rank],
+        data_steps_ready=5.0 - rank,
+        data_bytes_read=[7 * rank],
+        data_bytes_received=[rank],
     )
 
 
@@ -46,22 +46,22 @@ def test_sums_extremes_and_lists() -> None:
         num_targets=30.0,
         batch_loss=0.5,
         norm_share=others[0].norm_share,
-        busy_seconds=3.0,
+        busy_seconds=1.0,
         most_busy_seconds=2.0,
-        waiting_seconds=0.75,
-        sync_seconds=3.0,
-        bytes_sent=300.0,
+        waiting_seconds=0.25,
+        sync_seconds=1.0,
+        attention_bytes_sent=300.0,
         stop_heard=1.0,
         memory_bytes=1000.0,
         data_wait_seconds=0.2,
         planning_seconds=0.0,
         data_restarts=2.0,
-        steps_ready=3.0,
-        bytes_read=[0, 7, 14],
-        bytes_received=[0, 1, 2],
+        data_steps_ready=3.0,
+        data_bytes_read=[0, 7, 14],
+        data_bytes_received=[0, 1, 2],
     )
     for other in others:
-        assert other == replace(first, bytes_read=[], bytes_received=[]), "the same bits everywhere"
+        assert other == replace(first, data_bytes_read=[], data_bytes_received=[]), "the same bits everywhere"
 
 
 def test_one_rank_alone() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, LogConfig
-from bytescale.train import train
+from bytescale.train.loop.trainer import train
 from bytescale.train.reporting import trackers
 from bytescale.train.reporting.trackers import _run_id, check_trackers, open_trackers
 from bytescale.train.run_folder import RunFolder
@@ -80,8 +80,11 @@ def test_a_missing_package_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, l
 def test_a_folder_named_wandb_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tracked").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert importlib.util.find_spec("tracked") is not None
-    assert not trackers._is_installed("tracked")
+    found = importlib.util.find_spec("tracked")
+    assert found is not None
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: found)
+    with pytest.raises(ConfigError, match="the package wandb is not installed"):
+        check_trackers(LogConfig(wandb="offline"))
 
 
 def test_what_wandb_refuses_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import PlannerConfig
-from bytescale.train import train
+from bytescale.train.loop.trainer import train
 from bytescale.train.reporting.metrics import NonFiniteError
 from tests.helpers.effort import one_of
 from tests.train.runs import interrupt, losses, metrics, on_ranks, run, small_run, with_trainer, write_corpus

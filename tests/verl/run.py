@@ -21,8 +21,9 @@ PACKAGES = ("verl==0.9.1", "uvicorn", "fastapi", "peft>=0.15")
 def main() -> int:
     """The exit code of the checks on two ranks."""
     environment = {**os.environ, "VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests/verl'}", "VERL_USE_EXTERNAL_MODULES": "cpu_platform"}
     python = prepared()
+    if "PYTHON_OF_VERL" in os.environ:  # it may not have our entry point
+        environment |= {"PYTHONPATH": str(ROOT / "src"), "VERL_USE_EXTERNAL_MODULES": "bytescale.integrations.verl"}
     with tempfile.TemporaryDirectory() as out:
         command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         command += [str(ROOT / "tests/verl/check.py"), out]

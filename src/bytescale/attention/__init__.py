@@ -1,13 +1,12 @@
 """Layer 2: causal attention over packs of sequences, whole or shared by a ring of ranks.
 
-``reference`` is the slow, obvious twin; ``kernels`` are the fast blocks; ``grid`` and ``windowed_ring`` put blocks and
-transfers together.
+``kernels`` are blocks, fast ones and a slow twin; ``rings.grid`` and ``rings.windowed_ring`` put blocks and transfers
+together.
 """
 
 from bytescale.attention.choose import select_kernel
 from bytescale.attention.kernels import AttentionKernel
 from bytescale.attention.packed import PackedAttention
-from bytescale.attention.reference import reference_attention
 from bytescale.attention.rings.exchange import Exchange
 from bytescale.attention.rings.messages import RingBuffers
 from bytescale.attention.rules import AttentionRules
@@ -18,6 +17,5 @@ __all__ = [
     "Exchange",
     "PackedAttention",
     "RingBuffers",
-    "reference_attention",
     "select_kernel",
 ]

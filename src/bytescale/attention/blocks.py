@@ -39,8 +39,10 @@ class BlockSet:
     keys: list[tuple[int, int]]
     causal: bool
     window: int | None = None
-    _rows: dict[tuple[str, torch.device], Rows] = field(default_factory=dict, repr=False)
     _cu_seqlens: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self._query_ranges, self._key_ranges = RowRanges(self.queries), RowRanges(self.keys)
 
     @staticmethod
     def of(queries: IntArray, keys: IntArray, *, causal: bool, window: int | None = None) -> BlockSet:
@@ -58,19 +60,19 @@ class BlockSet:
 
     @property
     def num_query_rows(self) -> int:
-        return sum(stop - start for start, stop in self.queries)
+        return self._query_ranges.num_rows
 
     @property
     def num_key_rows(self) -> int:
-        return sum(stop - start for start, stop in self.keys)
+        return self._key_ranges.num_rows
 
     def query_rows(self, device: torch.device) -> Rows:
         """Return the index that picks the rows of all query ranges, in order, from a ``[T, ...]`` tensor."""
-        return self._cached("queries", self.queries, device)
+        return self._query_ranges.on(device)
 
     def key_rows(self, device: torch.device) -> Rows:
         """Return the index that picks the rows of all key ranges, in order."""
-        return self._cached("keys", self.keys, device)
+        return self._key_ranges.on(device)
 
     @property
     def max_query_rows(self) -> int:
@@ -85,11 +87,6 @@ class BlockSet:
         if device not in self._cu_seqlens:
             self._cu_seqlens[device] = (_offsets(self.queries, device), _offsets(self.keys, device))
         return self._cu_seqlens[device]
-
-    def _cached(self, side: str, ranges: list[tuple[int, int]], device: torch.device) -> Rows:
-        if (side, device) not in self._rows:
-            self._rows[side, device] = _rows_of(ranges, device)
-        return self._rows[side, device]
 
 
 class RowRanges:

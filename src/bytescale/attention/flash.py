@@ -4,10 +4,8 @@ PyTorch ships FlashAttention 2. The two newer ones are separate packages, and Py
 (``torch.nn.attention.activate_flash_attention_impl``). The active implementation serves PyTorch's flash operators in
 the whole process. So ``CudaFlashKernel`` calls the same operators for all of them.
 
-A package that can be imported may still not work. For example, flash-attn-4 4.0.0b36 returns five values, torch 2.11 to
-2.13 unpack two, and the error comes only with the first batch. So every implementation is tried before it is used: it
-runs a forward and a backward of two short sequences with the model's heads, and the results are compared with those of
-the slow twin.
+A package that can be imported may still not work. So every implementation is tried before it is used: it runs a forward
+and a backward of two short sequences with the model's heads, and the results are compared with those of the slow twin.
 """
 
 from __future__ import annotations

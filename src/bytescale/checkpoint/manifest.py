@@ -53,7 +53,7 @@ class RunState:
     sampler: dict[str, Any]  # where the data order stands
     architecture: dict[str, Any]
     mesh: dict[str, int]  # that wrote it; for people only
-    best: dict[str, float] = field(default_factory=dict)  # the lowest loss of evaluations (`train.loop.best`)
+    best: dict[str, float] = field(default_factory=dict)  # the lowest loss of evaluations (`train.loop.evaluation`)
 
 
 @dataclass(frozen=True, slots=True)

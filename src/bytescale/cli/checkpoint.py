@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from bytescale.cli.options import parse
 from bytescale.common.errors import CheckpointError
 from bytescale.common.units import format_bytes
 from bytescale.config import load_config
@@ -19,8 +17,26 @@ from bytescale.config import load_config
 class ListOptions:
     """List the checkpoints of a run: step, size, the mesh that wrote it, and whether every file is there."""
 
-    run: Annotated[str, tyro.conf.Positional]
+    folder: Annotated[str, tyro.conf.Positional]
     """A run folder, or the folder or URL that holds its checkpoints."""
+
+    def run(self) -> int:
+        """Return the exit code: 1 where a checkpoint is not whole."""
+        from bytescale.checkpoint.manifest import unreachable
+        from bytescale.checkpoint.verify import list_checkpoints
+        from bytescale.storage.place import place_at
+
+        place = _checkpoints_of(self.folder)
+        try:
+            found = list_checkpoints(place_at(place))
+        except OSError as error:
+            raise unreachable(error, place) from error
+        if not found:
+            raise CheckpointError(f"there is no checkpoint in {place}", fix="name a run folder")
+        for one in found:
+            mesh = " x ".join(f"{name} {size}" for name, size in one.mesh.items()) or "one process"
+            print(f"{one.name}  {format_bytes(one.num_bytes):>10}  {mesh}  {one.wrong or 'whole'}")
+        return int(any(one.wrong for one in found))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,63 +46,34 @@ class VerifyOptions:
     folder: Annotated[str, tyro.conf.Positional]
     """A checkpoint, a run folder, or the URL of either."""
 
+    def run(self) -> int:
+        """Return the exit code: 1 where a checkpoint is not whole."""
+        from bytescale.checkpoint.manifest import MANIFEST, unreachable
+        from bytescale.checkpoint.verify import list_checkpoints, problems_of
+        from bytescale.storage.place import file_sizes, place_at
 
-def run(arguments: Sequence[str]) -> int:
-    """Returns the exit code: 1 where a checkpoint is not whole."""
-    commands: dict[str, Callable[[Sequence[str]], int]] = {"list": _list, "verify": _verify}
-    if not arguments or arguments[0] not in commands:
-        print("usage: bytescale checkpoint list RUN | verify FOLDER|RUN")
-        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
-    return commands[arguments[0]](arguments[1:])
-
-
-def _list(arguments: Sequence[str]) -> int:
-    from bytescale.checkpoint.manifest import unreachable
-    from bytescale.checkpoint.verify import list_checkpoints
-    from bytescale.storage.place import place_at
-
-    options = parse(ListOptions, arguments, prog="bytescale checkpoint list")
-    place = _checkpoints_of(options.run)
-    try:
-        found = list_checkpoints(place_at(place))
-    except OSError as error:
-        raise unreachable(error, place) from error
-    if not found:
-        raise CheckpointError(f"there is no checkpoint in {place}", fix="name a run folder")
-    for one in found:
-        mesh = " x ".join(f"{name} {size}" for name, size in one.mesh.items()) or "one process"
-        print(f"{one.name}  {format_bytes(one.num_bytes):>10}  {mesh}  {one.wrong or 'whole'}")
-    return int(any(one.wrong for one in found))
-
-
-def _verify(arguments: Sequence[str]) -> int:
-    from bytescale.checkpoint.manifest import MANIFEST, unreachable
-    from bytescale.checkpoint.verify import list_checkpoints, problems_of
-    from bytescale.storage.place import file_sizes, place_at
-
-    options = parse(VerifyOptions, arguments, prog="bytescale checkpoint verify")
-    folder = place_at(options.folder)
-    try:
-        if MANIFEST in file_sizes(folder):
-            folders = [folder]
-        else:
-            parent = place_at(_checkpoints_of(options.folder))
-            folders = [parent / one.name for one in list_checkpoints(parent)]
-    except OSError as error:
-        raise unreachable(error, options.folder) from error
-    if not folders:
-        raise CheckpointError(
-            f"there is no checkpoint in {options.folder}", fix="name a folder checkpoints/step-*, or a run"
-        )
-    wrong = 0
-    for one in folders:
+        folder = place_at(self.folder)
         try:
-            found = problems_of(one)
-        except CheckpointError as error:
-            found = [str(error)]
-        wrong += bool(found)
-        print(f"{one}: " + ("every byte is what was written" if not found else "\n  ".join(["not whole", *found])))
-    return int(wrong > 0)
+            if MANIFEST in file_sizes(folder):
+                folders = [folder]
+            else:
+                parent = place_at(_checkpoints_of(self.folder))
+                folders = [parent / one.name for one in list_checkpoints(parent)]
+        except OSError as error:
+            raise unreachable(error, self.folder) from error
+        if not folders:
+            raise CheckpointError(
+                f"there is no checkpoint in {self.folder}", fix="name a folder checkpoints/step-*, or a run"
+            )
+        wrong = 0
+        for one in folders:
+            try:
+                found = problems_of(one)
+            except CheckpointError as error:
+                found = [str(error)]
+            wrong += bool(found)
+            print(f"{one}: " + ("every byte is what was written" if not found else "\n  ".join(["not whole", *found])))
+        return int(wrong > 0)
 
 
 def _checkpoints_of(place: str) -> str:

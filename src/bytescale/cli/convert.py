@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from bytescale.cli.options import parse
 from bytescale.common.units import GIBI, format_bytes
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config, DataConfig, load_config
 
@@ -29,29 +28,26 @@ class ConvertOptions:
     push: str = ""
     """OWNER/NAME: upload the written folder to the Hugging Face Hub as this model, private if it is new."""
 
+    def run(self) -> int:
+        """Return the exit code."""
+        source = Path(self.source)
+        shards = _exporter(self.source)(
+            self.source,
+            self.folder,
+            dtype=self.dtype,
+            shard_bytes=self.shard_bytes,
+            run_config=_run_config(source, source.resolve().parent.parent / "config.toml"),
+        )
+        size = sum(shard.stat().st_size for shard in shards)
+        print(f"wrote {self.folder}: {len(shards)} safetensors files, {format_bytes(size)}, and config.json")
+        if (self.folder / "adapter").is_dir():
+            print(f"the adapters are merged into it; as peft loads them, they lie in {self.folder / 'adapter'}")
+        print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(self.folder)!r})")
+        if self.push:
+            from bytescale.storage.hub import push_folder
 
-def run(arguments: Sequence[str]) -> int:
-    """Run ``bytescale convert``. Returns the exit code."""
-    options = parse(ConvertOptions, arguments, prog="bytescale convert")
-    source = Path(options.source)
-    config = source.resolve().parent.parent / "config.toml"
-    shards = _exporter(options.source)(
-        options.source,
-        options.folder,
-        dtype=options.dtype,
-        shard_bytes=options.shard_bytes,
-        run_config=_run_config(source, config),
-    )
-    size = sum(shard.stat().st_size for shard in shards)
-    print(f"wrote {options.folder}: {len(shards)} safetensors files, {format_bytes(size)}, and config.json")
-    if (options.folder / "adapter").is_dir():
-        print(f"the adapters are merged into it; as peft loads them, they lie in {options.folder / 'adapter'}")
-    print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(options.folder)!r})")
-    if options.push:
-        from bytescale.storage.hub import push_folder
-
-        print(f"uploaded to {push_folder(options.folder, options.push)}")
-    return 0
+            print(f"uploaded to {push_folder(self.folder, self.push)}")
+        return 0
 
 
 def _exporter(checkpoint: str) -> Callable[..., list[Path]]:

@@ -1,11 +1,7 @@
-"""What ``plan`` and ``simulate`` assume of a model and its devices: one set of options, one way to the costs.
+"""What ``plan`` and ``simulate`` take and assume: the batch, the model's times and memory, and its devices.
 
 With a config that names a corpus, the devices are those on which ``train`` would run it. Without one, they are of the
 kind on which the profile was measured, or GPUs in bf16 if nothing was measured.
-
-A model that runs on transformers' own code is built once, with random weights, on the CPU of this machine, by the code
-of ``train --init hf:``. Its operations are counted, and the memory of its layers is measured. Only the folder's
-config.json is read.
 """
 
 from __future__ import annotations
@@ -14,47 +10,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeVar
 
-from bytescale.cli.batch_source import BatchConfig
+import numpy as np
+
 from bytescale.cli.options import Settings, leading_path, read
-from bytescale.common.errors import ConfigError
+from bytescale.common.arrays import IntArray
+from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.limits import limits
-from bytescale.common.units import KIBI, format_bytes, format_si
+from bytescale.common.parsing import parse_json
+from bytescale.common.units import GIBI, KIBI, MOST_COUNT
 from bytescale.config import (
     AUTO_CAPACITY,
-    CHECKPOINT_PREFIX,
-    HF_PREFIX,
     Architecture,
-    AttachedArchitecture,
     Config,
     DataConfig,
     MemoryConfig,
     ModelConfig,
     ParallelConfig,
     PlannerName,
-    resolve_architecture,
     resolve_model,
 )
-from bytescale.config.attached import check_attached
 from bytescale.cost import Cluster, CostModel, Profile, load_profile
-from bytescale.cost.assumed import Rates
+from bytescale.cost.assumed import Rates, times_of
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import DeviceKind, DeviceMemory, MemoryModel, fitting_capacity
-from bytescale.cost.profile_file import require_model, warn_of_bad_fits
+from bytescale.cost.memory import DeviceKind, DeviceMemory, MeasuredMemory, MemoryModel, fitting_capacity
+from bytescale.cost.profile_file import warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
 from bytescale.plan import Planner
 from bytescale.planner import make_planner
 from bytescale.simulator import ClusterConfig, step_seconds
 
-if TYPE_CHECKING:
-    from bytescale.train.parts.attached_model import HFModel
-
-GIB = 2**30
 ASSUMED_GIB = 80.0  # memory of a GPU that this machine does not have
 _ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
-BYTES_PER_PARAMETER = 12
-"""Of this machine's memory, while an attached model is built: weights, their copy in flat memory, and gradients."""
 
 DEFAULTS = Config(
     model=ModelConfig(preset="7b"),
@@ -63,6 +52,19 @@ DEFAULTS = Config(
     memory=MemoryConfig(offload="off"),
 )
 """The settings without a config file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """The sequences: from `lengths` if set, else from `data.sources` if set, else from `distribution`."""
+
+    lengths: Path | None = None
+    """A file of sequence lengths: .npy, .json (a list), or text with numbers."""
+    distribution: Literal["github", "byted"] = "github"
+    """A length distribution of the paper. data.batch_tokens are drawn from it, and documents that are longer than
+    data.context_length are split."""
+    seed: int = field(default=0, metadata=limits(least=0))
+    """Random seed for a distribution. For the corpus of a config, the number of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,69 @@ def read_cost_options(kind: type[Kind], arguments: Sequence[str], *, prog: str) 
     return options
 
 
+class SourceBatch(NamedTuple):
+    """A batch of sequences, and where it comes from."""
+
+    lengths: IntArray  # [S]
+    origin: str
+    vocab_size: int | None = None  # of the tokenizer of the corpus; None without a corpus
+
+
+def read_batch(source: BatchConfig, data: DataConfig) -> SourceBatch:
+    """Read or draw the batch. Raises ``DataError`` for a file that does not hold lengths."""
+    if source.lengths is not None:
+        return SourceBatch(read_lengths(source.lengths), str(source.lengths))
+    if data.sources:
+        batches, vocab_size = corpus_batches(data, first=source.seed, number=1)
+        return SourceBatch(batches[0], f"step {source.seed} of {', '.join(data.sources)}", vocab_size)
+    from bytescale.data.length_distributions import sample_lengths
+
+    lengths = sample_lengths(source.distribution, data.batch_tokens, source.seed, data.context_length)
+    if not len(lengths):
+        raise ConfigError(
+            f"a batch of data.batch_tokens = {data.batch_tokens} has no document of {source.distribution}",
+            so="there is nothing to plan",
+            fix="raise data.batch_tokens; the distributions begin at 512 tokens a document",
+        )
+    return SourceBatch(lengths, f"{source.distribution}, seed {source.seed}")
+
+
+def corpus_batches(data: DataConfig, *, first: int, number: int) -> tuple[list[IntArray], int | None]:
+    """Return the lengths of batches ``first`` to ``first + number - 1`` of a corpus, and the tokenizer's vocabulary."""
+    from bytescale.data.loading.corpus import prepare_corpus
+    from bytescale.data.order.batches import BatchSampler
+
+    corpus = prepare_corpus(data, text_later=True)
+    sampler = BatchSampler(corpus.index, data)
+    return [sampler.next_batch().lengths for _ in range(first + number)][first:], corpus.metadata.vocab_size
+
+
+def read_lengths(path: Path) -> IntArray:
+    """Read ``[S]`` whole numbers of at least 1 from a .npy, .json or text file."""
+    try:
+        if path.suffix == ".npy":
+            values = np.load(path, allow_pickle=False)
+        elif path.suffix == ".json":
+            values = np.array(parse_json(path.read_text(encoding="utf-8")))
+        else:
+            values = np.array([float(word) for word in path.read_text(encoding="utf-8").replace(",", " ").split()])
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read as lengths ({error})",
+            fix="give a .npy file, a .json list, or a text file of numbers",
+        ) from error
+    if values.ndim != 1 or not np.issubdtype(values.dtype, np.number) or not len(values):
+        raise DataError(f"{path} does not hold a list of numbers", fix="give one number of tokens per sequence")
+    wrong = np.flatnonzero((values < 1) | (values > MOST_COUNT) | (values != np.floor(values)))
+    if len(wrong):
+        raise DataError(
+            f"{path}: entry {wrong[0]} is {values[wrong[0]]}",
+            so="no sequence has that many tokens",
+            fix=f"use whole numbers from 1 to {MOST_COUNT}",
+        )
+    return values.astype(np.int64)
+
+
 @dataclass(frozen=True)
 class Costs:
     """The times of a step, and the memory of the devices that it runs on.
@@ -118,8 +183,10 @@ class Costs:
     cluster: ClusterConfig
     profile: Profile
     """Without what checkpointing changes in memory (``checkpointed_profile``)."""
-    attached: HFModel | None
-    """A model that runs on transformers' own code; None if it is our own Llama or Mixtral."""
+    counted: Architecture | MeasuredMemory
+    """The shape whose memory is counted, or the memory of a model of transformers, which was measured."""
+    device: tuple[DeviceKind, int]
+    """The kind of device, and the bytes of a number in the compute dtype."""
 
     @property
     def config(self) -> Config:
@@ -128,25 +195,25 @@ class Costs:
 
     @cached_property
     def usable_bytes(self) -> float:
-        """Bytes of a device that may be used."""
-        if self.config.memory.device_gib is not None:
-            return self.config.memory.device_gib * GIB
-        return _usable_bytes_here(self.config, self._device[0])
+        """Bytes of a device that may be used: as training would here, or ``ASSUMED_GIB`` where it cannot run here."""
+        config, (kind, _) = self.config, self.device
+        if config.memory.device_gib is not None:
+            return config.memory.device_gib * GIBI
+        if not config.data.sources or find_spec("torch") is None or (kind == "cuda" and _kind_here() == "cpu"):
+            return ASSUMED_GIB * GIBI
+        import torch
+
+        from bytescale.train.parts.budget import usable_device_bytes
+
+        return usable_device_bytes(config, torch.device(kind), config.parallel.ranks)
 
     @cached_property
     def memory(self) -> DeviceMemory:
         """The memory of the fullest device of a rank: that of the pipeline's fullest stage."""
-        config, (kind, element_bytes), num_ranks = self.config, self._device, self.cluster.num_ranks
-        if self.attached is not None:
-            return self.attached.memory(kind, num_ranks, config.parallel.ring_gradients)
+        (kind, element_bytes), num_ranks, room = self.device, self.cluster.num_ranks, self.usable_bytes
         return MemoryModel.of_config(
-            config,
-            self.profile.architecture,
-            kind,
-            element_bytes=element_bytes,
-            num_ranks=num_ranks,
-            device_bytes=self.usable_bytes,
-        ).fullest_stage(self.usable_bytes)
+            self.config, self.counted, kind, element_bytes=element_bytes, num_ranks=num_ranks, device_bytes=room
+        ).fullest_stage(room)
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -173,59 +240,51 @@ class Costs:
     @cached_property
     def checkpointed_profile(self) -> Profile:
         """The profile with what a layer keeps under checkpointing. Profiles are measured without it."""
-        if self.attached is None and self.config.memory.checkpointing == "none":
+        if self.config.memory.checkpointing == "none" and isinstance(self.counted, Architecture):
             return self.profile
         return replace(self.profile, activation_bytes=Curve(0.0, self.memory.layer_saved_bytes_per_token, 0.0))
 
-    @property
-    def _device(self) -> tuple[DeviceKind, int]:
-        """The kind of device, and the bytes of a number in the compute dtype. Counted profiles name no device."""
-        return _kind_and_precision(self.config, "" if self.attached is not None else self.profile.device)
-
 
 def costs_of(options: CostOptions, cluster: ClusterConfig, *, longest: int, vocab_size: int | None = None) -> Costs:
-    """Return the costs of a model on ``cluster``.
+    """Return the costs of a model on ``cluster``, for sequences of at most ``longest`` tokens.
 
-    Args:
-        options: as the command has them.
-        cluster: the devices and their layout.
-        longest: tokens of the longest sequence.
-        vocab_size: the vocabulary size of the tokenizer, if it is known.
+    A profile has a model of its own. If ``options`` name a model as well, its layers must have the same shape.
+    ``vocab_size``: that of the tokenizer, if it is known.
 
     Raises ``ConfigError`` if the model cannot be attached, does not fit into this machine or lacks what is asked for,
     or if its layers cannot be cut into the stages of ``cluster``.
     """
-    attached = _attached_model(options.config, longest)
-    profile = _profile(options, attached, vocab_size)
-    cluster.check_layers(profile.architecture.num_layers)
-    return Costs(options=options, cluster=cluster, profile=profile, attached=attached)
-
-
-def _profile(options: CostOptions, attached: HFModel | None, vocab_size: int | None) -> Profile:
-    """Return the named profile, or one made from the counted operations of the model.
-
-    A profile has a model of its own. If a model is given as well, its layers must have the same shape.
-    """
-    config, tp = options.config, options.config.parallel.tp
+    config = options.config
+    measured = load_profile(config.cost.profile) if config.cost.profile is not None else None
+    warn_of_bad_fits(measured)
+    device = _kind_and_precision(config, "" if measured is None else measured.device)
     model: Architecture | ModelSpec | None = None
-    if attached is not None:
-        model = attached.spec
-    elif config.cost.profile is None or config.data.sources or config.model != DEFAULTS.model:
-        model = resolve_architecture(config.model, tokenizer_vocab_size=vocab_size)
-    if config.cost.profile is None:
-        assert model is not None, "without a profile there is a model"
-        element_bytes = _kind_and_precision(config, "")[1]
-        profile = options.rates.profile(model, tensor_parallel=tp, bytes_per_element=element_bytes)
-    else:
-        profile = load_profile(config.cost.profile)
-        warn_of_bad_fits(profile)
-        if model is not None:
-            stack = ModelSpec.of(model).stack
-            require_model(profile, stack)
-            profile = profile.of_model(stack)
-        if tp != profile.tensor_parallel:
-            profile = profile.scaled_to(profile.architecture, tensor_parallel=tp)
-    return profile.with_ring_gradients(config.parallel.ring_gradients)
+    counted: Architecture | MeasuredMemory | None = None
+    if measured is None or config.data.sources or config.model != DEFAULTS.model:
+        # Rotary positions may depend on the longest sequence.
+        known = replace(config, data=replace(config.data, context_length=longest))
+        model, counted = _described(known, vocab_size, *device, num_ranks=cluster.num_ranks)
+    profile = times_of(config, model, measured, options.rates, bytes_per_element=device[1])
+    cluster.check_layers(profile.architecture.num_layers)
+    return Costs(options, cluster, profile, counted or profile.architecture, device)
+
+
+def _described(
+    config: Config, vocab_size: int | None, kind: DeviceKind, element_bytes: int, *, num_ranks: int
+) -> tuple[Architecture | ModelSpec, Architecture | MeasuredMemory]:
+    """What a model's times and its memory follow from. Torch is needed for models of transformers alone."""
+    shape = resolve_model(config.model, tokenizer_vocab_size=vocab_size)
+    if isinstance(shape, Architecture):
+        return shape, shape
+    import torch
+
+    from bytescale.attention import select_kernel
+    from bytescale.train.parts.rank_model import describe_model
+
+    dtype, cpu = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[element_bytes], torch.device("cpu")
+    settings = replace(config, trainer=replace(config.trainer, init=""))
+    kernel = select_kernel("auto", cpu, dtype)
+    return describe_model(settings, shape, kernel, cpu, dtype, num_ranks=num_ranks, kind=kind)
 
 
 def _kind_and_precision(config: Config, measured_on: str) -> tuple[DeviceKind, int]:
@@ -245,49 +304,3 @@ def _kind_here() -> DeviceKind:
     from bytescale.train.ranks import choose_device
 
     return "cuda" if choose_device("auto", 0, 1).type == "cuda" else "cpu"
-
-
-def _usable_bytes_here(config: Config, kind: DeviceKind) -> float:
-    """Return the bytes of a device that training may use here, or ``ASSUMED_GIB`` if the config cannot run here."""
-    if not config.data.sources or find_spec("torch") is None or (kind == "cuda" and _kind_here() == "cpu"):
-        return ASSUMED_GIB * GIB
-    import torch
-
-    from bytescale.train.parts.budget import usable_device_bytes
-
-    return usable_device_bytes(config, torch.device(kind), config.parallel.ranks)
-
-
-def _attached_model(config: Config, longest: int) -> HFModel | None:
-    """Build the model of ``config``; None if it is our own Llama or Mixtral."""
-    if not config.model.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX)):
-        return None
-    architecture = resolve_model(config.model)
-    if not isinstance(architecture, AttachedArchitecture):
-        return None
-    settings = replace(
-        config,
-        data=replace(config.data, context_length=longest),  # rotary positions may depend on it
-        trainer=replace(config.trainer, init=""),
-    )
-    check_attached(settings, architecture)
-    import torch
-
-    from bytescale.attention import select_kernel
-    from bytescale.hf.files.folder import parameters_of
-    from bytescale.train.parts.attached_model import build_attached_model
-    from bytescale.train.parts.budget import machine_bytes
-
-    number = sum(value.numel() for value in parameters_of(architecture.content).values())
-    here = machine_bytes()
-    if number * BYTES_PER_PARAMETER > here:
-        raise ConfigError(
-            f"{config.model.preset} has {format_si(number)} parameters; it is built once to be planned for, which "
-            f"takes {format_bytes(number * BYTES_PER_PARAMETER)}, and this machine has {format_bytes(here)}",
-            so="it cannot be attached and measured here",
-            fix="plan on a machine with more memory, or name a preset of about the same shape, such as 70b",
-        )
-    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[_kind_and_precision(config, "")[1]]
-    device = torch.device("cpu")
-    kernel = select_kernel("auto", device, dtype)
-    return build_attached_model(settings, architecture, kernel, device=device, dtype=dtype, num_shards=1)

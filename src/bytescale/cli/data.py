@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
+from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from bytescale.cli.options import parse
-from bytescale.cli.trained_tokens import print_runs, runs_of_documents
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
@@ -30,12 +30,14 @@ from bytescale.data.loading.corpus import Corpus, choose_tokenizer, list_sources
 from bytescale.data.loading.record import check_record
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
+from bytescale.data.tokens.fields import WEIGHTS
 from bytescale.data.tokens.indexed import pair_paths, read_index
 from bytescale.data.tokens.metadata import TokenMetadata
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.data.tokens.shards import ShardReader, write_as_pair
 
 _SHOWN_SKIPPED = 5
+_SHOWN_CHARACTERS = 240
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,6 +68,39 @@ class TokenizeConfig(CorpusOptions):
     dry_run: bool = False
     """List what would be read, and write nothing."""
 
+    def run(self) -> int:
+        """Return the exit code. Raises as ``write_as_pair``."""
+        console, data = Console(soft_wrap=True), replace(self.data_config(), read_retries=self.read_retries)
+        prefix = Path(self.output).expanduser()
+        bin_path, idx_path = pair_paths(prefix)
+        files = list_sources(data)
+        if bin_path.absolute() in {file.path for file in files}:
+            raise ConfigError(
+                f"{bin_path} is both a source and the output", so="the source would be lost", fix="name another output"
+            )
+        if idx_path.exists() and not self.overwrite:
+            raise ConfigError(
+                f"{idx_path} exists", so="it would be replaced", fix="name another output or pass --overwrite"
+            )
+        total_bytes = sum(file.num_bytes for file in files)
+        console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {bin_path}, {idx_path.name}")
+        if self.dry_run:
+            _print_formats(console, files)
+            return 0
+        started = time.perf_counter()
+        with progress_bar() as progress:
+            reader = ShardReader.of(data, choose_tokenizer(data, files, progress))
+            tokenizing = time.perf_counter()
+            runs = itertools.groupby(files, key=lambda file: file.format == "bin")  # the pair has the files' order
+            shards = [shard for _, run in runs for shard in reader.plan(list(run))]
+            metadata = write_as_pair(reader, shards, prefix, self.num_workers, progress)
+        ended = time.perf_counter()
+        _print_metadata(console, metadata, seconds=ended - started, rate_seconds=ended - tokenizing)
+        console.print(
+            f"Next: bytescale data stats {bin_path}, or train with data.sources = [{str(bin_path)!r}]", markup=False
+        )
+        return 0
+
 
 @dataclass(slots=True, kw_only=True)
 class StatsConfig(CorpusOptions):
@@ -75,6 +110,21 @@ class StatsConfig(CorpusOptions):
     """Length distributions of the paper to print beside the corpus."""
     json: bool = False
     """Print JSON instead of a table."""
+
+    def run(self) -> int:
+        """Return the exit code. Raises as ``prepare_corpus``."""
+        if self.sources and all(source.endswith(".idx") and "://" not in source for source in self.sources):
+            paths = [Path(source).expanduser() for source in self.sources]
+            lengths = np.concatenate([read_index(path).document_lengths for path in paths])
+        else:
+            with progress_bar() as progress:
+                lengths = document_lengths(prepare_corpus(self.data_config(), progress))
+        stats = length_stats(lengths)
+        if self.json:
+            print(json.dumps(_stats_as_dict(stats)))
+        else:
+            _print_stats(Console(soft_wrap=True), stats, self.compare)
+        return 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,107 +136,40 @@ class ShowConfig(CorpusOptions):
     json: bool = False
     """Print one JSON object per run instead of a table."""
 
+    def run(self) -> int:
+        """Return the exit code. Raises as ``prepare_corpus``."""
+        with progress_bar() as progress:
+            corpus = prepare_corpus(replace(self.data_config(), context_length=2**62), progress)
+        console = Console(soft_wrap=True)
+        for number, document in enumerate(corpus.documents(corpus.samples[: self.documents])):
+            runs = list(_trained_runs(corpus, document))
+            if self.json:
+                for run in runs:
+                    print(json.dumps({"document": number, **run}, ensure_ascii=False))
+            else:
+                _print_runs(console, number, runs)
+        return 0
+
 
 @dataclass(slots=True, kw_only=True)
 class AuditConfig:
     """Check that a run with `data.record = true` lost no token and was given none twice, range by range."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    folder: Annotated[Path, tyro.conf.Positional]
     """The run folder."""
 
-
-def run(arguments: Sequence[str]) -> int:
-    """Run ``bytescale data tokenize``, ``stats``, ``show`` or ``audit``. Returns the exit code."""
-    name, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
-    if name == "tokenize":
-        return tokenize_command(parse(TokenizeConfig, rest, prog="bytescale data tokenize"))
-    if name == "stats":
-        return stats_command(parse(StatsConfig, rest, prog="bytescale data stats"))
-    if name == "show":
-        return show_command(parse(ShowConfig, rest, prog="bytescale data show"))
-    if name == "audit":
-        return audit_command(parse(AuditConfig, rest, prog="bytescale data audit"))
-    usage = (
-        "bytescale data tokenize SOURCE ... --output PREFIX   turn text, JSONL or Parquet into PREFIX.bin and .idx\n"
-        "bytescale data stats SOURCE ...                      how the tokens are distributed over document lengths\n"
-        "bytescale data show SOURCE ...                       which tokens are trained on, with which weights\n"
-        "bytescale data audit RUN_FOLDER                      check that a run lost no token and had none twice\n"
-        "\n`bytescale data tokenize --help` and so on list the options."
-    )
-    if name in ("-h", "--help"):
-        print(usage)
-        return 0
-    raise ConfigError(f"`bytescale data {name}` is not a command".replace("  ", " "), fix=usage)
-
-
-def tokenize_command(config: TokenizeConfig) -> int:
-    """Run ``bytescale data tokenize``. Returns the exit code; raises what ``write_as_pair`` raises."""
-    console, data = Console(soft_wrap=True), replace(config.data_config(), read_retries=config.read_retries)
-    prefix = Path(config.output).expanduser()
-    bin_path, idx_path = pair_paths(prefix)
-    files = list_sources(data)
-    _check_output(config, files, bin_path, idx_path)
-    total_bytes = sum(file.num_bytes for file in files)
-    console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {bin_path}, {idx_path.name}")
-    if config.dry_run:
-        _print_formats(console, files)
-        return 0
-    started = time.perf_counter()
-    with progress_bar() as progress:
-        reader = ShardReader.of(data, choose_tokenizer(data, files, progress))
-        tokenizing = time.perf_counter()
-        runs = itertools.groupby(files, key=lambda file: file.format == "bin")  # the pair has the order of the files
-        shards = [shard for _, run in runs for shard in reader.plan(list(run))]
-        metadata = write_as_pair(reader, shards, prefix, config.num_workers, progress)
-    _print_metadata(
-        console, metadata, seconds=time.perf_counter() - started, rate_seconds=time.perf_counter() - tokenizing
-    )
-    console.print(
-        f"Next: bytescale data stats {bin_path}, or train with data.sources = [{str(bin_path)!r}]", markup=False
-    )
-    return 0
-
-
-def stats_command(config: StatsConfig) -> int:
-    """Run ``bytescale data stats``. Returns the exit code; raises what ``prepare_corpus`` raises."""
-    if config.sources and all(source.endswith(".idx") and "://" not in source for source in config.sources):
-        lengths = np.concatenate([read_index(Path(source).expanduser()).document_lengths for source in config.sources])
-    else:
+    def run(self) -> int:
+        """Return the exit code. Raises as ``check_record``."""
+        settings = load_config(self.folder / "config.toml").data
         with progress_bar() as progress:
-            lengths = document_lengths(prepare_corpus(config.data_config(), progress))
-    stats = length_stats(lengths)
-    if config.json:
-        print(json.dumps(_stats_as_dict(stats)))
-    else:
-        _print_stats(Console(soft_wrap=True), stats, config.compare)
-    return 0
-
-
-def show_command(config: ShowConfig) -> int:
-    """Run ``bytescale data show``. Returns the exit code; raises what ``prepare_corpus`` raises."""
-    with progress_bar() as progress:
-        corpus = prepare_corpus(replace(config.data_config(), context_length=2**62), progress)
-    shown = runs_of_documents(corpus, config.documents)
-    if config.json:
-        for row in shown:
-            print(json.dumps(asdict(row), ensure_ascii=False))
-    else:
-        print_runs(Console(soft_wrap=True), shown)
-    return 0
-
-
-def audit_command(config: AuditConfig) -> int:
-    """Run ``bytescale data audit``. Returns the exit code; raises what ``check_record`` raises."""
-    settings = load_config(config.run / "config.toml").data
-    with progress_bar() as progress:
-        corpus = prepare_corpus(settings, progress)
-    num_steps = len((config.run / "metrics.jsonl").read_bytes().splitlines())
-    check = check_record(config.run / "data", num_steps, corpus, settings)
-    print(
-        f"{check.num_steps} steps in {check.num_attempts} attempts: {check.num_tokens} tokens, all as in the corpus, "
-        "none lost, none doubled"
-    )
-    return 0
+            corpus = prepare_corpus(settings, progress)
+        num_steps = len((self.folder / "metrics.jsonl").read_bytes().splitlines())
+        check = check_record(self.folder / "data", num_steps, corpus, settings)
+        print(
+            f"{check.num_steps} steps in {check.num_attempts} attempts: {check.num_tokens} tokens, all as in the "
+            "corpus, none lost, none doubled"
+        )
+        return 0
 
 
 def document_lengths(corpus: Corpus) -> IntArray:
@@ -194,17 +177,6 @@ def document_lengths(corpus: Corpus) -> IntArray:
     samples = corpus.samples
     begins = (np.diff(samples.part, prepend=-1) != 0) | (np.diff(samples.document, prepend=-1) != 0)
     return np.add.reduceat(samples.length, np.flatnonzero(begins))
-
-
-def _check_output(config: TokenizeConfig, files: list[SourceFile], bin_path: Path, idx_path: Path) -> None:
-    if bin_path.absolute() in {file.path for file in files}:
-        raise ConfigError(
-            f"{bin_path} is both a source and the output", so="the source would be lost", fix="name another output"
-        )
-    if idx_path.exists() and not config.overwrite:
-        raise ConfigError(
-            f"{idx_path} exists", so="it would be replaced", fix="name another output or pass --overwrite"
-        )
 
 
 def _print_formats(console: Console, files: list[SourceFile]) -> None:
@@ -271,3 +243,52 @@ def _stats_as_dict(stats: LengthStats) -> dict[str, object]:
         "median_tokens": stats.median_tokens,
         "median_token_tokens": stats.median_token_tokens,
     }
+
+
+def _trained_runs(corpus: Corpus, document: Mapping[str, NDArray]) -> Iterator[dict[str, Any]]:
+    """Runs of tokens that have the same weight, and of which all or none are their own label.
+
+    The first token of a document, which nothing predicts, has weight 0.
+    """
+    tokens = document["tokens"]
+    weights = np.roll(document[WEIGHTS], 1)  # the last one has no label: 0
+    labels = np.roll(document["labels"], 1)
+    differs = (labels != tokens) & (weights != 0)
+    changes = (np.diff(weights) != 0) | (np.diff(differs.astype(np.int8)) != 0)
+    for start, stop in itertools.pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(tokens)]):
+        yield {
+            "start": start,
+            "stop": stop,
+            "weight": float(weights[start]),
+            "text": _text(corpus, tokens[start:stop]),
+            "predicted": _text(corpus, labels[start:stop]) if differs[start] else "",  # where it is another text
+        }
+
+
+def _text(corpus: Corpus, ids: NDArray) -> str:
+    """The text of tokens, the end of a document by its name: whether it is trained on is what people look for."""
+    if corpus.tokenizer is None:
+        return " ".join(map(str, ids.tolist()))
+    parts = np.split(ids, np.flatnonzero(ids == corpus.tokenizer.eos_id))
+    texts = [corpus.tokenizer.decode(part) for part in parts]  # each part but the first begins with the end of a text
+    return corpus.tokenizer.eos_text.join(texts)
+
+
+def _print_runs(console: Console, number: int, runs: list[dict[str, Any]]) -> None:
+    """Print a table of a document, and how many of its tokens are trained on."""
+
+    def shortened(text: str) -> str:
+        shown, half = repr(text), _SHOWN_CHARACTERS // 2
+        return f"{shown[:half]} ... {shown[-half:]}" if len(shown) > _SHOWN_CHARACTERS else shown
+
+    table = Table(title=f"Document {number}", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("tokens", "weight"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("text")
+    for run in runs:
+        shown = shortened(run["text"]) + (f" -> {shortened(run['predicted'])}" if run["predicted"] else "")
+        style = "bold green" if run["weight"] else "dim"
+        table.add_row(f"{run['start']}-{run['stop'] - 1}", f"{run['weight']:g}", Text(shown, style=style))
+    console.print(table, soft_wrap=False)
+    trained = sum(run["stop"] - run["start"] for run in runs if run["weight"])
+    console.print(f"{trained} of {runs[-1]['stop']} tokens are trained on.")

@@ -13,9 +13,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bytescale.cli.batch_source import corpus_batches
+from bytescale.cli.costs import corpus_batches
 from bytescale.cli.train import TrainOptions, read_options, start_training
 from bytescale.common.arrays import IntArray
+from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import BytescaleError, ConfigError
 from bytescale.common.units import format_count, format_seconds
 from bytescale.config import Config, ModelConfig, PlannerConfig, PlannerName, resolve_architecture
@@ -53,9 +54,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.launch != "torchrun":
         raise ConfigError("the demo's ranks are processes of one machine", fix="leave out --launch")
     start_training(options)
-    from bytescale.train.ranks import under_torchrun
-
-    if options.dry_run or under_torchrun():
+    if options.dry_run or ranks_of_torchrun() is not None:
         return 0
     simulate_at_scale(options.config)
     from bytescale.train.reporting.run_log import next_lines

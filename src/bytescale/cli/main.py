@@ -12,20 +12,25 @@ from bytescale import __version__
 from bytescale.common.errors import BytescaleError
 from bytescale.common.failures import SystemRefusal, foreseen, unexpected
 
-# name: (module with `run(arguments) -> exit code`, one line of help)
-COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("bytescale.cli.demo", "the first run: train on 8 ranks, measure the planners, simulate a cluster"),
-    "train": ("bytescale.cli.train", "train a model: bytescale train CONFIG [--section.key value ...]"),
-    "init": ("bytescale.cli.init", "write a commented config to start from"),
-    "plan": ("bytescale.cli.plan", "plan one batch for any number of ranks and compare planners"),
-    "simulate": ("bytescale.cli.simulate", "simulate a training step on a modelled cluster of up to 16,384 GPUs"),
-    "profile": ("bytescale.cli.profile", "measure a model's layers and links on this machine, for planning"),
-    "report": ("bytescale.cli.report", "write one HTML file about one or several runs"),
-    "score": ("bytescale.cli.score", "log-probabilities of documents under a model of Hugging Face"),
-    "convert": ("bytescale.cli.convert", "turn a checkpoint into a Hugging Face folder"),
-    "checkpoint": ("bytescale.cli.checkpoint", "list, verify or upload checkpoints"),
-    "data": ("bytescale.cli.data", "tokenise a corpus, show its lengths or what is trained on"),
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "demo": ("demo", "DemoOptions", "the first run: train on 8 ranks, measure the planners, simulate a cluster"),
+    "train": ("train", "TrainOptions", "train a model: bytescale train CONFIG [--section.key value ...]"),
+    "init": ("init", "InitOptions", "write a commented config to start from"),
+    "plan": ("plan", "PlanOptions", "plan one batch for any number of ranks and compare planners"),
+    "simulate": ("simulate", "SimulateOptions", "simulate a training step on a modelled cluster of up to 16,384 GPUs"),
+    "profile": ("profile", "ProfileOptions", "measure a model's layers and links on this machine, for planning"),
+    "report": ("report", "ReportOptions", "write one HTML file about one or several runs"),
+    "score": ("score", "ScoreOptions", "log-probabilities of documents under a model of Hugging Face"),
+    "convert": ("convert", "ConvertOptions", "turn a checkpoint into a Hugging Face folder"),
+    "checkpoint list": ("checkpoint", "ListOptions", "the checkpoints of a run, and whether every file is there"),
+    "checkpoint verify": ("checkpoint", "VerifyOptions", "read every byte of checkpoints and compare checksums"),
+    "data tokenize": ("data", "TokenizeConfig", "turn text, JSONL or Parquet into a .bin/.idx pair"),
+    "data stats": ("data", "StatsConfig", "how the tokens are distributed over document lengths"),
+    "data show": ("data", "ShowConfig", "which tokens are trained on, with which weights"),
+    "data audit": ("data", "AuditConfig", "check that a run lost no token and had none twice"),
 }
+"""The module of a command, the class of its options, and a line of help. A module with a function ``run`` is given the
+arguments; elsewhere the options are parsed and have a method ``run``. Both return the exit code."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,14 +42,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"bytescale {__version__}")
         return 0
-    command, rest = arguments[0], arguments[1:]
+    words = 1 if arguments[0] in COMMANDS else 2
+    command, rest = " ".join(arguments[:words]), arguments[words:]
     if command not in COMMANDS:
+        group = arguments[0] if any(name.startswith(f"{arguments[0]} ") for name in COMMANDS) else ""
+        if group and arguments[1:2] in ([], ["-h"], ["--help"]):
+            print(usage(group))
+            return 0 if arguments[1:] else 2
         from bytescale.config.load import nearest  # reading all settings would take half the time of `--help`
 
-        print(f"bytescale: there is no command {command!r}; {nearest(command, COMMANDS)}\n\n{usage()}", file=sys.stderr)
+        print(
+            f"bytescale: there is no command {command!r}; {nearest(command, COMMANDS)}\n\n{usage(group)}",
+            file=sys.stderr,
+        )
         return 2
     try:
-        return importlib.import_module(COMMANDS[command][0]).run(rest)
+        return run(command, rest)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError as error:
@@ -52,6 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141 if reader_is_gone() else report(command, error)
     except Exception as error:
         return report(command, error)
+
+
+def run(command: str, arguments: Sequence[str]) -> int:
+    """Run one of ``COMMANDS``. Returns the exit code; raises what is wrong."""
+    module_name, options, _ = COMMANDS[command]
+    module = importlib.import_module(f"bytescale.cli.{module_name}")
+    if hasattr(module, "run"):
+        return int(module.run(arguments))
+    from bytescale.cli.options import parse
+
+    return int(parse(getattr(module, options), arguments, prog=f"bytescale {command}").run())
 
 
 def report(command: str, error: Exception) -> int:
@@ -81,16 +105,16 @@ def reader_is_gone() -> bool:
     return gone
 
 
-def usage() -> str:
-    """Return the text that ``bytescale --help`` prints."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+def usage(group: str = "") -> str:
+    """Return the text that ``bytescale --help`` prints; of a ``group`` such as ``data``, its commands."""
+    shown = {name: text for name, (*_, text) in COMMANDS.items() if name.startswith(f"{group} " if group else "")}
+    width = max(map(len, shown), default=0)
     return "\n".join(
         [
             f"bytescale {__version__}: hybrid data parallel training on mixed short and very long sequences",
             "",
             "commands:",
-            *lines,
+            *(f"  {name:<{width}}  {text}" for name, text in shown.items()),
             "",
             "`bytescale COMMAND --help` lists its options. A first run: bytescale demo",
         ]

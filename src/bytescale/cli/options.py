@@ -9,7 +9,7 @@ import math
 import re
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -23,7 +23,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.limits import check_limits
 from bytescale.common.units import parse_count
 from bytescale.config import HF_PREFIX, Config, ModelConfig, TrainerConfig, load_config
-from bytescale.config.load import RENAMED
+from bytescale.config.load import RENAMED, nearest
 from bytescale.storage.hub import local_folder
 
 Options = TypeVar("Options")
@@ -67,8 +67,8 @@ def parse(options: type[Options], arguments: Sequence[str], *, prog: str, defaul
     """
     _check_names(arguments, options)
     registry = ConstructorRegistry()
-    registry.primitive_rule(_count_rule)
-    registry.primitive_rule(_number_rule)
+    registry.primitive_rule(_rule(int, "INT", _count))
+    registry.primitive_rule(_rule(float, "FLOAT", _finite))
     extra: dict[str, Any] = {} if default is None else {"default": default}
     with registry:
         parsed: Any = tyro.cli(
@@ -95,7 +95,6 @@ def read(options: type[Options], arguments: Sequence[str], *, prog: str, default
         raise SystemExit(0)
     if "--help-all" in rest:
         path, rest = None, ["--help"]
-    _check_names(rest, options)
     config = load_config(path) if path else default
     return parse(options, rest, prog=prog, default=typing.cast(Any, options)(config=config))
 
@@ -113,8 +112,8 @@ def _with_models_here(options: Any) -> Any:
     return replace(options, **changed) if changed else options
 
 
-def _options_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, type, str]]:
-    """All options below a class of options: the name, and the class and field that it sets.
+def _options_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, type, str, Any]]:
+    """All options below a class of options: the name, the class and field that it sets, and the field's type.
 
     A flag has two, with and without ``--no-``; the field is named beside the one that changes it.
     """
@@ -128,26 +127,31 @@ def _options_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, type, str]]:
         elif tyro.conf.Positional not in marks:
             name = name.replace("_", "-")
             off = plain is bool and spec.default is True  # a flag that switches something off
-            yield f"--{prefix}{name}", kind, "" if off else spec.name
+            yield f"--{prefix}{name}", kind, "" if off else spec.name, plain
             if plain is bool:
-                yield f"--{prefix}no-{name}", kind, spec.name if off else ""
+                yield f"--{prefix}no-{name}", kind, spec.name if off else "", plain
 
 
 def _check_names(arguments: Sequence[str], options: type) -> None:
-    """Raise ``ConfigError`` for an option that does not exist. The message suggests the most similar name."""
-    known = [name for name, _, _ in _options_of(options)]
-    for argument in arguments:
-        name = argument.partition("=")[0].replace("_", "-")
+    """Raise ``ConfigError``, with the most similar name, for an option or a choice that does not exist."""
+    known = {name: kind for name, _, _, kind in _options_of(options)}
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, given, value = argument.partition("=")
+        name = name.replace("_", "-")
         if name.startswith("--") and name not in (*known, "--", "--help") and not name.startswith("--tyro"):
-            fix = RENAMED.get(name.removeprefix("--").replace("-", "_")) or _similar_option(name, known)
+            fix = RENAMED.get(name.removeprefix("--").replace("-", "_")) or _similar_option(name, list(known))
             raise ConfigError(f"unknown option {name}", so="the setting would have no effect", fix=fix)
+        choices = typing.get_args(known[name]) if typing.get_origin(known.get(name)) is typing.Literal else ()
+        if choices and (value if given else following) not in choices:
+            wrong = value if given else following
+            raise ConfigError(f"{name} {wrong} is not one of {', '.join(choices)}", fix=nearest(wrong, choices))
 
 
 def _short_help(kind: Any, prog: str, default: Config) -> str:
     """The command's own options, and the first sentence about each of the ``USUAL`` settings."""
     lines = [f"usage: {prog} [CONFIG.toml] [options]", "", inspect.cleandoc(kind.__doc__), "", "options:"]
-    texts = {name: attribute_texts(owner)[field] for name, owner, field in _options_of(kind) if field}
-    settings = {name for name, _, _ in _options_of(Config)}
+    texts = {name: attribute_texts(owner)[field] for name, owner, field, _ in _options_of(kind) if field}
+    settings = {name for name, *_ in _options_of(Config)}
     lines += [_help_line(name, text) for name, text in texts.items() if name not in settings]
     lines += ["", f"usual settings (`{prog} --help-all` shows all of them):"]
     for name in USUAL:
@@ -204,43 +208,29 @@ def leading_path(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     return None, list(arguments)
 
 
-def _count_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
-    """Read ``int`` options with ``parse_count``. None leaves other types to tyro's own rules."""
-    if info.type is not int:
-        return None
-
-    def from_text(texts: list[str]) -> int:
-        if texts[0] == "auto":
-            return 0  # used by parallel.capacity_tokens; all other counts have to be above 0
-        try:
-            return parse_count(int(texts[0])) if texts[0].lstrip("-").isdigit() else parse_count(texts[0])
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-
-    return PrimitiveConstructorSpec(
+def _rule(kind: type, metavar: str, from_text: Callable[[str], object]) -> Callable[[PrimitiveTypeInfo], Any]:
+    """A rule for tyro that reads options of one type by ``from_text``. None leaves other types to tyro's own rules."""
+    spec = PrimitiveConstructorSpec(
         nargs=1,
-        metavar="INT",
-        instance_from_str=from_text,
-        is_instance=lambda value: isinstance(value, int) and not isinstance(value, bool),
+        metavar=metavar,
+        instance_from_str=lambda texts: from_text(texts[0]),
+        is_instance=lambda value: isinstance(value, kind | int) and not isinstance(value, bool),
         str_from_instance=lambda value: [str(value)],
     )
+    return lambda info: spec if info.type is kind else None
 
 
-def _number_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float] | None:
-    """Read ``float`` options. Infinity and NaN are refused: no setting means them."""
-    if info.type is not float:
-        return None
+def _count(text: str) -> int:
+    if text == "auto":
+        return 0  # used by parallel.capacity_tokens; all other counts have to be above 0
+    try:
+        return parse_count(int(text)) if text.lstrip("-").isdigit() else parse_count(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
 
-    def from_text(texts: list[str]) -> float:
-        number = float(texts[0])
-        if not math.isfinite(number):
-            raise ValueError(f"{texts[0]} is not a finite number")
-        return number
 
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="FLOAT",
-        instance_from_str=from_text,
-        is_instance=lambda value: isinstance(value, float | int) and not isinstance(value, bool),
-        str_from_instance=lambda value: [str(value)],
-    )
+def _finite(text: str) -> float:
+    """Infinity and NaN are refused: no setting means them."""
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text} is not a finite number")
+    return float(text)

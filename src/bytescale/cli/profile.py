@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
 from bytescale.cli.options import Settings, read
+from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
 from bytescale.common.units import format_bytes, format_count
-from bytescale.config import (
-    Config,
-    DataConfig,
-    ParallelConfig,
-    TrainerConfig,
-)
+from bytescale.config import Config, DataConfig, ParallelConfig, TrainerConfig
 from bytescale.cost import Profile, save_profile
 from bytescale.cost.profile_file import fit_warnings
-
-if TYPE_CHECKING:
-    from bytescale.train.ranks import Ranks
 
 DEFAULTS = Config(data=DataConfig(context_length=131072))
 """The settings without a config file."""
@@ -34,11 +28,11 @@ DEFAULTS = Config(data=DataConfig(context_length=131072))
 class ProfileOptions:
     """Measure this machine: bytescale profile [CONFIG.toml] [options].
 
-    Writes a TOML file for `--cost.profile`, and a picture of the fits beside it.
+    Writes a TOML file for `--cost.profile`.
     """
 
     out: Path = Path("profile.toml")
-    """The file to write. The picture gets the same name with the ending .png."""
+    """The file to write."""
     seconds: float = field(default=60.0, metadata=limits(above=0))
     """Seconds for all lengths together. Lengths that would take longer are left out."""
     config: Settings
@@ -52,10 +46,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale profile``. Returns the exit code."""
     options = read(ProfileOptions, arguments, prog="bytescale profile", default=DEFAULTS)
     _check_out(options.out)
-    from bytescale.train.ranks import under_torchrun
-
     ranks = options.config.parallel.ranks
-    if ranks > 1 and not under_torchrun():
+    if ranks > 1 and ranks_of_torchrun() is None:
         from bytescale.train.launch.torchrun import launch_ranks
 
         launch_ranks(ranks, ["profile", *arguments], run_dir=str(options.out), stop_seconds=10.0)
@@ -65,12 +57,6 @@ def run(arguments: Sequence[str]) -> int:
 
 def _check_out(out: Path) -> None:
     """Raise ``ConfigError`` if nothing could be written. It is called before a minute is spent on measuring."""
-    if out.suffix == ".png":
-        raise ConfigError(
-            f"--out {out} ends in .png",
-            so="the picture would get the same name and overwrite the profile",
-            fix=f"use {out.with_suffix('.toml')}",
-        )
     folder = out.parent
     if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(
@@ -85,7 +71,10 @@ def profile_command(options: ProfileOptions) -> int:
     """Measure on all ranks together. The first rank writes the files."""
     import torch
 
+    from bytescale.train.parts.rank_model import layers_to_measure
     from bytescale.train.parts.run_kernels import open_kernels
+    from bytescale.train.profiling.measurer import Measurer
+    from bytescale.train.profiling.profiler import measure_profile
     from bytescale.train.ranks import open_ranks
 
     given = options.config
@@ -94,44 +83,28 @@ def profile_command(options: ProfileOptions) -> int:
         parallel=ParallelConfig(ranks=given.parallel.ranks),
         trainer=TrainerConfig(device=given.trainer.device, dtype=given.trainer.dtype),
     )
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), console=Console(stderr=True), transient=True)
+    task = bar.add_task("measuring", total=1.0)
     # This measures the implementation of flash attention that training will use.
     with open_ranks(config) as ranks, open_kernels(config, ranks.device, ranks.dtype, ranks.smallest):
-        profile = _measure(options, ranks)
+        with bar if ranks.is_first else nullcontext():
+            profile = measure_profile(
+                Measurer(layers_to_measure(given, ranks.device, ranks.dtype), ranks.device, ranks.dtype),
+                max_tokens=given.data.context_length,
+                seconds=options.seconds,
+                hdp=ranks.hdp,
+                nodes=ranks.nodes(),
+                progress=lambda tokens, share: bar.update(
+                    task, completed=share, description=f"measuring {format_count(tokens)} tokens"
+                ),
+            )
         if ranks.is_first:
             _write(options, profile, torch.get_num_threads())
     return 0
 
 
-def _measure(options: ProfileOptions, ranks: Ranks) -> Profile:
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    from bytescale.train.parts.rank_model import layers_to_measure
-    from bytescale.train.profiling.measurer import Measurer
-    from bytescale.train.profiling.profiler import measure_profile
-
-    console = Console(stderr=True, quiet=not ranks.is_first)
-    with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("measuring", total=1.0)
-
-        def show(tokens: int, share: float) -> None:
-            bar.update(task, completed=share, description=f"measuring {format_count(tokens)} tokens")
-
-        return measure_profile(
-            Measurer(layers_to_measure(options.config, ranks.device, ranks.dtype), ranks.device, ranks.dtype),
-            max_tokens=options.config.data.context_length,
-            seconds=options.seconds,
-            hdp=ranks.hdp,
-            nodes=ranks.nodes(),
-            progress=show,
-        )
-
-
 def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:
-    from bytescale.train.profiling.plot import draw_profile
-
     save_profile(profile, options.out)
-    picture = options.out.with_suffix(".png")
-    draw_profile(profile, picture)
     console = Console(soft_wrap=True, highlight=False)
     longest = max(point.tokens for point in profile.points)
     shape, host = profile.architecture, profile.links.device_to_host_bytes_per_second
@@ -144,5 +117,4 @@ def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:
     )
     for warning in fit_warnings(profile):
         console.print(f"warning: {warning}")
-    console.print(f"wrote {options.out} and {picture}")
-    console.print(f"next: bytescale train CONFIG.toml --cost.profile {options.out}")
+    console.print(f"wrote {options.out}; next: bytescale train CONFIG.toml --cost.profile {options.out}")

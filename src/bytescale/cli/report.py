@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from bytescale.cli.options import parse
 from bytescale.common.atomic import whole_file
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes
@@ -28,24 +26,21 @@ class ReportOptions:
     out: Path = Path("report.html")
     """The HTML file to write. An older file of this name is replaced."""
 
+    def run(self) -> int:
+        """Return the exit code."""
+        from bytescale.report import read_runs, report_page
 
-def run(arguments: Sequence[str]) -> int:
-    """Run ``bytescale report``. Returns the exit code."""
-    from bytescale.report import read_runs, report_page
-
-    options = parse(ReportOptions, arguments, prog="bytescale report")
-    if not options.out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"the folder {options.out.absolute().parent} of --out {options.out} does not exist",
-            so="the report could not be written",
-            fix="make the folder, or name another file",
-        )
-    runs = read_runs(options.runs)
-    for one in runs:
-        print(f"{one.name}: {one.state_text}")
-        for note in one.notes:
-            print(f"  {note}")
-    with whole_file(options.out.absolute()) as temporary:
-        temporary.write_text(report_page(runs), encoding="utf-8")
-    print(f"wrote {options.out} ({format_bytes(options.out.stat().st_size)}): open it in a browser")
-    return 0
+        out = self.out.absolute()
+        if not out.parent.is_dir():
+            raise ConfigError(
+                f"the folder {out.parent} of --out {self.out} does not exist",
+                so="the report could not be written",
+                fix="make the folder, or name another file",
+            )
+        runs = read_runs(self.runs)
+        for one in runs:
+            print("\n  ".join([f"{one.name}: {one.state_text}", *one.notes]))
+        with whole_file(out) as temporary:
+            temporary.write_text(report_page(runs), encoding="utf-8")
+        print(f"wrote {self.out} ({format_bytes(out.stat().st_size)}): open it in a browser")
+        return 0

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from bytescale.cli.data import CorpusOptions
 from bytescale.cli.options import parse
+from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
 from bytescale.config import Config, ParallelConfig, TrainerConfig
@@ -67,9 +68,9 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(ScoreOptions, given, prog="bytescale score")
     options = replace(options, model=local_folder(options.model))
     check_options(options)
-    from bytescale.train.ranks import end_with_launcher, under_torchrun
+    from bytescale.train.ranks import end_with_launcher
 
-    if under_torchrun():
+    if ranks_of_torchrun() is not None:
         end_with_launcher()
         score_on_ranks(options)
         return 0

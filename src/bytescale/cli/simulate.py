@@ -11,9 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bytescale.cli.batch_source import read_batch
-from bytescale.cli.costs import CostOptions, costs_of, read_cost_options
-from bytescale.cli.plan_report import memory_in_words
+from bytescale.cli.costs import CostOptions, costs_of, read_batch, read_cost_options
+from bytescale.cli.plan import memory_in_words
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.cost import Profile
 from bytescale.cost.model import windowed_squares
@@ -67,8 +66,7 @@ def run(arguments: Sequence[str]) -> int:
         f"times from {profile.name}"
     )
     print_step(console, step, profile, plan, cluster)
-    memory = memory_in_words(plan, costs.memory, costs.usable_bytes)
-    console.print(memory)
+    console.print(memory_in_words(plan, costs))
     console.print(f"simulated in {format_seconds(seconds)}")
     if options.png is not None:
         draw_steps({plan.planner: step}, options.png)

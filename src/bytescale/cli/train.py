@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from bytescale.cli.options import Settings, leading_path, read
 from bytescale.common.cuda_allocator import use_expandable_segments
+from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import ConfigError
 from bytescale.common.private_folder import private_folder
 from bytescale.config import (
@@ -65,9 +68,10 @@ def start_training(options: TrainOptions) -> None:
     """Train with these options, in this process or in ranks that run the same command."""
     use_expandable_segments()  # has to come before torch is imported; the ranks started from here inherit it
     config = options.config
-    validate(config, num_ranks=_ranks_of_torchrun())
+    validate(config, num_ranks=ranks_of_torchrun())
     if config.trainer.epochs:
         config = _with_steps_of_epochs(config)
+        validate(config, num_ranks=ranks_of_torchrun())
         options = replace(options, config=config)
     if options.dry_run:
         _check_initial_weights(config)
@@ -78,10 +82,9 @@ def start_training(options: TrainOptions) -> None:
 
         dry_run(config)
         return
-    from bytescale.train.ranks import end_with_launcher, under_torchrun
-
-    if under_torchrun():
-        from bytescale.train import train
+    if ranks_of_torchrun() is not None:
+        from bytescale.train.loop.trainer import train
+        from bytescale.train.ranks import end_with_launcher
 
         end_with_launcher()
         train(config, compares=options.compares)
@@ -97,7 +100,9 @@ def read_options(
     ``kind``: the options of the command. ``default``: the config if none is named.
     """
     path, rest = leading_path(arguments)
-    resumed = _value_of(rest, "--resume")
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--resume", type=Path)
+    resumed = early.parse_known_args(rest)[0].resume  # the defaults of all other options depend on it
     if path is not None and resumed is not None:
         raise ConfigError(
             f"both a config file ({path}) and --resume {resumed} are given",
@@ -119,15 +124,13 @@ def read_options(
         config = _holding_the_context(_from_checkpoint(config, resumed), rest)
         trainer = replace(config.trainer, run_dir=str(resumed), resume=True)
     if not trainer.run_dir:
-        from bytescale.train.run_folder import default_run_dir
-
-        if "RANK" in os.environ:
+        if ranks_of_torchrun() is not None:
             raise ConfigError(
                 "trainer.run_dir is empty, and this process is one rank of several that torchrun has started",
                 so="every rank would name a run folder of its own after the time",
                 fix="name one with --trainer.run-dir",
             )
-        trainer = replace(trainer, run_dir=default_run_dir(path.stem))
+        trainer = replace(trainer, run_dir=f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}")
     return replace(options, config=replace(config, trainer=trainer))
 
 
@@ -139,14 +142,8 @@ def _started_from(init: str | None, config: Config) -> Config:
         raise ConfigError(
             f"--init {init} is given, but trainer.init is {config.trainer.init}", fix="leave one of them out"
         )
-    given = config.model
-    model = ModelConfig(
-        preset=init,
-        lora_rank=given.lora_rank,
-        lora_alpha=given.lora_alpha,
-        lora_targets=given.lora_targets,
-        freeze=given.freeze,
-    )
+    trained = {name: getattr(config.model, name) for name in ("lora_rank", "lora_alpha", "lora_targets", "freeze")}
+    model = ModelConfig(preset=init, **trained)
     return replace(config, model=model, trainer=replace(config.trainer, init=init))
 
 
@@ -226,26 +223,25 @@ def prepare_and_start(options: TrainOptions) -> None:
     _prepare_data(config)
     with _ray_if_needed(config, options.launch):
         if config.parallel.ranks == 1 and not options.max_restarts and options.launch == "torchrun":
-            from bytescale.train import train
+            from bytescale.train.loop.trainer import train
             from bytescale.train.stop import StopRequest
 
             asked = StopRequest(tells=True)
             train(config, stop=asked, compares=options.compares)
             if asked.agreed:
-                print(
-                    f"stopped by {asked.signal.name}; continue with: bytescale train --resume {config.trainer.run_dir}"
-                )
+                again = f"bytescale train --resume {config.trainer.run_dir}"
+                print(f"stopped by {asked.signal.name}; continue with: {again}")
                 raise SystemExit(128 + asked.signal)
             return
-        start: Callable[[Config], None]
         if options.launch == "torchrun":
             from bytescale.train.launch.torchrun import ranks_there
 
-            start = partial(_start_ranks, command=options.command)
+            start: Callable[[Config], None] = partial(_start_ranks, command=options.command)
         else:
-            from bytescale.train.launch.on_ray import ranks_there
+            from bytescale.train.launch.on_ray import launch_on_ray, ranks_there
 
-            start = _start_ranks_on_ray
+            print(f"starting {config.parallel.ranks} ranks on Ray ...", flush=True)
+            start = launch_on_ray
         supervise(
             config, start, max_restarts=options.max_restarts, ranks_there=ranks_there if options.elastic else None
         )
@@ -292,9 +288,7 @@ def _with_steps_of_epochs(config: Config) -> Config:
     with progress_bar() as progress:
         steps = batches_of_epochs(prepare_corpus(config.data, progress).index, config.data, config.trainer.epochs)
     print(f"epochs  {config.trainer.epochs} of the data are {steps} steps")
-    known = replace(config, trainer=replace(config.trainer, steps=steps, epochs=0))
-    validate(known, num_ranks=_ranks_of_torchrun())
-    return known
+    return replace(config, trainer=replace(config.trainer, steps=steps, epochs=0))
 
 
 @contextmanager
@@ -314,13 +308,6 @@ def _ray_if_needed(config: Config, launch: str) -> Iterator[None]:
             os.environ["RAY_ADDRESS"] = before  # empty: none
 
 
-def _start_ranks_on_ray(config: Config) -> None:
-    from bytescale.train.launch.on_ray import launch_on_ray
-
-    print(f"starting {config.parallel.ranks} ranks on Ray ...", flush=True)
-    launch_on_ray(config)
-
-
 def _start_ranks(config: Config, command: str) -> None:
     from bytescale.train.launch.torchrun import launch_ranks
 
@@ -334,17 +321,3 @@ def _start_ranks(config: Config, command: str) -> None:
             run_dir=config.trainer.run_dir,
             stop_seconds=config.parallel.stop_seconds,
         )
-
-
-def _value_of(arguments: Sequence[str], option: str) -> Path | None:
-    """Return the value of one option before the parser runs. The defaults of all other options depend on it."""
-    for place, argument in enumerate(arguments):
-        if argument == option and place + 1 < len(arguments):
-            return Path(arguments[place + 1])
-        if argument.startswith(option + "="):
-            return Path(argument.removeprefix(option + "="))
-    return None
-
-
-def _ranks_of_torchrun() -> int | None:
-    return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from bytescale.common.limits import limits
 
@@ -32,7 +32,15 @@ class Architecture:
     init_std: float = field(default=0.02, metadata=limits(least=0))
     num_experts: int = 0
     experts_per_token: int = 0
-    router_aux_loss_weight: float = 0.0
+    router_aux_loss_weight: float = field(default=0.0, metadata=limits(least=0))
+
+    has_windows: ClassVar[bool] = False
+    """Whether a layer has a sliding window."""
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, key/value heads and the width of one."""
+        return self.num_heads, self.num_kv_heads, self.head_dim
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)

@@ -18,18 +18,13 @@ _KEY = "config_json"
 
 @dataclass(frozen=True, kw_only=True)
 class AttachedArchitecture:
-    """A decoder of transformers. Two runs of equal description share checkpoints.
+    """A decoder of transformers. Two runs of equal description share checkpoints."""
 
-    Attributes:
-        content: of config.json, all of it.
-        buffers: constants that belong to the weights and are not trained, such as a router's correction, as
-            ``hf.files.folder.constants_of`` writes them. They are known once the model exists.
-        trained: what is trained of it (``trained_of``); empty: every weight.
-    """
-
-    content: dict[str, Any]
+    content: dict[str, Any]  # of config.json, all of it
     buffers: dict[str, Any] = field(default_factory=dict)
-    trained: dict[str, Any] = field(default_factory=dict)
+    """Constants that belong to the weights and are not trained, such as a router's correction, as
+    ``hf.files.folder.constants_of`` writes them. They are known once the model exists."""
+    trained: dict[str, Any] = field(default_factory=dict)  # ``trained_of``; empty: every weight
 
     @staticmethod
     def is_in(stored: dict[str, Any]) -> bool:
@@ -109,14 +104,8 @@ def check_attached(config: Config, shape: AttachedArchitecture) -> None:
 
 
 def trained_of(model: ModelConfig) -> dict[str, Any]:
-    """What ``model`` wants trained, as checkpoints describe it; empty: every weight.
-
-    Raises ``ConfigError`` for numbers that mean nothing.
-    """
+    """What ``model`` wants trained, as checkpoints describe it; empty: every weight. Raises ``ConfigError``."""
     alpha = 2.0 * model.lora_rank if model.lora_alpha is None else model.lora_alpha
-    if model.lora_rank < 0 or alpha < 0:
-        name, value = ("lora_rank", model.lora_rank) if model.lora_rank < 0 else ("lora_alpha", alpha)
-        raise ConfigError(f"model.{name} is {value}", fix="use a number above 0, or leave it out")
     if not model.lora_rank and (model.lora_alpha is not None or model.lora_targets):
         raise ConfigError("model.lora_alpha or model.lora_targets is set, but model.lora_rank is 0",
                     so="there would be no adapters", fix="set model.lora_rank, to 16 say")  # fmt: skip

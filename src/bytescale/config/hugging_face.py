@@ -85,10 +85,8 @@ def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json")
 def hf_config_of(shape: Architecture, *, dtype: str, max_position_embeddings: int | None = None) -> dict[str, Any]:
     """What ``config.json`` has to say; versions 4 and 5 of transformers read it.
 
-    Args:
-        shape: the model.
-        dtype: of the weights, ``"float32"`` or ``"bfloat16"``.
-        max_position_embeddings: longest context; None: RoPE's original context. Nothing is computed from it.
+    ``dtype``: of the weights, ``"float32"`` or ``"bfloat16"``. ``max_position_embeddings``: longest context, from which
+    nothing is computed; None: RoPE's original context.
     """
     family = "MixtralForCausalLM" if shape.num_experts else "LlamaForCausalLM"
     content: dict[str, Any] = {

@@ -104,7 +104,10 @@ def _architecture_of_checkpoint(folder: str) -> Architecture:
 def _stored_architecture(folder: str) -> dict[str, Any]:
     """How a checkpoint describes its model. ``folder`` may be a URL."""
     try:
-        text = _read_url(f"{folder}/run_state.json") if "://" in folder else _read(Path(folder) / "run_state.json")
+        if "://" in folder:
+            text = _read_url(f"{folder}/run_state.json")
+        else:
+            text = (Path(folder).expanduser() / "run_state.json").read_bytes()
         stored = dict(parse_json(text)["architecture"])
         if not AttachedArchitecture.is_in(stored):
             Architecture(**stored)
@@ -114,10 +117,6 @@ def _stored_architecture(folder: str) -> dict[str, Any]:
             f"{folder} is not a checkpoint of bytescale: {error}",
             fix="name a folder checkpoints/step-*",
         ) from error
-
-
-def _read(path: Path) -> bytes:
-    return path.expanduser().read_bytes()
 
 
 def _read_url(url: str) -> bytes:
@@ -154,12 +153,6 @@ def _check_experts(shape: Architecture) -> None:
             f"model.experts_per_token is {shape.experts_per_token} and model.num_experts {shape.num_experts}",
             so="a token could not be sent to that many experts",
             fix="use 1 to num_experts, or 0 for both (a dense model)",
-        )
-    if shape.router_aux_loss_weight < 0:
-        raise ConfigError(
-            f"model.router_aux_loss_weight is {shape.router_aux_loss_weight}",
-            so="the router would learn to send all tokens to one expert",
-            fix="use 0 (off) or more; 0.02 is Mixtral's",
         )
     for name in ("hidden_size", "ffn_hidden_size"):
         if getattr(shape, name) % 8:

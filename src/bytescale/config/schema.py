@@ -61,10 +61,10 @@ class ModelConfig:
     """Experts that each token runs through."""
     router_aux_loss_weight: float | None = None
     """Weight of the loss that keeps experts evenly used, counted over the global batch; 0: off."""
-    lora_rank: int = 0
+    lora_rank: int = field(default=0, metadata=limits(least=0))
     """Train low-rank adapters (LoRA) of this rank beside the weights of hf:FOLDER, which stay as they are; 0: train the
     weights. The model runs on transformers' own code (extra `hf`), and so does one with frozen parts."""
-    lora_alpha: float | None = None
+    lora_alpha: float | None = field(default=None, metadata=limits(least=0))
     """What adapters give is multiplied by lora_alpha / lora_rank; unset: by 2."""
     lora_targets: tuple[str, ...] = ()
     """Names of the linear modules that get adapters, such as q_proj; empty: all but the head."""
@@ -222,7 +222,7 @@ class PlannerConfig:
     grids: bool = True
     """adaptive only. Ranks that share a sequence may form a grid, in which rows share queries and columns share keys,
     where this is faster than a ring. false: all are rings, as in the paper."""
-    static_cp: int | None = None
+    static_cp: int | None = field(default=None, metadata=limits(least=1))
     """static only: context-parallel degree; unset: the smallest divisor of the ranks that holds the context."""
     verify: Literal["cheap", "full", "off"] = "cheap"
     """How much of each plan is checked before it runs."""

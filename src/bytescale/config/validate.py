@@ -62,7 +62,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     check_content(data)
     _check_weights(data)
     check_batches(data)
-    if planner.static_cp is not None and (planner.static_cp < 1 or ranks % planner.static_cp):
+    if planner.static_cp is not None and ranks % planner.static_cp:
         raise ConfigError(
             f"planner.static_cp = {planner.static_cp} does not divide the {ranks} {kind}",
             so="the DP x CP mesh would have a hole",

@@ -1,8 +1,6 @@
 """The speeds that planning assumes without a profile: round numbers for two kinds of devices.
 
-Every rank makes the plan by itself, and all ranks must get the same plan, so no measurement of a rank may enter.
-Balancing needs the ratio of attention to the rest, which a FLOP count gives. Whether sharing a sequence pays depends on
-the ratio of compute to links, for which an order of magnitude is enough. A profile (``cost.profile``) replaces both.
+All ranks must get the same plan, so no measurement of a rank may enter. A profile (``cost.profile``) replaces them.
 """
 
 from __future__ import annotations
@@ -11,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bytescale.common.limits import limits
-from bytescale.config import Architecture, RingGradients
+from bytescale.config import Architecture, Config, RingGradients
 from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel
 from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import require_model
 from bytescale.cost.spec import ModelSpec
 
 
@@ -62,6 +61,32 @@ class Rates:
             tensor_parallel=tensor_parallel,
             bytes_per_element=bytes_per_element,
         )
+
+
+def times_of(
+    config: Config,
+    model: Architecture | ModelSpec | None,
+    measured: Profile | None,
+    rates: Rates,
+    *,
+    bytes_per_element: int,
+) -> Profile:
+    """The times of a model's layers at the tp of ``config``: the measured ones, else its operations at ``rates``.
+
+    ``model`` None: the one that was measured. A profile of another tp is scaled by operation counts. Raises
+    ``ConfigError`` if layers of another shape were measured.
+    """
+    tp = config.parallel.tp
+    if measured is None:
+        assert model is not None, "without a profile there is a model"
+        measured = rates.profile(model, tensor_parallel=tp, bytes_per_element=bytes_per_element)
+    elif model is not None:
+        stack = ModelSpec.of(model).stack
+        require_model(measured, stack)
+        measured = measured.of_model(stack)
+    if tp != measured.tensor_parallel:
+        measured = measured.scaled_to(measured.architecture, tensor_parallel=tp)
+    return measured.with_ring_gradients(config.parallel.ring_gradients)
 
 
 ASSUMED: dict[str, Rates] = {

@@ -164,7 +164,6 @@ class Calibrator:
         """The state after one more step.
 
         Args:
-            state: before the step.
             sums: ``[20]`` sum of ``normal_equations`` over ranks.
             speeds: ``[R]`` ``speed`` of every rank.
             links: what all ranks together say of links inside a node, and across.

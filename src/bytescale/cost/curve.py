@@ -34,10 +34,8 @@ def fit_curve(
 ) -> Curve:
     """The curve of non-negative coefficients with the smallest (weighted) sum of squared RELATIVE errors.
 
-    Errors are relative because points span several powers of ten and all are equally informative. Coefficients are
-    non-negative because a time that falls with length would mislead a planner outside the measured range. With three
-    coefficients, every subset that may be positive can be solved and the best one kept. This is exact and needs no
-    iteration.
+    Errors are relative because points span several powers of ten, and coefficients are non-negative because a time that
+    falls with length would mislead a planner. Every subset of coefficients is solved, and the best one is kept.
 
     Args:
         tokens: ``[P]`` lengths, at least one.

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.common.errors import ConfigError
 from bytescale.cost.curve import Curve
 from bytescale.cost.profile import Profile
 from bytescale.cost.stage import movable_layers
@@ -38,6 +37,14 @@ class OffloadRule:
     """
     host_bytes: float = math.inf
 
+    @staticmethod
+    def of_layers(
+        times: Profile, kept_per_token: float, *, num_layers: int, movable_share: float, host_bytes: float
+    ) -> OffloadRule:
+        """The rule for layers that keep so many bytes of a token; ``times`` are those of a layer and of the links."""
+        profile = replace(times, activation_bytes=Curve(0.0, kept_per_token, 0.0), points=())
+        return OffloadRule(profile=profile, num_layers=num_layers, movable_share=movable_share, host_bytes=host_bytes)
+
     def fewest_ranks(self, lengths: ArrayLike, capacity_tokens: int, num_ranks: int) -> IntArray:
         """``[S]`` ranks that each sequence needs if it offloads as much as its compute hides.
 
@@ -45,14 +52,14 @@ class OffloadRule:
         slower, but it runs. A sequence that does not fit even then keeps its number, which is above ``num_ranks``.
         """
         lengths = np.asarray(lengths, dtype=np.float64)
-        _, degree = choose_offload(
-            self.profile,
-            lengths,
-            capacity_tokens=capacity_tokens,
-            num_layers=self.num_layers,
-            movable_share=self.movable_share,
-            host_bytes=self._whole_token_bytes,
-        )
+        full = lengths / capacity_tokens  # ranks at r = 0, before rounding up
+        degree = _ceil(full)
+        if self.movable_share > 0:
+            host, moved = self._whole_token_bytes, self._moved_bytes_per_token * capacity_tokens
+            host_limit = 1.0 if math.isinf(host) else host / (moved + self.movable_share * host)
+            largest = np.minimum(np.minimum(hidden_ratio(self.profile, lengths), host_limit), 1.0)
+            largest = np.where(lengths <= capacity_tokens, 0.0, largest)
+            degree = _ceil((1.0 - largest * self.movable_share) * full)
         fits_at_all = lengths <= num_ranks * self.largest_slice(capacity_tokens)
         return np.where((degree > num_ranks) & fits_at_all, num_ranks, degree)
 
@@ -119,76 +126,6 @@ class OffloadRule:
     def _whole_token_bytes(self) -> float:
         """Host memory minus that of one token, because the number of moved tokens is rounded up by less than one."""
         return max(self.host_bytes - self._moved_bytes_per_token, 0.0)
-
-
-def measured_rule(
-    times: Profile, *, share: float, moved_per_token: float, num_layers: int, host_bytes: float
-) -> OffloadRule:
-    """Return the rule for layers whose activations were measured.
-
-    Args:
-        times: of a layer, and of the links to host memory.
-        share: of a token's device memory, what offloading frees.
-        moved_per_token: bytes of an offloaded token in host memory, of all layers that may move together.
-        num_layers: of the whole model.
-        host_bytes: of one rank.
-
-    Raises ``ConfigError`` where offloading frees nothing.
-    """
-    if share <= 0:
-        raise ConfigError(
-            f"activations shall be offloaded, but that frees no memory of this model of {num_layers} layers",
-            so="it would cost time and gain nothing (the last two layers always stay on the device)",
-            fix='set memory.offload = "off", or leave out host_gib of HDP',
-        )
-    of_layer = Curve(0.0, moved_per_token / movable_layers(num_layers), 0.0)
-    return OffloadRule(
-        profile=replace(times, activation_bytes=of_layer, points=()),
-        num_layers=num_layers,
-        movable_share=share,
-        host_bytes=host_bytes,
-    )
-
-
-def choose_offload(
-    profile: Profile,
-    lengths: ArrayLike,
-    *,
-    capacity_tokens: int,
-    num_layers: int,
-    movable_share: float | None = None,
-    host_bytes: float = math.inf,
-) -> tuple[NDArray[np.float64], IntArray]:
-    """Offload ratio r and number of ranks D of each sequence.
-
-    Args:
-        profile: times, activation bytes and PCIe rates.
-        lengths: ``[S]`` tokens.
-        capacity_tokens: C, tokens that a rank holds without offloading.
-        num_layers: l, layers on a rank.
-        movable_share: the share of a token's device memory that offloading can move; None: (l - 2) / l.
-        host_bytes: host memory per device.
-
-    Returns:
-        ``r [S]`` float64 in [0, 1] and ``D [S]`` int64, at least 1. Sequences of at most C tokens get r = 0, D = 1.
-    """
-    if capacity_tokens < 1 or num_layers < 1:
-        raise ConfigError(
-            f"capacity_tokens = {capacity_tokens}, num_layers = {num_layers}", fix="use numbers of at least 1"
-        )
-    lengths = np.asarray(lengths, dtype=np.float64)
-    movable = movable_layers(num_layers)
-    full = lengths / capacity_tokens  # ranks at r = 0, before rounding up
-    if movable == 0:
-        return np.zeros(len(lengths)), _ceil(full)
-    share = movable / num_layers if movable_share is None else movable_share
-    moved_bytes = float(profile.activation_bytes(capacity_tokens)) * movable  # of C tokens
-    host_limit = 1.0 if math.isinf(host_bytes) else host_bytes / (moved_bytes + share * host_bytes)
-    largest = np.minimum(np.minimum(hidden_ratio(profile, lengths), host_limit), 1.0)
-    largest = np.where(lengths <= capacity_tokens, 0.0, largest)
-    degree = _ceil((1.0 - largest * share) * full)
-    smallest = (1.0 - degree / full) / share
-    return np.clip(smallest, 0.0, largest), degree
 
 
 def hidden_ratio(profile: Profile, lengths: ArrayLike) -> NDArray[np.float64]:

@@ -175,7 +175,6 @@ class Profile:
 
         Args:
             architecture: the other model. For a mixture of experts, give the feed-forward width that one token uses.
-            tensor_parallel: devices per rank.
             layer_parameters: all weights of a layer, if a token uses only some of them; None: the counted ones.
         """
         old, new, tp = self.architecture, architecture, tensor_parallel / self.tensor_parallel

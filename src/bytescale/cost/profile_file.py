@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Set
 from dataclasses import fields
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from bytescale.cost.links import Links
 from bytescale.cost.profile import Point, Profile
 
 logger = logging.getLogger(__name__)
+_quoted = partial(json.dumps, ensure_ascii=False)
 
 CURVES = (
     "attention_forward",
@@ -154,7 +157,7 @@ def profile_to_toml(profile: Profile) -> str:
     lines += ["", "[links]"]
     for spec in fields(Links):
         if (value := getattr(profile.links, spec.name)) is not None:
-            lines.append(f"{spec.name} = {_number(value)}")
+            lines.append(f"{spec.name} = {value!r}")
     lines += ["", "[architecture]"]
     for name, value in profile.architecture.as_dict().items():
         lines.append(f"{name} = {_quoted(value) if isinstance(value, str) else str(value).lower()}")
@@ -231,11 +234,3 @@ def _numbers(stored: dict[str, float], where: str) -> dict[str, float]:
                 fix="use a number of at least 0",
             )
     return numbers
-
-
-def _quoted(text: object) -> str:
-    return '"' + str(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
-
-
-def _number(value: float) -> str:
-    return "inf" if math.isinf(value) else repr(value)

@@ -34,7 +34,6 @@ def visible_seconds(
         keys: x, seconds of one message around the column.
         there: y, seconds of one message of queries along the row.
         home: z, seconds of one message of results along the row.
-        maximum: the larger of two values.
     """
     around = (rows > 1) * maximum(keys - block, 0.0) + maximum(rows - 2, 0) * maximum(keys - columns * block, 0.0)
     return around + (columns - 1) * (maximum(there - block, 0.0) + maximum(home - block, 0.0))

@@ -19,8 +19,7 @@ Each rank keeps B ``[E, E, C]`` per layer (1 MiB for Mixtral 8x7B; it takes E^2 
 6 K F C for the experts) and 2 L E sums. After the last backward the ranks add up the sums, a few KB, in one collective,
 and each rank adds ITS part of the gradient. Value and gradient are the same for every plan and every number of ranks.
 
-For one layer the value equals that of Hugging Face's ``load_balancing_loss_func``. For several layers that function
-first averages f and P over the layers, which hides layers that are unbalanced in opposite ways.
+For one layer the value equals that of Hugging Face's ``load_balancing_loss_func``.
 
 Shape letters: T tokens, C hidden size, E experts, K experts of a token, L layers.
 """
@@ -76,7 +75,7 @@ class BalanceSums:
 
 
 class HasWeight(Protocol):
-    """A router."""
+    """A router. Its weight may be replaced after it was made."""
 
     weight: nn.Parameter
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -165,7 +166,7 @@ def write_pieces(
     shards: list[list[HFTensor]] = [[]]
     filled = 0
     for piece in pieces:
-        size = _num_elements(piece) * dtype.itemsize
+        size = math.prod(piece.shape) * dtype.itemsize
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
@@ -177,7 +178,7 @@ def write_pieces(
         tensors = {piece.hf_name: value(piece).to(dtype).reshape(piece.shape).clone() for piece in own}
         save_file(tensors, folder / name, metadata={"format": "pt"})
     if total > 1:
-        sizes = sum(_num_elements(piece) * dtype.itemsize for piece in pieces)
+        sizes = sum(math.prod(piece.shape) * dtype.itemsize for piece in pieces)
         weight_map = {piece.hf_name: name for name, own in zip(names, shards, strict=True) for piece in own}
         write_json(folder / INDEX, {"metadata": {"total_size": sizes}, "weight_map": weight_map})
     return [folder / name for name in names]
@@ -252,7 +253,3 @@ def _some(names: Sequence[str]) -> str:
 
 def _times(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
-
-
-def _num_elements(piece: HFTensor) -> int:
-    return torch.Size(piece.shape).numel()

@@ -21,9 +21,6 @@ gradients are partial sums; they are added up once a step.
 
 Attention needs no change: a rank has fewer heads, and its ring connects ranks with the same heads. With fewer key/value
 heads than ranks, neighbouring ranks hold the same head (``Cut.replicas``).
-
-The linears are plain and sharded, not DTensors: for small blocks DTensor's dispatch takes four times as long as the
-matrix products (docs/decisions/tensor_parallelism.md).
 """
 
 from __future__ import annotations

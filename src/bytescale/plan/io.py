@@ -22,17 +22,10 @@ def save_plan(plan: Plan, path: Path) -> None:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan that ``save_plan`` wrote. Raises ``PlanError`` when the file is not one.
-
-    In a plan that was written before groups had shapes, all groups are rings; in one from before there were lockstep
-    domains, all ranks run free.
-    """
+    """Read a plan that ``save_plan`` wrote. Raises ``PlanError`` when the file is not one."""
     try:
         with np.load(path, allow_pickle=False) as stored:
-            values = {"domain": 1, **stored}
-            if "group_columns" not in values:
-                values["group_columns"] = np.ones(len(values["group_rank_offsets"]) - 1, dtype=np.int64)
-            values = {spec.name: values[spec.name] for spec in fields(Plan)}
+            values = {spec.name: stored[spec.name] for spec in fields(Plan)}
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise PlanError(f"{path} is not a plan ({error})", fix="name a .npz file from a run folder's plans/") from error
     return Plan(**{**values, "planner": str(values["planner"]), "domain": int(values["domain"])})

@@ -136,20 +136,13 @@ class Plan:
         return range(int(self.rank_micro_batch_offsets[rank]), int(self.rank_micro_batch_offsets[rank + 1]))
 
     def digest(self) -> int:
-        """A 63-bit fingerprint of the plan. Ranks compare it before they start a step.
-
-        A plan whose groups are all rings has the fingerprint that it had before plans knew grids, and one whose ranks
-        run free that of before they knew lockstep domains.
-        """
-        content = hashlib.blake2b(digest_size=8)
-        rings = bool((self.group_columns == 1).all())
+        """A 63-bit fingerprint of the plan. Ranks compare it before they start a step."""
+        content = hashlib.blake2b(f"domain {self.domain}".encode(), digest_size=8)
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if isinstance(value, np.ndarray) and not (rings and spec.name == "group_columns"):
+            if isinstance(value, np.ndarray):
                 content.update(spec.name.encode())
                 content.update(np.ascontiguousarray(value).tobytes())
-        if self.domain > 1:
-            content.update(f"domain {self.domain}".encode())
         return int.from_bytes(content.digest(), "little") >> 1
 
     @staticmethod
@@ -169,7 +162,6 @@ class Plan:
             capacity_tokens: ``[R]``.
             groups: slice groups in the plan's total order; a group's number is its place here.
             schedule: per rank, per micro-batch, the numbers of its groups (a shared one first).
-            planner: its name, for people.
             domain: consecutive ranks that run in lockstep.
         """
         micro_batches = [micro_batch for rank in schedule for micro_batch in rank]

@@ -26,8 +26,7 @@ def micro_batch_tokens(plan: Plan) -> PlanTokens:
     offsets, groups = plan.micro_batch_group_offsets, plan.micro_batch_groups
     shared = (plan.group_sizes > 1)[groups]
     held = plan.group_tokens[groups].copy()
-    ranks = np.repeat(plan.micro_batch_ranks, np.diff(offsets))
-    held[shared] = slice_tokens(plan, groups[shared], ranks[shared])
+    held[shared] = slice_tokens(plan, np.flatnonzero(shared))
     moved = np.floor(held * plan.group_offload_ratio[groups] + 1e-9).astype(np.int64)
     return PlanTokens(
         held=segment_sums(held, offsets),
@@ -52,16 +51,25 @@ def largest_slice(plan: Plan) -> IntArray:
     return segment_sums(per_sequence, plan.group_sequence_offsets)
 
 
-def slice_tokens(plan: Plan, groups: IntArray, ranks: IntArray) -> IntArray:
-    """For each i, the tokens of ``groups[i]`` that ``ranks[i]`` holds, as ``layout.member_tokens`` cuts them."""
-    if len(groups) == 0:
+def member_places(plan: Plan) -> IntArray:
+    """``[E]`` place in ``group_ranks`` of each (micro-batch, group) pair, found by sorting both by (group, rank)."""
+    ranks = np.repeat(plan.micro_batch_ranks, np.diff(plan.micro_batch_group_offsets))
+    by_entry = np.argsort(plan.micro_batch_groups * plan.num_ranks + ranks, kind="stable")
+    groups = np.repeat(np.arange(plan.num_groups), plan.group_sizes)
+    by_member = np.argsort(groups * plan.num_ranks + plan.group_ranks, kind="stable")
+    places = np.empty(len(by_entry), dtype=np.int64)
+    places[by_entry] = by_member
+    return places
+
+
+def slice_tokens(plan: Plan, entries: IntArray) -> IntArray:
+    """Tokens that its rank holds of each of some (micro-batch, group) pairs, as ``layout.member_tokens`` cuts them."""
+    if len(entries) == 0:
         return np.zeros(0, dtype=np.int64)
+    groups, member = plan.micro_batch_groups[entries], member_places(plan)[entries]
     edges = np.zeros(len(plan.group_weights) + 1, dtype=np.int64)
     np.cumsum(plan.group_weights, out=edges[1:])
     starts, stops = plan.group_rank_offsets[groups], plan.group_rank_offsets[groups + 1]
-    places = concatenated_ranges(starts, stops)
-    own = np.flatnonzero(plan.group_ranks[places] == np.repeat(ranks, stops - starts))
-    member = places[own[np.searchsorted(own, np.cumsum(stops - starts) - (stops - starts))]]
     lower, upper, whole = edges[member] - edges[starts], edges[member + 1] - edges[starts], edges[stops] - edges[starts]
     first, last = plan.group_sequence_offsets[groups], plan.group_sequence_offsets[groups + 1]
     lengths = plan.lengths[plan.group_sequences[concatenated_ranges(first, last)]]

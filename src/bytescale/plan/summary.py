@@ -10,6 +10,9 @@ import numpy as np
 from bytescale.common.units import format_count
 from bytescale.plan.plan import Plan
 
+_MOST_SHAPES = 8
+"""Shapes of groups that ``gist`` names. Smaller ones are summed up."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSummary:
@@ -58,7 +61,10 @@ def gist(plan: Plan) -> str:
     shared_sequences = int((np.diff(plan.group_sequence_offsets) * (plan.group_sizes > 1)).sum())
     micro_batches = np.diff(plan.rank_micro_batch_offsets)
     longest = format_count(int(plan.lengths.max())) if plan.num_sequences else "0"
-    groups = ", ".join(shape_in_words(*shape, count) for shape, count in shape_histogram(plan).items())
+    shapes = list(shape_histogram(plan).items())
+    groups = ", ".join(shape_in_words(*shape, count) for shape, count in shapes[:_MOST_SHAPES])
+    if rest := shapes[_MOST_SHAPES:]:
+        groups += f", {sum(count for _, count in rest)} over {rest[-1][0][0]} to {rest[0][0][0]}"
     least, most = int(micro_batches.min()), int(micro_batches.max())
     return (
         f"{plan.num_sequences} sequences of {format_count(plan.num_tokens)} tokens (longest {longest}) on "

@@ -45,7 +45,6 @@ def verify(
     """Raise ``PlanError`` for the first rule that ``plan`` breaks. The message gives the numbers that break it.
 
     Args:
-        plan: the plan of one global batch.
         num_stages: number of pipeline stages. With more than one, rule 10 is checked for 1F1B, at every level.
         num_chunks: chunks of layers per stage. With more than one, the schedule is interleaved 1F1B.
         level: ``"full"`` checks every rule. ``"cheap"`` leaves out what needs sorting, which is rule 5 and the ranks of
@@ -208,8 +207,7 @@ def _check_capacity(plan: Plan, limits: MemoryLimits | None) -> None:
     ranks = plan.micro_batch_ranks
     suspect = segment_sums(tokens, offsets) > plan.capacity_tokens[ranks]
     entries = np.flatnonzero(np.repeat(suspect, np.diff(offsets)) & shared)
-    entry_ranks = np.repeat(ranks, np.diff(offsets))[entries]
-    tokens[entries] = slice_tokens(plan, plan.micro_batch_groups[entries], entry_ranks)
+    tokens[entries] = slice_tokens(plan, entries)
     total = segment_sums(tokens, offsets)
     over = total - plan.capacity_tokens[ranks]
     if len(over) and over.max() > 0 and plan.group_offload_ratio.any():

@@ -48,9 +48,6 @@ def make_planner(
     """The planner that ``config`` names, as a function of the batch's lengths alone.
 
     Args:
-        config: the ``[planner]`` section.
-        cluster: the ranks.
-        cost: tells the time of a group.
         context_length: the longest sequence that may occur; it sizes the static mesh when ``static_cp`` is not set.
         step_seconds: the time of a plan's step, by which the adaptive planner compares plans (``adaptive_plan``).
         num_stages: pipeline stages; with more than one, plans are aligned, so that 1F1B cannot hang.

@@ -50,10 +50,6 @@ class CalibratedPlanner:
         """Plan a batch with the costs without calibration. Raises as ``VerifiedPlanner``."""
         return self.planner(lengths)
 
-    def plan_step(self, lengths: IntArray, step: int) -> Plan:
-        """Plan the batch of a step. Raises as ``VerifiedPlanner`` and ``costs_of``."""
-        return self.plan_with(lengths, self.costs_of(step))
-
     def costs_of(self, step: int) -> StepCosts:
         """The costs of a step. Raises ``LoaderFailure`` if they are not known."""
         if not self.knows(step):

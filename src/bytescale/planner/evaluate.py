@@ -37,6 +37,7 @@ from bytescale.plan import Plan
 from bytescale.plan.nodes import crossings
 from bytescale.plan.plan import offsets_of, segment_sums
 from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.slices import member_places
 from bytescale.plan.tiles import shares_of
 
 
@@ -98,7 +99,7 @@ def _own_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> FloatArray:
     exposed = cost.exposed_seconds(plan.group_tokens, squares, sizes, far.columns, columns, far.rows)
     shares = shares_of(plan.group_weights, sizes, columns)
     ranks, groups = np.repeat(plan.micro_batch_ranks, np.diff(plan.micro_batch_group_offsets)), plan.micro_batch_groups
-    places = _member_places(plan, ranks)
+    places = member_places(plan)
     compute = work[groups] * shares.own[places]
     if (plan.group_weights != 1).any():
         pairs = (shares.tile - shares.own)[places]
@@ -107,16 +108,6 @@ def _own_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> FloatArray:
     compute /= cluster.speeds[ranks]
     per_entry = compute + exposed[plan.micro_batch_groups]
     return segment_sums(per_entry, plan.micro_batch_group_offsets) + cost.micro_batch_seconds
-
-
-def _member_places(plan: Plan, entry_ranks: IntArray) -> IntArray:
-    """``[E]`` place in ``group_ranks`` of each (micro-batch, group) pair, found by sorting both by (group, rank)."""
-    by_entry = np.argsort(plan.micro_batch_groups * plan.num_ranks + entry_ranks, kind="stable")
-    groups = np.repeat(np.arange(plan.num_groups), plan.group_sizes)
-    by_member = np.argsort(groups * plan.num_ranks + plan.group_ranks, kind="stable")
-    places = np.empty(len(by_entry), dtype=np.int64)
-    places[by_entry] = by_member
-    return places
 
 
 def run_in_order(plan: Plan, own_seconds: FloatArray) -> tuple[FloatArray, FloatArray]:

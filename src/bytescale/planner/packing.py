@@ -24,7 +24,6 @@ def best_fit(sizes: IntArray, capacity: int) -> IntArray:
 
     Args:
         sizes: ``[n]`` each at most ``capacity``.
-        capacity: of every bin.
 
     Returns:
         ``[n]`` int64, the number of each item's bin.

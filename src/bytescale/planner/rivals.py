@@ -29,8 +29,6 @@ def rivals(
 
     Args:
         lengths: ``[S]`` tokens per sequence.
-        cluster: the ranks.
-        cost: tells the time of a group.
         context: longest sequence that a static mesh has to hold, if it is longer than the batch's longest.
         aligned: whether groups have to be at equal places in their ranks' orders.
         in_order: whether planners are asked, too, whose plan depends on the order of the batch.

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
+import numpy as np
+
+from bytescale.common.arrays import FloatArray
 from bytescale.common.units import KIBI, format_bytes, format_count, format_seconds
 from bytescale.report.parts import waits_of
 from bytescale.simulator.step_trace import StepTrace, track_place
@@ -18,12 +21,12 @@ from bytescale.simulator.trace import Span, spread_evenly
 WIDTH, HEIGHT = 1000.0, 100.0  # of every drawing, in its own units
 MAX_POINTS = 400  # most points of a line and columns of a chart; neighbours are averaged
 MAX_RANKS = 16  # most ranks drawn over time
-_THIN = 0.5  # spans of one kind that are closer than this many units are drawn as one
+_THIN = 0.5  # waits that are closer than this many units are drawn as one
+Label = Callable[[float], str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """A line: ``ys[i]`` at ``xs[i]``. None is a gap."""
+class Series(NamedTuple):
+    """A line, or one part of every column: ``ys[i]`` at ``xs[i]``. None is a gap."""
 
     name: str
     css: str
@@ -31,76 +34,53 @@ class Series:
     ys: Sequence[float | None]
 
 
-def line_chart(series: Sequence[Series], *, label: Callable[[float], str], from_zero: bool = False) -> str:
+def line_chart(series: Sequence[Series], *, label: Label, from_zero: bool = False) -> str:
     """Lines over steps on one pair of axes. ``label`` writes the numbers of the y axis."""
-    drawn = [_thinned(one) for one in series]
-    xs = [x for one in drawn for x in one.xs]
-    ys = [y for one in drawn for y in one.ys if y is not None]
-    if not ys:
+    points = [_thinned(np.array([pair for pair in zip(one.xs, one.ys, strict=True) if _known(pair)])) for one in series]
+    some = [line for line in points if len(line)]
+    if not some:
         return ""
-    x_axis, y_axis = _Axis(min(xs), max(xs)), _Axis.around(0.0 if from_zero else min(ys), max(ys))
+    (x_low, low), (x_high, high) = np.concatenate(some).min(axis=0), np.concatenate(some).max(axis=0)
+    x_axis, y_axis = _Axis(x_low, x_high), _Axis.around(0.0 if from_zero else low, high)
     marks = []
-    for one in drawn:
-        points = [(x_axis.place(x) * WIDTH, y_axis.place(y) * HEIGHT) for x, y in _known(one)]
-        path = "M" + "L".join(f"{x:.1f} {HEIGHT - y:.2f}" for x, y in points) if points else ""
-        dot = "h0" if len(points) == 1 else ""
-        marks.append(f'<path class="line {one.css}" d="{path}{dot}"><title>{escape(one.name)}</title></path>')
-    names = "" if len(series) == 1 else legend([(one.css, one.name) for one in series])
-    return names + _plot("".join(marks), x_axis.ticks(lambda x: f"{x:.0f}", whole=True), y_axis.ticks(label), "step")
+    for one, line in zip(series, points, strict=True):
+        path = "L".join(f"{x_axis.place(x) * WIDTH:.1f} {HEIGHT * (1 - y_axis.place(y)):.2f}" for x, y in line)
+        dot = "h0" if len(line) == 1 else ""
+        drawn = f"M{path}{dot}" if path else ""
+        marks.append(f'<path class="line {one.css}" d="{drawn}"><title>{escape(one.name)}</title></path>')
+    keys = legend([(one.css, one.name) for one in series]) if len(series) > 1 else ""
+    return keys + _plot("".join(marks), x_axis.steps(), y_axis.ticks(label), "step")
 
 
-def stacked_columns(
-    columns: Sequence[tuple[float, Sequence[tuple[str, float]]]], *, highest: float, label: Callable[[float], str]
-) -> str:
-    """Columns of (step, [(css class, height), ...]); the parts stand on each other from below.
-
-    ``highest``: the height that the y axis has room for.
-    """
-    grouped = _grouped(list(columns))
-    y_axis = _Axis.around(0.0, highest)
-    width = WIDTH / len(grouped)
+def stacked_columns(parts: Sequence[Series], *, highest: float, label: Label) -> str:
+    """Columns over steps, each made of all parts from below. ``highest``: what the y axis has room for."""
+    thinned = _thinned(np.array([parts[0].xs, *(part.ys for part in parts)], dtype=float).T)  # [N, 1 + parts]
+    y_axis, width = _Axis.around(0.0, highest), WIDTH / len(thinned)
+    wide = width * (0.92 if len(thinned) < 120 else 1.02)
     marks = []
-    for place, (_, parts) in enumerate(grouped):
-        bottom = 0.0
-        for css, height in parts:
-            top = bottom + height
-            y, tall = HEIGHT * (1 - y_axis.place(top)), HEIGHT * (y_axis.place(top) - y_axis.place(bottom))
-            if tall > 0.02:
-                marks.append(_rect(place * width, y, width * (0.92 if len(grouped) < 120 else 1.02), tall, css))
-            bottom = top
-    x_axis = _Axis(grouped[0][0] - 0.5, grouped[-1][0] + 0.5)
-    return _plot("".join(marks), x_axis.ticks(lambda x: f"{x:.0f}", whole=True), y_axis.ticks(label), "step")
+    for place, row in enumerate(thinned):
+        tops = HEIGHT * (1 - np.cumsum([0.0, *row[1:]]) / y_axis.high)
+        for part, bottom, top in zip(parts, tops, tops[1:], strict=False):
+            if bottom - top > 0.02:
+                marks.append(_rect(place * width, top, wide, bottom - top, part.css))
+    return _plot("".join(marks), _Axis(thinned[0, 0] - 0.5, thinned[-1, 0] + 0.5).steps(), y_axis.ticks(label), "step")
 
 
 def grouped_columns(names: Sequence[str], series: Sequence[tuple[str, str, Sequence[float]]], x_title: str) -> str:
     """Shares (0 to 1) per name, as columns side by side. A series is (css class, name, shares)."""
-    highest = max((value for _, _, values in series for value in values), default=0.0)
-    y_axis = _Axis.around(0.0, highest or 1.0)
+    y_axis = _Axis.around(0.0, max(max(values) for _, _, values in series))
     slot = WIDTH / len(names)
     width = 0.8 * slot / len(series)
     marks = []
     for number, (css, title, values) in enumerate(series):
         for place, value in enumerate(values):
             tall = HEIGHT * y_axis.place(value)
-            x = place * slot + 0.1 * slot + number * width
             text = f"{title}, {names[place]}: {value:.1%}"
-            marks.append(_rect(x, HEIGHT - tall, width, tall, css, text))
+            marks.append(_rect((place + 0.1) * slot + number * width, HEIGHT - tall, width, tall, css, text))
     every = math.ceil(len(names) / 8)
     ticks = [((place + 0.5) / len(names), name) for place, name in enumerate(names) if place % every == 0]
     keys = legend([(css, title) for css, title, _ in series])
-    return keys + _plot("".join(marks), ticks, y_axis.ticks(lambda y: f"{y:.0%}"), x_title)
-
-
-def share_bar(parts: Sequence[tuple[str, str, float]]) -> str:
-    """One horizontal bar of (css class, name, share) that is as wide as the page."""
-    pieces = [
-        f'<span class="{css}" style="width:{100 * share:.2f}%" title="{escape(name)}: {share:.1%}">'
-        + (f"<b>{share:.0%}</b>" if share >= 0.08 else "")
-        + "</span>"
-        for css, name, share in parts
-        if share > 0
-    ]
-    return f'<div class="bar">{"".join(pieces)}</div>'
+    return keys + _plot("".join(marks), ticks, y_axis.ticks("{:.0%}".format), x_title)
 
 
 def legend(items: Sequence[tuple[str, str]]) -> str:
@@ -126,46 +106,34 @@ def ranks_over_time(trace: StepTrace, *, until: float | None = None) -> str:
     for kind, track in tracks:
         name = f"rank {track.rank}" + (f", {track.name}" if many_tracks else "")
         text = name if kind == "measured" else "predicted"
-        drawing = "".join(_span_rects(track.spans, axis))
         rows.append(
             f'<div class="track {kind}"><span>{escape(text)}</span>'
             f'<svg viewBox="0 0 {WIDTH:.0f} 10" preserveAspectRatio="none" role="img" '
-            f'aria-label="{escape(name)}, {kind}">{drawing}</svg></div>'
+            f'aria-label="{escape(name)}, {kind}">{_span_rects(track.spans, axis)}</svg></div>'
         )
     ticks = _ticks(axis.ticks(format_seconds), "left")
     num_ranks = trace.metadata.num_ranks
-    left_out = "" if len(shown) == num_ranks else f" {len(shown)} of {num_ranks} ranks are shown."
-    return f'<div class="tracks">{"".join(rows)}<div class="track axis"><span></span><div>{ticks}</div></div></div>' + (
-        f"<p class=note>{left_out}</p>" if left_out else ""
-    )
+    left_out = f'<p class="note">{len(shown)} of {num_ranks} ranks are shown.</p>' if len(shown) < num_ranks else ""
+    rows.append(f'<div class="track axis"><span></span><div>{ticks}</div></div>')
+    return f'<div class="tracks">{"".join(rows)}</div>{left_out}'
 
 
-def _span_rects(spans: Sequence[Span], axis: _Axis) -> list[str]:
+def _span_rects(spans: Sequence[Span], axis: _Axis) -> str:
     """Rectangles of a track: first what the rank does, then the waits inside of forward and backward."""
-    rects = []
-    waits, tasks = waits_of(spans), [span for span in spans if span.category != "wait"]
-    for inside, some in ((False, tasks), (True, waits)):
-        last: tuple[float, float, str, str] | None = None
-        for span in sorted(some, key=lambda span: span.start):
-            x, end = axis.place(span.start) * WIDTH, axis.place(span.end) * WIDTH
-            text = f"{span.name}: {format_seconds(span.seconds)}" + _details(span)
-            if last is not None and inside and x - last[1] < _THIN:
-                last = (last[0], max(end, last[1]), last[2], "several waits")
-                continue
-            if last is not None:
-                rects.append(_rect(last[0], 0, max(last[1] - last[0], 0.3), 10, last[2], last[3]))
-            last = (x, end, f"k-{span.category}", text)
-        if last is not None:
-            rects.append(_rect(last[0], 0, max(last[1] - last[0], 0.3), 10, last[2], last[3]))
-    return rects
+    drawn: list[tuple[float, float, str, str]] = []
+    tasks = [span for span in spans if span.category != "wait"]
+    for span in (*tasks, *sorted(waits_of(spans), key=lambda span: span.start)):
+        x, end = axis.place(span.start) * WIDTH, axis.place(span.end) * WIDTH
+        css, tokens = f"k-{span.category}", f", {span.about['tokens']} tokens" if "tokens" in span.about else ""
+        text = f"{span.name}: {format_seconds(span.seconds)}{tokens}"
+        if span.category == "wait" and drawn and drawn[-1][2] == css and x - drawn[-1][1] < _THIN:
+            first = drawn.pop()
+            x, end, text = first[0], max(first[1], end), "several waits"
+        drawn.append((x, end, css, text))
+    return "".join(_rect(x, 0, max(end - x, 0.3), 10, css, text) for x, end, css, text in drawn)
 
 
-def _details(span: Span) -> str:
-    return f", {span.about['tokens']} tokens" if "tokens" in span.about else ""
-
-
-@dataclass(frozen=True)
-class _Axis:
+class _Axis(NamedTuple):
     low: float
     high: float
 
@@ -179,7 +147,7 @@ class _Axis:
         """Where a value is: 0 at the low end, 1 at the high end."""
         return (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
 
-    def ticks(self, label: Callable[[float], str], *, whole: bool = False) -> list[tuple[float, str]]:
+    def ticks(self, label: Label, *, whole: bool = False) -> list[tuple[float, str]]:
         """Up to six values that ``label`` writes as round numbers, each with its place and its text."""
         span = self.high - self.low
         if span <= 0:
@@ -193,6 +161,10 @@ class _Axis:
         first = math.ceil(self.low / step - 1e-9)
         values = [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
         return [(self.place(value), label(value) if value else "0") for value in values]
+
+    def steps(self) -> list[tuple[float, str]]:
+        """The ticks of an axis of steps."""
+        return self.ticks("{:.0f}".format, whole=True)
 
 
 def _plot(drawing: str, x_ticks: list[tuple[float, str]], y_ticks: list[tuple[float, str]], x_title: str) -> str:
@@ -215,32 +187,12 @@ def _rect(x: float, y: float, width: float, height: float, css: str, text: str =
     return f'<rect class="{css}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}">{title}</rect>'
 
 
-def _known(series: Series) -> list[tuple[float, float]]:
-    return [(x, y) for x, y in zip(series.xs, series.ys, strict=True) if y is not None and math.isfinite(y)]
+def _known(point: tuple[float, float | None]) -> bool:
+    return point[1] is not None and math.isfinite(point[1])
 
 
-def _thinned(series: Series) -> Series:
-    """The series with at most ``MAX_POINTS`` points, each the mean of neighbours. Gaps are dropped."""
-    known = _known(series)
-    size = math.ceil(len(known) / MAX_POINTS) or 1
-    groups = [known[place : place + size] for place in range(0, len(known), size)]
-    return Series(
-        name=series.name,
-        css=series.css,
-        xs=[sum(x for x, _ in group) / len(group) for group in groups],
-        ys=[sum(y for _, y in group) / len(group) for group in groups],
-    )
-
-
-def _grouped(
-    columns: list[tuple[float, Sequence[tuple[str, float]]]],
-) -> list[tuple[float, list[tuple[str, float]]]]:
-    """At most ``MAX_POINTS`` columns, each the mean of neighbours."""
-    size = math.ceil(len(columns) / MAX_POINTS)
-    grouped = []
-    for place in range(0, len(columns), size):
-        some = columns[place : place + size]
-        names = [css for css, _ in some[0][1]]
-        means = [sum(parts[row][1] for _, parts in some) / len(some) for row in range(len(names))]
-        grouped.append((sum(x for x, _ in some) / len(some), list(zip(names, means, strict=True))))
-    return grouped
+def _thinned(rows: FloatArray) -> FloatArray:
+    """At most ``MAX_POINTS`` rows, each the mean of neighbours."""
+    if len(rows) <= MAX_POINTS:
+        return rows
+    return np.array([group.mean(axis=0) for group in np.array_split(rows, MAX_POINTS)])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,13 +21,12 @@ from bytescale.train.run_folder import RunFolder, is_locked
 
 MAX_PLANS = 200
 """Most plans that are read for lengths and degrees; they are spread evenly over the steps."""
-NEEDED = ("step", "loss", "step_seconds", "num_tokens", "waiting_share", "data_wait_seconds")
+NEEDED = ("loss", "step_seconds", "num_tokens", "waiting_share", "waiting_seconds", "sync_seconds", "data_wait_seconds")
 """The numbers without which a line of metrics.jsonl is not the line of a step."""
 _ROW = re.compile(r"\d+/\d+ ")  # the row of a step in log.txt
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batches:
+class Batches(NamedTuple):
     """The sequences of the plans that were read. Letters: S sequences, G slice groups."""
 
     num_plans: int
@@ -39,32 +38,24 @@ class Batches:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run.
-
-    Attributes:
-        name: the folder's name, made unique among the runs of the report.
-        settings: "section.key" -> value: what the newest config of the run says, and the defaults for all else.
-        steps: the lines of metrics.jsonl in the order of steps.
-        state: one of finished, running, stopped, failed, killed, empty.
-        state_text: the state in a sentence.
-        notes: what could not be read, in sentences.
-        log: log.txt, line by line.
-        evaluations: the lines of evaluations.jsonl in the order of steps.
-        calibration: the lines of calibration.jsonl in the order of steps.
-    """
+    """One run. ``steps``, ``evaluations`` and ``calibration`` have the lines of their files in the order of steps."""
 
     name: str
-    path: Path
+    """The folder's name, made unique among the runs of the report."""
     settings: dict[str, Any]
+    """ "section.key" -> value: what the newest config of the run says, and the defaults for all else."""
     steps: list[dict[str, Any]]
     state: str
+    """One of finished, running, stopped, failed, killed, empty."""
     state_text: str
-    notes: list[str] = field(default_factory=list)
-    log: list[str] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    calibration: list[dict[str, Any]] = field(default_factory=list)
-    traces: list[StepTrace] = field(default_factory=list)
-    batches: Batches | None = None
+    """The state in a sentence."""
+    notes: list[str]
+    """What could not be read, in sentences."""
+    log: list[str]
+    evaluations: list[dict[str, Any]]
+    calibration: list[dict[str, Any]]
+    traces: list[StepTrace]
+    batches: Batches | None
 
     def column(self, name: str) -> list[float | None]:
         """One number per step; None where a line has no such number."""
@@ -98,18 +89,17 @@ def read_run(path: Path, name: str) -> RunRecord:
     settings = _settings(folder, notes)
     steps = _lines(folder.metrics, NEEDED, notes)
     log = folder.log.read_text(encoding="utf-8", errors="replace").splitlines() if folder.log.exists() else []
-    state, state_text = _state(folder, settings, steps, log)
+    state, state_text = _state(folder, int(settings["trainer.steps"]), steps, log)
     return RunRecord(
         name=name,
-        path=path,
         settings=settings,
         steps=steps,
         state=state,
         state_text=state_text,
         notes=notes,
         log=log,
-        evaluations=_lines(folder.evaluations, ("step", "loss"), notes),
-        calibration=[line for line in _lines(folder.calibration, ("step",), notes) if _is_calibration(line)],
+        evaluations=_lines(folder.evaluations, ("loss",), notes),
+        calibration=[line for line in _lines(folder.calibration, (), notes) if isinstance(line.get("speeds"), list)],
         traces=_traces(folder, notes),
         batches=_batches(folder, [int(line["step"]) for line in steps], notes),
     )
@@ -125,23 +115,16 @@ def _unique_names(paths: list[Path]) -> list[str]:
 
 def _settings(folder: RunFolder, notes: list[str]) -> dict[str, Any]:
     """The defaults, then the newest config. Unknown keys of other versions of bytescale are kept."""
-    resumed = sorted(folder.path.glob("config-resumed-*.toml"))
-    path = resumed[-1] if resumed else folder.config
-    defaults = Config()
-    settings = {
-        f"{section}.{key}": getattr(getattr(defaults, section), key)
-        for section in defaults.__dataclass_fields__
-        for key in getattr(defaults, section).__dataclass_fields__
-    }
+    path = max(folder.path.glob("config-resumed-*.toml"), default=folder.config)
+    sections = {spec.name: getattr(Config(), spec.name) for spec in fields(Config)}
+    settings = {f"{name}.{key.name}": getattr(one, key.name) for name, one in sections.items() for key in fields(one)}
     try:
         content = parse_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read ({error}); settings are shown at their defaults.")
         return settings
-    for section, values in content.items():
-        if isinstance(values, dict):
-            settings |= {f"{section}.{key}": value for key, value in values.items()}
-    return settings
+    given = {name: values for name, values in content.items() if isinstance(values, dict)}
+    return settings | {f"{name}.{key}": value for name, values in given.items() for key, value in values.items()}
 
 
 def _lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:
@@ -149,9 +132,8 @@ def _lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str
 
     ``needed``: numbers without which a line is not whole.
     """
-    if not path.exists():
-        return []
-    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = [line for line in text.splitlines() if line.strip()]
     steps: dict[int, dict[str, Any]] = {}
     for place, line in enumerate(lines, start=1):
         try:
@@ -167,12 +149,7 @@ def _lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str
     return [steps[step] for step in sorted(steps)]
 
 
-def _is_calibration(line: dict[str, Any]) -> bool:
-    return isinstance(line.get("cost"), dict) and isinstance(line.get("speeds"), list)
-
-
-def _state(folder: RunFolder, settings: dict[str, Any], steps: list[dict[str, Any]], log: list[str]) -> tuple[str, str]:
-    total = int(settings["trainer.steps"])
+def _state(folder: RunFolder, total: int, steps: list[dict[str, Any]], log: list[str]) -> tuple[str, str]:
     done = int(steps[-1]["step"]) if steps else 0
     where = f"step {done} of {total}" if steps else "its first step"
     if is_locked(folder.path):
@@ -214,26 +191,20 @@ def _traces(folder: RunFolder, notes: list[str]) -> list[StepTrace]:
 
 def _batches(folder: RunFolder, steps: list[int], notes: list[str]) -> Batches | None:
     """The sequences of up to ``MAX_PLANS`` steps. None if no plan was saved."""
-    there = [step for step in steps if folder.plan(step).exists()]
-    chosen = spread_evenly(len(there), MAX_PLANS) if there else []
-    lengths, degrees, group_degrees, group_tokens = ([np.zeros(0, dtype=np.int64)] for _ in range(4))
-    for place in chosen:
-        path = folder.plan(there[place])
+    there = [folder.plan(step) for step in steps if folder.plan(step).exists()]
+    plans = []
+    for place in spread_evenly(len(there), MAX_PLANS) if there else ():
         try:
-            plan = load_plan(path)
+            plans.append(load_plan(there[place]))
         except BytescaleError as error:
             notes.append(str(error))
-            continue
-        lengths.append(plan.lengths[plan.group_sequences])
-        degrees.append(np.repeat(plan.group_sizes, np.diff(plan.group_sequence_offsets)))
-        group_degrees.append(plan.group_sizes)
-        group_tokens.append(plan.group_tokens)
-    if len(lengths) == 1:
+    if not plans:
         return None
+    degrees = [np.repeat(plan.group_sizes, np.diff(plan.group_sequence_offsets)) for plan in plans]
     return Batches(
-        num_plans=len(lengths) - 1,
-        lengths=np.concatenate(lengths),
+        num_plans=len(plans),
+        lengths=np.concatenate([plan.lengths[plan.group_sequences] for plan in plans]),
         degrees=np.concatenate(degrees),
-        group_degrees=np.concatenate(group_degrees),
-        group_tokens=np.concatenate(group_tokens),
+        group_degrees=np.concatenate([plan.group_sizes for plan in plans]),
+        group_tokens=np.concatenate([plan.group_tokens for plan in plans]),
     )

@@ -2,8 +2,7 @@
 
 from bytescale.simulator.cluster_config import ClusterConfig
 from bytescale.simulator.result import SimulatedStep, Traffic
-from bytescale.simulator.simulate import simulate, step_seconds
-from bytescale.simulator.step_times import StepTimes
+from bytescale.simulator.simulate import StepTimes, simulate, step_seconds
 
 __all__ = [
     "ClusterConfig",

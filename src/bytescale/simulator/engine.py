@@ -39,7 +39,6 @@ def run_events(events: Events, seconds: FloatArray, transfer_seconds: FloatArray
     """Run all tasks. Tasks are numbered ``(event * parts + part) * 2 + d``, d = 1 for a backward.
 
     Args:
-        events: the events, which say who runs what and in which order.
         seconds: ``[parts, 2, E]`` duration of every task.
         transfer_seconds: ``[E]`` time to send the result from one part to the next, in either direction.
         num_stages: number of stages, pp. The number of parts must be a multiple of it.

@@ -20,6 +20,7 @@ from bytescale.cost.stage import Loads
 from bytescale.plan import Plan
 from bytescale.plan.nodes import crossings
 from bytescale.plan.plan import segment_sums
+from bytescale.plan.slices import member_places
 from bytescale.plan.tiles import shares_of
 
 
@@ -73,7 +74,9 @@ def events_of(
     shared_group = np.full(plan.num_micro_batches, -1, dtype=np.int64)
     shared_group[entry_micro_batch[is_shared]] = plan.micro_batch_groups[is_shared]
 
-    members = _Members.of(plan, shared_group, ranks_per_node)
+    place = np.zeros(plan.num_micro_batches, dtype=np.int64)
+    place[entry_micro_batch[is_shared]] = member_places(plan)[is_shared]
+    members = _Members.of(plan, shared_group, place, ranks_per_node)
     shared_tokens = members.of_group(plan.group_tokens)
     row = np.stack((members.row_share - members.next_in_row_share, members.row_share - members.share), axis=1)
     event, offsets, member_micro_batches = _join(shared_group)
@@ -112,7 +115,8 @@ class _Members:
         return np.where(self.group >= 0, values[self.group], otherwise).astype(np.float64)
 
     @staticmethod
-    def of(plan: Plan, group: IntArray, ranks_per_node: int) -> _Members:
+    def of(plan: Plan, group: IntArray, place: IntArray, ranks_per_node: int) -> _Members:
+        """``place [M]``: of each micro-batch's rank in ``plan.group_ranks``."""
         starts, sizes = plan.group_rank_offsets[:-1], plan.group_sizes
         shares = shares_of(plan.group_weights, sizes, plan.group_columns)
         share = shares.own
@@ -125,8 +129,6 @@ class _Members:
         node = plan.group_ranks // ranks_per_node
         far = crossings(plan.group_ranks, sizes, plan.group_columns, ranks_per_node=ranks_per_node)
         shared = group >= 0
-        place = np.zeros(len(group), dtype=np.int64)
-        place[shared] = _member_places(plan, group[shared], plan.micro_batch_ranks[shared])
         return _Members(
             group=group,
             share=share[place] * shared,
@@ -187,11 +189,3 @@ def _join(shared_group: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
     return event, offsets, np.argsort(event, kind="stable")
-
-
-def _member_places(plan: Plan, groups: IntArray, ranks: IntArray) -> IntArray:
-    """Return the index of each (group, rank) pair in ``plan.group_ranks``."""
-    owner = np.repeat(np.arange(plan.num_groups), plan.group_sizes)
-    keys = owner * plan.num_ranks + plan.group_ranks
-    order = np.argsort(keys)
-    return order[np.searchsorted(keys, groups * plan.num_ranks + ranks, sorter=order)]

@@ -9,12 +9,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError
+from bytescale.cost import Cluster, CostModel
 from bytescale.cost.gradient_sync import (
     bucket_seconds,
     embedding_share,
@@ -51,7 +54,6 @@ def simulate(
     Args:
         plan: a verified plan for as many ranks as ``cluster`` has.
         profile: costs per layer at the cluster's tp.
-        cluster: the devices and their layout.
         speeds: ``[R]`` relative speeds of the ranks; None: all are 1.
         recompute: whether every layer's forward, ring included, runs once more before its backward.
 
@@ -301,3 +303,27 @@ def _traffic(done: _Executed, num_forwards: int) -> Traffic:
         gradient_sync=synced,
         offload=movable * tp * float(moved.sum()),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """The simulator with all that it has to know of a run besides the plan. It can be sent to another process."""
+
+    profile: Profile
+    """The times of the model's layers, without calibration."""
+    devices: ClusterConfig
+    recompute: bool = False
+    """Whether backward computes every layer's forward again."""
+
+    def __call__(self, cluster: Cluster, cost: CostModel) -> Callable[[Plan], float]:
+        """Return the function from a plan to the seconds of its step at these speeds and costs (``step_seconds``)."""
+        profile, speeds = self._at(cost), cluster.speeds
+        return partial(step_seconds, profile=profile, cluster=self.devices, speeds=speeds, recompute=self.recompute)
+
+    def simulated(self, plan: Plan, cost: CostModel) -> SimulatedStep:
+        """Simulate ``plan`` at these costs. The data costs no time. Raises as ``simulate``."""
+        return simulate(plan, self._at(cost), self.devices, recompute=self.recompute)
+
+    def _at(self, cost: CostModel) -> Profile:
+        # The planner's costs are sums over all layers, of which the stages of a pipeline have parts.
+        return self.profile.with_costs(cost) if self.devices.pp == 1 else self.profile

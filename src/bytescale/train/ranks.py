@@ -11,7 +11,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,12 +23,12 @@ from torch.distributed.distributed_c10d import _abort_process_group as abort_pro
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.elastic.utils.store import barrier
 
+from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import ConfigError
 from bytescale.common.failures import foreseen
 from bytescale.config import Config
 from bytescale.runtime import DTYPES, Mesh, MeshShape, RankGroup
 from bytescale.runtime.plain_data import all_gather_json
-from bytescale.train.nccl_options import check_nccl_options, check_same_nccl_options
 
 STORE_FILE = "BYTESCALE_STORE_FILE"
 """Environment variable with the file through which the ranks of one machine find each other. It lies in a folder that
@@ -40,6 +40,11 @@ FILES_BESIDE_SOCKETS = 256
 TIMEOUT_SECONDS = {"cpu": 120.0, "cuda": 1800.0}
 """How long a message may take. NCCL counts from posting, and a rank may post while its peers begin a long context."""
 _LOOK_SECONDS = 0.2
+_NCCL_NUMBERS = (
+    "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS",
+    "NCCL_MAX_P2P_NCHANNELS", "NCCL_NCHANNELS_PER_NET_PEER", "NCCL_BUFFSIZE",
+)  # fmt: skip
+"""Variables of NCCL that all ranks must have alike."""
 _CHECKPOINT_LIMIT = timedelta(hours=1)
 """Ranks write their parts of a checkpoint to disks that may be slow; a rank that died is noticed at once."""
 _OPENINGS = itertools.count()
@@ -69,7 +74,7 @@ class Ranks:
 
     def nodes(self) -> list[int]:
         """The node of every world rank, by a number that means nothing else. Every rank calls it."""
-        return [int(node) for (node,) in self.world.share([float(own_node(self.world.rank))])]
+        return nodes_of(self.world)
 
     def hdp_ranks_per_node(self) -> int:
         """HDP ranks of one stage that share a node, on the node that has fewest. Every rank calls it."""
@@ -88,16 +93,6 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this rank prints and keeps the run folder."""
         return self.world.rank == 0
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun (or anything that speaks its environment variables) started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def ranks_of_torchrun() -> int | None:
-    """How many ranks torchrun started in all; None when it started none."""
-    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
 
 
 def end_with_launcher() -> None:
@@ -129,25 +124,25 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
     dtype = choose_dtype(config.trainer.dtype, device)
     timeout = timedelta(seconds=config.parallel.timeout_seconds or TIMEOUT_SECONDS[device.type])
     if device.type == "cuda":
-        check_nccl_options()
         torch.cuda.set_device(device)
-    prepare_gloo(int(os.environ.get("WORLD_SIZE", "1")))
-    if STORE_FILE in os.environ or local_size == int(os.environ.get("WORLD_SIZE", "1")):
-        _listen_on_loopback()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    device_id = device if device.type == "cuda" else None
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    prepare_gloo(world_size)
+    if sys.platform == "linux" and (STORE_FILE in os.environ or local_size == world_size):
+        # All ranks are on this machine: sockets of gloo and NCCL need not be reached from another one.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     store: dist.Store = dist.HashStore()
     rank, num_ranks = 0, 1
-    if under_torchrun():
+    if ranks_of_torchrun() is not None:
         store, rank, num_ranks = _rendezvous(timeout)
     store = dist.PrefixStore(f"opening-{next(_OPENINGS)}", store)
     dist.init_process_group(
-        backend,
+        "nccl" if device.type == "cuda" else "gloo",
         store=store,
         rank=rank,
         world_size=num_ranks,
         timeout=timeout,
-        device_id=device_id,
+        device_id=device if device.type == "cuda" else None,
         pg_options=group_options("world", device, timeout),
     )
     try:
@@ -172,13 +167,6 @@ def leave_early(error: BaseException, device: torch.device) -> None:
         abort_process_groups()
     else:
         dist.destroy_process_group()
-
-
-def _listen_on_loopback() -> None:
-    """All ranks are on this machine: sockets of gloo and NCCL need not be reached from another one."""
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def record_for_launcher(error: Exception) -> None:
@@ -258,10 +246,25 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
         make_group,
         interleaved=parallel.virtual_stages > 1,
         overlapped=config.parallel.gradient_bucket_mib > 0,
-        nodes=[int(node) for (node,) in world.share([float(own_node(world.rank))])],
+        nodes=nodes_of(world),
     )
     mesh.connect()
     return mesh
+
+
+def check_same_nccl_options(world: RankGroup, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ``ConfigError`` on every rank where ranks have different numbers: both ends of a channel must agree."""
+    given = [environment.get(name, "") for name in _NCCL_NUMBERS]
+    own = [float(text) if text.isdigit() else -1.0 for text in given]  # NCCL ignores what is no number
+    largest, negated = world.max_of(own), world.max_of([-number for number in own])
+    for name, high, low in zip(_NCCL_NUMBERS, largest, negated, strict=True):
+        if high != -low:
+            values = " and ".join("unset" if number < 0 else f"{number:.0f}" for number in (-low, high))
+            raise ConfigError(
+                f"{name} is {values} on different ranks",
+                so="their ends of a connection would not fit together, and messages would hang",
+                fix="set it alike on every node, or nowhere",
+            )
 
 
 def group_options(name: str, device: torch.device, timeout: timedelta) -> Any:
@@ -277,10 +280,10 @@ def group_options(name: str, device: torch.device, timeout: timedelta) -> Any:
     return options
 
 
-def own_node(rank: int) -> int:
-    """A number that identifies this rank's node: torchrun's number, or else that of the node's first rank."""
-    node = os.environ.get("GROUP_RANK")
-    return int(node) if node is not None else rank - int(os.environ.get("LOCAL_RANK", "0"))
+def nodes_of(world: RankGroup) -> list[int]:
+    """The node of every rank: torchrun's number, or else that of the node's first rank. Every rank calls it."""
+    own = float(os.environ.get("GROUP_RANK", world.rank - int(os.environ.get("LOCAL_RANK", "0"))))
+    return [int(node) for (node,) in world.share([own])]
 
 
 def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:

@@ -9,12 +9,12 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
 from bytescale.common.errors import ConfigError
+from bytescale.common.parsing import parse_json
 from bytescale.config import Config, config_to_toml
 
 logger = logging.getLogger(__name__)
@@ -23,57 +23,24 @@ _LOCK_SECONDS = 20.0
 """Ranks whose launcher was killed take a moment to end."""
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """Paths of one run."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def origin(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.origin = path / "origin"
         """The config.json and the tokenizer's files of the Hugging Face folder that the weights came from."""
-        return self.path / "origin"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log.txt"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def wandb_id(self) -> Path:
-        return self.path / "wandb-id.txt"
-
-    @property
-    def calibration(self) -> Path:
+        self.metrics = path / "metrics.jsonl"
+        self.evaluations = path / "evaluations.jsonl"
+        self.log = path / "log.txt"
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.wandb_id = path / "wandb-id.txt"
+        self.calibration = path / "calibration.jsonl"
         """What was learned of costs and speeds after every step (``train.parts.calibration``)."""
-        return self.path / "calibration.jsonl"
-
-    @property
-    def traces(self) -> Path:
-        return self.path / "traces"
-
-    @property
-    def data(self) -> Path:
-        return self.path / "data"
+        self.traces = path / "traces"
+        self.data = path / "data"
 
     def plan(self, step: int) -> Path:
         return self.path / "plans" / f"step-{step:06d}.npz"
@@ -108,8 +75,7 @@ class RunFolder:
     def lock(self) -> Iterator[None]:
         """Lock the folder against other runs during the block. The kernel frees the lock when its holder dies.
 
-        Raises:
-            ConfigError: another run holds the lock, and still does after some seconds.
+        Raises ``ConfigError`` if another run holds the lock, and still does after some seconds.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDONLY)
@@ -129,21 +95,12 @@ class RunFolder:
 
 
 def origin_of(init: str) -> Path | None:
-    """The folder with the config.json that weights came from at first, or None.
-
-    Args:
-        init: as ``trainer.init``: ``hf:FOLDER``, or ``checkpoint:FOLDER`` for a checkpoint of a run.
-    """
+    """The folder with the config.json that weights came from at first, or None. ``init``: as ``trainer.init``."""
     kind, _, name = init.partition(":")
     folder = Path(name).expanduser()
     if kind == "checkpoint":
         folder = folder.resolve().parent.parent / "origin"
     return folder if kind in ("hf", "checkpoint") and (folder / "config.json").is_file() else None
-
-
-def default_run_dir(config_name: str) -> str:
-    """``runs/<config name>-<date>-<time>``."""
-    return f"runs/{config_name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def check_is_new(path: Path) -> None:
@@ -154,6 +111,19 @@ def check_is_new(path: Path) -> None:
             so="its metrics and checkpoints would be mixed with the new run's",
             fix=f"continue it with `bytescale train --resume {path}`, or name another trainer.run_dir",
         )
+
+
+def lines_until(path: Path, step: int) -> list[str]:
+    """The lines up to ``step`` of a file that has a line of JSON for every step; none where there is no file.
+
+    The last line of a killed run may be cut off, and is left out.
+    """
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):
+            if parse_json(line)["step"] <= step:
+                kept.append(line)
+    return kept
 
 
 def is_locked(path: Path) -> bool:

@@ -88,7 +88,6 @@ class Exchange:
             group: the process group. None for a single rank, which never sends.
             rank: this rank: its entry in ``members``, or its rank in ``group`` if ``members`` is None.
             batched: whether each send and its receive form one ``batch_isend_irecv``, as NCCL requires.
-            name: the name of the group in error messages.
             clock: the clock for waiting; None: that of the host.
             members: the numbers by which callers and error messages refer to the ranks, in the group's order. None: the
                 ranks in the group.

@@ -4,12 +4,9 @@ A shared group is a set of ranks, its members, that hold slices of the same sequ
 and Q columns. Member ``p Q + q`` is in row p and column q, and computes the queries of its row (Q slices) against the
 keys of its column (P slices). So every pair of slices meets on exactly one member. Under the causal mask all members
 have the same work, because of the order in which they hold a sequence (``plan.layout``). Mesh-Attention (arXiv
-2512.20968) has such grids for groups that never change. Here the shape is part of the plan, and every micro-batch may
-have another one.
+2512.20968) has such grids for groups that never change.
 
-With one column this is the ring of the paper's section 7 (DistAttention and zig-zag ring attention came before it). A
-ring moves the keys of the whole sequence past every member, so more members do not reduce its traffic. A grid moves
-the keys of P slices and the queries of Q slices past a member.
+With one column this is the ring of the paper's section 7.
 
 Forward runs these steps on member (p, q). Places are counted modulo P and Q.
 

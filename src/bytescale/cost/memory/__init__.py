@@ -1,30 +1,28 @@
 """Peak memory of a micro-batch, part by part, from the model's shape: what fits is known before anything runs.
 
-``model`` is what others use. It stands on four parts: which layers a device has (``share``), how it computes them
-(``device_kernels``), what one token's row takes in each of a layer's tensors (``rows``), and what a micro-batch needs
-in each of its phases (``phases``).
+``model`` is what others use. It stands on three parts: how a device computes (``device_kernels``), which layers it has
+and what one token's row takes in each of a layer's tensors (``rows``), and what a micro-batch needs in each of its
+phases (``phases``).
 
 The counts follow what autograd really saves. tests/cost/test_memory.py compares them with counted tensors, phase by
 phase.
 """
 
-from bytescale.cost.memory.capacity import fitting_capacity
 from bytescale.cost.memory.device_kernels import (
     HEAD_NUMBERS_PER_CHUNK,
     LOGITS_PER_CHUNK,
+    NCCL_BYTES_PER_NEIGHBOUR,
     ROWS_PER_CHUNK,
     DeviceKind,
     KernelMemory,
     is_row_wise,
     loss_chunk_tokens,
+    nccl_reserve_bytes,
 )
-from bytescale.cost.memory.device_memory import DeviceMemory
+from bytescale.cost.memory.device_memory import DeviceMemory, States, fitting_capacity
 from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
 from bytescale.cost.memory.model import Checkpointing, MemoryModel
-from bytescale.cost.memory.nccl import NCCL_BYTES_PER_NEIGHBOUR, nccl_reserve_bytes
-from bytescale.cost.memory.ring_widths import RingWidths
-from bytescale.cost.memory.share import ModelShare
-from bytescale.cost.memory.states import States
+from bytescale.cost.memory.rows import ModelShare, RingWidths
 
 __all__ = [
     "HEAD_NUMBERS_PER_CHUNK",

@@ -23,6 +23,15 @@ HEAD_NUMBERS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**26}
 ROWS_PER_CHUNK = {"cpu": 2**15, "cuda": 2**15}
 """Rows of a feed-forward block that are recomputed at a time, with checkpointing. A 7B model takes 3.8 GB in BF16."""
 
+NCCL_BYTES_PER_NEIGHBOUR = 32 * (10 + 2) * 2**20
+"""Bytes of the buffers that NCCL allocates when two GPUs of a node first exchange messages.
+
+A communicator for collectives takes about as much. There are 32 channels of 10 MiB to receive and 2 MiB to send, as
+NCCL's log of allocations shows on 8 H100s (NVIDIA/nccl#1685, where seven peers took 3.28 GB). Peers on other nodes
+share one buffer.
+"""
+_GPUS_PER_NODE = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelMemory:
@@ -65,3 +74,14 @@ def is_row_wise(architecture: Architecture, tensor_parallel: int) -> bool:
 def loss_chunk_tokens(vocab_size: int, kind: str) -> int:
     """Tokens whose logits over ``vocab_size`` words exist at a time on a device of this ``kind``."""
     return max(1, LOGITS_PER_CHUNK[kind] // vocab_size)
+
+
+def nccl_reserve_bytes(num_hdp_ranks: int, tensor_parallel: int, num_stages: int) -> int:
+    """Return the bytes that NCCL holds on one rank of a mesh, for its communicators and for all possible neighbours.
+
+    In the course of a run a rank meets all HDP ranks of its node in rings, and the stages before and after its own.
+    """
+    hdp, tp, pp = (size > 1 for size in (num_hdp_ranks, tensor_parallel, num_stages))
+    communicators = int(hdp or tp or pp) + int(hdp) + int(hdp and (tp or pp)) + int(tp)  # world, gradients, HDP, TP
+    neighbours = min(num_hdp_ranks, _GPUS_PER_NODE) - 1 + 2 * int(pp)
+    return NCCL_BYTES_PER_NEIGHBOUR * (communicators + neighbours)

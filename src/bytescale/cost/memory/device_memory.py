@@ -4,12 +4,51 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
+from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes
-from bytescale.cost.memory.states import States
+from bytescale.config import AUTO_CAPACITY
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.cost.profile import Profile
 from bytescale.plan.limits import MemoryLimits, Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Bytes of one device. Gradient sums, moments and master weights are in fp32 or wider."""
+
+    num_parameters: int
+    """Weights on this device that are trained."""
+    element_bytes: int
+    """2 for bf16, 4 for fp32, 8 for fp64."""
+    num_ranks: int
+    """HDP ranks, over which the optimizer's states are sharded."""
+    num_frozen: int = 0
+    """Further weights on this device, which are not trained."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The weights that compute."""
+        return (self.num_parameters + self.num_frozen) * self.element_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradient sums of all weights."""
+        return self.num_parameters * self._wide
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """This rank's shard: two moments, and master weights where parameters are narrower.
+
+        Gradients are reduced in place.
+        """
+        copies = 2 + int(self.element_bytes < self._wide)
+        return copies * self._wide * -(-self.num_parameters // self.num_ranks)
+
+    @property
+    def _wide(self) -> int:
+        return max(4, self.element_bytes)
 
 
 class DeviceMemory(ABC):
@@ -51,9 +90,9 @@ class DeviceMemory(ABC):
     def offload_rule(self, times: Profile, host_bytes: float) -> OffloadRule:
         """What a micro-batch may offload into ``host_bytes`` of a rank."""
 
-    @abstractmethod
     def fullest_stage(self, device_bytes: float) -> DeviceMemory:
-        """The same for the pipeline stage that has room for the fewest tokens."""
+        """The same for the pipeline stage that has room for the fewest tokens: itself, unless there are stages."""
+        return self
 
     @property
     def most_head_groups(self) -> int:
@@ -97,3 +136,38 @@ class DeviceMemory(ABC):
         }
         groups = f"; attention in {self.head_groups} groups of heads" if self.head_groups > 1 else ""
         return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items()) + groups
+
+
+def fitting_capacity(model: DeviceMemory, wanted: int, usable_bytes: float, who: str = "a rank") -> int:
+    """Return ``wanted`` tokens a micro-batch, or as many as fit if ``wanted`` is ``AUTO_CAPACITY``.
+
+    Args:
+        model: the memory of the pipeline's fullest stage, or of a measured model.
+        usable_bytes: what a rank may use of its device.
+        who: the rank, for messages.
+
+    Raises:
+        ConfigError: nothing fits, or fewer tokens than ``wanted``.
+    """
+    fits = model.capacity_tokens(usable_bytes)
+    if fits == 0:
+        raise ConfigError(
+            f"{'NCCL, ' if model.nccl_bytes else ''}parameters, gradients and optimizer need "
+            f"{format_bytes(model.states_bytes + model.nccl_bytes)} a rank, of "
+            f"{format_bytes(usable_bytes)} that {who} may use",
+            so="not one token would fit beside them",
+            fix="use more ranks (the optimizer is sharded over them), more devices per rank (tp, pp), a smaller "
+            "model, or a larger device_gib",
+        )
+    if wanted == AUTO_CAPACITY:
+        return fits
+    if wanted > fits:
+        needed = float(model.limits().device_peak(wanted, 0, wanted))
+        raise ConfigError(
+            f"a micro-batch of parallel.capacity_tokens = {wanted} needs {format_bytes(needed)}, "
+            f"{format_bytes(needed - usable_bytes)} more than the {format_bytes(usable_bytes)} that {who} may use",
+            so="training would run out of memory",
+            fix=f'set parallel.capacity_tokens to {fits} or less (or "auto"), memory.checkpointing to attention '
+            "or full, or memory.device_gib",
+        )
+    return wanted

@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from bytescale.common.errors import ConfigError
 from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, DeviceKind, loss_chunk_tokens
-from bytescale.cost.memory.device_memory import DeviceMemory
-from bytescale.cost.memory.ring_widths import RingWidths
-from bytescale.cost.memory.states import States
-from bytescale.cost.offload_rule import OffloadRule, measured_rule
+from bytescale.cost.memory.device_memory import DeviceMemory, States
+from bytescale.cost.memory.rows import RingWidths
+from bytescale.cost.offload_rule import OffloadRule
 from bytescale.cost.profile import Profile
+from bytescale.cost.stage import movable_layers
 from bytescale.plan.limits import MemoryLimits, Phase
 
 
@@ -51,7 +52,7 @@ class MeasuredRows:
 class MeasuredMemory(DeviceMemory):
     """The same for a measured model as ``MemoryModel`` is for ours, on one device that has the whole model."""
 
-    of_weights: States
+    states: States
     rows: MeasuredRows
     rings: tuple[RingWidths, ...]
     """Of the layers without a window, and of those of each window."""
@@ -69,32 +70,19 @@ class MeasuredMemory(DeviceMemory):
     num_layers: int = 1
     head_groups: int = 1
 
-    def fullest_stage(self, device_bytes: float) -> MeasuredMemory:
-        """The model itself: it has no stages."""
-        return self
-
-    @property
-    def states(self) -> States:
-        """As ``DeviceMemory``."""
-        return self.of_weights
-
     @property
     def saved_bytes_per_token(self) -> float:
-        """What all layers keep of a token, from forward to backward."""
         return self.rows.saved_per_token
 
     @property
     def layer_saved_bytes_per_token(self) -> float:
-        """The same of one layer, on average."""
         return self.rows.saved_per_token / self.num_layers
 
     @property
     def movable_bytes_per_token(self) -> float:
-        """The part of it that may wait in host memory."""
         return self.rows.movable_per_token
 
     def phases(self) -> tuple[Phase, ...]:
-        """What comes on top of states and saved activations."""
         beside = max(0.0, self.rows.peak_per_token - self.rows.saved_per_token) + self.kernel_bytes_per_token
         layers = Phase(name="layer", fixed_bytes=self.rows.fixed, bytes_per_token=beside)
         return (self._loss(), layers, *(self._ring(ring, beside) for ring in self.rings))
@@ -105,12 +93,18 @@ class MeasuredMemory(DeviceMemory):
         return DeviceMemory.limits(self, device_bytes=device_bytes, host_bytes=host_bytes * freed)
 
     def offload_rule(self, times: Profile, host_bytes: float) -> OffloadRule:
-        """What a micro-batch may offload into ``host_bytes`` of a rank. Raises as ``measured_rule``."""
-        return measured_rule(
+        """As ``DeviceMemory``. Raises ``ConfigError`` where offloading frees nothing."""
+        if self.limits().movable_share <= 0:
+            raise ConfigError(
+                f"activations shall be offloaded, but that frees no memory of this model of {self.num_layers} layers",
+                so="it would cost time and gain nothing (the last two layers always stay on the device)",
+                fix='set memory.offload = "off", or leave out host_gib of HDP',
+            )
+        return OffloadRule.of_layers(
             times,
-            share=self.limits().movable_share,
-            moved_per_token=self.rows.moved_per_token,
+            self.rows.moved_per_token / movable_layers(self.num_layers),
             num_layers=self.num_layers,
+            movable_share=self.limits().movable_share,
             host_bytes=host_bytes,
         )
 

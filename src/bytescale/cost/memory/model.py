@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from bytescale.config import AUTO_HEAD_GROUPS, Architecture, Config, RingGradients
 from bytescale.config.validate import may_offload
-from bytescale.cost.curve import Curve
-from bytescale.cost.memory.device_kernels import DeviceKind, KernelMemory
-from bytescale.cost.memory.device_memory import DeviceMemory
-from bytescale.cost.memory.nccl import nccl_reserve_bytes
-from bytescale.cost.memory.phases import Phases
-from bytescale.cost.memory.rows import Checkpointing, RowBytes
-from bytescale.cost.memory.share import ModelShare
-from bytescale.cost.memory.states import States
+from bytescale.cost.memory.device_kernels import DeviceKind, KernelMemory, nccl_reserve_bytes
+from bytescale.cost.memory.device_memory import DeviceMemory, States
+from bytescale.cost.memory.measured import MeasuredMemory
+from bytescale.cost.memory.phases import CountedMemory
+from bytescale.cost.memory.rows import Checkpointing, ModelShare
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.cost.profile import Profile
 from bytescale.cost.stage import movable_layers
-from bytescale.plan.limits import Phase
 
 _ABOUT_AS_MANY = 0.95  # each group more costs a pass over a layer's input; it should be worth it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryModel(DeviceMemory):
+class MemoryModel(CountedMemory):
     """The memory of one device. By default, a rank is one device that holds the whole model. All results are in bytes.
 
     A pipeline stage holds what layers save for all micro-batches in flight, each of which is taken to be as large as
     the one that is asked about. ``cost.memory.phases`` has the phases.
     """
 
-    share: ModelShare
-    element_bytes: int
-    """2 for bf16, 4 for fp32, 8 for fp64. Sums are in fp32 or wider."""
     num_ranks: int
     """HDP ranks, over which the optimizer's states are sharded."""
-    kernels: KernelMemory = field(default_factory=KernelMemory)
-    checkpointing: Checkpointing = "none"
-    head_groups: int = 1
-    """Groups of heads that attention and its projections take one after the other, under checkpointing."""
-    ring_gradients: RingGradients = "wide"
-    """In what the gradients of keys and values travel around a ring."""
     nccl_bytes: int = 0
     """What NCCL holds beside everything that is counted here."""
 
@@ -79,18 +66,23 @@ class MemoryModel(DeviceMemory):
     @staticmethod
     def of_config(
         config: Config,
-        architecture: Architecture,
+        counted: Architecture | MeasuredMemory,
         kind: DeviceKind,
         *,
         element_bytes: int,
         num_ranks: int,
         device_bytes: float,
-    ) -> MemoryModel:
-        """Return the model of a run, in as many groups of heads as ``config`` says or as ``device_bytes`` need."""
+    ) -> DeviceMemory:
+        """Return the memory of a run, in as many groups of heads as ``config`` says or as ``device_bytes`` need.
+
+        ``counted``: the shape of the model; or its memory, if that was measured, which is returned.
+        """
+        if isinstance(counted, MeasuredMemory):
+            return counted
         parallel, memory = config.parallel, config.memory
         whole = MemoryModel.on_device(
             ModelShare(
-                architecture=architecture,
+                architecture=counted,
                 tensor_parallel=parallel.tp,
                 num_stages=parallel.pp,
                 virtual_stages=parallel.virtual_stages,
@@ -106,8 +98,6 @@ class MemoryModel(DeviceMemory):
             return replace(whole, head_groups=memory.head_groups)
         tokens = parallel.capacity_tokens or None
         return whole.in_head_groups(device_bytes, capacity_tokens=tokens, offload=may_offload(config, kind))
-
-    # What is chosen
 
     def in_head_groups(self, device_bytes: float, *, capacity_tokens: int | None, offload: bool) -> MemoryModel:
         """Return a copy that uses the fewest groups of heads with which ``capacity_tokens`` fit on every stage.
@@ -136,24 +126,14 @@ class MemoryModel(DeviceMemory):
         """Return the same for the stage that has room for the fewest tokens, and the first of several such stages."""
         return min(self.stages(), key=lambda stage: stage.capacity_tokens(device_bytes))
 
-    # States
-
     @property
     def states(self) -> States:
         return States(
             num_parameters=self.share.num_parameters, element_bytes=self.element_bytes, num_ranks=self.num_ranks
         )
 
-    # Activations
-
-    @property
-    def rows(self) -> RowBytes:
-        """What one token takes in each tensor."""
-        return RowBytes.of(self.share, self.kernels, element_bytes=self.element_bytes, checkpointing=self.checkpointing)
-
     @property
     def layer_saved_bytes_per_token(self) -> int:
-        """What a layer keeps of a token from forward to backward."""
         return self.rows.kept
 
     @property
@@ -168,23 +148,10 @@ class MemoryModel(DeviceMemory):
         num_layers = sum(movable_layers(len(chunk)) for chunk in self.share.chunks)
         return self.share.num_in_flight * num_layers * self.rows.kept
 
-    def phases(self) -> tuple[Phase, ...]:
-        """Return what comes on top of states and saved activations."""
-        return Phases(
-            share=self.share,
-            kernels=self.kernels,
-            rows=self.rows,
-            element_bytes=self.element_bytes,
-            checkpointing=self.checkpointing,
-            head_groups=self.head_groups,
-            ring_gradients=self.ring_gradients,
-        ).all()
-
     def offload_rule(self, times: Profile, host_bytes: float) -> OffloadRule:
-        """What a micro-batch may offload into ``host_bytes`` of a rank, by what each of its layers saves."""
-        kept = Curve(0.0, self.layer_saved_bytes_per_token, 0.0)
-        return OffloadRule(
-            profile=replace(times, activation_bytes=kept, points=()),
+        return OffloadRule.of_layers(
+            times,
+            self.layer_saved_bytes_per_token,
             num_layers=self.share.num_layers,
             movable_share=self.limits().movable_share,
             host_bytes=host_bytes / self.share.num_in_flight,

@@ -12,31 +12,36 @@ micro-batch with a shared group has them in every phase but the loss. So it is w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from bytescale.config import RingGradients
 from bytescale.cost import flops
 from bytescale.cost.memory.device_kernels import KernelMemory
-from bytescale.cost.memory.ring_widths import RingWidths
-from bytescale.cost.memory.rows import Checkpointing, RowBytes
-from bytescale.cost.memory.share import ModelShare
+from bytescale.cost.memory.device_memory import DeviceMemory
+from bytescale.cost.memory.rows import Checkpointing, ModelShare, RingWidths, RowBytes
 from bytescale.plan.limits import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phases:
-    """The phases of one device. All results are in bytes."""
+class CountedMemory(DeviceMemory):
+    """A device with layers of our own, and the phases of its micro-batches. All results are in bytes."""
 
     share: ModelShare
-    kernels: KernelMemory
-    rows: RowBytes
     element_bytes: int
-    checkpointing: Checkpointing
-    head_groups: int
-    ring_gradients: RingGradients
+    """2 for bf16, 4 for fp32, 8 for fp64. Sums are in fp32 or wider."""
+    kernels: KernelMemory = field(default_factory=KernelMemory)
+    checkpointing: Checkpointing = "none"
+    head_groups: int = 1
+    """Groups of heads that attention and its projections take one after the other, under checkpointing."""
+    ring_gradients: RingGradients = "wide"
+    """In what the gradients of keys and values travel around a ring."""
 
-    def all(self) -> tuple[Phase, ...]:
-        """Every phase of a micro-batch on this stage."""
+    @property
+    def rows(self) -> RowBytes:
+        """What one token takes in each tensor."""
+        return RowBytes.of(self.share, self.kernels, element_bytes=self.element_bytes, checkpointing=self.checkpointing)
+
+    def phases(self) -> tuple[Phase, ...]:
         loss = self._loss() if self.share.is_last else ()
         return (*loss, self._feed_forward(), *self._attention())
 

@@ -15,9 +15,9 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import LossPer
 from bytescale.data.order.batches import GlobalBatch
-from bytescale.data.order.samples import PART_SHIFT, Samples
 from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype
 from bytescale.data.tokens.open_parts import Slice
+from bytescale.data.tokens.samples import PART_SHIFT, Samples
 from bytescale.plan.rank_plan import RankPlan
 
 
@@ -28,7 +28,7 @@ class MicroBatchData:
     tokens: IntArray  # [T] token ids
     labels: IntArray  # [T] next token of the same document, or what its record names; or IGNORE_INDEX
     position_ids: IntArray  # [T] place inside the sequence
-    segment_samples: IntArray  # [P] name of the sample that each segment is cut from (data.order.samples)
+    segment_samples: IntArray  # [P] name of the sample that each segment is cut from (data.tokens.samples)
     weights: NDArray[np.float64] | None = None  # [T] of each label's loss, scaled as data.loss_per says; None: all 1
     fields: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """``[T]`` by name, those of ``data.fields``: the number of the token that each label stands for, 0 without one."""

@@ -27,7 +27,7 @@ from bytescale.config.schema import DataConfig, LossPer
 from bytescale.config.validate import check_batches
 from bytescale.data.order.epoch import EVERYTHING, SampleStream
 from bytescale.data.order.index import CorpusIndex
-from bytescale.data.order.samples import Samples
+from bytescale.data.tokens.samples import Samples
 
 SamplerState = dict[str, Any]
 

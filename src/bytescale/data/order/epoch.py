@@ -18,7 +18,7 @@ import numpy as np
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import CheckpointError
 from bytescale.data.order.index import CorpusIndex
-from bytescale.data.order.samples import NO_SAMPLES, Samples
+from bytescale.data.tokens.samples import NO_SAMPLES, Samples
 
 MIB = 1024**2
 EVERYTHING = "everything"

@@ -25,7 +25,6 @@ from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
-from bytescale.data.order.samples import make_samples, trained_of
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit, too_many_corrupt_records
 from bytescale.data.sources.records import iter_records, plan_units
@@ -34,6 +33,7 @@ from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, re
 from bytescale.data.tokens.metadata import TokenMetadata, is_as_written, load_metadata, metadata_of
 from bytescale.data.tokens.open_parts import RemoteTokens, local_copy
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
+from bytescale.data.tokens.samples import make_samples, trained_of
 from bytescale.data.tokens.tokenize import EncodedUnit, UnitEncoder, encode_in_processes, report_progress, write_units
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.place import Url
@@ -75,7 +75,7 @@ class PartContent:
     document_offsets: IntArray  # [D + 1] first token of each document of the part, then the number of all tokens
     metadata: TokenMetadata
     trained: tuple[IntArray, NDArray[np.float64]] | None = None
-    """Of each sample, as ``order.samples.trained_of``; None: every token has weight 1."""
+    """Of each sample, as ``tokens.samples.trained_of``; None: every token has weight 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,7 @@ def measured_memory(
     parameters, layers, weight = list(decoder.parameters()), decoder.facts.layers, decoder.model_head.weight
     element_bytes, vocab_size = parameters[0].element_size(), decoder.model_head.num_words
     return MeasuredMemory(
-        of_weights=States(
+        states=States(
             num_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             num_frozen=sum(parameter.numel() for parameter in parameters if not parameter.requires_grad),
             element_bytes=element_bytes,

@@ -118,7 +118,6 @@ def degrees_within(
         tried: tells the time of a group, and the most ranks that any may have.
         lengths: ``[L]`` tokens.
         fewest: ``[L]`` ranks that hold each sequence.
-        seconds: the time limit.
     """
     cost, num_ranks = tried.cost, tried.num_ranks
     work = cost.work_seconds(lengths)

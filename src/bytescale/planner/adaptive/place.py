@@ -28,10 +28,7 @@ def stack(blocks: Rectangles, num_ranks: int, *, target: float, num_stages: int 
     """All groups, stacked on R = ``num_ranks`` ranks.
 
     Args:
-        blocks: the groups.
-        num_ranks: R.
         target: seconds; the time by which all should end.
-        num_stages: pipeline stages.
         snap: share of a plateau's speed.
     """
     free = FreeTime(blocks, num_ranks, target, num_stages)
@@ -51,7 +48,6 @@ def share_low(free: FreeTime, lengths: IntArray, seconds: FloatArray, cost: Cost
         free: the time that stacked groups leave.
         lengths: ``[n]`` tokens of the whole sequences, descending.
         seconds: ``[n]`` time of each on one rank.
-        cost: tells the time of a group.
     """
     if not len(seconds):
         return
@@ -85,7 +81,6 @@ def reserve(
     Args:
         blocks: the groups, on equal ranks.
         lengths: ``[G]`` tokens of each.
-        num_ranks: R.
         target: seconds; the time by which all should end.
         whole_seconds: ``[n]`` time of each other sequence, descending. A placement is in time only if these fit as
             well: after the shared groups or, if that room is too small, also in the gaps before them.

@@ -61,8 +61,6 @@ def adaptive_plan(
 
     Args:
         lengths: ``[S]`` tokens per sequence.
-        cluster: the ranks.
-        cost: tells the time of a group.
         num_stages: pipeline stages; with more than one, the plan cannot hang under 1F1B (``aligned``).
         context: longest sequence that a static mesh has to hold, if it is longer than the batch's longest.
         step_seconds: the time of a plan's step in seconds. Large pipelines do without (``effort.SIMULATED``).
@@ -321,13 +319,9 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     """Step 7: the best of ``plan`` and the baselines' plans, until one is good enough.
 
     So a plan is never later than a baseline's, in the time by which plans are compared, with two exceptions: with free
-    communication, and of more than ``effort.FEW`` sequences, a plan is good enough from ``effort.GOOD_ENOUGH`` on.
-
-    With free communication, a static mesh balances every batch at no cost, at the latest one of all ranks. A plan close
-    to the target is then good enough, and so it is for a batch of many sequences, which takes longer to plan. Otherwise
-    only all compute spread evenly is, which no plan beats. The target can be beaten: the sequences of
-    a mesh's pack hide each other's messages, and a plan gets better shapes than the target knows. So plans with grids
-    and plans with rings are compared with the same baselines, and grids are never slower.
+    communication, and of more than ``effort.FEW`` sequences, a plan is good enough from ``effort.GOOD_ENOUGH`` times
+    the target on. Otherwise only all compute spread evenly is: the target can be beaten, because the sequences of a
+    mesh's pack hide each other's messages.
     """
     enough = batch.even_seconds
     if is_ideal(batch.cost) or plan.num_sequences > effort.FEW:

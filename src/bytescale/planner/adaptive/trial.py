@@ -38,11 +38,8 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
     """The trial as a ``Plan``: shared groups in their order, and every rank's whole sequences in packs.
 
     Args:
-        batch: the batch.
-        trial: one way to assign it to the ranks.
         order: ``[S]`` sequence number of each place in the batch.
         lengths: ``[S]`` tokens, by sequence number.
-        planner: name of the planner, for people.
     """
     count, num_ranks = len(trial.shared), batch.cluster.num_ranks
     by_rank = rising(trial.whole_ranks)
@@ -97,7 +94,6 @@ def longest_packs_first(
     The times are ``[most packs, R]`` seconds, 0 where a rank has fewer packs.
 
     Args:
-        batch: the batch.
         places: ``[n]`` whole sequences.
         ranks: ``[n]`` where each runs.
         index: ``[n]`` pack of each on its rank.
@@ -118,8 +114,6 @@ def group_shapes(
         lengths: ``[G]`` tokens of their sequences.
         degrees: ``[G]`` ranks of each.
         ranks: ``[E]`` of all groups, group by group, neighbours beside each other.
-        cluster: the ranks.
-        cost: tells the time of a group.
 
     Returns:
         ``[G]`` columns, and ``[E]`` ranks and weights in member order, group by group; weights are None if all are 1.

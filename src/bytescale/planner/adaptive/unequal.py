@@ -96,8 +96,6 @@ def grids(
         lengths: ``[G]`` tokens of the groups' sequences.
         degrees: ``[G]`` ranks of each.
         ranks: ``[E]`` of all groups, group by group.
-        cluster: the ranks.
-        cost: tells the time of a group.
     """
     starts = np.cumsum(degrees) - degrees
     stretch, places = cluster.stretch(lengths).tolist(), np.arange(len(ranks))

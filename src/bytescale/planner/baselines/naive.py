@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
@@ -20,8 +18,6 @@ def naive_plan(
     *,
     cluster: Cluster,
     cost: CostModel | None = None,
-    degrees: IntArray | None = None,
-    ratios: NDArray[np.float64] | None = None,
 ) -> Plan:
     """Long sequences on the fewest ranks, short ones packed, all assigned to the ranks in turn (paper Algorithm 1).
 
@@ -36,13 +32,11 @@ def naive_plan(
         lengths: ``[S]`` tokens per sequence.
         cluster: the ranks; the smallest capacity limits all of them.
         cost: ignored; it is a parameter so that all planners are called alike.
-        degrees: ``[S]`` number of ranks of each sequence, in place of those of step 1.
-        ratios: ``[S]`` offload ratio of each sequence that goes with ``degrees``.
     """
     del cost
     lengths = checked_lengths(lengths, cluster=cluster, uniform=True)
     capacity = smallest_capacity(cluster)
-    degrees = cluster.fewest_ranks(lengths) if degrees is None else degrees
+    degrees = cluster.fewest_ranks(lengths)
     is_long = (degrees > 1) | (lengths > capacity)
     long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
     # One bin per long sequence, then the packs; a stable sort keeps the order of arrival inside each.
@@ -61,10 +55,7 @@ def naive_plan(
         degrees=group_degrees,
         slots=np.arange(len(counts)),
     )
-    plan = assemble(draft, lengths=lengths, cluster=cluster, planner="naive")
-    if ratios is None:
-        return plan
-    return replace(plan, group_offload_ratio=ratios[plan.group_sequences[plan.group_sequence_offsets[:-1]]])
+    return assemble(draft, lengths=lengths, cluster=cluster, planner="naive")
 
 
 def minimal_groups(lengths: IntArray, order: IntArray, cluster: Cluster) -> tuple[IntArray, IntArray, IntArray]:
@@ -73,7 +64,6 @@ def minimal_groups(lengths: IntArray, order: IntArray, cluster: Cluster) -> tupl
     Args:
         lengths: ``[S]`` of the whole batch.
         order: the bucket's sequence numbers, longest first.
-        cluster: the ranks.
 
     Returns:
         sequences group by group, long ones first; sequences per group ``[G]``; degrees ``[G]``.

@@ -43,7 +43,6 @@ def paper_plan(
     Args:
         lengths: ``[S]`` tokens per sequence.
         cluster: the ranks; the smallest capacity counts for all, speeds scale a rank's time.
-        cost: tells the time of a group.
         num_buckets: the paper leaves it open.
         pipeline: PP-Balance instead of DP-Balance. Its plans can hang in a pipeline: ``aligned`` moves their groups.
         delta_seconds: the paper leaves it open too; None: the time of one full micro-batch of one rank.

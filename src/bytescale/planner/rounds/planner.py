@@ -68,7 +68,6 @@ def rounds_plan(
 
     Args:
         lengths: ``[S]`` tokens per sequence.
-        cluster: the ranks.
         cost: tells the time of a group, and of the gathers of a round.
         domain: consecutive ranks that run in lockstep; 0: all.
         num_stages: pipeline stages, whose bubbles count in comparisons. The plan cannot hang under 1F1B.

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 import ray.exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from bytescale.common.cuda_allocator import use_expandable_segments
@@ -47,32 +48,17 @@ class RankActor:
         port = int(self._reservation.getsockname()[1])
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port, os.getpid()
 
-    def run(self, config: Config, environment: dict[str, str], console: Any) -> None:
-        """Train; the first rank's lines go to ``console``."""
+    def run(self, config: Config, environment: dict[str, str], console: Queue) -> None:
+        """Train; the first rank's lines go to ``console``, on their way to the terminal."""
         os.environ.update(environment)
         use_expandable_segments()
-        from bytescale.train import train
+        from bytescale.train.loop.trainer import train
 
-        train(config, print_line=lambda line: ray.get(console.write.remote(line)), stop=self._stop)
+        train(config, print_line=console.put, stop=self._stop)
 
     def stop(self) -> None:
         """Ask the rank to finish its step, save and end."""
         self._stop.heard = True
-
-
-class Console:
-    """Lines on their way from the first rank to the terminal."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-
-    def write(self, line: str) -> None:
-        self._lines.append(line)
-
-    def take(self) -> list[str]:
-        """What was written since the last call."""
-        lines, self._lines = self._lines, []
-        return lines
 
 
 def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) -> None:
@@ -89,7 +75,7 @@ def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) 
     group = placement_group([bundle] * num_ranks, strategy="PACK")
     ranks: list[Any] = []
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    console: Any = ray.remote(Console).options(num_cpus=0, scheduling_strategy=here).remote()  # no other node takes it
+    console = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})  # no other node takes it
     closing = ExitStack()
     try:
         if not group.wait(_PLACE_SECONDS):
@@ -116,7 +102,7 @@ def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) 
         for rank in ranks:
             ray.kill(rank)
         remove_placement_group(group)
-        ray.kill(console)
+        console.shutdown(force=True)
         closing.close()
 
 
@@ -188,7 +174,7 @@ def _environments(addresses: list[tuple[str, str, int, int]], folder: Path) -> l
 
 
 def _wait(
-    running: dict[Any, int], ranks: list[Any], console: Any, print_line: Callable[[str], None], asked: StopRequest
+    running: dict[Any, int], ranks: list[Any], console: Queue, print_line: Callable[[str], None], asked: StopRequest
 ) -> dict[int, Exception]:
     """Wait until all ranks have ended or one has failed. Returns the errors. Passes ``asked`` on to the ranks."""
     failures: dict[int, Exception] = {}
@@ -200,7 +186,7 @@ def _wait(
             ray.wait([rank.stop.remote() for rank in ranks], num_returns=len(ranks), timeout=_TRY_SECONDS)
         patience = _BLAME_SECONDS if failures else _LOOK_SECONDS
         ended, left = ray.wait(left, num_returns=1, timeout=patience)
-        for line in ray.get(console.take.remote()):
+        for line in console.get_nowait_batch(console.qsize()):
             print_line(line)
         for reference in ended:
             try:
@@ -239,12 +225,9 @@ def _failure(failures: dict[int, Exception], pids: list[int], run_dir: str) -> R
 
 def _bundle(config: Config) -> dict[str, float]:
     """The resources that one rank needs."""
-    return {"CPU": 1.0, **({"GPU": 1.0} if _wants_gpus(config) else {})}
-
-
-def _wants_gpus(config: Config) -> bool:
     has_gpus = ray.cluster_resources().get("GPU", 0) >= config.parallel.ranks
-    return config.trainer.device == "cuda" or (config.trainer.device == "auto" and has_gpus)
+    on_gpus = config.trainer.device == "cuda" or (config.trainer.device == "auto" and has_gpus)
+    return {"CPU": 1.0, **({"GPU": 1.0} if on_gpus else {})}
 
 
 def _no_room(num_ranks: int, bundle: dict[str, float]) -> ConfigError:

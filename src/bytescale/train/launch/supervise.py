@@ -17,15 +17,12 @@ def supervise(
     ranks_there: Callable[[Config], int] | None = None,
     print_line: Callable[[str], None] = print,
 ) -> None:
-    """Run ``start(config)`` until it ends well.
+    """Run ``start(config)`` until it ends well. Attempts after the first, ``max_restarts`` of them, resume the run.
 
     Args:
-        config: the config of the first attempt; later attempts resume the same run.
         start: starts all ranks and waits for them.
-        max_restarts: attempts after the first.
         ranks_there: returns how many ranks of a config can run now. It is called before each restart, so that a run
             shrinks and grows with its cluster. None: every attempt has as many ranks as the first.
-        print_line: prints a line about each restart.
 
     Raises:
         RankFailure: a rank failed and no restart is left, or starting again would not help.

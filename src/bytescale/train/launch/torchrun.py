@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -37,12 +38,8 @@ def launch_ranks(
 ) -> None:
     """Run ``python -m bytescale <arguments>`` as ``num_ranks`` ranks on this machine and wait for them.
 
-    Args:
-        num_ranks: processes to start.
-        arguments: arguments of the command line.
-        run_dir: the run folder, for messages.
-        stop_seconds: time that ranks have to end by themselves after a signal arrived.
-        again: the command that continues what was stopped, for messages; empty: that of a training run.
+    Ranks have ``stop_seconds`` to end by themselves after a signal arrived. ``again``: the command that continues what
+    was stopped, for messages; empty: that of the training run in ``run_dir``.
 
     Raises:
         ConfigError: this machine has no room for so many processes.
@@ -125,10 +122,17 @@ def ranks_there(config: Config) -> int:
 def rank_failure(failures: dict[int, ProcessFailure], again: str) -> RankFailure:
     """The error of the rank that failed first by its own cause, among all ranks that failed."""
     rank, failure = min(failures.items(), key=lambda item: (_rank_of_blame(item[1]), item[1].timestamp, item[0]))
-    if _error_type(failure) in _USER_ERRORS:  # the same on every rank: it is the message, not the rank, that matters
-        return RanksRefused(_message(failure))
+    kind, text, trace = _error_of(failure)
+    if kind in _USER_ERRORS:  # the same on every rank: it is the message, not the rank, that matters
+        return RanksRefused(text)
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        how = f"was killed by {name}" + (", perhaps out of memory" if name == "SIGKILL" else "")
+    else:
+        where = f" (its stack trace is in {keep_trace(trace)})" if trace else ""
+        how = f"failed with exit code {failure.exitcode}: {text}{where}"
     return RankFailure(
-        f"rank {rank} {_how(failure)}",
+        f"rank {rank} (pid {failure.pid}) {how}",
         so="the other ranks were stopped; what was written before is whole",
         fix=f"mend the cause, then continue with `{again}`",
     )
@@ -144,39 +148,19 @@ def _rank_of_blame(failure: ProcessFailure) -> int:
         return 3
     if failure.exitcode < 0:
         return 0
-    return 2 if _error_type(failure) == "RankFailure" else 1
+    return 2 if _error_of(failure)[0] == "RankFailure" else 1
 
 
-def _how(failure: ProcessFailure) -> str:
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        hint = ", perhaps out of memory" if name == "SIGKILL" else ""
-        return f"(pid {failure.pid}) was killed by {name}{hint}"
-    return f"(pid {failure.pid}) failed with exit code {failure.exitcode}: {_message(failure)}{_trace(failure)}"
+def _error_of(failure: ProcessFailure) -> tuple[str, str, str]:
+    """The type of a rank's exception, its text for people, and its stack trace unless the text is clear by itself.
 
-
-def _message(failure: ProcessFailure) -> str:
-    """The text of the rank's exception, without its type if the text is clear by itself."""
-    _, _, text = _record(failure).partition(": ")
-    return text if _error_type(failure) in _CLEAR_ERRORS else _record(failure)
-
-
-def _trace(failure: ProcessFailure) -> str:
-    """Where the stack trace of an error that nobody foresaw is kept."""
-    message: object = failure.message
-    if not isinstance(message, dict) or _error_type(failure) in _CLEAR_ERRORS:
-        return ""
-    trace = message.get("extraInfo", {}).get("py_callstack")
-    return f" (its stack trace is in {keep_trace(trace)})" if trace else ""
-
-
-def _error_type(failure: ProcessFailure) -> str:
-    """``"DataError"`` from torchrun's record ``"DataError: the corpus is empty"``; empty if there is none."""
-    head, colon, _ = _record(failure).partition(": ")
-    return head if colon and head.isidentifier() else ""
-
-
-def _record(failure: ProcessFailure) -> str:
-    """torchrun's note of the exception, a string or a dictionary with the stack trace beside it."""
-    message: object = failure.message
-    return str(message["message"]) if isinstance(message, dict) else str(message)
+    torchrun's note is a string such as ``DataError: the corpus is empty``, or a dictionary with the trace beside it.
+    """
+    message: Any = failure.message
+    about = message if isinstance(message, dict) else {"message": message}
+    record = str(about["message"])
+    kind, colon, text = record.partition(": ")
+    kind = kind if colon and kind.isidentifier() else ""
+    if kind in _CLEAR_ERRORS:
+        return kind, text, ""
+    return kind, record, about.get("extraInfo", {}).get("py_callstack") or ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
 
@@ -75,8 +75,18 @@ def compare_planners(job: Job, checkpoints: Checkpointer, say: Callable[[str], N
                 item.steps[batch].append(train_step(paused, data.step + 1, data, checkpoints, StepRecorder()))
                 if job.stop.agreed:
                     return
-    for line in comparison_lines(measured, job.ranks.world.size):
-        say(line)
+    last, summaries = measured[-1], [data.summary for data in measured[0].batches]
+    sequences, tokens = sum(one.num_sequences for one in summaries), sum(one.num_tokens for one in summaries)
+    faster = [f"{item.seconds / last.seconds:.2f} times as fast as {item.planner}" for item in measured[:-1]]
+    apart = max(abs(loss - other) for item in measured for loss, other in zip(item.losses, last.losses, strict=True))
+    say(
+        f"compare {len(summaries)} new batches ({sequences} sequences, {format_count(tokens)} tokens), measured on "
+        f"{job.ranks.world.size} ranks, {NUM_ROUNDS} times in turn, medians:"
+    )
+    say("          planner   seconds   tok/s  waiting       sent  loss of each batch")
+    for item in measured:
+        say(f"          {item.row()}")
+    say(f"        {last.planner} is {' and '.join(faster)}; the losses differ by at most {apart:.0e}")
 
 
 def planner_named(job: Job, name: PlannerName) -> VerifiedPlanner:
@@ -85,18 +95,3 @@ def planner_named(job: Job, name: PlannerName) -> VerifiedPlanner:
     if job.calibration is None:
         return planner
     return replace(job.calibration.planner, planner=planner).with_state(job.calibration.state)
-
-
-def comparison_lines(measured: Sequence[Measured], num_ranks: int) -> list[str]:
-    """The table, and what follows from it, for people."""
-    last, summaries = measured[-1], [data.summary for data in measured[0].batches]
-    sequences, tokens = sum(one.num_sequences for one in summaries), sum(one.num_tokens for one in summaries)
-    faster = [f"{item.seconds / last.seconds:.2f} times as fast as {item.planner}" for item in measured[:-1]]
-    apart = max(abs(loss - other) for item in measured for loss, other in zip(item.losses, last.losses, strict=True))
-    return [
-        f"compare {len(summaries)} new batches ({sequences} sequences, {format_count(tokens)} tokens), measured on "
-        f"{num_ranks} ranks, {NUM_ROUNDS} times in turn, medians:",
-        "          planner   seconds   tok/s  waiting       sent  loss of each batch",
-        *(f"          {item.row()}" for item in measured),
-        f"        {last.planner} is {' and '.join(faster)}; the losses differ by at most {apart:.0e}",
-    ]

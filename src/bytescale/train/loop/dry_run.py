@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bytescale.config import Architecture, Config, resolve_model
-from bytescale.config.validate import check_mesh, hdp_ranks
+from bytescale.config import Config, resolve_model
+from bytescale.config.validate import hdp_ranks
 from bytescale.cost.profile_file import warn_of_bad_fits
 from bytescale.data.loading.corpus import check_vocabulary, prepare_corpus
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.plan.summary import gist
-from bytescale.train.parts.budget import rank_device
+from bytescale.train.parts.budget import kind_of, rank_device
 from bytescale.train.parts.devices import Devices
 from bytescale.train.parts.job import plan_of_run
 from bytescale.train.parts.rank_model import describe_model
@@ -33,14 +33,13 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     architecture = resolve_model(config.model, tokenizer_vocab_size=corpus.metadata.vocab_size)
     check_vocabulary(corpus.metadata, architecture.vocab_size)
     ranks, hdp = config.parallel.ranks, hdp_ranks(config.parallel)
-    if isinstance(architecture, Architecture):
-        check_mesh(config.parallel, architecture, ranks)
     with open_kernels(config, device, dtype) as kernels:
         kernel_lines = kernels.lines()
-        spec, counted = describe_model(config, architecture, kernels.choice.kernel, device, dtype, num_ranks=hdp)
+        kernel, kind = kernels.choice.kernel, kind_of(device)
+        spec, counted = describe_model(config, architecture, kernel, device, dtype, num_ranks=hdp, kind=kind)
     devices = Devices.alike(rank_device(config, device, dtype, ranks), hdp)
     planning = plan_of_run(config, spec, counted, devices, device=device, dtype=dtype, ranks_per_node=ranks)
-    warn_of_bad_fits(planning.profile)
+    warn_of_bad_fits(planning.measured)
     plan = planning.planner(batch.lengths)
     print_line(f"model   {spec.describe()} on {ranks} x {device.type}")
     print_line(f"data    {describe_corpus(corpus.metadata)}")

@@ -6,6 +6,7 @@ run has the same losses with and without it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.config import EvalConfig
 from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus, check_vocabulary, prepare_corpus
 from bytescale.data.order.batches import GlobalBatch, batches_once
@@ -40,7 +42,8 @@ class Evaluation:
         data = replace(job.config.data, sources=job.config.eval.sources, weights=())
         corpus = prepare_corpus(data)
         check_vocabulary(corpus.metadata, job.architecture.vocab_size)
-        planner = job.forward_planner()
+        forward_cost = job.planner.cost.forward_only(job.ranks.dtype.itemsize)
+        planner = replace(job.planner, cost=forward_cost, step_times=None)
         batches = [(batch, planner(batch.lengths)) for batch in batches_once(corpus.index, data.batch_tokens)]
         return Evaluation(job=job, corpus=corpus, batches=batches)
 
@@ -78,3 +81,49 @@ def add_to_buckets(
     bucket = np.searchsorted(BUCKET_EDGES, lengths)
     for column, values in enumerate((weights * losses, np.abs(weights), weights != 0)):
         np.add.at(totals[:, column], bucket, values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestEvaluation:
+    """The evaluations so far. All ranks have the same one, and checkpoints keep it."""
+
+    settings: EvalConfig
+    step: int = 0
+    loss: float = math.inf
+    num_worse: int = 0
+    """Evaluations after it, none of which had a lower loss."""
+
+    @staticmethod
+    def of(settings: EvalConfig, stored: dict[str, float]) -> BestEvaluation:
+        """Go on from what ``as_dict`` has stored, or begin if that is empty."""
+        step, num_worse = int(stored.get("step", 0)), int(stored.get("num_worse", 0))
+        return BestEvaluation(settings=settings, step=step, loss=stored.get("loss", math.inf), num_worse=num_worse)
+
+    def as_dict(self) -> dict[str, float]:
+        """For a checkpoint. ``kept``: whether the best one's checkpoint is to be kept; 0 or 1."""
+        if not self.step:
+            return {}
+        kept = int(self.settings.keep_best)
+        return {"step": self.step, "loss": self.loss, "num_worse": self.num_worse, "kept": kept}
+
+    def after(self, step: int, loss: float) -> BestEvaluation:
+        """With one more evaluation. A loss that is no number is not the lowest one."""
+        if loss < self.loss:
+            return replace(self, step=step, loss=loss, num_worse=0)
+        return replace(self, num_worse=self.num_worse + 1)
+
+    def is_saved_at(self, step: int) -> bool:
+        """Whether the checkpoint after this step is to be kept for its loss."""
+        return self.settings.keep_best and self.step == step
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the run ends, because the loss has not become lower for long enough."""
+        return 0 < self.settings.patience <= self.num_worse
+
+    def why_final(self) -> str:
+        """A line for people."""
+        return (
+            f"stop    {self.num_worse} evaluations in a row had no lower loss than {self.loss:.4f}, that of step "
+            f"{self.step} (eval.patience = {self.settings.patience})"
+        )

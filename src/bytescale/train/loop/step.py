@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import time
+from dataclasses import fields
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.errors import RankFailure
+from bytescale.config import OptimizerConfig
 from bytescale.data.loading.loader import StepData
 from bytescale.runtime import StepResult
-from bytescale.train.loop.learning_rate import learning_rate
 from bytescale.train.parts.job import Job
-from bytescale.train.reporting.metrics import StepMetrics, Stopwatch, check_finite, memory_bytes
+from bytescale.train.reporting.metrics import RankFigures, SharedFigures, StepMetrics, check_finite, memory_bytes
 from bytescale.train.reporting.span_recorder import StepRecorder
-from bytescale.train.reporting.totals import RankFigures
-from bytescale.train.reporting.work import RankWork, measured_work
+from bytescale.train.reporting.work import RankWork
 
 
 def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, record: StepRecorder) -> StepMetrics:
@@ -23,7 +24,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
         RankFailure: a rank is gone, holds another plan, or trained on other targets than the batch has.
         NonFiniteError: loss or gradient norm is not a number; the update was not made.
     """
-    watch = Stopwatch()
+    began = time.perf_counter()
 
     # 1. Check that all ranks hold the same plan before any rank starts.
     with record.span("agree"):
@@ -31,7 +32,8 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
 
     # 2. Forward and backward of this rank's micro-batches. Ranks wait only for members of a slice group and, in a
     # pipeline, for neighbouring stages.
-    with measured_work(job.ranks.mesh, job.ranks.device) as work:
+    work = RankWork(job.ranks.mesh)
+    with work.passes():
         job.optimizer.begin_step(data.rank_plan)
         result = job.executor.run(
             data.rank_plan,
@@ -46,8 +48,10 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
         norm_share = job.optimizer.reduce_gradients()  # the host waits for its device here, so clocks may be read
     with record.span("report"):
         all_ranks = figures_of_all(job, data, result, norm_share, work)
-    predicted = predicted_seconds(job, data)
+    predicted = None
     if job.calibration is not None:
+        if data.plan is not None and job.ranks.is_first:  # by what was known before this step
+            predicted = job.calibration.predict(data.plan)
         job.calibration.observe(data.step, data.rank_plan, work.busy_seconds())
     job.stop.agreed = all_ranks.stop_heard > 0
     check_targets(step, all_ranks.num_targets, data)
@@ -59,18 +63,10 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
     with record.span("update"):
         job.optimizer.update(all_ranks.grad_norm, job.config.optimizer.clip_grad_norm, rate)
 
-    seconds = watch.elapsed() + data.times.wait_seconds
+    seconds = time.perf_counter() - began + data.times.wait_seconds
     if job.calibration is not None and data.plan is not None and job.ranks.is_first:
         job.calibration.took(data.plan, seconds)
-    metrics = step_metrics(job, step, data, all_ranks, learning_rate=rate, seconds=seconds)
-    return replace(metrics, predicted_seconds=predicted)
-
-
-def predicted_seconds(job: Job, data: StepData) -> float | None:
-    """How long this step should take, by what was known before it. None on ranks that do not have the whole plan."""
-    if data.plan is None or not job.ranks.is_first or job.calibration is None:
-        return None
-    return job.calibration.predict(data.plan)
+    return step_metrics(job, step, data, all_ranks, rate=rate, seconds=seconds, predicted=predicted)
 
 
 def figures_of_all(job: Job, data: StepData, result: StepResult, norm_share: float, work: RankWork) -> RankFigures:
@@ -85,49 +81,46 @@ def figures_of_all(job: Job, data: StepData, result: StepResult, norm_share: flo
         most_busy_seconds=busy,
         waiting_seconds=work.waiting_seconds(),
         sync_seconds=work.sync_seconds(),
-        bytes_sent=work.bytes_sent(),
+        attention_bytes_sent=work.bytes_sent(),
         stop_heard=job.stop.heard,
         memory_bytes=memory_bytes(job.ranks.device),
         data_wait_seconds=times.wait_seconds,
         planning_seconds=times.planning_seconds,
         data_restarts=times.restarts,
-        steps_ready=times.steps_ready,
-        bytes_read=[times.bytes_read],
-        bytes_received=[times.bytes_received],
+        data_steps_ready=times.steps_ready,
+        data_bytes_read=[times.bytes_read],
+        data_bytes_received=[times.bytes_received],
     )
     return own.of_all(mesh.world)
 
 
 def step_metrics(
-    job: Job, step: int, data: StepData, all_ranks: RankFigures, *, learning_rate: float, seconds: float
+    job: Job,
+    step: int,
+    data: StepData,
+    all_ranks: RankFigures,
+    *,
+    rate: float,
+    seconds: float,
+    predicted: float | None = None,
 ) -> StepMetrics:
     """The figures of all ranks as one step's metrics."""
-    summary, num_ranks, model_flops = data.summary, job.ranks.world.size, job.training_flops(data)
-    mean_busy, peak = all_ranks.busy_seconds / num_ranks, job.peak_flops_per_second
+    summary, model_flops, peak = data.summary, job.training_flops(data), job.peak_flops_per_second
     return StepMetrics(
+        **{spec.name: getattr(all_ranks, spec.name) for spec in fields(SharedFigures)},
         step=step,
         loss=all_ranks.loss_sum / data.loss_divisor,
-        batch_loss=all_ranks.batch_loss,
         grad_norm=all_ranks.grad_norm,
-        learning_rate=learning_rate,
+        learning_rate=rate,
         num_tokens=summary.num_tokens,
         num_sequences=summary.num_sequences,
         step_seconds=seconds,
         tokens_per_second=summary.num_tokens / seconds,
         model_flops_per_second=model_flops / seconds,
-        mfu=None if peak is None else model_flops / seconds / (num_ranks * peak),
-        memory_bytes=int(all_ranks.memory_bytes),
-        imbalance=all_ranks.most_busy_seconds / mean_busy,
-        waiting_share=max(0.0, 1.0 - mean_busy / seconds),
-        waiting_seconds=all_ranks.waiting_seconds / num_ranks,
-        sync_seconds=all_ranks.sync_seconds / num_ranks,
-        data_wait_seconds=all_ranks.data_wait_seconds,
-        planning_seconds=all_ranks.planning_seconds,
-        data_bytes_read=all_ranks.bytes_read,
-        data_bytes_received=all_ranks.bytes_received,
-        data_steps_ready=int(all_ranks.steps_ready),
-        data_restarts=int(all_ranks.data_restarts),
-        attention_bytes_sent=int(all_ranks.bytes_sent),
+        mfu=None if peak is None else model_flops / seconds / (job.ranks.world.size * peak),
+        imbalance=all_ranks.most_busy_seconds / all_ranks.busy_seconds,
+        waiting_share=max(0.0, 1.0 - all_ranks.busy_seconds / seconds),
+        predicted_seconds=predicted,
         group_sizes={str(degree): count for degree, count in summary.group_sizes.items()},
     )
 
@@ -141,3 +134,29 @@ def check_targets(step: int, counted: float, data: StepData) -> None:
             so="loss and gradients would be scaled wrongly, so the update was not made",
             fix="report this: plan, loader and sampler disagree (the plan is in the run folder's plans/)",
         )
+
+
+def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
+    """Linear warm-up to ``lr`` over ``warmup_steps``, then what ``schedule`` says, at least ``lr * min_lr_ratio``.
+
+    ``step`` counts from 1; the first step already trains (at ``lr / warmup_steps``). P is the share of the steps after
+    warm-up that are done, and the rate falls from ``lr`` at P = 0 to the floor at P = 1:
+
+    - cosine: by ``(1 + cos(pi P)) / 2``
+    - linear: by ``1 - P``
+    - constant: not at all
+    - wsd (warm-up, stable, decay): linearly over the last ``decay_share``
+    - inverse-sqrt: as ``sqrt(warmup_steps / step)``, whatever the number of steps; it stops at the floor
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "inverse-sqrt":
+        return config.lr * max(config.min_lr_ratio, math.sqrt(max(1, config.warmup_steps) / step))
+    done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    above_floor = {
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
+        "linear": 1.0 - done,
+        "constant": 1.0,
+        "wsd": min(1.0, (1.0 - done) / config.decay_share),
+    }[config.schedule]
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * above_floor)

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
+from bytescale.common.environment import ranks_of_torchrun
 from bytescale.config import Config, validate
-from bytescale.train.loop.best import BestEvaluation
 from bytescale.train.loop.comparison import compare_planners
-from bytescale.train.loop.evaluation import Evaluation
+from bytescale.train.loop.evaluation import BestEvaluation, Evaluation
 from bytescale.train.loop.step import train_step
 from bytescale.train.parts.feed import open_feed
 from bytescale.train.parts.job import Job, build_job
 from bytescale.train.parts.run_kernels import open_kernels
-from bytescale.train.ranks import open_ranks, ranks_of_torchrun
+from bytescale.train.ranks import open_ranks
 from bytescale.train.reporting.run_log import RunLog
-from bytescale.train.reporting.screen import PlainScreen, screen_of_stdout
+from bytescale.train.reporting.screen import Screen, screen_of_stdout
 from bytescale.train.reporting.traces import StepTraces
 from bytescale.train.run_folder import RunFolder
 from bytescale.train.stop import StopRequest
@@ -48,7 +48,7 @@ def train(
     validate(config, num_ranks=ranks_of_torchrun())
     run = RunFolder(Path(config.trainer.run_dir))
     resume = config.trainer.resume or restarted_by_torchrun()
-    screen = screen_of_stdout() if print_line is None else PlainScreen(print_line)
+    screen = screen_of_stdout() if print_line is None else Screen(print_line)
     with (
         open_ranks(config) as ranks,
         open_kernels(config, ranks.device, ranks.dtype, ranks.smallest) as kernels,

@@ -32,24 +32,14 @@ from bytescale.train.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class HFModel:
-    """One rank's model.
+    """One rank's model on our attention, with its parameters in flat buffers."""
 
-    Attributes:
-        architecture: with the constants that belong to the weights.
-        part: the model on our attention.
-        parameters: in flat buffers.
-        activations: what becomes of its layers' activations.
-        rows: the memory that a token was seen to need.
-        masters: this rank's shards of the weights as they were read; empty where the parameters are not rounded.
-    """
-
-    architecture: AttachedArchitecture
+    architecture: AttachedArchitecture  # with the constants that belong to the weights
     part: AttachedDecoder
     parameters: FlatParameters
     activations: Activations
-    rows: MeasuredRows
-    masters: list[Tensor]
-
+    rows: MeasuredRows  # the memory that a token was seen to need
+    masters: list[Tensor]  # this rank's shards of the weights as read; empty where the parameters are not rounded
     tied_head: None = None
 
     @property

@@ -11,30 +11,18 @@ import numpy as np
 import torch
 
 from bytescale.common.errors import ConfigError
-from bytescale.common.units import format_bytes, format_count
+from bytescale.common.units import GIBI, format_bytes, format_count
 from bytescale.config import Architecture, Config
 from bytescale.config.validate import kind_of_ranks, may_offload
 from bytescale.cost import Cluster, Profile
-from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.memory import DeviceKind, DeviceMemory, MeasuredMemory, MemoryModel, fitting_capacity
-from bytescale.cost.offload_rule import OffloadRule
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
 from bytescale.train.parts.devices import Devices, RankDevice
 from bytescale.train.profiling.peak import device_name, known_peak
 
-GIB = 2**30
 USABLE_SHARE = 0.92  # of a device: the rest is for libraries' workspaces and fragments
 HOST_SHARE = 0.5  # of the machine's memory, for offloaded activations
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnequalRanks:
-    """What ranks have that differ in memory or speed. Tuples ``[R]``."""
-
-    capacity_tokens: tuple[int, ...]
-    device_bytes: tuple[float, ...]
-    speeds: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,118 +30,96 @@ class MemoryBudget:
     """The ranks' memory, the same numbers on every rank. Bytes, of the rank with the least memory."""
 
     model: DeviceMemory
-    capacity_tokens: int
+    cluster: Cluster
+    """The ranks as planners see them, with what they may offload."""
+    limits: MemoryLimits
+    """What ``plan.verify`` checks every plan against."""
     device_bytes: float
-    host_bytes: float  # for offloaded activations; 0 when nothing is offloaded
-    rule: OffloadRule | None  # None: nothing is offloaded
-    unequal: UnequalRanks | None = None  # None: plans are made for equal ranks
+    host_bytes: float
+    """For offloaded activations; 0 when nothing is offloaded."""
 
     @property
-    def limits(self) -> MemoryLimits:
-        """The limits that ``plan.verify`` checks every plan against."""
-        limits = self.model.limits(device_bytes=self.device_bytes, host_bytes=self.host_bytes)
-        return limits if self.unequal is None else replace(limits, device_bytes=self.unequal.device_bytes)
-
-    def cluster(self, num_ranks: int) -> Cluster:
-        """The ranks as planners see them."""
-        if self.unequal is None:
-            return Cluster.uniform(num_ranks, self.capacity_tokens, offload=self.rule)
-        capacity, speeds = np.array(self.unequal.capacity_tokens), np.array(self.unequal.speeds)
-        return Cluster(capacity_tokens=capacity, speeds=speeds, offload=self.rule)
+    def capacity_tokens(self) -> int:
+        """Of the rank with the least memory."""
+        return int(self.cluster.capacity_tokens.min())
 
     def host_pool(self, device: torch.device) -> HostPool | None:
         """Room for offloaded activations, made before the steps that need it; None when nothing is offloaded."""
-        if self.rule is None:
+        if self.cluster.offload is None:
             return None
         token_bytes = self.model.movable_bytes_per_token
         return HostPool(int(self.host_bytes), pinned=device.type == "cuda", token_bytes=token_bytes)
 
     def lines(self) -> list[str]:
         """The estimate for a full micro-batch, for people."""
-        tokens = self.capacity_tokens
+        tokens, cluster = self.capacity_tokens, self.cluster
         peak = float(self.limits.device_peak(tokens, 0, tokens))
         lines = [
             f"memory  {format_bytes(peak)} of {format_bytes(self.device_bytes)} at the peak of a full micro-batch of "
             f"{format_count(tokens)} tokens: {self.model.parts_in_words(tokens, tokens)}"
         ]
-        if self.rule is not None:
-            largest = self.rule.largest_slice(tokens)
+        if cluster.offload is not None:
             lines.append(
                 f"offload up to {format_bytes(self.host_bytes)} of host memory a rank, which makes room for slices of "
-                f"{format_count(largest)} tokens"
+                f"{format_count(cluster.offload.largest_slice(tokens))} tokens"
             )
-        if self.unequal is not None:
-            capacity, speeds = self.unequal.capacity_tokens, self.unequal.speeds
+        if not cluster.is_uniform:
+            most = int(cluster.capacity_tokens.max())
             lines.append(
-                f"ranks   differ: capacity {format_count(min(capacity))} to {format_count(max(capacity))} tokens, "
-                f"speed {min(speeds):.2f} to {max(speeds):.2f} of the reference"
+                f"ranks   differ: capacity {format_count(tokens)} to {format_count(most)} tokens, "
+                f"speed {cluster.speeds.min():.2f} to {cluster.speeds.max():.2f} of the reference"
             )
         return lines
 
 
 def memory_budget(
     config: Config,
-    memory: Architecture | MeasuredMemory,
+    counted: Architecture | MeasuredMemory,
     *,
     device: torch.device,
     dtype: torch.dtype,
     devices: Devices,
-    profile: Profile | None = None,
+    profile: Profile,
 ) -> MemoryBudget:
     """The budget of a run.
 
     Args:
-        memory: of the model as it was measured, the same on all ranks; or the shape of our own model, which is counted.
+        counted: as ``MemoryModel.of_config`` takes it, the same on all ranks.
         devices: of all HDP ranks.
-        profile: times for Eq. 3; None: round numbers for the kind of device.
+        profile: times for Eq. 3.
 
     Raises:
         ConfigError: the capacity does not fit into a device, or the context not into all ranks; or activations shall be
             offloaded, and none can be.
     """
-    hdp = len(devices.of_ranks)
-    device_bytes, host_bytes = min(devices.device_bytes), devices.host_bytes
-    kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
-    offloads = may_offload(config, device.type)
-    whole = (
-        memory
-        if isinstance(memory, MeasuredMemory)
-        else MemoryModel.of_config(
-            config, memory, kind, element_bytes=dtype.itemsize, num_ranks=hdp, device_bytes=device_bytes
-        )
+    hdp, wanted = len(devices.of_ranks), config.parallel.capacity_tokens
+    rooms, kind = devices.device_bytes, kind_of(device)
+    least = min(rooms)
+    whole = MemoryModel.of_config(
+        config, counted, kind, element_bytes=dtype.itemsize, num_ranks=hdp, device_bytes=least
     )
-    model = whole.fullest_stage(device_bytes)
-    capacity = fitting_capacity(model, config.parallel.capacity_tokens, device_bytes, f"rank {devices.smallest}")
-    rule = None
-    if offloads and (model.movable_bytes_per_token or (model is memory and config.memory.offload == "on")):
-        if profile is None:
-            assert not isinstance(memory, MeasuredMemory), "whoever measures memory knows the model's times"
-            profile = ASSUMED[kind].profile(memory, bytes_per_element=dtype.itemsize)
-        rule = model.offload_rule(profile, host_bytes)
-    budget = MemoryBudget(
-        model=model,
-        capacity_tokens=capacity,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes if rule else 0.0,
-        rule=rule,
-        unequal=_unequal(config, whole, devices, profile),
-    )
-    _check_context(config, budget, hdp)
+    model = whole.fullest_stage(least)
+    cluster = Cluster.uniform(hdp, fitting_capacity(model, wanted, least, f"rank {devices.smallest}"))
+    if config.planner.name == "adaptive":  # the only planner for ranks that differ
+        capacity = [fitting_capacity(whole.fullest_stage(room), wanted, room) for room in rooms]
+        speeds = devices.speeds(profile.device)
+        if len({*capacity}) > 1 or len({*speeds}) > 1:
+            cluster = Cluster(capacity_tokens=np.array(capacity), speeds=np.array(speeds))
+    if may_offload(config, device.type) and (
+        model.movable_bytes_per_token or (model is counted and config.memory.offload == "on")
+    ):
+        cluster = replace(cluster, offload=model.offload_rule(profile, devices.host_bytes))
+    host_bytes = devices.host_bytes if cluster.offload else 0.0
+    room = least if cluster.is_uniform else rooms
+    limits = replace(model.limits(device_bytes=least, host_bytes=host_bytes), device_bytes=room)
+    budget = MemoryBudget(model=model, cluster=cluster, limits=limits, device_bytes=least, host_bytes=host_bytes)
+    _check_context(config, budget)
     return budget
 
 
-def _unequal(config: Config, whole: DeviceMemory, devices: Devices, profile: Profile | None) -> UnequalRanks | None:
-    """The capacity and the speed of each rank; None if they are equal, or if the planner is for equal ranks."""
-    if config.planner.name != "adaptive":
-        return None
-    capacity = []
-    for room in devices.device_bytes:
-        stage = whole.fullest_stage(room)
-        capacity.append(fitting_capacity(stage, config.parallel.capacity_tokens, room))
-    speeds = devices.speeds(profile.device if profile is not None else "")
-    if min(capacity) == max(capacity) and min(speeds) == max(speeds):
-        return None
-    return UnequalRanks(capacity_tokens=tuple(capacity), device_bytes=devices.device_bytes, speeds=speeds)
+def kind_of(device: torch.device) -> DeviceKind:
+    """Which numbers hold for a device."""
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
 def rank_device(config: Config, device: torch.device, dtype: torch.dtype, num_ranks: int) -> RankDevice:
@@ -169,7 +135,7 @@ def rank_device(config: Config, device: torch.device, dtype: torch.dtype, num_ra
 def usable_device_bytes(config: Config, device: torch.device, num_ranks: int) -> float:
     """What one rank may use of its device: as configured, or most of what there is."""
     if config.memory.device_gib is not None:
-        return config.memory.device_gib * GIB
+        return config.memory.device_gib * GIBI
     if device.type == "cuda":
         return USABLE_SHARE * torch.cuda.get_device_properties(device).total_memory
     return USABLE_SHARE * machine_bytes() / _ranks_here(num_ranks)
@@ -178,7 +144,7 @@ def usable_device_bytes(config: Config, device: torch.device, num_ranks: int) ->
 def usable_host_bytes(config: Config, num_ranks: int) -> float:
     """What one rank may use of host memory for activations."""
     if config.memory.host_gib is not None:
-        return config.memory.host_gib * GIB
+        return config.memory.host_gib * GIBI
     return HOST_SHARE * machine_bytes() / _ranks_here(num_ranks)
 
 
@@ -195,18 +161,18 @@ def _ranks_here(num_ranks: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
 
 
-def _check_context(config: Config, budget: MemoryBudget, hdp: int) -> None:
-    longest = budget.cluster(hdp).room
+def _check_context(config: Config, budget: MemoryBudget) -> None:
+    hdp, longest, offload = budget.cluster.num_ranks, budget.cluster.room, budget.cluster.offload
     context = config.data.context_length
     if context > longest:
         kind = kind_of_ranks(config.parallel)
         over = (context - longest) / hdp * budget.model.saved_bytes_per_token
-        may_start_to = budget.rule is None and budget.model.movable_bytes_per_token > 0  # the last two layers stay
+        may_start_to = offload is None and budget.model.movable_bytes_per_token > 0  # the last two layers stay
         most_groups = budget.model.most_head_groups
         raise ConfigError(
             f"a sequence of data.context_length = {context} tokens does not fit: {hdp} {kind} of capacity "
             f"{budget.capacity_tokens} hold {longest} tokens together"
-            + (", all offloaded that may be" if budget.rule else "")
+            + (", all offloaded that may be" if offload else "")
             + f" ({format_bytes(over)} a rank too many)",
             so="a document of full length could not be trained on",
             fix=f"use {-(-context * hdp // longest)} {kind}, a shorter context, memory.checkpointing"

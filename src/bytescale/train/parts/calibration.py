@@ -23,6 +23,7 @@ from bytescale.planner import evaluate
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.runtime import Mesh
 from bytescale.runtime.plain_data import broadcast_json
+from bytescale.train.run_folder import lines_until
 
 LEAST_BYTES = 2**14
 """Smaller messages say little of a link's rate."""
@@ -49,7 +50,7 @@ class RunCalibration:
         """
         stored: list[dict[str, Any]] = []
         if self._mesh.world.rank == 0:
-            lines = _lines_until(path, steps_done)
+            lines = lines_until(path, steps_done)
             path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
             self._file = path.open("a", encoding="utf-8")
             stored = [parse_json(line) for line in lines[-self.planner.lag :]]
@@ -110,7 +111,9 @@ class RunCalibration:
 
     def _agreed(self, links: Sequence[LinkSamples]) -> list[LinkSamples]:
         """What all ranks together say of links. The rank with the fastest messages counts: the others' came late."""
-        own = [number for link in links for number in (link.bytes_per_second, link.at_least, -_or_infinite(link))]
+        own = [
+            number for link in links for number in (link.bytes_per_second, link.at_least, -(link.seconds or math.inf))
+        ]
         most = self._mesh.world.max_of(own)
         return [
             LinkSamples(bytes_per_second=rate, at_least=at_least, seconds=-shortest if math.isfinite(shortest) else 0.0)
@@ -159,19 +162,3 @@ def samples_of(messages: Sequence[TimedMessage]) -> LinkSamples:
         at_least=at_least,
         seconds=min((message.seconds for message in messages), default=0.0),
     )
-
-
-def _or_infinite(link: LinkSamples) -> float:
-    return link.seconds if link.seconds > 0 else math.inf
-
-
-def _lines_until(path: Path, steps_done: int) -> list[str]:
-    """The lines of steps up to ``steps_done``. The last line of a killed run may be cut off."""
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            if parse_json(line)["step"] <= steps_done:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            break
-    return kept

@@ -33,10 +33,9 @@ def open_feed(config: Config, ranks: Ranks, say: Callable[[str], None] = lambda 
 
 
 def _new_attempt(folder: Path, ranks: Ranks, tell: Callable[[list[Any]], None]) -> Path | None:
-    """The folder in which this attempt records its data. The first rank chooses it, once the run folder exists.
+    """The folder in which this attempt records its data, which the first rank chooses once the run folder exists.
 
-    None on ranks that get the same data as another rank: those that are not on the first stage, or not the first
-    tensor-parallel rank.
+    None on ranks that get the same data as another rank of their TP group or pipeline.
     """
     told: list[Any] = [str(new_attempt_folder(folder)) if ranks.is_first else ""]
     tell(told)

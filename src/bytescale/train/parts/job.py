@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
@@ -11,20 +10,20 @@ import torch
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
 from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
-from bytescale.cost import CostModel, Profile, load_profile
-from bytescale.cost.assumed import ASSUMED, assumed_cost
+from bytescale.cost import Profile, load_profile
+from bytescale.cost.assumed import ASSUMED, assumed_cost, times_of
 from bytescale.cost.calibration import Calibrator, lag_of
-from bytescale.cost.memory import DeviceKind, MeasuredMemory
-from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
+from bytescale.cost.memory import MeasuredMemory
+from bytescale.cost.profile_file import require_device, warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Feed, PrefetchedSteps, StepData
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime import Decoder, Executor, ShardedOptimizer
+from bytescale.runtime import Executor, ShardedOptimizer
 from bytescale.simulator import ClusterConfig, StepTimes
 from bytescale.storage.place import Place
-from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
+from bytescale.train.parts.budget import MemoryBudget, kind_of, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices, RankDevice
 from bytescale.train.parts.rank_model import build_rank_model
@@ -58,11 +57,6 @@ class Job:
     peak_flops_per_second: float | None  # of one rank's device, for MFU; None: not known
     stop: StopRequest
 
-    @property
-    def current_cost(self) -> CostModel:
-        """The costs by all that is known: calibrated ones, if this run calibrates."""
-        return self.planner.cost if self.calibration is None else self.calibration.cost
-
     def training_flops(self, data: StepData) -> int:
         """Operations of the model's forward and backward over a step's documents, for MFU. 0: not known here."""
         squares = float(data.summary.sum_of_squares)
@@ -71,11 +65,6 @@ class Job:
                 return 0
             squares = self.spec.squares_of(data.plan.lengths)
         return self.spec.training_flops(num_tokens=data.summary.num_tokens, sum_of_squares=squares)
-
-    def forward_planner(self) -> VerifiedPlanner:
-        """The planner for passes without backward."""
-        cost = self.planner.cost.forward_only(self.ranks.dtype.itemsize)
-        return replace(self.planner, cost=cost, step_times=None)
 
     def open_loader(self) -> PrefetchedSteps:
         """This rank's view of the batches, from the feed's current position on."""
@@ -118,17 +107,19 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
 
     # 2. Plans: from numbers that are the same on all ranks.
     spec, hdp = model.spec, ranks.mesh.hdp.size
+    own = rank_device(config, ranks.device, ranks.dtype, ranks.world.size)
+    everyone = [RankDevice(**told) for told in ranks.everyone(asdict(own))]
     planning = plan_of_run(
         config,
         spec,
         model.memory(kind_of(ranks.device), hdp, config.parallel.ring_gradients),
-        devices_of_all(config, ranks),
+        Devices.of_mesh(everyone, ranks.mesh.shape),
         device=ranks.device,
         dtype=ranks.dtype,
         ranks_per_node=ranks.hdp_ranks_per_node(),
     )
     if ranks.is_first:
-        warn_of_bad_fits(planning.profile)
+        warn_of_bad_fits(planning.measured)
     memory, planner = planning.memory, planning.planner
     return Job(
         config=config,
@@ -136,7 +127,13 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         architecture=model.architecture,
         spec=spec,
         feed=feed,
-        executor=_executor(config, ranks, model.decoders(config, ranks, kernels, memory), kernels),
+        executor=Executor(
+            parts=model.decoders(config, ranks, kernels, memory),
+            kernel=kernels.choice.kernel,
+            mesh=ranks.mesh,
+            z_loss=config.optimizer.z_loss,
+            ring_gradients=torch.bfloat16 if config.parallel.ring_gradients == "bf16" else None,
+        ),
         optimizer=optimizer,
         kernels=kernels,
         memory=memory,
@@ -151,7 +148,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
 class Planning(NamedTuple):
     """How a run is planned."""
 
-    profile: Profile | None  # that the config names
+    measured: Profile | None  # that the config names
     times: StepTimes
     memory: MemoryBudget
     planner: VerifiedPlanner
@@ -167,82 +164,43 @@ def plan_of_run(
     dtype: torch.dtype,
     ranks_per_node: int,
 ) -> Planning:
-    """Times, capacity, limits and the planner, from the devices of all HDP ranks. Arguments as in ``memory_budget``."""
-    profile = measured_profile(config, spec.stack, {device.name for device in devices.of_ranks})
-    cost = planning_cost(config, profile, spec, device, dtype, ranks_per_node=ranks_per_node)
-    predicting = predicting_profile(config, profile, spec, device, dtype)
-    times = step_times(config, predicting, len(devices.of_ranks), ranks_per_node=ranks_per_node)
-    budget = memory_budget(config, memory, device=device, dtype=dtype, devices=devices, profile=profile or predicting)
-    planner = verified_planner(config, budget, cost, len(devices.of_ranks), times)
-    return Planning(profile, times, budget, planner)
+    """Times, capacity, limits and the planner, from the devices of all HDP ranks. Arguments as in ``memory_budget``.
 
-
-def _executor(config: Config, ranks: Ranks, parts: Sequence[Decoder], kernels: Kernels) -> Executor:
-    """What runs plans on this rank's parts of the model."""
-    return Executor(
-        parts=parts,
-        kernel=kernels.choice.kernel,
-        mesh=ranks.mesh,
-        z_loss=config.optimizer.z_loss,
-        ring_gradients=torch.bfloat16 if config.parallel.ring_gradients == "bf16" else None,
-    )
-
-
-def devices_of_all(config: Config, ranks: Ranks) -> Devices:
-    """The devices of the HDP ranks. Every rank calls it. Raises as ``Devices.of_mesh``."""
-    own = rank_device(config, ranks.device, ranks.dtype, ranks.world.size)
-    everyone = [RankDevice(**told) for told in ranks.everyone(asdict(own))]
-    return Devices.of_mesh(everyone, ranks.mesh.shape)
-
-
-def measured_profile(config: Config, architecture: Architecture, devices: Set[str]) -> Profile | None:
-    """The profile that the config names, at the run's tp; None if the config names none.
-
-    A profile measured at another tp is scaled by operation counts. Raises ``ConfigError`` if the profile is of another
-    model, or of a device that is not one of ``devices`` (names with the dtype).
+    ``ranks_per_node``: consecutive HDP ranks with the links of one node between them. Raises ``ConfigError`` if the
+    profile that the config names is of another model, or of a device that no rank has.
     """
-    if config.cost.profile is None:
-        return None
-    profile = load_profile(config.cost.profile)
-    require_model(profile, architecture)
-    require_device(profile, devices)
-    tp = config.parallel.tp
-    if tp != profile.tensor_parallel:
-        profile = profile.scaled_to(profile.architecture, tensor_parallel=tp)
-    return profile.with_ring_gradients(config.parallel.ring_gradients)
-
-
-def verified_planner(
-    config: Config, memory: MemoryBudget, cost: CostModel, num_hdp_ranks: int, times: StepTimes | None = None
-) -> VerifiedPlanner:
-    """The planner of a run, with the limits that its plans are checked against.
-
-    ``times``: None: plans are compared by their makespans.
-    """
-    return VerifiedPlanner(
-        config.planner,
-        memory.cluster(num_hdp_ranks),
-        cost,
-        memory.limits,
-        num_stages=config.parallel.pp,
-        num_chunks=config.parallel.virtual_stages,
-        context_length=config.data.context_length,
-        step_times=times,
-    )
-
-
-def step_times(config: Config, profile: Profile, num_hdp_ranks: int, *, ranks_per_node: int) -> StepTimes:
-    """The simulator on the ranks of this run, of which so many consecutive HDP ranks share a node."""
-    mesh = config.parallel
-    devices = ClusterConfig(
-        num_gpus=num_hdp_ranks * mesh.tp * mesh.pp,
+    kind, element, mesh, hdp = kind_of(device), dtype.itemsize, config.parallel, len(devices.of_ranks)
+    measured = None
+    if config.cost.profile is not None:
+        measured = load_profile(config.cost.profile)
+        require_device(measured, {device.name for device in devices.of_ranks})
+    profile = times_of(config, spec, measured, ASSUMED[kind], bytes_per_element=element)
+    if measured is None:
+        assumed = assumed_cost(spec, device=kind, bytes_per_element=element, ring_gradients=mesh.ring_gradients)
+        cost = replace(assumed, ranks_per_node=ranks_per_node)
+    else:
+        cost = profile.cost_model(ranks_per_node=ranks_per_node, pipeline_parallel=mesh.pp)
+    cluster = ClusterConfig(
+        num_gpus=hdp * mesh.tp * mesh.pp,
         gpus_per_node=ranks_per_node * mesh.tp,
         tp=mesh.tp,
         pp=mesh.pp,
         virtual_stages=mesh.virtual_stages,
-        gradient_bucket_mib=config.parallel.gradient_bucket_mib,
+        gradient_bucket_mib=mesh.gradient_bucket_mib,
     )
-    return StepTimes(profile=profile, devices=devices, recompute=config.memory.checkpointing == "full")
+    times = StepTimes(profile=profile, devices=cluster, recompute=config.memory.checkpointing == "full")
+    budget = memory_budget(config, memory, device=device, dtype=dtype, devices=devices, profile=profile)
+    planner = VerifiedPlanner(
+        config.planner,
+        budget.cluster,
+        cost,
+        budget.limits,
+        num_stages=mesh.pp,
+        num_chunks=mesh.virtual_stages,
+        context_length=config.data.context_length,
+        step_times=times,
+    )
+    return Planning(measured, times, budget, planner)
 
 
 def run_calibration(config: Config, planner: VerifiedPlanner, ranks: Ranks, num_layers: int) -> RunCalibration | None:
@@ -257,45 +215,3 @@ def run_calibration(config: Config, planner: VerifiedPlanner, ranks: Ranks, num_
     calibrator = Calibrator(first=planner.cost, num_layers=num_layers, first_speeds=speeds)
     lag = lag_of(config.data.prefetch_steps)
     return RunCalibration(CalibratedPlanner(planner, calibrator, lag), ranks.mesh)
-
-
-def planning_cost(
-    config: Config,
-    profile: Profile | None,
-    spec: Architecture | ModelSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    ranks_per_node: int,
-) -> CostModel:
-    """The cost model for planning: from the profile's times for the model's layers, or from assumed round numbers.
-
-    ``ranks_per_node``: consecutive HDP ranks with the links of one node between them.
-    """
-    if profile is None:
-        assumed = assumed_cost(
-            spec,
-            device=kind_of(device),
-            bytes_per_element=dtype.itemsize,
-            ring_gradients=config.parallel.ring_gradients,
-        )
-        return replace(assumed, ranks_per_node=ranks_per_node)
-    own = profile.of_model(ModelSpec.of(spec).stack)
-    return own.cost_model(ranks_per_node=ranks_per_node, pipeline_parallel=config.parallel.pp)
-
-
-def predicting_profile(
-    config: Config, profile: Profile | None, spec: ModelSpec, device: torch.device, dtype: torch.dtype
-) -> Profile:
-    """The times that the simulator predicts steps of this run from, at the run's tp: those of ``planning_cost``."""
-    if profile is not None:
-        return profile.of_model(spec.stack)
-    assumed = ASSUMED[kind_of(device)].profile(spec, bytes_per_element=dtype.itemsize)
-    tp = config.parallel.tp
-    scaled = assumed if tp == 1 else assumed.scaled_to(spec.stack, tensor_parallel=tp)
-    return scaled.with_ring_gradients(config.parallel.ring_gradients)
-
-
-def kind_of(device: torch.device) -> DeviceKind:
-    """Which numbers hold for a device."""
-    return "cuda" if device.type == "cuda" else "cpu"

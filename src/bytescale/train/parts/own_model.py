@@ -14,6 +14,7 @@ from bytescale.cost.memory import DeviceKind
 from bytescale.cost.spec import ModelSpec
 from bytescale.cost.split import stage_chunks
 from bytescale.models import Llama, build_model
+from bytescale.models.compiled import apply_compiled
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.initial_values import initial_values
 from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_parts
@@ -37,19 +38,12 @@ _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModel:
-    """One rank's part of the model.
+    """One rank's part of the model."""
 
-    Attributes:
-        architecture: of the whole model.
-        chunks: of layers; several where stages are interleaved.
-        parameters: of all chunks, in flat buffers.
-        tied_head: where the embedding is the output head too, and another stage's rank has one of the two.
-    """
-
-    architecture: Architecture
-    chunks: Sequence[Llama]
-    parameters: FlatParameters
-    tied_head: TiedHead | None
+    architecture: Architecture  # of the whole model
+    chunks: Sequence[Llama]  # of layers; several where stages are interleaved
+    parameters: FlatParameters  # of all chunks, in flat buffers
+    tied_head: TiedHead | None  # where the embedding is the head too, and another stage's rank has one of the two
 
     @property
     def spec(self) -> ModelSpec:
@@ -77,7 +71,8 @@ class OwnModel:
         checkpointing, tp, pool = config.memory.checkpointing, ranks.mesh.tp, memory.host_pool(ranks.device)
         parts = []
         for chunk in self.chunks:
-            kernels.apply(chunk)
+            if kernels.compiler is not None:
+                apply_compiled(chunk, kernels.compiler)
             for layer in chunk.layers:
                 apply_head_groups(layer.self_attn, memory.model.head_groups)
             activations = Activations(

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from bytescale.attention import AttentionKernel
+from bytescale.common.errors import ConfigError
+from bytescale.common.units import format_bytes, format_si
 from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
 from bytescale.config.attached import check_attached
 from bytescale.config.validate import check_mesh
 from bytescale.cost.memory import DeviceKind, MeasuredMemory
 from bytescale.cost.spec import ModelSpec
+from bytescale.train.parts.budget import machine_bytes
 from bytescale.train.parts.own_model import OwnModel, build_own_model
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
@@ -22,6 +25,9 @@ from bytescale.train.ranks import Ranks
 if TYPE_CHECKING:
     from bytescale.hf.model.decoder import AttachedDecoder
     from bytescale.train.parts.attached_model import HFModel
+
+BYTES_PER_PARAMETER = 12
+"""Of this machine's memory, while a model is built to be measured: weights, a copy in flat memory, gradients."""
 
 
 def build_rank_model(
@@ -61,18 +67,28 @@ def describe_model(
     dtype: torch.dtype,
     *,
     num_ranks: int,
+    kind: DeviceKind,
 ) -> tuple[ModelSpec, Architecture | MeasuredMemory]:
-    """The counts of a model, and what ``budget.memory_budget`` takes, without ranks.
+    """The counts of a model, and what ``MemoryModel.of_config`` takes for devices of a ``kind``, without ranks.
 
-    A model of transformers is built once, as one rank, to be measured.
+    A model of transformers is built once, as one rank, to be measured. Raises ``ConfigError`` where it has no room.
     """
     if not isinstance(architecture, AttachedArchitecture):
         return ModelSpec.of(architecture), architecture
     check_attached(config, architecture)
+    from bytescale.hf.files.folder import parameters_of
     from bytescale.train.parts.attached_model import build_attached_model
 
+    number = sum(value.numel() for value in parameters_of(architecture.content).values())
+    needed, here = number * BYTES_PER_PARAMETER, machine_bytes()
+    if needed > here:
+        raise ConfigError(
+            f"{config.model.preset} has {format_si(number)} parameters; it is built once to be planned for, which "
+            f"takes {format_bytes(needed)}, and this machine has {format_bytes(here)}",
+            so="it cannot be attached and measured here",
+            fix="plan on a machine with more memory, or name a preset of about the same shape, such as 70b",
+        )
     model = build_attached_model(config, architecture, kernel, device=device, dtype=dtype, num_shards=1)
-    kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     return model.spec, model.memory(kind, num_ranks, config.parallel.ring_gradients)
 
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from bytescale.attention.flash import AttentionChoice, Heads, open_attention
-from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
-from bytescale.models import Llama
-from bytescale.models.compiled import RowCompiler, apply_compiled
+from bytescale.config import Config, resolve_model
+from bytescale.models.compiled import RowCompiler
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,6 @@ class Kernels:
         first = f"kernels attention {self.choice.name}; pointwise parts {parts}"
         return [first, *(f"        {reason}" for reason in self.choice.passed_over)]
 
-    def apply(self, model: Llama) -> None:
-        """Apply the kernels to a model or a part of one, before head groups, checkpointing and offloading."""
-        if self.compiler is not None:
-            apply_compiled(model, self.compiler)
-
 
 @contextmanager
 def open_kernels(
@@ -46,20 +40,14 @@ def open_kernels(
 ) -> Iterator[Kernels]:
     """The kernels of ``config``'s run, for the time of the block: PyTorch has one flash implementation a process.
 
-    ``smallest``: takes this rank's numbers and returns the smallest of any rank.
-
-    Raises ``ConfigError`` where something that is asked for is not there.
+    ``smallest``: takes this rank's numbers and returns the smallest of any rank. Raises ``ConfigError`` where something
+    that is asked for is not there.
     """
     compiler = RowCompiler() if config.kernels.compile else None
     if compiler is not None:
         compiler.check(device)
-    heads = _heads(resolve_model(config.model), config.parallel.tp)
+    shape, tp = resolve_model(config.model), config.parallel.tp
+    query_heads, key_heads, width = shape.heads
+    heads = Heads(max(1, query_heads // tp), max(1, key_heads // tp), width, windowed=shape.has_windows)
     with open_attention(config.kernels.attention, device, dtype, heads, smallest) as choice:
         yield Kernels(choice, compiler)
-
-
-def _heads(shape: Architecture | AttachedArchitecture, tp: int) -> Heads:
-    """Return the heads of one rank."""
-    if isinstance(shape, AttachedArchitecture):
-        return Heads(*shape.heads, windowed=shape.has_windows)
-    return Heads(max(1, shape.num_heads // tp), max(1, shape.num_kv_heads // tp), shape.head_dim)

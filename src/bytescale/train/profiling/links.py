@@ -129,18 +129,18 @@ def ring_rate(hdp: RankGroup, rings: Sequence[Sequence[int]]) -> tuple[float, fl
 def _median_seconds(hdp: RankGroup, send: Send, size: int) -> float:
     """The median of rounds of ``size`` bytes, on the rank where it is largest."""
     times = [_seconds(hdp, send, size, 1) for _ in range(SMALL_ROUNDS)]
-    return float(np.max(hdp.share([statistics.median(times)])))
+    return slowest(hdp, statistics.median(times))
 
 
 def _sustained(hdp: RankGroup, send: Send, latency: float) -> float:
     """Bytes per second of rounds that follow each other without a pause. ``latency``: seconds of a small round."""
     size, least = 2**14, max(MESSAGE_SECONDS, MESSAGE_LATENCIES * latency)
-    while (taken := _slowest(hdp, _seconds(hdp, send, size, 1))) < least and size < LARGEST_BYTES:
+    while (taken := slowest(hdp, _seconds(hdp, send, size, 1))) < least and size < LARGEST_BYTES:
         size *= 2
     count = max(2, math.ceil(WINDOW_SECONDS / taken))
     rate = 0.0
     for _ in range(MOST_WINDOWS):
-        before, rate = rate, count * size / _slowest(hdp, _seconds(hdp, send, size, count))
+        before, rate = rate, count * size / slowest(hdp, _seconds(hdp, send, size, count))
         if abs(rate - before) < STEADY * rate:
             break
     return rate
@@ -157,7 +157,8 @@ def _seconds(hdp: RankGroup, send: Send, size: int, count: int) -> float:
     return time.perf_counter() - started
 
 
-def _slowest(hdp: RankGroup, seconds: float) -> float:
+def slowest(hdp: RankGroup, seconds: float) -> float:
+    """The seconds of the slowest rank, so that all ranks make the same decision."""
     return float(np.max(hdp.share([seconds])))
 
 

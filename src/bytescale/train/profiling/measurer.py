@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.attention import AttentionKernel, AttentionRules, PackedAttention, select_kernel
-from bytescale.attention.blocks import BlockSet, causal_triangles
+from bytescale.attention.blocks import causal_triangles
 from bytescale.attention.choose import kernel_for
 from bytescale.attention.kernels import OfQueries
 from bytescale.attention.rules import PLAIN
@@ -68,29 +68,21 @@ class LapTimer:
 
 
 Opened = tuple[Callable[[Callable[..., Tensor]], Tensor], Sequence[Tensor]]
-"""See ``Subject.open``."""
+"""A forward of one document, from the layers' attention to ``[T, C]``; and tensors that all layers share, such as
+rotary angles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is measured: some layers in a row, ours or transformers'.
+    """What is measured: some layers in a row, ours or transformers'."""
 
-    Attributes:
-        spec: counts of the whole model.
-        num_layers: that ``open`` runs.
-        constants: parameters and buffers, which do not count as saved.
-        open: from a number of tokens to a forward of one document, which takes the layers' attention and returns
-            ``[T, C]``; and to tensors that all layers share, such as rotary angles.
-        head: from hidden states to losses.
-        attentions: each layer's heads, key/value heads, widths of keys and of values, and rules.
-    """
-
-    spec: ModelSpec
-    num_layers: int
-    constants: Sequence[Tensor]
+    spec: ModelSpec  # of the whole model
+    num_layers: int  # that ``open`` runs
+    constants: Sequence[Tensor]  # parameters and buffers, which do not count as saved
     open: Callable[[int], Opened]
-    head: Head
+    head: Head  # from hidden states to losses
     attentions: Sequence[tuple[int, int, int, int, AttentionRules]]
+    """Each layer's heads, key/value heads, widths of keys and of values, and rules."""
 
 
 def subject_of(model: Architecture | AttachedDecoder, device: torch.device, dtype: torch.dtype) -> Subject:
@@ -137,11 +129,7 @@ def subject_of(model: Architecture | AttachedDecoder, device: torch.device, dtyp
 
 
 class Measurer:
-    """Measures one model on one device in one dtype.
-
-    Attributes:
-        sweeps: the values of each (curve, tokens), one per sweep.
-    """
+    """Measures one model on one device in one dtype."""
 
     def __init__(self, model: Architecture | AttachedDecoder, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -149,13 +137,12 @@ class Measurer:
         self.architecture = self.subject.spec.stack
         self.watch = LapTimer(device)
         self.kernel: AttentionKernel = select_kernel("auto", device, dtype)
-        self.sweeps: dict[tuple[str, int], list[float]] = {}
+        self.sweeps: dict[tuple[str, int], list[float]] = {}  # of each (curve, tokens) a value per sweep
 
     def measure(self, tokens: int) -> None:
         """Measure every curve at one length."""
         self._attention("attention", [tokens])
         self._attention("sequences", [SHORT_TOKENS] * (tokens // SHORT_TOKENS))
-        self._ring_block(tokens)
         self._rest(tokens)
         self._head(tokens)
         self._add("activation_bytes", tokens, float(self.activation_bytes(tokens)))
@@ -198,20 +185,6 @@ class Measurer:
             sums += count * np.array([forward, backward])
         for way, seconds in zip(("forward", "backward"), sums / len(self.subject.attentions), strict=True):
             self._add(f"{name}_{way}", tokens, float(seconds))
-
-    def _ring_block(self, tokens: int) -> None:
-        heads, kv_heads, width, value_width, rules = self.subject.attentions[0]
-        q, k = self.random(tokens, heads, width), self.random(tokens // 2, kv_heads, width)
-        v, kernel = (
-            self.random(tokens // 2, kv_heads, value_width),
-            kernel_for(self.kernel, replace(rules, window=None)),
-        )
-        block = BlockSet.of(np.array([[0, tokens]]), np.array([[0, tokens // 2]]), causal=False)
-        self._add(
-            "ring_block_forward",
-            tokens,
-            self.watch.seconds(lambda: kernel.forward(q, k, v, block, rules.scale_of(q))),
-        )
 
     def _rest(self, tokens: int) -> None:
         (forward, _), gradient = self.subject.open(tokens), self.random(tokens, self.architecture.hidden_size)

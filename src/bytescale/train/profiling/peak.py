@@ -35,9 +35,8 @@ def device_name(device: torch.device, dtype: torch.dtype) -> str:
 def known_peak(device: torch.device, dtype: torch.dtype, configured_tflops: float | None) -> float | None:
     """Return the peak FLOP/s of one device: ``log.peak_tflops``, or the data sheet's for bf16 on a known GPU.
 
-    None means that neither is known. The run then reports the FLOP/s that it reaches, and no MFU. An earlier version
-    measured the peak by timing matrix products at the start. If other work used the cores at that moment, the peak came
-    out too low and the utilisation at up to 129 % (docs/decisions/training.md).
+    None means that neither is known. It is not measured: other work on the cores makes it too low
+    (docs/decisions/training.md).
     """
     if configured_tflops is not None:
         return configured_tflops * 1e12

@@ -13,8 +13,6 @@ measure the same things at the same time. The slowest rank counts, because the o
 * head        The linear cross-entropy as in training: its forward computes the gradients and its backward scales them.
 * activations The bytes that autograd saves in a layer. Each allocation counts once. Parameters and inputs that all
               layers share do not count.
-* ring block  One step of a ring: n queries against n / 2 keys. This block has the area of the causal triangle of n
-              tokens, so the s^2 term of the attention curve should predict its time. Only the raw points are kept.
 * host        Copies of 64 MiB to and from host memory, which is pinned if the device is a GPU.
 * links       Between ranks, if there are several (``train.profiling.links``).
 """
@@ -35,7 +33,7 @@ from bytescale.cost.curve import Curve, fit_curve, relative_errors
 from bytescale.cost.profile import Point
 from bytescale.cost.profile_file import CURVES
 from bytescale.runtime import RankGroup
-from bytescale.train.profiling.links import measure_links
+from bytescale.train.profiling.links import measure_links, slowest
 from bytescale.train.profiling.measurer import SHORT_TOKENS, Measurer
 from bytescale.train.profiling.peak import device_name
 
@@ -53,15 +51,12 @@ def measure_profile(
     nodes: Sequence[int] | None = None,
     progress: Callable[[int, float], None] = lambda tokens, share: None,
 ) -> Profile:
-    """Measure at ``MIN_TOKENS`` tokens, twice that, and so on, and fit curves to the results.
+    """Measure at ``MIN_TOKENS`` tokens, twice that, and so on to ``max_tokens``, and fit curves to the results.
 
     Every rank calls it and gets the same profile.
 
     Args:
-        measurer: has the model, the device and the dtype of parameters and activations.
-        max_tokens: the longest length.
-        seconds: the time for all lengths together. A length is left out if the time of the previous length shows that
-            it would take too long.
+        seconds: for all lengths together. A length that would take too long, by the time of the last one, is left out.
         hdp: the ranks that measure together; None: this rank alone. Links are then taken to be ideal.
         nodes: the node of each of them, by any number; None: they share one.
         progress: called with the next length and the share of the time that has passed.
@@ -105,31 +100,27 @@ def measure_lengths(
     seconds: float,
     progress: Callable[[int, float], None],
 ) -> None:
-    """Measure every curve at ``MIN_TOKENS`` tokens, twice that, and so on, ``SWEEPS`` times each.
-
-    Every rank calls it. Arguments as in ``measure_profile``.
-    """
+    """Measure every curve at every length, ``SWEEPS`` times. Every rank calls it; see ``measure_profile``."""
     measurer.measure(MIN_TOKENS)  # warm-up: on a GPU, compilers and libraries take seconds to start
     measurer.sweeps.clear()
     lengths: list[int] = []
     started, last, tokens = time.perf_counter(), 0.0, MIN_TOKENS
+
+    def elapsed() -> float:
+        return slowest(hdp, time.perf_counter() - started)
+
     # The first sweep finds the lengths. A length that is twice as long takes at most four times as long.
-    while not lengths or (tokens <= max_tokens and SWEEPS * (_elapsed(hdp, started) + 4 * last) <= seconds):
-        progress(tokens, min(_elapsed(hdp, started) / seconds, 1.0))
+    while not lengths or (tokens <= max_tokens and SWEEPS * (elapsed() + 4 * last) <= seconds):
+        progress(tokens, min(elapsed() / seconds, 1.0))
         before = time.perf_counter()
         measurer.measure(tokens)
-        last = float(np.max(hdp.share([time.perf_counter() - before])))
+        last = slowest(hdp, time.perf_counter() - before)
         lengths.append(tokens)
         tokens *= 2
     for _ in range(SWEEPS - 1):
         for tokens in lengths:
-            progress(tokens, min(_elapsed(hdp, started) / seconds, 1.0))
+            progress(tokens, min(elapsed() / seconds, 1.0))
             measurer.measure(tokens)
-
-
-def _elapsed(hdp: RankGroup, started: float) -> float:
-    """Return the seconds since ``started`` on the slowest rank, so that all ranks make the same decision."""
-    return float(np.max(hdp.share([time.perf_counter() - started])))
 
 
 def _points(measurer: Measurer, hdp: RankGroup) -> list[Point]:

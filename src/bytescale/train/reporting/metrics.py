@@ -1,29 +1,81 @@
-"""The metrics of a step: one row on the console, one line of metrics.jsonl, and the trackers of the config."""
+"""The metrics of a step, and the figures that ranks share for them once a step."""
 
 from __future__ import annotations
 
 import json
 import math
 import resource
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from bytescale.common.atomic import whole_file
 from bytescale.common.errors import NonFiniteError
-from bytescale.common.parsing import parse_json
-from bytescale.train.run_folder import RunFolder
+from bytescale.runtime import RankGroup
+
+_SUM, _MEAN, _MAX, _MIN, _LIST = ({"over": how} for how in ("sum", "mean", "max", "min", "list"))
+"""How the figures of all ranks become one: sums and extremes go to all ranks, lists to the first rank alone.
+
+At 16,384 ranks a table of everybody's numbers takes longer to read than to send. So sums and maxima are made on the way
+(two all-reduces of some numbers), and what metrics.jsonl lists rank by rank goes to the rank that writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMetrics:
+class SharedFigures:
+    """What a rank tells the others of a step, and metrics.jsonl of all of them."""
+
+    batch_loss: float = field(metadata=_SUM)  # load balance of experts, weighted, told by one rank of a stage
+    memory_bytes: int = field(metadata=_MAX)  # peak allocated on GPU, peak resident on CPU
+    waiting_seconds: float = field(metadata=_MEAN)  # for other ranks, inside forward and backward
+    sync_seconds: float = field(metadata=_MEAN)  # from the last backward until gradients are reduced, with all waits
+    attention_bytes_sent: int = field(metadata=_SUM)
+    data_wait_seconds: float = field(metadata=_MAX)  # for the loader
+    planning_seconds: float = field(metadata=_MAX)  # of the rank, or of the planner actor: off the critical path
+    data_bytes_read: list[int] = field(metadata=_LIST)  # of the corpus; of all ranks in their order on the first one
+    data_bytes_received: list[int] = field(metadata=_LIST)  # likewise, from planner and servers; 0 if read here
+    data_steps_ready: int = field(metadata=_MIN)  # steps that waited in the loader
+    data_restarts: int = field(metadata=_MAX)  # of servers and planner since the run was started or resumed
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures(SharedFigures):
+    """The figures of one rank, or of all ranks together (``of_all``)."""
+
+    loss_sum: float = field(metadata=_SUM)
+    num_targets: float = field(metadata=_SUM)
+    norm_share: float = field(metadata=_SUM)  # sum of squares of the rank's part of the gradient
+    busy_seconds: float = field(metadata=_MEAN)  # in forward and backward, without waiting for other ranks
+    most_busy_seconds: float = field(metadata=_MAX)  # the same
+    stop_heard: float = field(metadata=_SUM)  # 1: the rank was asked to stop
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the whole gradient."""
+        return self.norm_share**0.5
+
+    def of_all(self, world: RankGroup) -> RankFigures:
+        """Those of all ranks together; called by every rank. Sums and extremes have the same bits on all of them."""
+        sums, means, maxima, minima, lists = (
+            {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.metadata["over"] == how}
+            for how in ("sum", "mean", "max", "min", "list")
+        )
+        added = world.sum_of([float(number) for number in (*sums.values(), *means.values())])
+        most = world.max_of([float(number) for number in (*maxima.values(), *(-one for one in minima.values()))])
+        rows = world.gather_on_first([float(one[0]) for one in lists.values()])
+        found: dict[str, Any] = dict(zip((*sums, *means, *maxima, *minima), (*added, *most), strict=True))
+        found |= {name: found[name] / world.size for name in means} | {name: -found[name] for name in minima}
+        found |= {spec.name: int(found[spec.name]) for spec in fields(self) if spec.type == "int"}
+        found |= {name: [int(row[place]) for row in rows] for place, name in enumerate(lists)}
+        return RankFigures(**found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics(SharedFigures):
     """One step, over all ranks. Times in seconds."""
 
     step: int
     loss: float  # mean cross-entropy per token with a target, nats
-    batch_loss: float  # load balance of experts, weighted; 0 for dense models
     grad_norm: float  # before clipping
     learning_rate: float
     num_tokens: int
@@ -32,48 +84,19 @@ class StepMetrics:
     tokens_per_second: float
     model_flops_per_second: float  # of all ranks together; the model's own, sum of s_i^2 counted, nothing recomputed
     mfu: float | None  # model_flops_per_second over the peak of all ranks; None where the peak is not known
-    memory_bytes: int  # largest of any rank: peak allocated on GPU, peak resident on CPU
     imbalance: float  # compute time of the slowest rank over the mean
     waiting_share: float  # of all ranks' time, spent waiting for other ranks
-    waiting_seconds: float  # mean of ranks: for other ranks, inside forward and backward
-    sync_seconds: float  # mean of ranks: from the last backward until gradients are reduced, slower ranks included
-    data_wait_seconds: float  # slowest rank's wait for its loader
-    planning_seconds: float  # of the slowest rank, or of the planner actor: off the critical path
-    data_bytes_read: list[int]  # of the corpus, per rank; on the first rank alone
-    data_bytes_received: list[int]  # likewise, from planner and servers; 0 under the local loader
-    data_steps_ready: int  # steps that waited in the loader of the rank that had fewest
-    data_restarts: int  # of servers and planner since the run was started or resumed
     predicted_seconds: float | None = None  # step_seconds as calibration foresaw it; None: nothing is calibrated
-    attention_bytes_sent: int  # by all ranks together
     group_sizes: dict[str, int]  # degree -> slice groups ("1": ranks' local packs)
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps({"step": self.step, "loss": self.loss} | asdict(self)) + "\n"
 
     def scalars(self) -> dict[str, float]:
         """The fields that are single numbers, by name, without the step's."""
         named = asdict(self).items()
         return {name: value for name, value in named if isinstance(value, int | float) and name != "step"}
-
-
-class MetricsFile:
-    """metrics.jsonl."""
-
-    def __init__(self, run: RunFolder) -> None:
-        self._file = run.metrics.open("a", encoding="utf-8")
-
-    def write(self, metrics: StepMetrics) -> None:
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def drop_metrics_after(path: Path, step: int) -> None:
-    """Remove the lines of steps that a resumed run will repeat, so that each step is in the file once."""
-    if not path.exists():
-        return
-    kept = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if _step_of(line) <= step]
-    with whole_file(path) as temporary:
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -93,20 +116,3 @@ def check_finite(step: int, loss: float, grad_norm: float, checkpoint: Path | No
         so=f"the update would destroy the weights, so it was not made; {where}",
         fix="lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.clip_grad_norm, then resume",
     )
-
-
-class Stopwatch:
-    """Seconds since it was made."""
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-
-    def elapsed(self) -> float:
-        return time.perf_counter() - self._started
-
-
-def _step_of(line: str) -> int:
-    try:
-        return int(parse_json(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError):  # the last line of a killed run may be cut off
-        return 1 << 62

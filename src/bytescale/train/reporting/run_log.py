@@ -8,6 +8,7 @@ from statistics import mean
 from types import TracebackType
 from typing import TextIO
 
+from bytescale.common.atomic import whole_file
 from bytescale.common.text import visible
 from bytescale.common.units import format_bytes, format_count, format_si
 from bytescale.config import Config
@@ -17,11 +18,11 @@ from bytescale.plan.io import save_plan
 from bytescale.storage.place import Place
 from bytescale.train.parts.job import Job
 from bytescale.train.reporting.evaluations import EvaluationMetrics
-from bytescale.train.reporting.metrics import MetricsFile, StepMetrics, drop_metrics_after, memory_bytes
+from bytescale.train.reporting.metrics import StepMetrics, memory_bytes
 from bytescale.train.reporting.screen import Screen
 from bytescale.train.reporting.step_row import ROW_COLUMNS, remarks, step_header, step_row
 from bytescale.train.reporting.trackers import Tracker, open_trackers
-from bytescale.train.run_folder import RunFolder
+from bytescale.train.run_folder import RunFolder, lines_until
 
 _HEADER_EVERY = 20
 """Rows after which the columns' names are printed again."""
@@ -35,9 +36,9 @@ class RunLog:
         self.run = run
         self.config = config
         self._screen = screen
-        self._lock = ExitStack()
+        self._files = ExitStack()
         self._text: TextIO | None = None
-        self._metrics: MetricsFile | None = None
+        self._metrics: TextIO | None = None
         self._trackers: list[Tracker] = []
         self._introduced = False
         self._first: StepMetrics | None = None
@@ -57,28 +58,25 @@ class RunLog:
         if error is not None:
             with suppress(OSError):  # the disk may be full; the error itself goes on to the terminal
                 self._to_file(f"stopped by {type(error).__name__}: {error}")
-        if self._metrics is not None:
-            self._metrics.close()
-        for tracker in self._trackers:
-            tracker.close()
-        if self._text is not None:
-            self._text.close()
-        self._lock.close()
+        self._files.close()
 
     def open(self, *, resume: bool) -> None:
         """Create the run folder (or find it, when resuming)."""
         if self._screen is None:
             return
-        self._lock.enter_context(self.run.lock())
+        self._files.enter_context(self.run.lock())
         self.run.create(self.config, resume=resume)
-        self._text = self.run.log.open("a", encoding="utf-8")
+        self._text = self._files.enter_context(self.run.log.open("a", encoding="utf-8"))
 
     def resumed(self, checkpoint: Place | None, steps_done: int) -> None:
         """Report where the run continues, and remove the metrics of steps that will be repeated."""
         if self._screen is None:
             return
-        drop_metrics_after(self.run.metrics, steps_done)
-        drop_metrics_after(self.run.evaluations, steps_done)
+        for path in (self.run.metrics, self.run.evaluations):
+            if path.exists():
+                kept = lines_until(path, steps_done)
+                with whole_file(path) as temporary:
+                    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         if checkpoint is None:
             self.say(f"no checkpoint in {self.run.checkpoints} yet: starting from step 1")
         else:
@@ -89,8 +87,10 @@ class RunLog:
         if self._introduced or self._screen is None:
             return
         self._introduced = True
-        self._metrics = MetricsFile(self.run)
+        self._metrics = self._files.enter_context(self.run.metrics.open("a", encoding="utf-8"))
         self._trackers = open_trackers(self.run, self.config)
+        for tracker in self._trackers:
+            self._files.callback(tracker.close)
         mesh = job.ranks.mesh.shape
         degrees = f" ({mesh.pp} stages x {mesh.hdp} HDP x {mesh.tp} TP)" if mesh.size > mesh.hdp else ""
         dtype = str(job.ranks.dtype).removeprefix("torch.")
@@ -99,7 +99,8 @@ class RunLog:
         self.say(
             f"ranks   {mesh.size} x {job.ranks.device.type}{degrees} ({dtype}), capacity "
             f"{format_count(job.memory.capacity_tokens)} tokens each, context "
-            f"{format_count(job.config.data.context_length)}{_peak(job)}"
+            f"{format_count(job.config.data.context_length)}"
+            + (f"; peak {format_si(job.peak_flops_per_second)}FLOP/s a rank" if job.peak_flops_per_second else "")
         )
         for line in (*job.kernels.lines(), *job.memory.lines()):
             self.say(line)
@@ -116,24 +117,22 @@ class RunLog:
         self._seconds += metrics.step_seconds
         if self._metrics is None or self._screen is None:
             return
-        self._print_row(metrics, before, self._screen)
-        self._screen.progress(metrics.step, self.config.trainer.steps)
-        self._metrics.write(metrics)
-        due = metrics.step % self.config.log.track_every == 0 or metrics.step == self.config.trainer.steps
-        for tracker in self._trackers if due else ():
-            tracker.log(metrics.step, metrics.scalars())
-        if self.config.log.save_plans and data.plan is not None:
-            save_plan(data.plan, self.run.plan(metrics.step))
-
-    def _print_row(self, metrics: StepMetrics, before: StepMetrics | None, screen: Screen) -> None:
         steps = self.config.trainer.steps
         if self._rows % _HEADER_EVERY == 0:
             self.say(step_header(steps, mfu=metrics.mfu is not None))
         self._rows += 1
-        screen.line(step_row(metrics, steps, min(ROW_COLUMNS, screen.width)))
+        self._screen.line(step_row(metrics, steps, min(ROW_COLUMNS, self._screen.width)))
         self._to_file(step_row(metrics, steps))
         for line in remarks(metrics, before):
             self.say(line)
+        self._screen.progress(metrics.step, steps)
+        self._metrics.write(metrics.to_json())
+        self._metrics.flush()
+        due = metrics.step % self.config.log.track_every == 0 or metrics.step == steps
+        for tracker in self._trackers if due else ():
+            tracker.log(metrics.step, metrics.scalars())
+        if self.config.log.save_plans and data.plan is not None:
+            save_plan(data.plan, self.run.plan(metrics.step))
 
     def evaluated(self, metrics: EvaluationMetrics) -> None:
         """Write the result of an evaluation: two lines for people, and one of evaluations.jsonl for programs."""
@@ -192,11 +191,6 @@ def next_lines(config: Config) -> list[str]:
         "        see what every rank did, and what would help:",
         f"          bytescale report {folder}",
     ]
-
-
-def _peak(job: Job) -> str:
-    peak = job.peak_flops_per_second
-    return "" if peak is None else f"; peak {format_si(peak)}FLOP/s a rank"
 
 
 def describe_corpus(corpus: CorpusMetadata) -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -15,15 +15,20 @@ _SPEED_SECONDS = 600.0
 """The time left is estimated from the steps of this many last seconds: a step may take minutes."""
 
 
-class Screen(Protocol):
-    """The interface through which a run shows lines to people."""
+class Screen:
+    """Shows lines to people. Every line goes to a function; there is no bar."""
+
+    def __init__(self, print_line: Callable[[str], None]) -> None:
+        self._print_line = print_line
 
     @property
     def width(self) -> int:
         """Columns of a line; longer ones are wrapped."""
+        return sys.maxsize
 
     def line(self, text: str) -> None:
         """Show one line permanently."""
+        self._print_line(text)
 
     def progress(self, steps_done: int, total_steps: int) -> None:
         """Show the progress of the run until the next call."""
@@ -35,8 +40,9 @@ class Screen(Protocol):
 def screen_of_stdout() -> Screen:
     """A live bar where standard output is a terminal that can draw one; plain lines in pipes, files and CI."""
     console = console_of(sys.stdout)
-    is_live = sys.stdout.isatty() and not console.is_dumb_terminal and not _under_ci()
-    return LiveScreen(console) if is_live else PlainScreen(print)
+    under_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")  # a variable that all CI services set
+    is_live = sys.stdout.isatty() and not console.is_dumb_terminal and not under_ci
+    return LiveScreen(console) if is_live else Screen(print)
 
 
 def console_of(file: TextIO) -> Console:
@@ -44,35 +50,11 @@ def console_of(file: TextIO) -> Console:
     return Console(file=file, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
-def _under_ci() -> bool:
-    """Whether a CI service runs this, by the variable that all of them set."""
-    return os.environ.get("CI", "").lower() not in ("", "0", "false")
-
-
-class PlainScreen:
-    """Every line goes to a function; no bar."""
-
-    def __init__(self, print_line: Callable[[str], None]) -> None:
-        self._print_line = print_line
-
-    @property
-    def width(self) -> int:
-        return sys.maxsize
-
-    def line(self, text: str) -> None:
-        self._print_line(text)
-
-    def progress(self, steps_done: int, total_steps: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class LiveScreen:
+class LiveScreen(Screen):
     """Lines scroll by above a bar that stays at the bottom of the terminal."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__(console.print)
         self._console = console
         self._bar = Progress(
             TextColumn("step"),
@@ -93,16 +75,13 @@ class LiveScreen:
         return self._console.width
 
     def line(self, text: str) -> None:
-        self._console.print(self._wrapped(text))
-
-    def _wrapped(self, text: str) -> str:
-        """Long text broken between words. Indented lines are commands: broken by us, they could not be copied."""
-        if text.startswith(" "):
-            return text
-        lines = textwrap.wrap(
-            text, self.width, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False
-        )
-        return "\n".join(lines)
+        """Long text is broken between words. Indented lines are commands: broken by us, they could not be copied."""
+        if not text.startswith(" "):
+            indent = " " * 8
+            text = textwrap.fill(
+                text, self.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+        self._console.print(text)
 
     def progress(self, steps_done: int, total_steps: int) -> None:
         if self._task is None:

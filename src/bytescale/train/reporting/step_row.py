@@ -41,13 +41,9 @@ def step_row(metrics: StepMetrics, total_steps: int, width: int = ROW_COLUMNS) -
 
 
 def remarks(metrics: StepMetrics, before: StepMetrics | None) -> list[str]:
-    """Return lines about rare events: waiting for data, restarts of the loader, slow steps, more FLOP/s than the peak.
+    """Return lines about rare events: waiting for data, restarts of the loader, slow steps.
 
-    Every run waits for the data of its first step, so that is not told.
-
-    Args:
-        metrics: the metrics of the step.
-        before: the metrics of the previous step in this run; None for the first step.
+    ``before``: the previous step in this run; None for the first, whose wait for its data is not told.
     """
     lines = []
     if before and metrics.data_wait_seconds > _DATA_WAIT_SHARE * metrics.step_seconds:
@@ -66,14 +62,7 @@ def remarks(metrics: StepMetrics, before: StepMetrics | None) -> list[str]:
             f"step {metrics.step} took {format_seconds(metrics.step_seconds)}, "
             f"{metrics.step_seconds / predicted:.1f} times the {format_seconds(predicted)} that were predicted"
         )
-    if _is_above_peak(metrics) and not (before and _is_above_peak(before)):
-        reached = format_si(metrics.model_flops_per_second)
-        lines.append(f"the ranks reach {reached}FLOP/s, more than their peak: log.peak_tflops is too low")
     return [f"        {line}" for line in lines]
-
-
-def _is_above_peak(metrics: StepMetrics) -> bool:
-    return metrics.mfu is not None and metrics.mfu > 1
 
 
 _SLOW = 1.5

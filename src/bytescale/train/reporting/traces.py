@@ -47,7 +47,8 @@ class StepTraces:
             return
         assert data.plan is not None, "the first rank has the whole plan"
         times = self._job.step_times
-        predicted = times.simulated(data.plan, self._job.current_cost)
+        known = self._job.planner if self._job.calibration is None else self._job.calibration
+        predicted = times.simulated(data.plan, known.cost)
         metadata = TraceMetadata(
             step=metrics.step,
             measured_seconds=metrics.step_seconds,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config
@@ -14,27 +14,25 @@ from bytescale.config.schema import LogConfig
 from bytescale.train.run_folder import RunFolder
 
 
-class Tracker(Protocol):
+class Tracker(NamedTuple):
     """Receives the numbers of one step after another. Only the first rank has trackers."""
 
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Record the numbers of one step, by their names in metrics.jsonl."""
-
-    def close(self) -> None:
-        """Write what is still held back."""
+    log: Callable[[int, Mapping[str, float]], None]
+    """Records the numbers of a step, by their names in metrics.jsonl."""
+    close: Callable[[], None]
+    """Writes what is still held back."""
 
 
 def check_trackers(log: LogConfig) -> None:
     """Raise ``ConfigError`` if the config names a tracker whose package is not installed."""
-    for setting, wanted, module, extra in (
-        ("log.tensorboard", log.tensorboard, "tensorboard", "tensorboard"),
-        ("log.wandb", log.wandb != "off", "wandb", "wandb"),
-    ):
-        if wanted and not _is_installed(module):
+    for package, wanted in (("tensorboard", log.tensorboard), ("wandb", log.wandb != "off")):
+        found = importlib.util.find_spec(package)
+        # A plain folder of that name, such as wandb/, is no package.
+        if wanted and (found is None or found.origin is None):
             raise ConfigError(
-                f"{setting} is set but the package {module} is not installed",
+                f"log.{package} is set but the package {package} is not installed",
                 so="the run could not be tracked there",
-                fix=f"pip install 'bytescale[{extra}]', or leave {setting} out",
+                fix=f"pip install 'bytescale[{package}]', or leave log.{package} out",
             )
 
 
@@ -45,66 +43,51 @@ def open_trackers(run: RunFolder, config: Config) -> list[Tracker]:
         ConfigError: a package is missing, or Weights & Biases refuses the run (not logged in, for example).
     """
     check_trackers(config.log)
-    trackers: list[Tracker] = []
+    trackers = []
     if config.log.tensorboard:
-        trackers.append(TensorBoardTracker(run))
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(run.tensorboard))
+
+        def add(step: int, scalars: Mapping[str, float]) -> None:
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, step)
+
+        trackers.append(Tracker(add, writer.close))
     if config.log.wandb != "off":
-        trackers.append(WandbTracker(run, config))
+        known = _wandb_run(run, config)
+        trackers.append(Tracker(lambda step, scalars: known.log({"step": step, **scalars}), known.finish))
     return trackers
 
 
-class TensorBoardTracker:
-    """Event files in the run folder's ``tensorboard/``."""
-
-    def __init__(self, run: RunFolder) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(run.tensorboard))
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbTracker:
+def _wandb_run(run: RunFolder, config: Config) -> Any:
     """A run of Weights & Biases, by default named after the run folder. A resumed run goes on under the same id."""
+    import wandb
 
-    def __init__(self, run: RunFolder, config: Config) -> None:
-        import wandb
-
-        log = config.log
-        online = log.wandb == "online"
-        settings = wandb.Settings(silent=True, console="off")
-        try:
-            self._run: Any = wandb.init(
-                project=log.wandb_project,
-                entity=log.wandb_entity or None,
-                name=log.wandb_name or run.path.name,
-                group=log.wandb_group or None,
-                tags=log.wandb_tags,
-                id=_run_id(run),
-                resume="allow" if online else None,
-                dir=str(run.path),
-                config=asdict(config),
-                mode="online" if online else "offline",
-                settings=settings,
-            )
-        except wandb.Error as error:
-            raise ConfigError(
-                f"Weights & Biases did not accept the run: {error}",
-                so="nothing would be tracked",
-                fix='run `wandb login`, or set log.wandb to "offline" or "off"',
-            ) from error
-        self._run.define_metric("*", step_metric="step")  # a resumed run may take steps again
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **scalars})
-
-    def close(self) -> None:
-        self._run.finish()
+    log = config.log
+    online = log.wandb == "online"
+    try:
+        known = wandb.init(
+            project=log.wandb_project,
+            entity=log.wandb_entity or None,
+            name=log.wandb_name or run.path.name,
+            group=log.wandb_group or None,
+            tags=log.wandb_tags,
+            id=_run_id(run),
+            resume="allow" if online else None,
+            dir=str(run.path),
+            config=asdict(config),
+            mode="online" if online else "offline",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except wandb.Error as error:
+        raise ConfigError(
+            f"Weights & Biases did not accept the run: {error}",
+            so="nothing would be tracked",
+            fix='run `wandb login`, or set log.wandb to "offline" or "off"',
+        ) from error
+    known.define_metric("*", step_metric="step")  # a resumed run may take steps again
+    return known
 
 
 def _run_id(run: RunFolder) -> str:
@@ -112,9 +95,3 @@ def _run_id(run: RunFolder) -> str:
     if not run.wandb_id.exists():
         run.wandb_id.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
     return run.wandb_id.read_text(encoding="ascii").strip()
-
-
-def _is_installed(module: str) -> bool:
-    """Whether the package can be imported. A plain folder of that name, such as ``wandb/``, is no package."""
-    spec = importlib.util.find_spec(module)
-    return spec is not None and spec.origin is not None

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-
-import torch
 
 from bytescale.attention.clock import Clock, make_clock
 from bytescale.runtime import Mesh
 
 
 class RankWork:
-    """What ``measured_work`` has measured. On a GPU, it may be read only when the host has waited for the device."""
+    """This rank's work in a step. On a GPU, it may be read only when the host has waited for the device."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._rings = [group.exchange for group in mesh.ring_groups()]
-        self._sent_before = self._all_bytes_sent()
-        self._run: Callable[[], float] = lambda: 0.0
-        self._waits: Sequence[Callable[[], float]] = ()
-        self._sync = make_clock(mesh.world.device)
+        self._waits = clocks_of(mesh)
+        self._passes, self._sync = make_clock(mesh.world.device), make_clock(mesh.world.device)
+        self._seconds: list[Callable[[], float]] = []  # of the passes, then of the waits inside
+        self._sent_before = sum(ring.bytes_sent for ring in self._rings)
 
-    def ends(self, run: Clock, waits: Sequence[Clock]) -> None:
-        """Take the times of the clocks: of the whole block, and of the waits in it."""
-        self._run, self._waits = run.take(), [clock.take() for clock in waits]
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Measure the forwards and backwards, which are the block."""
+        for clock in self._waits:
+            clock.take()
+        with self._passes.span():
+            yield
+        self._seconds = [clock.take() for clock in (self._passes, *self._waits)]
 
     def busy_seconds(self) -> float:
-        """Return the seconds of the block that this rank did not spend waiting for others."""
-        return self._run() - self.waiting_seconds()
+        """Return the seconds of the passes that this rank did not spend waiting for others."""
+        return self._seconds[0]() - self.waiting_seconds()
 
     def waiting_seconds(self) -> float:
-        """Return the seconds of the block that this rank spent waiting for others."""
-        return sum(read() for read in self._waits)
+        """Return the seconds of the passes that this rank spent waiting for others."""
+        return sum(read() for read in self._seconds[1:])
 
     def sync(self) -> AbstractContextManager[None]:
         """Measure the reduction of gradients, which is the block."""
@@ -42,22 +45,8 @@ class RankWork:
         return self._sync.take()()
 
     def bytes_sent(self) -> int:
-        """Return the bytes that rings have sent since the block began."""
-        return self._all_bytes_sent() - self._sent_before
-
-    def _all_bytes_sent(self) -> int:
-        return sum(ring.bytes_sent for ring in self._rings)
-
-
-@contextmanager
-def measured_work(mesh: Mesh, device: torch.device) -> Iterator[RankWork]:
-    """Measure this rank's work in the block."""
-    work, run, waits = RankWork(mesh), make_clock(device), clocks_of(mesh)
-    for clock in waits:
-        clock.take()
-    with run.span():
-        yield work
-    work.ends(run, waits)
+        """Return the bytes that rings have sent since the step began."""
+        return sum(ring.bytes_sent for ring in self._rings) - self._sent_before
 
 
 def clocks_of(mesh: Mesh) -> list[Clock]:

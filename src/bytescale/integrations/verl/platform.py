@@ -1,7 +1,4 @@
-"""A platform of verl for machines without an accelerator: ranks on CPUs over gloo.
-
-verl imports it (``VERL_USE_EXTERNAL_MODULES=cpu_platform``) and takes it (``VERL_PLATFORM=cpu``).
-"""
+"""A platform of verl for machines without an accelerator: ranks on CPUs over gloo. ``VERL_PLATFORM=cpu`` selects it."""
 
 from __future__ import annotations
 
