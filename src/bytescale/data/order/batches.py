@@ -113,7 +113,8 @@ class BatchSampler:
         self._batch_tokens = config.batch_tokens
         self._seed, window = config.shuffle_seed, config.shuffle_window_mib
         self._weights = list(config.weights) or None
-        self._step = 0
+        self.next_step = 0
+        """Number of the batch that ``next_batch`` would draw."""
         parts = [np.flatnonzero(index.part_sources == number) for number in range(len(config.weights))]
         self._streams = [
             SampleStream(index, own, window, self._seed, number, config.weights[number])
@@ -124,10 +125,6 @@ class BatchSampler:
                 stream.enter(0)
         else:
             self.load_state_dict(state)
-
-    @property
-    def next_step(self) -> int:
-        return self._step
 
     def next_batch(self) -> GlobalBatch:
         """Draw the next global batch, which holds at least one sequence. Raises as ``SampleStream.enter``."""
@@ -142,8 +139,8 @@ class BatchSampler:
                 break
             drawn.append((samples, rows))
             budget -= num_tokens
-        self._step += 1
-        return GlobalBatch(step=self._step - 1, epoch=first_epoch, samples=_picked(drawn))
+        self.next_step += 1
+        return GlobalBatch(step=self.next_step - 1, epoch=first_epoch, samples=_picked(drawn))
 
     def state_dict(self) -> SamplerState:
         """Return where the next batch starts in every source, as plain numbers and strings for a checkpoint."""
@@ -153,7 +150,7 @@ class BatchSampler:
             sources = [{**stream.state_dict(), "tokens": stream.num_tokens} for stream in self._streams]
             place = {"sources": sources, "weights": list(self._weights)}
         return {
-            "step": self._step,
+            "step": self.next_step,
             **place,
             "shuffle_seed": self._seed,
             "shuffle_window": self._window,
@@ -169,7 +166,7 @@ class BatchSampler:
         places = [state] if self._weights is None else state["sources"]
         for stream, place in zip(self._streams, places, strict=True):
             stream.load_state_dict(place)
-        self._step = state["step"]
+        self.next_step = state["step"]
 
     @property
     def _window(self) -> str:

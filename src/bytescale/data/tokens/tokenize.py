@@ -59,11 +59,6 @@ class UnitEncoder:
     examples: ExampleEncoder | None = None
     """For records of fine-tuning data; None: each document is one text."""
 
-    @staticmethod
-    def of(config: DataConfig, tokenizer: Tokenizer) -> UnitEncoder:
-        """Return the encoder with the settings of ``config``. Raises as ``ExampleEncoder.of``."""
-        return UnitEncoder(tokenizer=tokenizer, config=config, examples=ExampleEncoder.of(config, tokenizer))
-
     @property
     def fingerprint(self) -> str:
         """A text that changes with the tokens that the same files give."""

@@ -39,7 +39,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttention:
-    """One layer's attention. ``has_sinks``: whether every head has a learned logit beside those of its keys."""
+    """One layer's attention."""
 
     name: str
     num_heads: int
@@ -47,7 +47,6 @@ class LayerAttention:
     head_dim: int
     value_dim: int
     rules: AttentionRules
-    has_sinks: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +206,6 @@ def _layer(call: Call, name: str) -> LayerAttention:
             window=_window(call, name),
             soft_cap=None if not options.get("softcap") else float(options["softcap"]),
         ),
-        has_sinks=options.get("s_aux") is not None,
     )
 
 
