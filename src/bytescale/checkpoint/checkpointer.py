@@ -1,8 +1,4 @@
-"""The checkpoints of one run: written while training goes on, whole at any moment, loadable on any number of ranks.
-
-A checkpoint is written into a hidden folder and renamed when every rank's file is on disk: a folder named ``step-*`` is
-always complete (``folder_of_run``). What is in it: ``manifest``.
-"""
+"""The checkpoints of one run: written while training goes on, whole at any moment, loadable on any number of ranks."""
 
 from __future__ import annotations
 

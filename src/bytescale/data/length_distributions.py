@@ -63,9 +63,7 @@ def sample_lengths(
         max_length: context length in tokens; None: the upper edge of the last bucket (2M).
         lowest_edge: lower edge of the first bucket in tokens; None: the stored one (512).
 
-    Returns:
-        int64, one length per sequence, each at least 1.
-
+    Returns int64 lengths, one per sequence, each at least 1.
     Raises ``ConfigError`` for an unknown name, or a number below 1.
     """
     shares, edges = token_shares(name), bucket_edges().astype(np.float64)

@@ -54,15 +54,9 @@ class AdaptiveCPScheduler:
     def get_groups_and_subsamples(
         self, sample_id_seqlens: Sequence[tuple[int, int]], config: Any = None
     ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
-        """Schedule one global batch.
+        """Schedule one global batch: the number and the tokens of every sample. Megatron's ``config`` is not used.
 
-        Args:
-            sample_id_seqlens: the number and the tokens of every sample.
-            config: Megatron passes its own; it is not used.
-
-        Returns:
-            For the only phase and each rank: the lengths of its samples, and their numbers, in the order of running.
-
+        Returns for the only phase and each rank the lengths of its samples, and their numbers, in the order of running.
         Raises ``ConfigError`` if there are no samples, or all ranks together cannot hold one of them.
         """
         samples = np.array(sorted(sample_id_seqlens, key=lambda sample: (-sample[1], sample[0])), dtype=np.int64)

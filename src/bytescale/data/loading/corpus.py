@@ -118,7 +118,7 @@ class TokeniseHere:
     def __init__(
         self, shards: Sequence[Shard], reader: ShardReader, progress: ProgressCallback, *, ahead: bool
     ) -> None:
-        """Read nothing yet. With ``ahead``, ``expect`` starts to tokenise in a thread; without it, it does nothing."""
+        """With ``ahead``, ``expect`` starts to tokenise in a thread; without it, it does nothing."""
         self._shards = shards
         self._reader = reader
         self._progress = progress

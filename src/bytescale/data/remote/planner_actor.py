@@ -1,9 +1,8 @@
 """The planner actor of a node. It draws, plans and verifies global batches ahead of the ranks of its node.
 
 Planning a step is a pure function of the state in which the step starts, and of its costs if ranks refine these while
-they train. So every node plans for itself, and gets the plans of the others. Every request carries the state, the costs
-and how to plan, so a planner that was killed goes on from whatever its ranks ask for. It plans steps that nobody has
-asked for only if all steps have the same costs.
+they train. So every node plans for itself, and gets the plans of the others. It plans steps that nobody has asked for
+only if all steps have the same costs.
 """
 
 from __future__ import annotations

@@ -55,7 +55,6 @@ class RemoteFeed(Feed):
         """Start the actors if this process is their owner, else wait for them. Raises as ``prepare_corpus``.
 
         Args:
-            config: the ``[data]`` section.
             session: name of this attempt, the same on all ranks and never used before.
             rank: HDP rank whose slices are fetched. Several processes may have the same.
             num_ranks: number of processes that fetch.

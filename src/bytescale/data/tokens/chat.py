@@ -34,15 +34,9 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template. It can be pickled.
+    """A chat template, which can be pickled. ``special_tokens``: by name (``bos_token``), as the template uses them."""
 
-    Attributes:
-        source: the Jinja program.
-        special_tokens: by name (``bos_token``), as the template uses them.
-        name: for messages.
-    """
-
-    source: str
+    source: str  # the Jinja program
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     name: str = "the chat template"
 
@@ -100,7 +94,6 @@ class ChatTemplate:
             ) from error
 
     def _span(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any, number: int) -> Span:
-        """Find what the assistant says in message ``number``."""
         prompt = self.render(messages[:number], tools, add_generation_prompt=True)
         if not text.startswith(prompt):
             raise self._unknown_span(number)
@@ -113,10 +106,7 @@ class ChatTemplate:
     def _said_before_others(
         self, text: str, prompt: str, messages: Sequence[Mapping[str, Any]], tools: Any, number: int
     ) -> str:
-        """What the assistant says in a message that others follow.
-
-        As the last message of a conversation it may be written with more (its thoughts), but it ends alike.
-        """
+        """As the last message of a conversation it may be written with more (its thoughts), but it ends alike."""
         upto = self.render(messages[: number + 1], tools)
         if text.startswith(upto):
             return upto[len(prompt) :]

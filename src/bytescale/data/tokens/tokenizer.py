@@ -1,7 +1,5 @@
 """Tokenizers: plain bytes, or any ``tokenizer.json`` through the ``tokenizers`` library.
 
-``data.tokens.bpe`` trains one.
-
 A tokenizer turns text into ids and does nothing else. It recognises no special token inside text: a document that talks
 about ``<|endoftext|>`` does not end there. It adds no special token, and neither truncates nor pads. Documents end with
 ``eos_id``, which the writer of the corpus appends.

@@ -45,7 +45,6 @@ def score(hdp: HDP, documents: Iterable[Mapping[str, Any]], *, batch_tokens: int
     Args:
         hdp: attached to the model, which is in evaluation mode, best with ``forward_only=True``.
         documents: mappings as ``HDP.plan`` takes them, with ``tokens`` and perhaps ``labels``; the same on every rank.
-        batch_tokens: tokens that are planned together.
 
     Raises:
         DataError, PlanError: as ``HDP.plan``; a document may be longer than all ranks hold.
