@@ -227,20 +227,13 @@ def _refuse_unshifted(labels: list[Tensor], tokens: list[Tensor], next_tokens: l
 
 @dataclass(frozen=True, kw_only=True)
 class RankBatch:
-    """One rank's part of a planned batch: its plan and its rows. It can be pickled and sent.
-
-    Attributes:
-        rows: for each micro-batch its rows of every field.
-        no_rows: of every field, as a micro-batch without tokens has it.
-        num_documents: in the global batch.
-        lengths: tokens of all documents of the global batch; None, then on every rank: they are not known.
-    """
+    """One rank's part of a planned batch: its plan and its rows. It can be pickled and sent."""
 
     rank_plan: RankPlan
-    rows: list[dict[str, Tensor]]
-    no_rows: dict[str, Tensor]
-    num_documents: int
-    lengths: list[int] | None
+    rows: list[dict[str, Tensor]]  # for each micro-batch its rows of every field
+    no_rows: dict[str, Tensor]  # of every field, as a micro-batch without tokens has it
+    num_documents: int  # in the global batch
+    lengths: list[int] | None  # tokens of all documents of the global batch; None, then on every rank: not known
 
     def all_lengths(self, group: RankGroup) -> list[int]:
         """Tokens of all documents of the global batch. Every rank calls it.

@@ -39,17 +39,11 @@ Values = Callable[[Micro], Tensor]
 
 @dataclass(kw_only=True)
 class LossOfBatch:
-    """The loss of a global batch, the same on every rank.
+    """The loss of a global batch, the same on every rank: sums over labels."""
 
-    Attributes:
-        loss: sum over labels.
-        metrics: by name, sums over labels of what the loss has returned.
-        passes: with how many passes it was computed.
-    """
-
-    passes: int
+    passes: int  # with how many it was computed
     loss: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # what the loss has returned beside it
 
     def add(self, loss: float, metrics: Mapping[str, Any]) -> None:
         self.loss += loss
