@@ -116,7 +116,7 @@ class RemoteFeed(Feed):
             asked = ask(state) if wants(state) and is_known else None
             # 2. Call each server that has tokens of this part once, all servers at the same time.
             slices, num_bytes = self._fetch(segments)
-            tables = [segments, *data.rank_plan.micro_batches]
+            tables: list[Any] = [segments, *data.rank_plan.micro_batches]
             planned = [getattr(table, spec.name) for table in tables for spec in fields(table)]
             times = replace(
                 data.times,
