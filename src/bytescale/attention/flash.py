@@ -116,7 +116,7 @@ def open_attention(
     if device.type != "cuda" or (name != "auto" and name not in wanted):
         if name in wanted:
             raise _not_usable(wanted[name], "needs a GPU, and this run is on the CPU")
-        yield AttentionChoice(select_kernel(name, device, dtype), _plain_name(name))
+        yield AttentionChoice(select_kernel(name, device, dtype), "math" if name == "math" else "flash")
         return
     kernel = select_kernel("flash", device, dtype)  # refuses fp32
     candidates = FASTEST_FIRST if name == "auto" else (wanted[name],)
@@ -246,10 +246,6 @@ def _register_fa4() -> Any:
     from torch.nn.attention._fa4 import register_flash_attention_fa4
 
     return register_flash_attention_fa4("bytescale.attention.flash_4")
-
-
-def _plain_name(name: str) -> str:
-    return "math" if name == "math" else "flash"
 
 
 def _not_usable(implementation: FlashImplementation, reason: str) -> ConfigError:

@@ -127,7 +127,7 @@ class CudaFlashKernel:
         if not blocks:  # a sequence can have fewer tokens than the group has members, so some members hold none
             return q.new_empty(0, q.shape[1], width), q.new_empty(0, q.shape[1], dtype=torch.float32)
         q, k, v = _same_width(q, k, v)
-        cu_q, cu_k, max_q, max_k = _cu_seqlens(blocks, q.device)
+        cu_q, cu_k, max_q, max_k = blocks.cu_seqlens(q.device)
         query_rows, key_rows = blocks.query_rows(q.device), blocks.key_rows(q.device)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q[query_rows],
@@ -153,7 +153,7 @@ class CudaFlashKernel:
             return q.new_empty(0, *q.shape[1:]), k.new_empty(0, *k.shape[1:]), v.new_empty(0, *v.shape[1:])
         width, value_width = q.shape[2], v.shape[2]
         dout, q, k, v, out = _same_width(dout, q, k, v, out)
-        cu_q, cu_k, max_q, max_k = _cu_seqlens(blocks, q.device)
+        cu_q, cu_k, max_q, max_k = blocks.cu_seqlens(q.device)
         query_rows, key_rows = blocks.query_rows(q.device), blocks.key_rows(q.device)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -302,10 +302,6 @@ def _window_of(blocks: BlockSet) -> dict[str, int]:
 def _heads_first(rows: Tensor) -> Tensor:
     """Return ``[T, H, D]`` rows as a ``[1, H, T, D]`` view."""
     return rows.transpose(0, 1)[None]
-
-
-def _cu_seqlens(blocks: BlockSet, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    return (*blocks.cu_seqlens(device), blocks.max_query_rows, blocks.max_key_rows)
 
 
 def _repeat_heads(rows: Tensor, num_heads: int) -> Tensor:

@@ -27,7 +27,7 @@ from bytescale.attention.rings.messages import RingBuffers
 from bytescale.attention.rings.window import WindowLayout
 from bytescale.attention.rings.windowed_ring import WindowedRing, windowed_backward, windowed_forward
 from bytescale.attention.rules import PLAIN, AttentionRules
-from bytescale.attention.sinks import check_sinks, join_sinks, sinks_gradient
+from bytescale.attention.sinks import join_sinks, sinks_gradient
 from bytescale.plan import MicroBatch
 
 
@@ -88,11 +88,18 @@ class PackedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Compute ``out [T, H, Dv]`` and ``lse [T, H]``, outside of autograd. Both include the sinks."""
-        out, lse = self._forward(q, k, v, self._work(q, rules), rules.window)
-        if sinks is None:
-            return out, lse
-        check_sinks(sinks, q.shape[1])
-        return join_sinks(out, lse, sinks)
+        work, blocks, windowed = (
+            self._work(q, rules),
+            self._local_blocks(rules.window),
+            self._windowed_ring(rules.window),
+        )
+        if self.grid is None:
+            out, lse = work.forward(q, k, v, blocks)
+        elif windowed is not None:
+            out, lse = windowed_forward(q, k, v, windowed, work)
+        else:
+            out, lse = grid_forward(q, k, v, blocks, self.grid, work)
+        return (out, lse) if sinks is None else join_sinks(out, lse, sinks)
 
     def backward(
         self,
@@ -115,15 +122,6 @@ class PackedAttention:
         if windowed is not None:
             return windowed_backward(dout, (q, k, v), (out, lse), windowed, work)
         return grid_backward(dout, (q, k, v), (out, lse), blocks, self.grid, work)
-
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, work: BlockWork, window: int | None) -> tuple[Tensor, Tensor]:
-        blocks = self._local_blocks(window)
-        if self.grid is None:
-            return work.forward(q, k, v, blocks)
-        windowed = self._windowed_ring(window)
-        if windowed is not None:
-            return windowed_forward(q, k, v, windowed, work)
-        return grid_forward(q, k, v, blocks, self.grid, work)
 
     def _windowed_ring(self, window: int | None) -> WindowedRing | None:
         """Return the exchange for a window, or None where it reaches over all shared sequences: then the grid runs."""

@@ -21,18 +21,17 @@ from torch import Tensor
 from bytescale.common.errors import ConfigError
 
 
-def check_sinks(sinks: Tensor, num_heads: int) -> None:
-    """Raise ``ConfigError`` unless there is one sink per query head."""
-    if sinks.shape != (num_heads,):
+def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """``out [T, H, D]`` and ``lse [T, H]`` with ``sinks [H]`` in every softmax. ``out`` is changed in place.
+
+    Raises ``ConfigError`` unless there is one sink per query head.
+    """
+    if sinks.shape != lse.shape[1:]:
         raise ConfigError(
-            f"attention got sinks of shape {list(sinks.shape)} for {num_heads} query heads",
+            f"attention got sinks of shape {list(sinks.shape)} for {lse.shape[1]} query heads",
             so="it would be unclear which head has which sink",
             fix="give one number per query head; under tensor parallelism, those of this rank's heads",
         )
-
-
-def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """``out [T, H, D]`` and ``lse [T, H]`` with ``sinks [H]`` in every softmax. ``out`` is changed in place."""
     joined = torch.logaddexp(lse, sinks.to(lse.dtype))
     return out.mul_((lse - joined).exp()[..., None]), joined
 

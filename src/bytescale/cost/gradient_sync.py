@@ -57,12 +57,6 @@ def gradient_bytes(profile: Profile) -> int:
     return max(GRADIENT_BYTES, profile.parameter_bytes)
 
 
-def sync_seconds(profile: Profile, parameters_per_device: float, *, num_ranks: int, ranks_per_node: int) -> float:
-    """Seconds of one step's reduce-scatter and all-gather over ``num_ranks`` ranks, if computation hides nothing."""
-    seconds = bucket_seconds(profile, parameters_per_device, 1, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
-    return seconds.reduce + seconds.gather
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSeconds:
     """Seconds of the two collectives of one bucket."""
@@ -110,13 +104,6 @@ def num_buckets(parameters_per_device: float, bucket_bytes: float) -> int:
     if not bucket_bytes:
         return 1
     return min(MOST_BUCKETS, max(1, math.ceil(GRADIENT_BYTES * parameters_per_device / bucket_bytes)))
-
-
-def embedding_share(profile: Profile, parameters_per_device: float, *, stage: int) -> float:
-    """Share of the embedding in a stage's parameters. Forward needs it first, and its gradient is complete last."""
-    shape = profile.architecture
-    own = flops.head_parameters(shape) / profile.tensor_parallel if stage == 0 else 0.0
-    return own / parameters_per_device
 
 
 def visible_reduction(

@@ -177,9 +177,15 @@ def _profile(content: dict[str, Any], where: str) -> Profile:
                 fix=f"take the profile again, or add [curves.{name}] with quadratic, linear and constant",
             )
     try:
-        curves: dict[str, Any] = {
-            name: _curve(stored[name], f"{where}: curves.{name}") for name in CURVES if name in stored
+        coefficients = {
+            name: {part: stored[name].get(part, 0.0) for part in ("quadratic", "linear", "constant")}
+            for name in CURVES
+            if name in stored
         }
+        curves: dict[str, Any] = {
+            name: Curve(**_numbers(parts, f"{where}: curves.{name}")) for name, parts in coefficients.items()
+        }
+        sequences = _numbers(content.get("sequences", {}), f"{where}: sequences")
         return Profile(
             name=content.get("name", where),
             source=content.get("source", ""),
@@ -190,7 +196,7 @@ def _profile(content: dict[str, Any], where: str) -> Profile:
             points=tuple(Point(**point) for point in content.get("points", [])),
             windows=tuple((int(size), float(share)) for size, share in content.get("windows", [])),
             **curves,
-            **_sequences(content.get("sequences", {}), f"{where}: sequences"),
+            **{f"sequence_{name}": value for name, value in sequences.items()},
             **_traffic(content["traffic"], f"{where}: traffic", may_be_nothing="windows" in content),
         )
     except (KeyError, TypeError) as error:
@@ -212,15 +218,6 @@ def _traffic(stored: dict[str, Any], where: str, *, may_be_nothing: bool) -> dic
                 fix="take the profile again, or use a number above 0",
             )
     return stored
-
-
-def _sequences(stored: dict[str, float], where: str) -> dict[str, Any]:
-    """Files of earlier versions say nothing of sequences, which then add nothing."""
-    return {f"sequence_{name}": value for name, value in _numbers(stored, where).items()}
-
-
-def _curve(stored: dict[str, float], where: str) -> Curve:
-    return Curve(**_numbers({part: stored.get(part, 0.0) for part in ("quadratic", "linear", "constant")}, where))
 
 
 def _numbers(stored: dict[str, float], where: str) -> dict[str, float]:

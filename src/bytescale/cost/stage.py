@@ -32,7 +32,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import FloatArray
-from bytescale.cost.curve import Curve
 from bytescale.cost.profile import Profile
 from bytescale.cost.visible import num_messages, visible_seconds
 
@@ -98,10 +97,15 @@ def stage_times(
     ring_bytes = (profile.ring_forward_bytes_per_token, profile.ring_backward_bytes_per_token)
     offload_rate = (profile.links.device_to_host_bytes_per_second, profile.links.host_to_device_bytes_per_second)
     offloaded = loads.offload_ratio * profile.activation_bytes(loads.tokens)
+    shared_squares = loads.tile * loads.shared_squares
+    blocks = loads.degree * loads.shared_sequences + loads.local_sequences
     compute, ring, offload = np.empty((3, 2, len(loads.speed)))
     for row, (attention, sequence, rest, head) in enumerate(directions):
-        layer_compute = (rest(loads.tokens) + _attention_seconds(attention, sequence, loads)) / loads.speed
-        block = _block_seconds(attention, sequence, loads)
+        attended = attention.quadratic * (shared_squares + loads.local_squares) + attention.linear * loads.tokens
+        attended = attended + attention.constant + sequence * blocks
+        layer_compute = (rest(loads.tokens) + attended) / loads.speed
+        of_block = attention.quadratic * (shared_squares / loads.degree) + sequence * loads.shared_sequences
+        block = of_block / loads.speed
         local = attention.quadratic * loads.local_squares / loads.speed
         layer_ring = _exposed_ring(profile, block, local, ring_bytes[row], profile.row_bytes_per_token[row], loads)
         layer_offload = np.maximum(offloaded / offload_rate[row] - layer_compute - layer_ring, 0.0)
@@ -125,17 +129,6 @@ def _transfer_seconds(
     rate = np.where(leaves_node, links.ring_bytes_per_second(True), links.ring_bytes_per_second(False))
     latency = np.where(leaves_node, links.ring_latency_seconds(True), links.ring_latency_seconds(False))
     return bytes_per_token * loads.largest_share * loads.shared_tokens / rate + latency
-
-
-def _attention_seconds(attention: Curve, sequence: float, loads: Loads) -> FloatArray:
-    squares = loads.tile * loads.shared_squares + loads.local_squares
-    blocks = loads.degree * loads.shared_sequences + loads.local_sequences
-    return attention.quadratic * squares + attention.linear * loads.tokens + attention.constant + sequence * blocks
-
-
-def _block_seconds(attention: Curve, sequence: float, loads: Loads) -> FloatArray:
-    squares = loads.tile * loads.shared_squares / loads.degree
-    return (attention.quadratic * squares + sequence * loads.shared_sequences) / loads.speed
 
 
 def _exposed_ring(

@@ -61,7 +61,7 @@ class RowCompiler:
         """Compile and run a line of code. Raises ``ConfigError`` where that is impossible."""
         needed = "Triton and a C compiler" if device.type == "cuda" else "a C++ compiler (g++)"
         try:
-            self.compile(_twice)(torch.ones(_FIRST_COMPILED, 8, device=device))
+            self.compile(lambda rows: rows + rows)(torch.ones(_FIRST_COMPILED, 8, device=device))
         except Exception as failure:  # whatever the compiler, its subprocess or the loader raises
             inner = getattr(failure, "inner_exception", failure)  # torch.compile wraps what its backend raises
             cause = f"{type(inner).__name__}: {next(filter(str.strip, str(inner).splitlines()), '').strip()}"
@@ -140,7 +140,3 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
-
-
-def _twice(rows: Tensor) -> Tensor:
-    return rows + rows

@@ -121,22 +121,19 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     part = tensors.get_slice(name)
-                    _refuse_quantised(f"{name} in {file}", name, part.get_dtype())
-                    stored[name] = StoredTensor(file, tuple(part.get_shape()), part.get_dtype())
+                    dtype = part.get_dtype()
+                    if dtype not in _FLOATS and (name.endswith("weight") or dtype.startswith(("I8", "F8"))):
+                        raise CheckpointError(
+                            f"{name} in {file} has dtype {dtype}",
+                            so="it is quantised, and without its scales the model would compute something else",
+                            fix=f"save the model anew, in one of {', '.join(_FLOATS)}",
+                        )
+                    stored[name] = StoredTensor(file, tuple(part.get_shape()), dtype)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{file} cannot be read ({error})", so="it is cut short or damaged", fix="download it again"
             ) from error
     return stored
-
-
-def _refuse_quantised(where: str, name: str, dtype: str) -> None:
-    if dtype not in _FLOATS and (name.endswith("weight") or dtype.startswith(("I8", "F8"))):
-        raise CheckpointError(
-            f"{where} has dtype {dtype}",
-            so="it is quantised, and without its scales the model would compute something else",
-            fix=f"save the model anew, in one of {', '.join(_FLOATS)}",
-        )
 
 
 def finite(tensor: Tensor, name: str, folder: Path) -> Tensor:
@@ -198,7 +195,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that have weights."""
     index, single = folder / INDEX, folder / SINGLE
     error: object = f"there is no {SINGLE}"
     try:

@@ -90,12 +90,13 @@ def apply_tensor_parallelism(model: Llama, shards: ShardedRows) -> dict[str, Cut
     if model.embed_tokens is not None:
         model.embed_tokens = VocabularyShard(model.embed_tokens, shards)  # type: ignore[assignment]
     for layer in model.layers:
-        _begin_before(layer.self_attn, shards)
+        # Every layer announces its number of tokens, because a recomputation may run between other micro-batches.
+        layer.self_attn.register_forward_pre_hook(lambda module, args: shards.begin(len(args[1][0])))
         _Messages(layer.self_attn, shards)
         if isinstance(layer.mlp, MixtureOfExperts):
             layer.mlp.router.register_forward_hook(lambda module, args, logits: shards.gather(logits))
-            _gather_before(layer.mlp.experts, shards)
-            _scatter_after(layer.mlp.experts, shards)
+            layer.mlp.experts.register_forward_pre_hook(lambda module, args: (shards.gather(args[0]), *args[1:]))
+            layer.mlp.experts.register_forward_hook(lambda module, args, partial: shards.scatter(partial))
         else:
             assert isinstance(layer.mlp, FeedForward), "a layer has a feed-forward block or a mixture of them"
             _Messages(layer.mlp, shards)
@@ -190,25 +191,3 @@ def _replace(model: nn.Module, name: str, cut: Cut) -> None:
         setattr(owner, leaf, nn.Parameter(cut.of(getattr(owner, leaf).detach()).clone()))
     if isinstance(owner, nn.Linear):
         owner.out_features, owner.in_features = owner.weight.shape
-
-
-def _begin_before(attention: nn.Module, shards: ShardedRows) -> None:
-    """Make every layer announce its number of tokens, because a recomputation may run between other micro-batches."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        _, (cosines, _), _ = args
-        shards.begin(len(cosines))
-
-    attention.register_forward_pre_hook(hook)
-
-
-def _gather_before(module: nn.Module, shards: ShardedRows) -> None:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, *rest = args
-        return (shards.gather(hidden), *rest)
-
-    module.register_forward_pre_hook(hook)
-
-
-def _scatter_after(module: nn.Module, shards: ShardedRows) -> None:
-    module.register_forward_hook(lambda module, args, partial: shards.scatter(partial))

@@ -154,7 +154,7 @@ def _check_members(plan: Plan) -> None:
     rising[plan.group_rank_offsets[1:-1] - 1] = True
     if rising.all():
         return
-    keys = np.sort(_pair_keys(plan, _group_of_member(plan), plan.group_ranks))
+    keys = _member_keys(plan)
     twice = np.flatnonzero(keys[1:] == keys[:-1])
     if len(twice):
         group, rank = divmod(int(keys[twice[0]]), plan.num_ranks)
@@ -183,8 +183,7 @@ def _check_micro_batches(plan: Plan) -> None:
 def _check_schedule(plan: Plan) -> None:
     """Rule 5. The (group, rank) pairs of the schedule have to equal the pairs of the groups' members."""
     ranks = np.repeat(plan.micro_batch_ranks, np.diff(plan.micro_batch_group_offsets))
-    scheduled = np.sort(_pair_keys(plan, plan.micro_batch_groups, ranks))
-    members = np.sort(_pair_keys(plan, _group_of_member(plan), plan.group_ranks))
+    scheduled, members = np.sort(plan.micro_batch_groups * plan.num_ranks + ranks), _member_keys(plan)
     if np.array_equal(scheduled, members):
         return
     keys, times = np.unique(scheduled, return_counts=True)
@@ -305,12 +304,9 @@ def _check_pipeline(plan: Plan, num_stages: int, num_chunks: int) -> None:
         )
 
 
-def _group_of_member(plan: Plan) -> IntArray:
-    return np.repeat(np.arange(plan.num_groups), plan.group_sizes)
-
-
-def _pair_keys(plan: Plan, groups: IntArray, ranks: IntArray) -> IntArray:
-    return groups * plan.num_ranks + ranks
+def _member_keys(plan: Plan) -> IntArray:
+    """A number for each (group, rank) pair of the groups' members, rising."""
+    return np.sort(np.repeat(np.arange(plan.num_groups), plan.group_sizes) * plan.num_ranks + plan.group_ranks)
 
 
 def _place_of(plan: Plan, micro_batch: int) -> tuple[int, int]:

@@ -99,12 +99,6 @@ def _offload_ratios(draft: Draft, lengths: IntArray, cluster: Cluster) -> NDArra
     return np.maximum.reduceat(ratios, np.cumsum(degrees) - degrees)
 
 
-def consecutive(first: IntArray, counts: IntArray, *, modulo: int | None = None) -> IntArray:
-    """``first, first + 1, ..., first + count - 1`` of each run, one after another, each taken ``modulo`` if given."""
-    values = concatenated_ranges(first, first + counts)
-    return values if modulo is None else values % modulo
-
-
 def in_member_order(ranks: IntArray, degrees: IntArray, columns: IntArray, down: NDArray[np.bool_]) -> IntArray:
     """``[E]`` the ranks of all groups in member order, which goes row by row through a grid.
 

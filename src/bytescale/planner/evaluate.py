@@ -120,7 +120,8 @@ def run_in_order(plan: Plan, own_seconds: FloatArray) -> tuple[FloatArray, Float
     ranks, first_group = plan.micro_batch_ranks, plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
     shared = plan.group_sizes[first_group] > 1
     alone = np.where(shared, 0.0, own_seconds)
-    local = _since_rank_start(alone, plan.rank_micro_batch_offsets)
+    sums = np.concatenate(([0.0], np.cumsum(alone)))
+    local = sums[:-1] - np.repeat(sums[plan.rank_micro_batch_offsets[:-1]], np.diff(plan.rank_micro_batch_offsets))
     joint = np.flatnonzero(shared)  # the shared micro-batches, rank by rank in order
     joint_group = first_group[joint]
     by_group = np.argsort(joint_group, kind="stable")
@@ -199,12 +200,6 @@ def _together(plan: Plan, num_rounds: int) -> IntArray:
         np.minimum.at(lowest, groups, joined[at])
         np.minimum.at(joined, at, lowest[groups])
     return joined
-
-
-def _since_rank_start(seconds: FloatArray, offsets: IntArray) -> FloatArray:
-    """The sum of ``seconds`` before each micro-batch on its rank; it starts at 0 on every rank."""
-    sums = np.concatenate(([0.0], np.cumsum(seconds)))
-    return sums[:-1] - np.repeat(sums[offsets[:-1]], np.diff(offsets))
 
 
 def _last_shared(values: FloatArray, shared: NDArray[np.bool_], plan: Plan) -> FloatArray:

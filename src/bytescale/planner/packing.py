@@ -7,7 +7,6 @@ from bisect import bisect_left, insort
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.cost import Cluster
 from bytescale.planner.order import rising
 
 PASS = 20
@@ -90,8 +89,3 @@ def grouped(items: IntArray, bins: IntArray) -> tuple[IntArray, IntArray]:
     """Items bin by bin, in the given order inside each bin, and the number of items in each bin."""
     order = np.argsort(bins, kind="stable")
     return items[order], np.bincount(bins)
-
-
-def smallest_capacity(cluster: Cluster) -> int:
-    """Tokens that fit into a micro-batch of any rank: the limit for the paper's planners, which assume equal ranks."""
-    return int(cluster.capacity_tokens.min())

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from bytescale.common.errors import BytescaleError
 from bytescale.common.units import format_seconds
 from bytescale.simulator.result import SimulatedStep
+from bytescale.simulator.trace import spread_evenly
 
 COLUMNS = 1600  # width of the picture in pixels, along the time axis
 MAX_ROWS = 512  # most ranks x stages that are drawn; they are spread evenly
@@ -34,7 +35,7 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
     unit, name = next((u, n) for u, n in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")) if longest >= u or u == 1e-6)
     highest = max(float(step.events.loads.degree.max()) for step in steps.values())
     levels = int(np.ceil(np.log2(highest)))
-    palette = _palette(pyplot, levels)
+    palette = ["#f7d9d5", "#a8a8a8", "#4a90c2", *pyplot.get_cmap("plasma")(np.linspace(0.95, 0.05, levels))]
     heights = [1.1 + 0.6 * step.num_stages for step in steps.values()]
     first, slowest = next(iter(steps.items()))
     figure, axes = pyplot.subplots(
@@ -83,7 +84,7 @@ def raster(step: SimulatedStep, seconds: float) -> tuple[NDArray[np.float64], in
     events, timeline = step.events, step.timeline
     num_stages = step.num_stages
     shown = min(events.num_ranks, max(1, MAX_ROWS // num_stages))
-    ranks = np.unique(np.linspace(0, events.num_ranks - 1, shown).astype(np.int64))
+    ranks = spread_evenly(events.num_ranks, shown)
     row_of = np.full(events.num_ranks, -1)
     row_of[ranks] = np.arange(len(ranks))
     picture = np.full((len(ranks) * num_stages, COLUMNS), _IDLE)
@@ -116,11 +117,6 @@ def _mark_stages(axis: Any, num_stages: int, num_ranks: int) -> None:
         [(stage + 0.5) * num_ranks for stage in range(num_stages)], [f"stage {p}" for p in range(num_stages)]
     )
     axis.set_ylabel(f"{num_ranks} ranks a stage")
-
-
-def _palette(pyplot: Any, levels: int) -> list[Any]:
-    degrees = pyplot.get_cmap("plasma")(np.linspace(0.95, 0.05, levels)) if levels else []
-    return ["#f7d9d5", "#a8a8a8", "#4a90c2", *degrees]
 
 
 def _legend(figure: Any, palette: list[Any], levels: int) -> None:

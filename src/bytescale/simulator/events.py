@@ -19,7 +19,7 @@ from bytescale.cost.model import windowed_squares
 from bytescale.cost.stage import Loads
 from bytescale.plan import Plan
 from bytescale.plan.nodes import crossings
-from bytescale.plan.plan import segment_sums
+from bytescale.plan.plan import offsets_of, segment_sums
 from bytescale.plan.slices import member_places
 from bytescale.plan.tiles import shares_of
 
@@ -186,6 +186,4 @@ def _join(shared_group: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     number = shared_group.copy()
     number[local] = shared_group.max(initial=-1) + 1 + np.arange(int(local.sum()))
     _, event, counts = np.unique(number, return_inverse=True, return_counts=True)
-    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return event, offsets, np.argsort(event, kind="stable")
+    return event, offsets_of(counts), np.argsort(event, kind="stable")

@@ -17,10 +17,9 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost import Cluster, CostModel, flops
 from bytescale.cost.gradient_sync import (
     bucket_seconds,
-    embedding_share,
     gather_bytes,
     num_buckets,
     round_seconds,
@@ -228,7 +227,8 @@ def _visible_sync(done: _Executed, stage: int) -> float:
     last = events.micro_batch_events[plan.rank_micro_batch_offsets[1:][some] - 1]
     starts, ends = np.zeros((2, events.num_ranks))
     starts[some], ends[some] = (times[last, stage, 1] for times in (timeline.start, timeline.end))
-    in_front = embedding_share(profile, parameters, stage=stage)
+    # The embedding's share: forward needs it first, and its gradient is complete last.
+    in_front = flops.head_parameters(profile.architecture) / profile.tensor_parallel / parameters * (stage == 0)
     of_chunk = (1.0 - in_front) / cluster.virtual_stages  # the head's weights lie in the last chunk
     reduction = visible_reduction(
         seconds.reduce,

@@ -84,15 +84,8 @@ class WindowedRing:
             if not (len(message) or len(room)):
                 continue
             distance = step if forwards else -step
-            transfers.append(
-                grid.exchange.start(
-                    send=message,
-                    to=grid.ranks[(grid.member + distance) % grid.size],
-                    receive=room,
-                    source=grid.ranks[(grid.member - distance) % grid.size],
-                    tag=kind.tag(grid.group),
-                )
-            )
+            to, source = ((grid.member + offset) % grid.size for offset in (distance, -distance))
+            transfers.append(grid.start(message, to, room, source, kind))
         return transfers
 
     def _buffers(self, what: str, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

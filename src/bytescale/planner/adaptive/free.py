@@ -44,8 +44,8 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.plan.plan import offsets_of, segment_sums
+from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.planner.adaptive.degrees import Rectangles
-from bytescale.planner.draft import consecutive
 
 Gap = tuple[float, int, int, float, float]
 """Seconds at which it is free; first rank; number of ranks; seconds until which it is free; seconds of the group before
@@ -161,7 +161,7 @@ class FreeTime:
         groups, _, ends, seconds, runs = zip(*in_order, strict=True) if in_order else ([],) * 5
         first, counts = np.array([run for some in runs for run in some], dtype=np.int64).reshape(-1, 2).T
         degrees = segment_sums(counts, offsets_of(len(some) for some in runs))
-        ranks = consecutive(first, counts)
+        ranks = concatenated_ranges(first, first + counts)
         free_at, last = np.zeros((2, self.num_ranks))
         # Later groups come after earlier ones: of several values for a rank, the assignment keeps the last.
         free_at[ranks], last[ranks] = np.repeat(ends, degrees), np.repeat(seconds, degrees)
@@ -173,7 +173,8 @@ class FreeTime:
         """``[n]`` rank, start and seconds, of each gap of a rank before a group."""
         inner = np.array([gap[:4] for gap in self.gaps if gap[3] < np.inf]).reshape(-1, 4)
         widths = inner[:, 2].astype(np.int64)
-        ranks = consecutive(inner[:, 1].astype(np.int64), widths)
+        first = inner[:, 1].astype(np.int64)
+        ranks = concatenated_ranges(first, first + widths)
         return ranks, np.repeat(inner[:, 0], widths), np.repeat(inner[:, 3] - inner[:, 0], widths)
 
     def _end(self, gap: Gap, seconds: float) -> float:

@@ -234,7 +234,10 @@ def _trials(batch: Batch) -> Iterator[Trial]:
             break  # shorter blocks would take even more ranks and time
         late, longer = min(late, *ends), ends[0]
     if reserves or not is_flat:
-        attempt = partial(_reserved if reserves else _stacked_within, batch)
+
+        def attempt(makespan: float) -> Trial:
+            return _reserved(batch, makespan) if reserves else _stacked(batch, _blocks(batch, makespan), makespan)
+
         yield from bisected(attempt, later, late, math.sqrt(later * late), effort.BISECTIONS)
 
 
@@ -254,7 +257,6 @@ def _parts(batch: Batch) -> list[int]:
 
 
 def _reserved(batch: Batch, makespan: float) -> Trial:
-    """A trial with reservations."""
     blocks = _blocks(batch, makespan)
     placed = reserve(
         blocks,
@@ -268,14 +270,8 @@ def _reserved(batch: Batch, makespan: float) -> Trial:
 
 
 def _stacked(batch: Batch, blocks: Rectangles, makespan: float, snap: float = 0.0) -> Trial:
-    """A trial with blocks of consecutive ranks."""
     free = stack(blocks, batch.cluster.num_ranks, target=makespan, num_stages=batch.num_stages, snap=snap)
     return _filled(batch, blocks, free.placement())
-
-
-def _stacked_within(batch: Batch, makespan: float) -> Trial:
-    """A trial with blocks of consecutive ranks, none of them longer than the makespan."""
-    return _stacked(batch, _blocks(batch, makespan), makespan)
 
 
 def _blocks(batch: Batch, longest: float) -> Rectangles:

@@ -9,8 +9,8 @@ from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner.batch import checked_lengths
-from bytescale.planner.draft import Draft, assemble, consecutive
-from bytescale.planner.packing import best_fit, grouped, smallest_capacity
+from bytescale.planner.draft import Draft, assemble
+from bytescale.planner.packing import best_fit, grouped
 
 
 def naive_plan(
@@ -35,7 +35,7 @@ def naive_plan(
     """
     del cost
     lengths = checked_lengths(lengths, cluster=cluster, uniform=True)
-    capacity = smallest_capacity(cluster)
+    capacity = int(cluster.capacity_tokens.min())
     degrees = cluster.fewest_ranks(lengths)
     is_long = (degrees > 1) | (lengths > capacity)
     long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
@@ -51,7 +51,7 @@ def naive_plan(
     draft = Draft(
         sequences=sequences,
         sequence_counts=counts,
-        ranks=consecutive(np.cumsum(group_degrees) - group_degrees, group_degrees, modulo=cluster.num_ranks),
+        ranks=np.arange(group_degrees.sum()) % cluster.num_ranks,
         degrees=group_degrees,
         slots=np.arange(len(counts)),
     )
@@ -68,7 +68,7 @@ def minimal_groups(lengths: IntArray, order: IntArray, cluster: Cluster) -> tupl
     Returns:
         sequences group by group, long ones first; sequences per group ``[G]``; degrees ``[G]``.
     """
-    capacity = smallest_capacity(cluster)
+    capacity = int(cluster.capacity_tokens.min())
     num_long = int((lengths[order] > capacity).sum())
     long, short = order[:num_long], order[num_long:]
     packs, pack_counts = grouped(short, best_fit(lengths[short], capacity))

@@ -15,7 +15,6 @@ from bytescale.plan.plan import segment_sums
 from bytescale.planner.baselines.naive import minimal_groups
 from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.draft import Draft, assemble
-from bytescale.planner.packing import smallest_capacity
 
 
 def paper_plan(
@@ -50,7 +49,7 @@ def paper_plan(
     lengths = checked_lengths(lengths, cluster=cluster, uniform=True)
     groups = BucketedGroups.of(lengths, cluster, cost, num_buckets)
     if delta_seconds is None:
-        capacity = smallest_capacity(cluster)
+        capacity = int(cluster.capacity_tokens.min())
         delta_seconds = float(cost.group_seconds(capacity, capacity**2, 1))
     slots, ranks = _serve_in_rounds(groups, 1.0 / cluster.speeds, pipeline, delta_seconds)
     return groups.plan(slots, ranks, cluster=cluster, planner="paper-pp" if pipeline else "paper")
