@@ -110,13 +110,8 @@ def causal_triangles(lengths: Sequence[int] | IntArray, window: int | None = Non
 def blocks_between(segments: tuple[IntArray, IntArray], member: int, source: int) -> BlockSet:
     """Return the blocks in which the queries of ``member`` see keys that ``source``, another member, holds.
 
-    In the sequence, the members' segments follow one another in the order 0, 1, .., N-1, N-1, .., 1, 0
-    (``plan.layout``). Causality therefore allows the following.
-
-    - ``source < member``: both segments of ``member`` see the front segment of ``source``, and neither sees its back
-      segment.
-    - ``source > member``: the back segment of ``member`` sees both segments of ``source``. The front segment sees
-      neither.
+    By the order of segments (``plan.layout``), with ``source < member`` both segments of ``member`` see only the front
+    segment of ``source``; with ``source > member`` only the back segment of ``member`` sees ``source``, both segments.
 
     Args:
         segments: tokens of every member's front segments and back segments, each ``[K, N]`` for K sequences.

@@ -1,11 +1,9 @@
 """Chooses the flash implementation that runs attention on a GPU: PyTorch's own, FlashAttention 3 or FlashAttention 4.
 
-PyTorch ships FlashAttention 2. The two newer ones are separate packages, and PyTorch has a registry of them
-(``torch.nn.attention.activate_flash_attention_impl``). The active implementation serves PyTorch's flash operators in
-the whole process. So ``CudaFlashKernel`` calls the same operators for all of them.
-
-A package that can be imported may still not work. So every implementation is tried before it is used: it runs a forward
-and a backward of two short sequences with the model's heads, and the results are compared with those of the slow twin.
+PyTorch ships FlashAttention 2, and has a registry of the two newer ones, which are separate packages. The active
+implementation serves PyTorch's flash operators in the whole process, so ``CudaFlashKernel`` calls the same operators
+for all of them. Each is tried before it is used: a forward and a backward of two short sequences with the model's heads
+are compared with the slow twin's.
 """
 
 from __future__ import annotations

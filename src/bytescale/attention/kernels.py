@@ -3,8 +3,8 @@
 ``flash`` decides which implementation of flash attention runs on CUDA.
 
 A kernel computes every block of a ``BlockSet``. For the query rows of all blocks, in order, it returns the attention
-output and the log-sum-exp (LSE) of the scores. With the LSE, partial results can be merged exactly. The backward of a
-kernel takes the output and LSE *of the whole softmax*. With these, the gradient of each block is exact on its own.
+output and the log-sum-exp (LSE) of the scores, with which partial results are merged. Backward takes the output and LSE
+*of the whole softmax*, with which the gradient of each block is exact on its own.
 
 Shape letters: T query rows, S key rows, H query heads, G key/value heads (G divides H), D head width of queries and
 keys, Dv of values and outputs.
@@ -40,7 +40,6 @@ class AttentionKernel(Protocol):
 
         Tq is the number of query rows of all blocks.
         """
-        ...
 
     def backward(
         self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet, scale: float
@@ -50,7 +49,6 @@ class AttentionKernel(Protocol):
         The inputs hold all rows, and the kernel picks the rows of the blocks. Tq and Sk are the numbers of query rows
         and key rows of all blocks.
         """
-        ...
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

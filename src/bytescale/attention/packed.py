@@ -1,8 +1,7 @@
 """Attention of one micro-batch: the sequences that a rank holds whole, and its slices of those that a group shares.
 
 Sequences that a rank holds alone are blocks of one kernel call. Those of a shared group go through a grid (``grid``),
-or, where a window reaches less far than the sequences, through an exchange of the rows that it reaches
-(``windowed_ring``). Every call may have rules of its own (``rules``), hence every layer.
+or, where a window reaches less far than the sequences, through ``windowed_ring``.
 
 Shape letters: T rows of the micro-batch, the first of which are the shared ones; H query heads, G key/value heads, D
 width of queries and keys, Dv of values.
@@ -36,11 +35,9 @@ class AttentionMemory(Protocol):
 
     def recall(self) -> tuple[Tensor, ...] | None:
         """Return what was kept by the call at this place of the layer, or None if this call has to compute it."""
-        ...
 
     def keep(self, *results: Tensor) -> None:
         """Store what was computed."""
-        ...
 
 
 class PackedAttention:

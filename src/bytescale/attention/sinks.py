@@ -5,10 +5,8 @@ merged: for a query with output ``o`` and log-sum-exp ``l`` over its keys, and s
 
     l' = log(e^l + e^s)        o' = o e^(l - l')
 
-Backward of every block takes ``o'`` and ``l'`` as it takes those of any softmax over more keys than its own, so that no
-kernel knows of sinks. The sink's own weight is ``e^(s - l')`` and its value is zero, hence its gradient is
-``- sum over queries of e^(s - l') (do . o')``. Every rank has the part of its own queries; their sum over ranks is the
-whole gradient, as for every parameter.
+Backward of every block takes ``o'`` and ``l'``, so that no kernel knows of sinks. The sink's own weight is
+``e^(s - l')`` and its value is zero, hence its gradient is ``- sum over queries of e^(s - l') (do . o')``.
 
 Shape letters: T query rows, H query heads, D width of a value.
 """

@@ -1,16 +1,12 @@
 """The costs that a step has once: gradients are reduced and parameters are gathered (ZeRO-1 over HDP).
 
-Both are done bucket by bucket (``runtime.optimizer.buckets``), one bucket after the other. The visible part is the time
-that computation does not hide. With K buckets::
+Both are done bucket by bucket (``runtime.optimizer.buckets``). The part that computation does not hide is visible::
 
     reduction   Bucket i starts when bucket i - 1 is done and every rank has the bucket's gradients. A rank whose last
                 backward is silent (plan.last_message) finishes them evenly over that backward, and every other rank at
-                its end. The gradient of the embedding comes last. The visible part is what remains after the last
-                backward of the last rank.
+                its end. The gradient of the embedding comes last. What remains after the last backward is visible.
     gathering   Bucket i has arrived after i gathers. A rank needs the buckets evenly over its first forward, but the
-                embedding at once. The visible part is the longest time that a rank waits.
-
-With one bucket both are visible in full.
+                embedding at once. The longest wait of a rank is visible.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     D(r) = ceil( (1 - r p) s / C ),  p = (l - 2) / l       ranks that s needs when a rank of l layers holds C tokens
     minimise D over r in [0, 1] subject to  T(s) >= r Act(s) / min(B_d2h, B_h2d)
 
-Both sides of the constraint are divided by D, so it is written for the whole sequence. We add the limit of host
-memory, ``r (l - 2) Act(s) / D <= H`` per device. Of all r that give the smallest D, the smallest r is taken.
+We add the limit of host memory, ``r (l - 2) Act(s) / D <= H`` per device. Of all r that give the smallest D, the
+smallest r is taken.
 """
 
 from __future__ import annotations

@@ -16,10 +16,7 @@ columns. Each of K shared and k local sequences adds e to a block of attention, 
     offload      max(0, r Act(n) / link - (rest + attention + ring))            exposed, for all layers but the last two
 
 Compute is divided by the rank's speed; the time of links is not. A stage takes the sum over its layers, and the last
-stage also has the head. A group's members run in step, so a shared micro-batch takes as long on a stage as its slowest
-member (``simulator.events``).
-
-In the planner's summary (``Profile.cost_model``), what a whole sequence adds is part of b.
+stage also has the head. In the planner's summary (``Profile.cost_model``), what a whole sequence adds is part of b.
 
 Shape letters: M micro-batches (one per member for shared ones), 2 directions: forward, backward.
 """
@@ -139,11 +136,7 @@ def _exposed_ring(
     row_bytes: tuple[float, float],
     loads: Loads,
 ) -> FloatArray:
-    """``[M]`` seconds of ring and row messages that computation does not hide.
-
-    A step of the ring hides behind a block of ``block`` seconds. The first transfer may also hide behind the
-    ``local`` seconds of the sequences that the rank holds whole.
-    """
+    """``[M]`` seconds of ring and row messages that computation does not hide; ``local``: of whole sequences."""
     columns, rows = loads.columns, loads.degree / loads.columns
     keys = _transfer_seconds(profile, ring_bytes, loads, loads.inter_node)
     there, home = (_transfer_seconds(profile, size, loads, loads.row_leaves_node) for size in row_bytes)

@@ -1,9 +1,8 @@
 """``torch.compile`` for norms, rotations and SwiGLU, applied to a plain model from outside (``kernels.compile``).
 
 What is compiled are plain functions without autograd: the forward of each, and its backward as PyTorch derives it
-(``torch.func.vjp``). One ``autograd.Function`` calls both. It keeps the function's inputs alone, and backward
-computes again what lies between, in the same pass. So attention, messages, hooks of tensor parallelism, checkpointing
-and offloading stay outside of every graph. The plain model is the slow twin.
+(``torch.func.vjp``). One ``autograd.Function`` calls both and keeps the function's inputs alone. So attention, hooks,
+messages, checkpointing and offloading stay outside of every graph. The plain model is the slow twin.
 
 One graph serves every number of rows: the first dimension is a symbol to the compiler. Lengths 0 and 1, which it treats
 apart, run the function as it is written.

@@ -224,10 +224,13 @@ def _refuse_others(folder: Path, others: set[str], stored: dict[str, StoredTenso
     takes the head of the file where they differ.
     """
     unknown = sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))
-    if unknown == [_HEAD] and _EMBEDDING in stored and _equal(stored[_HEAD].file, stored[_EMBEDDING].file):
-        return
+    tied = unknown == [_HEAD]
+    if tied and _EMBEDDING in stored:
+        files = stored[_HEAD].file, stored[_EMBEDDING].file
+        with safe_open(files[0], framework="pt") as one, safe_open(files[1], framework="pt") as other:
+            if torch.equal(one.get_tensor(_HEAD), other.get_tensor(_EMBEDDING)):
+                return
     if unknown:
-        tied = unknown == [_HEAD]
         raise CheckpointError(
             f"{folder} has {len(unknown)} tensors that the model has no place for: {_some(unknown)}",
             so="without them the model would compute something else",
@@ -235,11 +238,6 @@ def _refuse_others(folder: Path, others: set[str], stored: dict[str, StoredTenso
             if tied
             else f"use the config.json that belongs to these weights ({_SHAPE})",
         )
-
-
-def _equal(head: Path, embedding: Path) -> bool:
-    with safe_open(head, framework="pt") as one, safe_open(embedding, framework="pt") as other:
-        return torch.equal(one.get_tensor(_HEAD), other.get_tensor(_EMBEDDING))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -14,13 +14,12 @@ T tokens and t of them on this rank::
     head          gather    words are cut; the loss sums over ranks
 
 *gather* assembles all tokens from the ranks' parts; its gradient is summed over ranks and scattered. *scatter* sums the
-ranks' partial results and gives each rank its tokens; its gradient is gathered. So the same collectives run in forward
-and backward. Those of attention and of dense feed-forward parts travel beside the products with the weights
-(``TokenShards.gather_and_project``, ``project_and_scatter``). A norm or router sees each token on one rank only, so its
-gradients are partial sums; they are added up once a step.
+ranks' partial results and gives each rank its tokens; its gradient is gathered. Those of attention and of dense
+feed-forward parts travel beside the products with the weights. A norm or router sees each token on one rank only, so
+its gradients are partial sums; they are added up once a step.
 
-Attention needs no change: a rank has fewer heads, and its ring connects ranks with the same heads. With fewer key/value
-heads than ranks, neighbouring ranks hold the same head (``Cut.replicas``).
+A ring connects ranks with the same heads. With fewer key/value heads than ranks, neighbouring ranks hold the same head
+(``Cut.replicas``).
 """
 
 from __future__ import annotations
@@ -49,31 +48,24 @@ class ShardedRows(Protocol):
     @property
     def num_tokens(self) -> int:
         """T."""
-        ...
 
     def begin(self, num_tokens: int) -> None:
         """Set the number of tokens T that the following calls work on."""
-        ...
 
     def gather(self, rows: Tensor) -> Tensor:
         """All-gather ``[t, ...] -> [T, ...]``. In backward, the gradient is summed over ranks and scattered."""
-        ...
 
     def gather_for_loss(self, rows: Tensor) -> Tensor:
         """All-gather ``[t, ...] -> [T, ...]`` for a loss whose gradient is complete and the same on every rank."""
-        ...
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Reduce-scatter: sum ``[T, ...]`` over ranks ``-> [t, ...]``. In backward, the gradient is gathered."""
-        ...
 
     def gather_and_project(self, rows: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
         """``llama.project_in`` of gathered ``rows [t, in]``, whose messages travel beside its products."""
-        ...
 
     def project_and_scatter(self, rows: Tensor, linear: nn.Linear) -> Tensor:
         """``llama.project_out``, scattered: ``[t, out]``. Its messages travel beside its products."""
-        ...
 
 
 def apply_tensor_parallelism(model: Llama, shards: ShardedRows) -> dict[str, Cut]:

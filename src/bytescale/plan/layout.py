@@ -9,8 +9,7 @@ the tokens and 1/N of the causal mask's area::
 Nothing has to divide anything. With weights ``w`` (all 1 unless members differ in speed) and ``W_i`` the sum of the
 first ``i`` of them, of ``W`` in all, member ``i`` holds ``n_i = floor(W_{i+1} s / W) - floor(W_i s / W)`` tokens, of
 which ``ceil(n_i / 2)`` are its front segment and the rest its back segment. With equal weights every ``n_i`` is
-``floor(s/N)`` or ``ceil(s/N)``: a sequence never takes more than ``ceil(s/N)`` tokens of anybody's capacity, which
-cutting at ``floor(j s / 2N)`` does not promise (s = 25, N = 11 would give one member 4 tokens).
+``floor(s/N)`` or ``ceil(s/N)``.
 
 Shape letters: K sequences of a group, N members.
 """

@@ -1,9 +1,7 @@
 """Turns a planner's decisions into a ``Plan``.
 
-A planner decides which sequences form a group, on which ranks, and *when*: each group gets a **slot**, a whole number
-that is its place in time. A rank runs its groups in rising order of slots. Groups of equal slot on one rank form one
-micro-batch; at most one of them is shared. Slots order the groups of all ranks in the same way, so groups numbered by
-slot are in the plan's total order.
+Each group gets a **slot**, a whole number that is its place in time on all ranks: groups numbered by slot are in the
+plan's total order. Groups of equal slot on one rank form one micro-batch; at most one of them is shared.
 """
 
 from __future__ import annotations

@@ -5,22 +5,20 @@ The rules of time, the same for every planner:
 * A rank runs its micro-batches in order. A micro-batch with a slice of a shared group starts when ALL members of the
   group have reached theirs, and it ends on all of them at the same moment: every layer's ring needs every member's keys
   and values, so no member can run ahead.
-* Such a micro-batch takes as long as its slowest member. A member's time is its compute (its share of the group, e for
-  each further block of each shared sequence, and its whole sequences) divided by its speed, plus the exposed part of
-  the ring, plus g, the fixed time of a micro-batch.
+* Such a micro-batch takes as long as its slowest member: compute divided by speed, plus the exposed part of the ring,
+  plus g, the fixed time of a micro-batch.
 
 In a pipeline of p stages the cost model tells the time of one stage, and a rank ends later by its bubbles::
 
     (p - 1) * sum of max(0, t_i - t_{i-1})       t_i: time of its micro-batch i on a stage, t_0 = 0
 
-Warm-up costs (p - 1) t_1, and each rise to a longer micro-batch costs (p - 1) times the rise. A fall costs as much as
-the shorter cool-down saves. So a rank whose micro-batches never get longer pays (p - 1) times its longest one. This
-is an estimate: it leaves out how a bubble delays the other ranks of a group.
+A fall to a shorter micro-batch costs as much as the shorter cool-down saves. This is an estimate: it leaves out how a
+bubble delays the other ranks of a group.
 
 In a lockstep domain (``plan.domain`` > 1) all ranks of a domain begin a round together. It ends when the slowest has
 ended it, and all parameters have been gathered. Domains that share a group go through its round together.
 
-``evaluate`` computes these times wave by wave in arrays. Its slow twin is in ``tests/planner/slow_evaluate.py``.
+The slow twin is ``tests/planner/slow_evaluate.py``.
 Shape letters: G groups, M micro-batches of all ranks, R ranks, E = (micro-batch, group) pairs = (group, member) pairs.
 """
 

@@ -105,8 +105,7 @@ def _in_lockstep(
 ) -> tuple[Timeline, float]:
     """When tasks run in lockstep domains, from their ``[2, E]`` seconds, and when the last round ends.
 
-    All ranks of a domain begin every forward together, and every backward. A rank that waits for the gathers of a round
-    counts as waiting for other ranks.
+    A rank that waits for the gathers of a round counts as waiting for other ranks.
     """
     a_round = round_seconds(profile, domain=plan.domain, ranks_per_node=cluster.ranks_per_node)
     least = np.array([[a_round.gather], [a_round.gather + a_round.reduce]])
@@ -174,7 +173,6 @@ def _check(plan: Plan, profile: Profile, cluster: ClusterConfig) -> None:
 
 
 def _account(done: _Executed, parts: list[StageTimes], *, num_forwards: int) -> SimulatedStep:
-    """Add up where the time of every rank and stage went."""
     events, timeline, pp = done.events, done.timeline, done.cluster.pp
     ranks, num_ranks = events.micro_batch_ranks, events.num_ranks
     spent = {name: np.zeros((num_ranks, pp)) for name in ("compute", "exposed_ring", "exposed_offload", "wait_members")}

@@ -7,9 +7,8 @@ both sides. Three facts about torch 2.13 shape the code:
 * Two ranks that send to each other with blocking gloo calls hang. Therefore receives are posted first, and sends and
   receives are asynchronous.
 * A gloo receive into a buffer of the wrong size either aborts or goes unnoticed. Therefore sizes are never guessed.
-* NCCL runs the operations of one communicator one after the other. If the members of a ring posted receives on their
-  own, every receive would wait for a send that is queued behind another member's receive. Therefore the send and the
-  receive are one operation, ``batch_isend_irecv`` (``tests/nccl`` shows what hangs otherwise).
+* NCCL runs the operations of one communicator one after the other, so a ring of single receives would hang. Therefore
+  the send and the receive are one operation, ``batch_isend_irecv`` (``tests/nccl`` shows what hangs otherwise).
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Attention of a shared group's sequences, whose members form a grid: rows share queries, and columns share keys.
 
-A shared group is a set of ranks, its members, that hold slices of the same sequences. N members form a grid of P rows
-and Q columns. Member ``p Q + q`` is in row p and column q, and computes the queries of its row (Q slices) against the
-keys of its column (P slices). So every pair of slices meets on exactly one member. Under the causal mask all members
-have the same work, because of the order in which they hold a sequence (``plan.layout``). Mesh-Attention (arXiv
-2512.20968) has such grids for groups that never change.
-
-With one column this is the ring of the paper's section 7.
+N members form a grid of P rows and Q columns. Member ``p Q + q`` is in row p and column q, and computes the queries of
+its row (Q slices) against the keys of its column (P slices), so that every pair of slices meets on exactly one member.
+All have the same work under the causal mask (``plan.layout``). Mesh-Attention (arXiv 2512.20968) has such grids for
+groups that never change. With one column this is the ring of the paper's section 7.
 
 Forward runs these steps on member (p, q). Places are counted modulo P and Q.
 
@@ -22,11 +19,10 @@ Forward runs these steps on member (p, q). Places are counted modulo P and Q.
 
 While a member computes, the next message travels.
 
-Backward runs the same steps. A block's gradient depends on the output of the whole softmax only through ``delta``, the
-sum of ``dout * out`` over the head's width. So the row exchanges queries, ``dout``, LSE and delta, but no outputs
-(``_equivalent_output``). Keys and values go around the column again. A second ring, one step behind, carries their
-gradients: the gradient of the keys of (p, q) starts at (p + 1, q), every member of the column adds its share, and the
-sum reaches (p, q) after P - 1 hops. The gradients of queries go home along the row.
+Backward runs the same steps. The row exchanges queries, ``dout``, LSE and ``delta``, the sum of ``dout * out`` over the
+head's width, but no outputs (``_equivalent_output``). A second ring around the column, one step behind that of the
+keys, carries their gradients: that of the keys of (p, q) starts at (p + 1, q), every member adds its share, and the sum
+reaches (p, q) after P - 1 hops. The gradients of queries go home along the row.
 
 Bytes that one member receives per layer, if every slice has n tokens, with ``b`` bytes a number, and ``w`` bytes a
 number of a sum (4, or 8 for fp64; ``RingBuffers`` may narrow gradients to ``g`` bytes, otherwise g = w):
@@ -34,14 +30,12 @@ number of a sum (4, or 8 for fp64; ``RingBuffers`` may narrow gradients to ``g``
   forward     ``n (P-1) G (D + Dv) b + n (Q-1) H (D b + Dv b + w)``
   backward    ``n (P-1) G (D + Dv) (b + g) + n (Q-1) H (D b + Dv b + D g + 2 w)``
 
-The column needs two buffers for keys and values and two for gradients, whatever P is: one is sent while the other
-receives. The row needs Q - 1 buffers for queries, and Q - 1 for results in each direction. Every call waits for all its
-transfers before it returns, so the next layer may use the same buffers. Under gloo the wait ends when both directions
-are complete. Under NCCL the wait makes the compute stream wait for the transfer. Whatever writes to a buffer later, be
-it a kernel or an operation of another communicator, is ordered after that stream.
+The column needs two buffers for keys and values and two for gradients, whatever P is. The row needs Q - 1 buffers for
+queries, and Q - 1 for results in each direction. Every call waits for all its transfers before it returns (under NCCL
+the compute stream waits), so the next layer may use the same buffers.
 
-Why this finishes under NCCL: all members have the same P and Q and post the same sequence of operations. So operations
-that meet have the same place in one order, which is what the proof in ``runtime.mesh`` needs.
+This finishes under NCCL because all members post the same sequence of operations: those that meet have the same place
+in one order, which is what the proof in ``runtime.mesh`` needs.
 
 Shape letters: T rows of the micro-batch, of which the first n are shared; H query heads, G key/value heads, D width of
 queries and keys, Dv of values, N members.

@@ -165,9 +165,13 @@ class RowBytes:
         query = shape.num_heads * shape.head_dim * element_bytes // parts
         key = shape.num_kv_heads * shape.head_dim * element_bytes // share.key_parts
         lse = wide * shape.num_heads // parts
-        norm = own_hidden + wide // parts + _unfused_norm(share, kernels, element_bytes)
+        norm = own_hidden + wide // parts
+        if not kernels.fused_norm:  # several kernels also save normalised rows, in the compute dtype and in fp32
+            norm += (hidden + (shape.hidden_size * 4 if element_bytes < 4 else 0)) // parts
         feed_forward_input = own_hidden if shape.num_experts else hidden
-        feed_forward_inner = _feed_forward_inner(shape, parts, element_bytes)
+        counted = flops.feed_forward_saved_bytes_per_token(shape, bytes_per_element=element_bytes)
+        sharded = 4 * max(1, shape.experts_per_token) * shape.ffn_hidden_size * element_bytes
+        feed_forward_inner = counted - sharded + sharded // parts
         kept = {
             "none": 2 * norm + hidden + 2 * query + 2 * key + lse + feed_forward_input + feed_forward_inner,
             "full": own_hidden,
@@ -201,18 +205,3 @@ class RowBytes:
         if head_groups == 1:
             attention += self.query + 2 * self.key
         return self.norm + attention - self.kept
-
-
-def _unfused_norm(share: ModelShare, kernels: KernelMemory, element_bytes: int) -> int:
-    """What an RMSNorm of several kernels saves in addition: normalised rows, in fp32 and in the compute dtype."""
-    if kernels.fused_norm:
-        return 0
-    size = share.architecture.hidden_size
-    upcast = size * 4 if element_bytes < 4 else 0
-    return (size * element_bytes + upcast) // share.tensor_parallel
-
-
-def _feed_forward_inner(shape: Architecture, parts: int, element_bytes: int) -> int:
-    counted = flops.feed_forward_saved_bytes_per_token(shape, bytes_per_element=element_bytes)
-    sharded = 4 * max(1, shape.experts_per_token) * shape.ffn_hidden_size * element_bytes
-    return counted - sharded + sharded // parts

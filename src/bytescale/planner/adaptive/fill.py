@@ -23,10 +23,8 @@ def deal(
     """Assign sequences, longest first, to the ranks that are free first, in rounds.
 
     A round consists of sequences whose times are within ``ROUND_RATIO`` of each other. Its total time is poured over
-    the ranks like water. Each rank gets the whole number of sequences that fits under the surface; the remaining
-    sequences go to the ranks with the most room for one more. Within the round, the longest sequences go to the ranks
-    that end furthest below the surface and the shortest to those furthest above it. Later rounds, whose sequences are
-    shorter, level out the differences.
+    the ranks like water. Each rank gets the whole number of sequences that fits under the surface; the remaining ones
+    go to the ranks with the most room for one more. The longest go to the ranks that end furthest below the surface.
 
     Args:
         seconds: ``[n]`` time of each sequence at speed 1, descending.

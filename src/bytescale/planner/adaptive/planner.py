@@ -13,9 +13,8 @@
 Plans are compared by the caller's ``step_seconds``, such as the simulator's, which also counts the reduction of
 gradients and the gathering of parameters. Without it, they are compared by their makespans (``evaluate``).
 
-In a pipeline of equal ranks, the longest block costs most. Many are tried, and several sizes of packs. Ranks that
-differ in speed or capacity take the same steps with shares of their own (``unequal``), but nothing is reserved. In a
-pipeline, they take the plan without one if it cannot hang, or a rival (``_in_unequal_pipelines``).
+In a pipeline of equal ranks, many longest blocks are tried, and several sizes of packs. Ranks that differ in speed or
+capacity take the same steps with shares of their own (``unequal``), but nothing is reserved.
 Shape letters: S sequences, longest first; G of them shared; R ranks.
 """
 
@@ -99,7 +98,6 @@ def _in_unequal_pipelines(piped: Batch, planned: Callable[[Batch, Trial], Plan])
     """Plan (steps 2 to 7) pipelines whose ranks differ in speed or memory.
 
     Candidates are searched as if there were no pipeline, with grids and with rings alone, and kept if they cannot hang.
-    The best of them and of the rivals is returned.
     """
     flat = replace(piped, num_stages=1)
     ours = [planned(batch, search(batch)) for batch in (flat, flat.rings) if batch is not None]
@@ -113,8 +111,7 @@ def _in_unequal_pipelines(piped: Batch, planned: Callable[[Batch, Trial], Plan])
 def _without_pipeline(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
     """Steps 2 to 7. The plan never ends later than one that is searched with rings alone.
 
-    That search is left out where it cannot be better, as that with grids is. Its plan gets the best shapes as well: on
-    the same ranks, these are never slower than rings.
+    Either search is left out where it cannot be better.
     """
     rings, is_uniform = flat.rings, flat.cluster.is_uniform
     no_grids = (
@@ -134,8 +131,7 @@ def _without_pipeline(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
 def pack_sizes(capacity: int) -> list[int]:
     """Sizes of packs of whole sequences that are tried in a pipeline, in tokens: ``capacity``, and repeated halves.
 
-    Smaller packs fill and drain a pipeline in less time, at the cost of more launches. Packs below ``MIN_PACK`` tokens
-    are not tried.
+    Smaller packs fill and drain a pipeline in less time, at the cost of more launches.
     """
     return [capacity >> halving for halving in range(max(0, int(np.log2(max(capacity, 1) / effort.MIN_PACK))) + 1)]
 
@@ -242,10 +238,7 @@ def _trials(batch: Batch) -> Iterator[Trial]:
 
 
 def _parts(batch: Batch) -> list[int]:
-    """The target over the longest blocks tried: those that make few groups.
-
-    With grids, blocks to which the longest sequence cannot keep would give it, and many others, far too many ranks.
-    """
+    """The target over the longest blocks tried: those that make few groups."""
     few = [
         part
         for part in effort.PARTS
@@ -253,6 +246,7 @@ def _parts(batch: Batch) -> list[int]:
     ]
     if not batch.cluster.is_uniform or batch.cost.row_bytes_per_token is None:
         return few
+    # Blocks to which the longest sequence cannot keep would give it, and many others, far too many ranks.
     return [part for part in few if part == effort.PARTS[0] or batch.target / part >= batch.fastest]
 
 
@@ -314,12 +308,11 @@ def _filled(batch: Batch, blocks: Rectangles, placed: Placement) -> Trial:
 def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     """Step 7: the best of ``plan`` and the baselines' plans, until one is good enough.
 
-    So a plan is never later than a baseline's, in the time by which plans are compared, with two exceptions: with free
-    communication, and of more than ``effort.FEW`` sequences, a plan is good enough from ``effort.GOOD_ENOUGH`` times
-    the target on. Otherwise only all compute spread evenly is: the target can be beaten, because the sequences of a
-    mesh's pack hide each other's messages.
+    With free communication, or of more than ``effort.FEW`` sequences, a plan is good enough from ``effort.GOOD_ENOUGH``
+    times the target on. Otherwise only all compute spread evenly is: the target can be beaten, because the sequences of
+    a mesh's pack hide each other's messages.
     """
-    enough = batch.even_seconds
+    enough = float(batch.cost.work_seconds(batch.lengths).sum() / batch.cluster.speeds.sum())
     if is_ideal(batch.cost) or plan.num_sequences > effort.FEW:
         enough = effort.GOOD_ENOUGH * batch.target
     end = batch.step(plan)

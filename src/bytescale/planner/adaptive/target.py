@@ -103,11 +103,6 @@ class Batch:
         return self.work_seconds / np.where(holding > 0, fastest[np.maximum(holding, 1) - 1], 1.0)
 
     @cached_property
-    def even_seconds(self) -> float:
-        """Seconds; all compute spread evenly over the ranks' speeds. No plan ends earlier."""
-        return float(self.cost.work_seconds(self.lengths).sum() / self.cluster.speeds.sum())
-
-    @cached_property
     def target(self) -> float:
         """Seconds; when all ranks could end together, without the bubbles of a pipeline."""
         if not self.cluster.is_uniform:
@@ -168,13 +163,8 @@ class Batch:
     def promised(self, blocks: Rectangles) -> float:
         """The makespan in a pipeline, in seconds, with these groups on the fewest ranks of each.
 
-        The longest micro-batch of a rank in a pipeline of p stages costs p times its time, not once (``evaluate``).
-        So the makespan is about
-
-            ( sum of D t  +  whole  +  (p - 1) * sum over R ranks of the longest t on each ) / R
-
-        Long groups are stacked on long groups, so the groups with the largest t cover every rank once, and each rank
-        pays for one of them.
+        It is about ( sum of D t + whole + (p - 1) * sum over R ranks of the longest t on each ) / R (``evaluate``).
+        Long groups are stacked on long groups, so each rank pays for one of the groups with the largest t.
         """
         num_ranks, count, degrees, seconds = self.cluster.num_ranks, len(blocks.items), blocks.degrees, blocks.seconds
         by_time = np.argsort(-seconds, kind="stable")

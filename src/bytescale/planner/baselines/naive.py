@@ -25,8 +25,7 @@ def naive_plan(
        does not offload).
     2. Shorter ones are packed, best fit, into micro-batches of at most C tokens.
     3. In the batch's order of arrival, each takes the next D ranks, cyclically; a pack takes the place of its first
-       sequence. So the plan depends on the order of ``lengths``, unlike that of any other planner. If sequences were
-       assigned longest first, the ranks' times would be closer together than the paper's (60 s to 279 s).
+       sequence. So the plan depends on the order of ``lengths``, unlike that of any other planner.
 
     Args:
         lengths: ``[S]`` tokens per sequence.
