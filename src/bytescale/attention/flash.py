@@ -240,7 +240,6 @@ def _forward_and_backward(
 
 
 def _register_fa4() -> Any:
-    """Register FlashAttention 4 with PyTorch, by a module of ours that returns as many values as PyTorch unpacks."""
     from torch.nn.attention._fa4 import register_flash_attention_fa4
 
     return register_flash_attention_fa4("bytescale.attention.flash_4")

@@ -44,10 +44,9 @@ class PackedAttention:
     """The attention callable that a model is given for one micro-batch on one rank.
 
     ``attention(q, k, v, rules, sinks)`` takes ``q [T, H, D]``, ``k [T, G, D]`` and ``v [T, G, Dv]``, whose rows are in
-    the layout of the micro-batch (``plan.rank_plan``), and returns ``[T, H, Dv]``. ``rules`` are those of the layer
-    that calls. ``sinks [H]`` are its learned logits, or None. Every member of a shared group has to make the same
-    number of calls, with the same heads and the same rules. A caller that computes a few heads at a time and keeps the
-    results itself uses ``forward`` and ``backward`` instead.
+    the layout of the micro-batch (``plan.rank_plan``), and returns ``[T, H, Dv]``. ``sinks [H]`` are learned logits, or
+    None. Every member of a shared group has to make the same calls, with the same heads and the same rules. A caller
+    that keeps the results itself uses ``forward`` and ``backward`` instead.
     """
 
     def __init__(

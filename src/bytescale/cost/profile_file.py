@@ -185,7 +185,8 @@ def _profile(content: dict[str, Any], where: str) -> Profile:
         curves: dict[str, Any] = {
             name: Curve(**_numbers(parts, f"{where}: curves.{name}")) for name, parts in coefficients.items()
         }
-        sequences = _numbers(content.get("sequences", {}), f"{where}: sequences")
+        sequences = _numbers(content.get("sequences", {}), f"{where}: sequences").items()
+        curves |= {f"sequence_{name}": value for name, value in sequences}
         return Profile(
             name=content.get("name", where),
             source=content.get("source", ""),
@@ -196,7 +197,6 @@ def _profile(content: dict[str, Any], where: str) -> Profile:
             points=tuple(Point(**point) for point in content.get("points", [])),
             windows=tuple((int(size), float(share)) for size, share in content.get("windows", [])),
             **curves,
-            **{f"sequence_{name}": value for name, value in sequences.items()},
             **_traffic(content["traffic"], f"{where}: traffic", may_be_nothing="windows" in content),
         )
     except (KeyError, TypeError) as error:

@@ -4,8 +4,7 @@ What is compiled are plain functions without autograd: the forward of each, and 
 (``torch.func.vjp``). One ``autograd.Function`` calls both and keeps the function's inputs alone. So attention, hooks,
 messages, checkpointing and offloading stay outside of every graph. The plain model is the slow twin.
 
-One graph serves every number of rows: the first dimension is a symbol to the compiler. Lengths 0 and 1, which it treats
-apart, run the function as it is written.
+One graph serves every number of rows. Lengths 0 and 1, which the compiler treats apart, run the function as written.
 """
 
 from __future__ import annotations

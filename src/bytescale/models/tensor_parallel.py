@@ -100,8 +100,7 @@ def apply_tensor_parallelism(model: Llama, shards: ShardedRows) -> dict[str, Cut
 def row_wise_parts(model: Llama, tp_size: int) -> list[tuple[nn.Module, str]]:
     """Modules with the name of a method that treats each row independently: the feed-forward parts of all layers.
 
-    The method includes the norm before the feed-forward part, unless tensor parallelism gathers rows in between. The
-    list is empty if rows move between ranks inside the feed-forward part.
+    The norm before is included, unless tensor parallelism gathers rows in between. None if rows move between ranks.
     """
     if not is_row_wise(model.shape, tp_size):
         return []

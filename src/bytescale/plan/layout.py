@@ -1,8 +1,7 @@
 """How a sequence is cut over the members of its slice group (paper section 7, made exact for any length).
 
-A sequence of ``s`` tokens shared by ``N`` members is cut into ``2N`` segments. Member ``i`` holds segment ``i``,
-counted from the front, and segment ``2N-1-i``, its mirror image counted from the back, so that every member has 1/N of
-the tokens and 1/N of the causal mask's area::
+A sequence of ``s`` tokens shared by ``N`` members is cut into ``2N`` segments. Member ``i`` holds segments ``i`` and
+``2N-1-i``, so that every member has 1/N of the tokens and 1/N of the causal mask's area::
 
     N = 3      | 0 | 1 | 2 | 2 | 1 | 0 |     member that holds each segment, front to back
 

@@ -161,6 +161,5 @@ def messages(
 def _places(
     num_micro_batches: int, num_stages: int, stage: int, num_chunks: int, most: int
 ) -> dict[tuple[int, int, int], int]:
-    """The place of each action in its stage's order."""
     actions = stage_actions(num_micro_batches, num_stages, stage, num_chunks, most)
     return {(backward, chunk, index): place for place, (backward, chunk, index) in enumerate(actions.tolist())}

@@ -259,7 +259,8 @@ def _check_memory(plan: Plan, limits: MemoryLimits) -> None:
         over = f" over {size} ranks" if size > 1 else ""
         raise PlanError(
             f"sequence {longest} ({plan.lengths[longest]} tokens{over}) needs {format_bytes(float(sizes[worst]))} "
-            f"on the {place} of rank {rank} (micro-batch {index}: {tokens.held[worst]} tokens, {tokens.offloaded[worst]} of them offloaded), "
+            f"on the {place} of rank {rank} (micro-batch {index}: "
+            f"{tokens.held[worst]} tokens, {tokens.offloaded[worst]} of them offloaded), "
             f"{format_bytes(float(sizes[worst] - room))} more than the {format_bytes(room)} there are",
             so="the rank would run out of memory",
             fix="lower parallel.capacity_tokens (or use more ranks), set memory.checkpointing to attention or "

@@ -111,9 +111,8 @@ def _own_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> FloatArray:
 def run_in_order(plan: Plan, own_seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Start and end of every micro-batch ``[M]``, from the time of each if its rank never had to wait ``[M]``.
 
-    Local micro-batches never wait. So only shared ones are run in waves; a wave consists of those that all members have
-    reached. ``local[m]`` is the time of all local micro-batches before m on its rank, and ``delay`` is the time that
-    the shared ones add.
+    Only shared micro-batches are run in waves; a wave consists of those that all members have reached. ``local[m]`` is
+    the time of all local micro-batches before m on its rank, and ``delay`` is the time that the shared ones add.
     """
     ranks, first_group = plan.micro_batch_ranks, plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
     shared = plan.group_sizes[first_group] > 1

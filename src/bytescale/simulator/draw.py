@@ -22,13 +22,8 @@ _IDLE, _SYNC, _LOCAL = 0.0, 1.0, 2.0  # then 2 + log2 of the degree
 def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
     """Draw one panel per step on one time axis, so that two plans of a batch can be compared by eye.
 
-    The colour shows the degree, which is the number of ranks that share the micro-batch. Pale red is waiting, and grey
-    is the gradient sync. Where there is room, a thin white line ends each forward and backward of a micro-batch.
-
-    A title tells the step's time, beside that of the first one.
-
-    Raises:
-        BytescaleError: matplotlib is not installed.
+    The colour shows the degree, which is the number of ranks that share the micro-batch. A title tells the step's time,
+    beside that of the first one. Raises ``BytescaleError`` if matplotlib is not installed.
     """
     pyplot, colors = _matplotlib()
     longest = max(step.step_seconds for step in steps.values())
@@ -78,8 +73,7 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
 def raster(step: SimulatedStep, seconds: float) -> tuple[NDArray[np.float64], int]:
     """Return the picture ``[rows, COLUMNS]``, a colour number per rank and time, and the number of stages.
 
-    The rows are the drawn ranks of the first stage, then those of the next. NaN is drawn as nothing. It stands after
-    the end of the step, and between tasks.
+    The rows are the drawn ranks of the first stage, then those of the next. NaN is drawn as nothing.
     """
     events, timeline = step.events, step.timeline
     num_stages = step.num_stages

@@ -94,7 +94,6 @@ def run_events(events: Events, seconds: FloatArray, transfer_seconds: FloatArray
 
 
 def _orders(events: Events, num_stages: int, num_chunks: int) -> list[list[int]]:
-    """The tasks of every stage of every rank, in order."""
     counts = np.bincount(events.micro_batch_ranks, minlength=events.num_ranks)
     orders: list[list[int]] = []
     for own in np.split(events.micro_batch_events, np.cumsum(counts)[:-1]):

@@ -79,13 +79,17 @@ def events_of(
     members = _Members.of(plan, shared_group, place, ranks_per_node)
     shared_tokens = members.of_group(plan.group_tokens)
     row = np.stack((members.row_share - members.next_in_row_share, members.row_share - members.share), axis=1)
-    event, offsets, member_micro_batches = _join(shared_group)
+    # The micro-batches of a shared group are one event. Every other micro-batch is an event of its own.
+    local = shared_group < 0
+    number = shared_group.copy()
+    number[local] = shared_group.max(initial=-1) + 1 + np.arange(int(local.sum()))
+    _, event, counts = np.unique(number, return_inverse=True, return_counts=True)
     return Events(
         loads=_loads(plan, members, relative, windows),
         micro_batch_ranks=ranks,
         micro_batch_events=event,
-        member_offsets=offsets,
-        member_micro_batches=member_micro_batches,
+        member_offsets=offsets_of(counts),
+        member_micro_batches=np.argsort(event, kind="stable"),
         ring_tokens=shared_tokens * (members.column_share - members.next_share),
         ring_is_near=members.next_is_near,
         row_tokens=shared_tokens[:, None] * row,
@@ -175,15 +179,3 @@ def _loads(plan: Plan, members: _Members, speeds: FloatArray, windows: Sequence[
         offload_ratio=offloaded / np.maximum(local_tokens + own_shared, 1.0),
         speed=speeds[plan.micro_batch_ranks],
     )
-
-
-def _join(shared_group: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Join the micro-batches of each shared group to one event. Returns ``event``, ``offsets`` and ``members``.
-
-    They are ``micro_batch_events [M]``, ``member_offsets [E + 1]`` and ``member_micro_batches [M]`` of ``Events``.
-    """
-    local = shared_group < 0
-    number = shared_group.copy()
-    number[local] = shared_group.max(initial=-1) + 1 + np.arange(int(local.sum()))
-    _, event, counts = np.unique(number, return_inverse=True, return_counts=True)
-    return event, offsets_of(counts), np.argsort(event, kind="stable")

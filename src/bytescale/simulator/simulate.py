@@ -258,8 +258,7 @@ def _per_rank(values: FloatArray, ranks: IntArray, num_ranks: int) -> FloatArray
 def _waits(events: Events, timeline: Timeline, stage: int, pp: int) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return for one stage of each rank: seconds waited for other ranks, for other stages, and its end. Each ``[R]``.
 
-    A gap before a task counts as waiting for other stages until the task's input has arrived. From then on it counts as
-    waiting for the members of the group.
+    A gap before a task counts as waiting for other stages until its input has arrived, and then for other ranks.
     """
     start, end, arrival = (
         times[events.micro_batch_events, stage::pp].ravel()

@@ -45,8 +45,7 @@ class Track:
 def save_trace(step: SimulatedStep, path: Path, *, max_ranks: int = 64) -> None:
     """Write the tasks and the gradient sync of up to ``max_ranks`` ranks, spread evenly over all ranks.
 
-    The trace has one process per rank and one thread per stage. The name of a task says how many ranks share its
-    micro-batch and, if stages are interleaved, which chunk runs.
+    The trace has one process per rank and one thread per stage.
     """
     ranks = spread_evenly(step.events.num_ranks, max_ranks)
     tracks = [track for rank in ranks for track in simulated_tracks(step, rank)]

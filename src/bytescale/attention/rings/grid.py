@@ -307,9 +307,8 @@ class KeyGradients:
 def _equivalent_output(dout: Tensor, delta: Tensor) -> Tensor:
     """Return an output ``[n, H, Dv]`` whose product with ``dout [n, H, Dv]``, summed over Dv, is ``delta [n, H]``.
 
-    Kernels take the output in order to compute delta, and use it for nothing else. Of all outputs with this delta, this
-    is the shortest: a multiple of ``dout``. Its rounding to the compute dtype therefore changes delta by less than that
-    of the true output does. Rows are scaled by their largest entry, so that no square underflows.
+    Kernels use the output for delta alone. Of all outputs with it, this is the shortest, a multiple of ``dout``:
+    its rounding changes delta by less than the true output's. Rows are scaled, so that no square underflows.
     """
     wide = dout.to(delta.dtype)
     largest = wide.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)

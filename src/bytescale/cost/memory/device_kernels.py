@@ -1,7 +1,6 @@
 """How a device computes: with which fused kernels, and how much of the long work at a time.
 
-The runtime takes the same chunk sizes from here (``runtime.loss``, ``runtime.saved.activations``), so that the estimate
-and the run cannot differ.
+The runtime takes the same chunk sizes from here (``runtime.loss``, ``runtime.saved.activations``).
 """
 
 from __future__ import annotations

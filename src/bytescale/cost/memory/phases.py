@@ -5,8 +5,7 @@
     attention  backward of CUDA's flash attention, which sums in fp32 (``KernelMemory.fused_attention``)
     ring       backward of attention over a shared group: a block's gradients, sums in fp32
 
-A ring's four message buffers are allocated once and serve all layers of a micro-batch (``attention.rings.messages``). A
-micro-batch with a shared group has them in every phase but the loss. So it is with the buffers of a grid's row.
+A micro-batch with a shared group has buffers of messages (``attention.rings.messages``) in all phases but the loss.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class CountedMemory(DeviceMemory):
         return max(4, self.element_bytes)
 
     def _loss(self) -> tuple[Phase, Phase]:
-        """Chunks of logits, and the head's gradient."""
         shape, parts, wide = self.share.architecture, self.share.tensor_parallel, self._wide
         words, vocab_size = flops.head_parameters(shape) // parts, shape.vocab_size / parts
         loss = Phase(

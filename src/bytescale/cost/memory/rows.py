@@ -16,12 +16,7 @@ _INPUT_BYTES = 3 * 8  # token, label and position, int64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShare:
-    """What one device has of a model.
-
-    Tensor parallelism over N devices leaves each of them 1 / N of the heads, of the feed-forward part and of the
-    vocabulary (``models.tensor_parallel``). A pipeline stage has its layers. The first stage also has the embedding,
-    and the last one the final norm and the head.
-    """
+    """What one device has of a model, under tensor parallelism (``models.tensor_parallel``) and in a pipeline stage."""
 
     architecture: Architecture
     tensor_parallel: int = 1
@@ -64,8 +59,7 @@ class ModelShare:
     def num_in_flight(self) -> int:
         """Micro-batches whose activations this stage holds at the same time.
 
-        1F1B keeps as many as there are stages from this one to the last. Interleaved stages keep more chunks, and the
-        result is the number of whole micro-batches that these chunks make up.
+        Interleaved stages keep chunks, and the result is the number of whole micro-batches that these make up.
         """
         behind = self.num_stages - 1 - self.stage
         if self.virtual_stages == 1:

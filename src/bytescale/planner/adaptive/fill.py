@@ -82,11 +82,7 @@ def _pour(seconds: FloatArray, heights: FloatArray, speeds: FloatArray) -> IntAr
 
 
 def _surface(volume: float, heights: FloatArray, speeds: FloatArray) -> float:
-    """Return when all ranks end that take a share of ``volume`` seconds of work.
-
-    Rank ``i`` is free from ``heights[i]`` on and works at ``speeds[i]``. Ranks that become free after the
-    result take no share. The result is computed for all ranks, then without those, until there are none.
-    """
+    """When all ranks end that take a share of ``volume`` seconds of work: those free before, at ``heights``."""
     weights = heights * speeds
     while True:
         surface = (volume + float(weights.sum())) / float(speeds.sum())

@@ -10,8 +10,7 @@
     6. Rings     a plan with grids is replaced by one that has rings alone, if that is better
     7. Rivals    a plan that is not good enough is replaced by the best plan of the baselines, if that is better
 
-Plans are compared by the caller's ``step_seconds``, such as the simulator's, which also counts the reduction of
-gradients and the gathering of parameters. Without it, they are compared by their makespans (``evaluate``).
+Plans are compared by the caller's ``step_seconds``, such as the simulator's, or by their makespans (``evaluate``).
 
 In a pipeline of equal ranks, many longest blocks are tried, and several sizes of packs. Ranks that differ in speed or
 capacity take the same steps with shares of their own (``unequal``), but nothing is reserved.
