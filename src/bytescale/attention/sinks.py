@@ -37,9 +37,7 @@ def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """``[H]`` gradient of ``sinks``, summed over these queries in the LSE's dtype.
 
-    Args:
-        dout: ``[T, H, D]``, the gradient of ``out``.
-        out: ``[T, H, D]``; lse: ``[T, H]``: what ``join_sinks`` returned.
+    ``dout [T, H, D]`` is the gradient of ``out``; ``out`` and ``lse`` are what ``join_sinks`` returned.
     """
     products = torch.einsum("thd,thd->th", dout.to(lse.dtype), out.to(lse.dtype))
     weights = (sinks.to(lse.dtype) - lse).exp()

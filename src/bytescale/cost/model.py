@@ -286,14 +286,7 @@ class CostModel:
     def group_seconds(
         self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inter_node: ArrayLike = False
     ) -> FloatArray:
-        """Time that each member of a slice group takes, g included. All arguments broadcast.
-
-        Args:
-            tokens: T, sum of s over the group's sequences.
-            squares: S, sum of ``squares_of`` the sequences.
-            degree: D, members, at least 1.
-            inter_node: whether the ring leaves a node; its slowest link then sets the pace of every step.
-        """
+        """Seconds that each member of a ring takes, g included. Arguments as in ``exposed_seconds``."""
         return (
             self.compute_seconds(tokens, squares, degree)
             + self.exposed_seconds(tokens, squares, degree, inter_node)

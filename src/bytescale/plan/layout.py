@@ -21,14 +21,9 @@ from bytescale.common.arrays import IntArray
 
 
 def member_tokens(lengths: IntArray, weights: IntArray) -> IntArray:
-    """Tokens of each sequence that each member holds.
+    """``[K, N]`` int64 tokens of each sequence that each member holds; rows sum to the lengths.
 
-    Args:
-        lengths: ``[K]`` int64, tokens per sequence, each >= 1.
-        weights: ``[N]`` integers >= 1, the share of each member.
-
-    Returns:
-        ``[K, N]`` int64; each row sums to the sequence's length.
+    ``lengths [K]`` are int64 tokens, and ``weights [N]`` the members' shares, all integers >= 1.
     """
     edges = np.zeros(len(weights) + 1, dtype=np.int64)
     np.cumsum(weights, out=edges[1:])
@@ -44,11 +39,7 @@ def member_segments(lengths: IntArray, weights: IntArray) -> tuple[IntArray, Int
 
 
 def segment_bounds(lengths: IntArray, weights: IntArray, member: int) -> IntArray:
-    """Where the two segments of one member start and stop inside each sequence.
-
-    Returns:
-        ``[K, 2, 2]`` int64: per sequence, front then back segment, ``[start, stop)`` in tokens of the sequence.
-    """
+    """``[K, 2, 2]`` int64: per sequence a member's front, then back segment, ``[start, stop)`` in tokens of it."""
     front, back = member_segments(lengths, weights)
     lengths = np.asarray(lengths, dtype=np.int64)
     front_start = front[:, :member].sum(axis=1)

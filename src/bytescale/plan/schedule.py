@@ -123,10 +123,9 @@ def messages(
     """All messages that stage ``taker`` receives, in the order of posting. Arguments as in ``stage_actions``.
 
     **No order of waiting can hang.** Let a message have the time of its maker plus one half. On both stages it is
-    posted after all actions with an earlier time and before all with a later one. A rank may wait for its own actions
-    and messages one by one (NCCL, when a call waits for the whole device), or only for those that it needs (gloo). In
-    both cases, whatever waits has a later time than what it waits for, so nothing waits in a circle. A receive that is
-    posted earlier breaks this: with p = 2, stage 0 would wait for a gradient whose forward it has not run.
+    posted after all actions with an earlier time and before all with a later one. Whether a rank waits for its actions
+    and messages one by one (NCCL) or only for those that it needs (gloo), what waits has a later time than what it
+    waits for. A receive that is posted earlier breaks this.
     """
     actions = stage_actions(num_micro_batches, num_stages, taker, num_chunks, most)
     backward, chunk, index = actions.T

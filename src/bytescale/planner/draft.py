@@ -100,11 +100,8 @@ def _offload_ratios(draft: Draft, lengths: IntArray, cluster: Cluster) -> NDArra
 def in_member_order(ranks: IntArray, degrees: IntArray, columns: IntArray, down: NDArray[np.bool_]) -> IntArray:
     """``[E]`` the ranks of all groups in member order, which goes row by row through a grid.
 
-    Args:
-        ranks: ``[E]`` of all groups, group by group, neighbours beside each other.
-        degrees: ``[G]`` ranks of each group.
-        columns: ``[G]`` of its grid.
-        down: ``[G]`` whether neighbours stand below each other in a column; if not, side by side in a row.
+    In ``ranks [E]``, group by group, neighbours are beside each other. ``down [G]``: whether these stand below each
+    other in a column of the group's grid; if not, side by side in a row.
     """
     ordered, starts = ranks.copy(), np.cumsum(degrees) - degrees
     for group in np.flatnonzero(down).tolist():

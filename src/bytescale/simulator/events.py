@@ -59,13 +59,9 @@ def events_of(
     speeds: FloatArray | None = None,
     windows: Sequence[tuple[int, float]] = (),
 ) -> Events:
-    """Return the events of ``plan`` on nodes of ``ranks_per_node`` consecutive ranks.
+    """The events of a verified ``plan`` on nodes of ``ranks_per_node`` consecutive ranks.
 
-    Args:
-        plan: a verified plan.
-        ranks_per_node: consecutive HDP ranks with fast links between them.
-        speeds: ``[R]`` relative speeds of the ranks; None: all are 1.
-        windows: of the model's attention (``Profile.windows``).
+    ``speeds [R]`` are relative; None: all are 1. ``windows``: as ``Profile.windows``.
     """
     relative = np.ones(plan.num_ranks) if speeds is None else np.asarray(speeds, dtype=float)
     ranks = plan.micro_batch_ranks

@@ -112,10 +112,7 @@ def degrees_within(
     Start from the degree that compute alone requires, and add ranks for the exposed time, in every number of columns.
     If that finds none, try a grid of degrees. A sequence that no degree ends in time takes its fastest degree.
 
-    Args:
-        tried: tells the time of a group, and the most ranks that any may have.
-        lengths: ``[L]`` tokens.
-        fewest: ``[L]`` ranks that hold each sequence.
+    ``lengths [L]`` are in tokens, and ``fewest [L]`` the ranks that hold each.
     """
     cost, num_ranks = tried.cost, tried.num_ranks
     work = cost.work_seconds(lengths)

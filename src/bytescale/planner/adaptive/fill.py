@@ -20,7 +20,7 @@ def deal(
     lengths: IntArray | None = None,
     capacity: IntArray | None = None,
 ) -> tuple[IntArray, FloatArray]:
-    """Assign sequences, longest first, to the ranks that are free first, in rounds.
+    """``[n]`` rank of each sequence, longest first on the ranks that are free first, and ``[R]`` when ranks are free then.
 
     A round consists of sequences whose times are within ``ROUND_RATIO`` of each other. Its total time is poured over
     the ranks like water. Each rank gets the whole number of sequences that fits under the surface; the remaining ones
@@ -32,9 +32,6 @@ def deal(
         speeds: ``[R]``; None: all 1.
         lengths: ``[n]`` tokens of a rank's capacity that each takes, falling; needed with ``capacity``.
         capacity: ``[R]`` tokens of a micro-batch, when some ranks cannot hold some of the sequences.
-
-    Returns:
-        rank of each sequence ``[n]``, and when each rank is free in the end ``[R]``.
     """
     ranks = np.empty(len(seconds), dtype=np.int64)
     if len(seconds) == 0:

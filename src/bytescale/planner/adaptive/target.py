@@ -179,15 +179,9 @@ class Batch:
 def target_seconds(tried: DegreeGrid, long_lengths: IntArray, fewest: IntArray, whole_seconds: float) -> float:
     """The earliest makespan if all work could be spread evenly, exposed communication included.
 
-    It is the smallest T for which the time of all ranks, R T, is as much as all sequences take. Whole sequences take
-    ``whole_seconds`` in sum; each other one takes its degree times its time, on the degree that T requires. T is never
-    less than the time of the longest sequence on its fastest degree.
-
-    Args:
-        tried: tells the time of a group on R ranks.
-        long_lengths: ``[L]`` sequences that may have to be shared.
-        fewest: ``[L]`` ranks that hold each.
-        whole_seconds: sum of the times of all other sequences.
+    It is the smallest T for which the time of all ranks, R T, is as much as all sequences take: whole ones
+    ``whole_seconds`` in sum, and those of ``long_lengths [L]``, which ``fewest [L]`` ranks hold, their degree times the
+    time on it, for the degree that T requires. T is never less than the longest one's time on its fastest degree.
     """
     cost, num_ranks = tried.cost, tried.num_ranks
     work = float(cost.work_seconds(long_lengths).sum())

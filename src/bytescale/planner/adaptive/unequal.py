@@ -90,10 +90,7 @@ def grids(
 
     Members of like speed stand in one row, and every second row is turned around: all columns have about equal shares.
 
-    Args:
-        lengths: ``[G]`` tokens of the groups' sequences.
-        degrees: ``[G]`` ranks of each.
-        ranks: ``[E]`` of all groups, group by group.
+    Arguments as in ``trial.group_shapes``.
     """
     starts = np.cumsum(degrees) - degrees
     stretch, places = cluster.stretch(lengths).tolist(), np.arange(len(ranks))

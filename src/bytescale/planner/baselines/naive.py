@@ -58,14 +58,9 @@ def naive_plan(
 
 
 def minimal_groups(lengths: IntArray, order: IntArray, cluster: Cluster) -> tuple[IntArray, IntArray, IntArray]:
-    """Steps 1 and 2 for a bucket of Algorithm 2, longest first.
+    """Steps 1 and 2 for a bucket of Algorithm 2, whose sequence numbers ``order`` are longest first.
 
-    Args:
-        lengths: ``[S]`` of the whole batch.
-        order: the bucket's sequence numbers, longest first.
-
-    Returns:
-        sequences group by group, long ones first; sequences per group ``[G]``; degrees ``[G]``.
+    Returns sequences group by group, long ones first; sequences per group ``[G]``; degrees ``[G]``.
     """
     capacity = int(cluster.capacity_tokens.min())
     num_long = int((lengths[order] > capacity).sum())
