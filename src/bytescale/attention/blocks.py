@@ -113,10 +113,8 @@ def blocks_between(segments: tuple[IntArray, IntArray], member: int, source: int
     By the order of segments (``plan.layout``), with ``source < member`` both segments of ``member`` see only the front
     segment of ``source``; with ``source > member`` only the back segment of ``member`` sees ``source``, both segments.
 
-    Args:
-        segments: tokens of every member's front segments and back segments, each ``[K, N]`` for K sequences.
-            The rows of a sequence on a member are its front segment, then its back segment. Sequences lie one after the
-            other.
+    ``segments``: tokens of all members' front and back segments, each ``[K, N]`` for K sequences. The rows of a member
+    are sequence by sequence its front segment, then its back segment.
     """
     front, back = segments
     ours = np.concatenate([[0], np.cumsum(front[:, member] + back[:, member])])

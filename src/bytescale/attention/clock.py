@@ -89,5 +89,4 @@ def seconds_between(start: Mark, end: Mark) -> float:
 
 
 def make_clock(device: torch.device) -> Clock:
-    """Return a clock for work on ``device``."""
     return Clock(lambda: torch.cuda.Event(enable_timing=True)) if device.type == "cuda" else Clock()

@@ -103,10 +103,8 @@ def open_attention(
 ) -> Iterator[AttentionChoice]:
     """Activate the implementation that ``kernels.attention`` names, until the block ends.
 
-    Args:
-        heads: this rank's heads, for the trial.
-        everywhere: takes this rank's numbers and returns the smallest that any rank gave. It is called once per trial.
-            With it all ranks choose the same implementation, and none uses one that is missing on another rank.
+    ``heads`` are this rank's. ``everywhere`` takes this rank's numbers and returns the smallest of any rank, once per
+    trial: so all ranks choose the same implementation.
 
     Raises ``ConfigError`` if the implementation was asked for by name and cannot run on every rank.
     """

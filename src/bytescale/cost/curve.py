@@ -25,7 +25,6 @@ class Curve:
         return (self.quadratic * tokens + self.linear) * tokens + self.constant
 
     def times(self, factor: float) -> Curve:
-        """This curve multiplied by ``factor``."""
         return Curve(self.quadratic * factor, self.linear * factor, self.constant * factor)
 
 

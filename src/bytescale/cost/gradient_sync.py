@@ -71,9 +71,8 @@ def bucket_seconds(
 ) -> BucketSeconds:
     """Time of each collective for one of ``num_buckets`` equal parts of the parameters.
 
-    The time is ``bytes / bandwidth + latency``, and every rank sends (R - 1) / R of the bucket. Where the profile has
-    not measured collectives, the bandwidth is that of the slowest link between the ranks, and the latency that of
-    ceil(log2 R) messages.
+    Every rank sends (R - 1) / R of the bucket. Where the profile has not measured collectives, the bandwidth is that of
+    the slowest link between the ranks, and the latency that of ceil(log2 R) messages.
     """
     if num_ranks == 1:
         return BucketSeconds(reduce=0.0, gather=0.0)

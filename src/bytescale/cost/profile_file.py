@@ -36,7 +36,6 @@ CURVES = (
 )
 BAD_RESIDUAL = 0.3
 """The relative error of a fit at one of its points above which there is a warning."""
-_OPTIONAL_CURVES = ("head_forward", "head_backward")
 _SHAPE = (
     *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"),
     *("num_experts", "experts_per_token"),
@@ -170,7 +169,7 @@ def profile_to_toml(profile: Profile) -> str:
 def _profile(content: dict[str, Any], where: str) -> Profile:
     stored = content.get("curves", {})
     for name in CURVES:
-        if name not in stored and name not in _OPTIONAL_CURVES:
+        if name not in stored and not name.startswith("head_"):
             raise ConfigError(
                 f"profile {where} lacks the curve {name}",
                 so="the times of that part of a layer would be unknown",

@@ -99,10 +99,8 @@ class StoredTensor:
 def exact_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which the weights of a folder are read for parameters of ``dtype``, so that none is rounded.
 
-    It is that of the files where all of them have ``dtype``: then each process maps them into memory instead of copying
-    them. Else it is FP32, or FP64 for parameters in FP64.
-
-    Raises as ``stored_tensors``.
+    It is that of the files where all have ``dtype``: then they are mapped into memory and not copied. Else it is
+    FP32, or FP64 for parameters in FP64. Raises as ``stored_tensors``.
     """
     stored = {_FLOATS[tensor.dtype] for tensor in stored_tensors(folder).values() if tensor.dtype in _FLOATS}
     return dtype if stored == {dtype} else torch.promote_types(dtype, torch.float32)

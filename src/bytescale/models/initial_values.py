@@ -53,7 +53,7 @@ def initial_values(name: str, cut: Cut, architecture: Architecture, seed: int) -
 
 
 def _tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of a tile; the last tiles may be smaller. A tile may hold the whole matrices of several small experts."""
+    """The last tiles may be smaller. A tile may hold the whole matrices of several small experts."""
     *experts, rows, columns = shape
     columns = min(columns, TILE_COLUMNS)
     rows = min(rows, max(1, TILE_NUMBERS // columns))

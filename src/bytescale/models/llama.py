@@ -72,7 +72,6 @@ class Llama(nn.Module):
 
     @property
     def hidden_size(self) -> int:
-        """C."""
         return self.shape.hidden_size
 
     def make_feed_forward(self) -> nn.Module:
@@ -80,7 +79,6 @@ class Llama(nn.Module):
         return FeedForward(self.shape)
 
     def initialise(self, seed: int) -> None:
-        """Fill every parameter with ``initial_values``."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 parameter.copy_(initial_values(name, Cut(shape=tuple(parameter.shape)), self.shape, seed))

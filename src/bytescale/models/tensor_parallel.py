@@ -162,7 +162,6 @@ class _Messages:
 
 
 def _cut(name: str, size: tuple[int, ...], model: Llama, shards: ShardedRows) -> Cut:
-    """Where a parameter is cut: by its rows (outputs), by its columns (inputs), or not at all."""
     if len(size) == 1 or name.endswith("router.weight"):
         return Cut(shape=size, replicas=shards.size, replica=shards.rank)
     if name.endswith(("k_proj.weight", "v_proj.weight")):

@@ -80,8 +80,7 @@ def action_times(actions: IntArray, num_stages: int, stage: int | IntArray, num_
     * On the last part, the forward of backward number w is number ``w + (v - 1) p``. The time of the backward is
       ``2 w - d (p - 1) + 2 W + 1``, one more than the forward's.
 
-    Times depend on the micro-batch's index and not on the HDP rank. So members of a slice group that have it at the
-    same index (``planner.adaptive.aligned``) have it at the same time.
+    So members of a slice group that have it at the same index (``planner.adaptive.aligned``) have it at the same time.
     """
     backward, chunk, index = actions.T
     drop = 1 if num_chunks == 1 else 2

@@ -71,7 +71,6 @@ class CalibratedPlanner:
         return replace(self.planner, cost=costs.cost, cluster=cluster)(lengths)
 
     def knows(self, step: int) -> bool:
-        """Whether the costs of a step are known."""
         wanted = step - self.lag
         return wanted < self.first or wanted in self.states
 

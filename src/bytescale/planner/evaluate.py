@@ -159,11 +159,8 @@ def run_in_order(plan: Plan, own_seconds: FloatArray) -> tuple[FloatArray, Float
 def run_rounds(plan: Plan, seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Begin and end of every round of every lockstep domain, both ``[phases, rounds, domains]``.
 
-    A domain has no time for rounds after its last one.
-
-    Args:
-        plan: its groups are aligned (rule 9 of ``verify``).
-        seconds: ``[phases, M]`` of each micro-batch if its rank never had to wait: forward and backward, or both.
+    A domain has no time for rounds after its last one. ``seconds [phases, M]``: of each micro-batch without waiting,
+    forward and backward, or both. The plan's groups are aligned (rule 9 of ``verify``).
     """
     rounds, domains = plan.micro_batch_rounds, plan.micro_batch_ranks // plan.domain
     num_domains = plan.num_ranks // plan.domain

@@ -144,7 +144,6 @@ class _Executed:
     rounds_end: float = 0.0  # in lockstep, seconds after which the last gradients of a domain are reduced
 
     def stage_parameters(self, stage: int) -> float:
-        """Weights of a stage per device."""
         cluster = self.cluster
         return stage_parameters(
             self.profile, stage=stage, pipeline_parallel=cluster.pp, virtual_stages=cluster.virtual_stages

@@ -31,7 +31,7 @@ class TraceMetadata:
     predicted_seconds: float
     """Of the simulated step, which has its data at once."""
     prediction: str
-    """Where the times of the simulated step come from: the name of a profile."""
+    """The name of the profile that the simulated step's times come from."""
     num_ranks: int
     """HDP ranks of the run. A trace has some of them if there are very many."""
 

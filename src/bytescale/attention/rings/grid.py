@@ -12,8 +12,7 @@ Forward runs these steps on member (p, q). Places are counted modulo P and Q.
   row       For a = 1 .. Q-1 the queries of (p, q - a) arrive from (p, q - 1), in a ring around the row. It computes
             them against its own keys.
   column    For b = 1 .. P-1 the keys and values of (p - b, q) arrive from (p - 1, q), in a ring around the column. It
-            computes all queries of the row against them, and merges the results into a running softmax for each slice
-            of queries.
+            merges the results of all queries of the row against them into a running softmax for each slice of queries.
   home      When a slice of queries has met the last keys, its output and LSE go home to (p, q - a), and a part of the
             own queries' result comes from (p, q + a). These parts are merged at the end.
 
@@ -64,11 +63,9 @@ class BlockWork:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet) -> tuple[Tensor, Tensor]:
-        """``AttentionKernel.forward``."""
         return self.kernel.forward(q, k, v, blocks, self.scale)
 
     def backward(self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet) -> tuple[Tensor, Tensor, Tensor]:
-        """``AttentionKernel.backward``."""
         return self.kernel.backward(queries, k, v, blocks, self.scale)
 
 

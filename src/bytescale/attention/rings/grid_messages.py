@@ -43,7 +43,6 @@ class Grid:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of this member's slice."""
         return self.tokens_per_member[self.member]
 
     def query_source(self, step: int) -> int:

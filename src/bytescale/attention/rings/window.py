@@ -96,7 +96,7 @@ class _Held:
     def missing(self, window: int) -> IntArray:
         """``[K, 2, 2]`` tokens ``[start, stop)`` before each segment: its queries see them, and others hold them.
 
-        Tokens before the front segment are listed for the front segment alone, although the back one may see them, too.
+        Tokens before the front segment are listed for it alone, although the back one may see them, too.
         """
         front, back = self.bounds[:, 0], self.bounds[:, 1]
         missing = np.empty_like(self.bounds)

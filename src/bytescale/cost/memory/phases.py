@@ -37,7 +37,6 @@ class CountedMemory(DeviceMemory):
 
     @property
     def rows(self) -> RowBytes:
-        """What one token takes in each tensor."""
         return RowBytes.of(self.share, self.kernels, element_bytes=self.element_bytes, checkpointing=self.checkpointing)
 
     def phases(self) -> tuple[Phase, ...]:
@@ -68,7 +67,6 @@ class CountedMemory(DeviceMemory):
         return loss, head_gradient
 
     def _feed_forward(self) -> Phase:
-        """Backward of a layer's second half."""
         shape, parts, rows = self.share.architecture, self.share.tensor_parallel, self.rows
         # Of its gradients, as much as one of its tensors exists at a time.
         inner = max(1, shape.experts_per_token) * shape.ffn_hidden_size * self.element_bytes // parts

@@ -32,7 +32,6 @@ class ModelShare:
 
     @property
     def num_layers(self) -> int:
-        """Layers of this stage."""
         return sum(map(len, self.chunks))
 
     @property
@@ -52,7 +51,6 @@ class ModelShare:
 
     @property
     def key_heads(self) -> int:
-        """Key heads on this device."""
         return self.architecture.num_kv_heads // self.key_parts
 
     @property
@@ -69,7 +67,6 @@ class ModelShare:
 
     @property
     def num_parameters(self) -> int:
-        """Weights on this device."""
         return flops.device_parameters(
             self.architecture,
             num_layers=self.num_layers,

@@ -1,7 +1,6 @@
 """How many ranks a sequence takes to end within a given time, and how long it takes there.
 
-Compute time falls with the number of ranks (the degree), but exposed communication does not. Groups that fit into a
-node are assumed to stay in one.
+Groups that fit into a node are assumed to stay in one.
 Shape letter: L sequences that may have to be shared, longest first.
 """
 

@@ -20,7 +20,7 @@ def deal(
     lengths: IntArray | None = None,
     capacity: IntArray | None = None,
 ) -> tuple[IntArray, FloatArray]:
-    """``[n]`` rank of each sequence, longest first on the ranks that are free first, and ``[R]`` when ranks are free then.
+    """``[n]`` rank of each sequence, longest first on the ranks that are free first; ``[R]`` when ranks are free then.
 
     A round consists of sequences whose times are within ``ROUND_RATIO`` of each other. Its total time is poured over
     the ranks like water. Each rank gets the whole number of sequences that fits under the surface; the remaining ones

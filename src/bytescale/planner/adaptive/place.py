@@ -20,12 +20,7 @@ from bytescale.planner.adaptive.free import FreeTime, Placement
 
 
 def stack(blocks: Rectangles, num_ranks: int, *, target: float, num_stages: int = 1, snap: float = 0.0) -> FreeTime:
-    """All groups, stacked on R = ``num_ranks`` ranks.
-
-    Args:
-        target: seconds; the time by which all should end.
-        snap: share of a plateau's speed.
-    """
+    """All groups, stacked to end by ``target`` seconds; ``snap``: share of a plateau's speed."""
     free = FreeTime(blocks, num_ranks, target, num_stages)
     for group in range(len(blocks.items)):
         free.stack(group, snap)
@@ -38,10 +33,7 @@ def share_low(free: FreeTime, lengths: IntArray, seconds: FloatArray, cost: Cost
     A block of D ranks leaves a gap of up to 1/D of the target, and with few sequences per rank these gaps add up. Each
     gets the longest sequence that fits and is not taken yet. Sequence k becomes group G + k.
 
-    Args:
-        free: the time that stacked groups leave.
-        lengths: ``[n]`` tokens of the whole sequences, descending.
-        seconds: ``[n]`` time of each on one rank.
+    ``lengths [n]`` are tokens of the whole sequences, descending, and ``seconds [n]`` the time of each on one rank.
     """
     if not len(seconds):
         return

@@ -119,7 +119,7 @@ class Batch:
     def pack_seconds(self, count: int) -> float:
         """Time of a micro-batch of whole sequences, in seconds, if the ``count`` longest sequences are shared.
 
-        It is the mean, weighted by tokens, of micro-batches that are full, or as full as the sequences can make them.
+        It is the mean, weighted by tokens, of micro-batches as full as the sequences can make them.
         """
         lengths = self.lengths[count:]
         if not len(lengths):

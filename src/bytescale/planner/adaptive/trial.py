@@ -71,10 +71,7 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
 
 
 def pipeline_ends(batch: Batch, placed: Placement, whole: IntArray, whole_ranks: IntArray) -> FloatArray:
-    """``[R]`` seconds at which each rank of a pipeline ends: shared groups, packs of whole sequences, and all bubbles.
-
-    It is what ``evaluate`` finds for the trial's plan, because no member of a block waits.
-    """
+    """``[R]`` seconds at which each rank of a pipeline ends: as ``evaluate``, because no member of a block waits."""
     if not len(whole):
         return placed.free_at
     by_rank = rising(whole_ranks)
