@@ -29,7 +29,6 @@ class ConvertOptions:
     """OWNER/NAME: upload the written folder to the Hugging Face Hub as this model, private if it is new."""
 
     def run(self) -> int:
-        """Return the exit code."""
         source = Path(self.source)
         shards = _exporter(self.source)(
             self.source,
@@ -51,7 +50,6 @@ class ConvertOptions:
 
 
 def _exporter(checkpoint: str) -> Callable[..., list[Path]]:
-    """What turns this checkpoint into a folder, by the model that it is of."""
     from bytescale.checkpoint.hugging_face import export_checkpoint
     from bytescale.checkpoint.reading import CheckpointReader
 

@@ -275,8 +275,6 @@ def _text(corpus: Corpus, ids: NDArray) -> str:
 
 
 def _print_runs(console: Console, number: int, runs: list[dict[str, Any]]) -> None:
-    """Print a table of a document, and how many of its tokens are trained on."""
-
     def shortened(text: str) -> str:
         shown, half = repr(text), _SHOWN_CHARACTERS // 2
         return f"{shown[:half]} ... {shown[-half:]}" if len(shown) > _SHOWN_CHARACTERS else shown

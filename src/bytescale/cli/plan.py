@@ -106,7 +106,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _devices_in_words(cluster: ClusterConfig) -> str:
-    """Describe the devices of a rank if it has more than one."""
     layout = [f"{name} {number}" for name, number in (("tp", cluster.tp), ("pp", cluster.pp)) if number > 1]
     chunks = f", {cluster.virtual_stages} chunks of layers a stage" if cluster.virtual_stages > 1 else ""
     return f" ({' x '.join(layout)} devices each{chunks})" if layout else ""
@@ -211,7 +210,6 @@ def _critical_sequence(item: Planned) -> tuple[int, int, float]:
 
 
 def _losses(item: Planned, cost: CostModel) -> list[tuple[float, str]]:
-    """The shares of the step that are lost, with advice, the largest first."""
     shares, counts = item.step.shares(), np.diff(item.plan.rank_micro_batch_offsets)
     # A block takes as long as its transfer at C tokens, with a C^2 = bytes C / bandwidth.
     hides = cost.ring_bytes_per_token / cost.inter_node_bytes_per_second / cost.attention_seconds_per_pair

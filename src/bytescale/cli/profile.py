@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -43,14 +44,14 @@ class ProfileOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run ``bytescale profile``. Returns the exit code."""
     options = read(ProfileOptions, arguments, prog="bytescale profile", default=DEFAULTS)
     _check_out(options.out)
     ranks = options.config.parallel.ranks
     if ranks > 1 and ranks_of_torchrun() is None:
         from bytescale.train.launch.torchrun import launch_ranks
 
-        launch_ranks(ranks, ["profile", *arguments], run_dir=str(options.out), stop_seconds=10.0)
+        again = shlex.join(["bytescale", "profile", *arguments])
+        launch_ranks(ranks, ["profile", *arguments], again=again, stop_seconds=10.0)
         return 0
     return profile_command(options)
 

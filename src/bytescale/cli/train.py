@@ -59,7 +59,6 @@ class TrainOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run ``bytescale train``. Returns the exit code."""
     start_training(read_options(arguments))
     return 0
 
@@ -135,7 +134,6 @@ def read_options(
 
 
 def _started_from(init: str | None, config: Config) -> Config:
-    """Apply ``--init``: weights and shape of the model come from one folder."""
     if init is None:
         return config
     if config.trainer.init not in ("", init):
@@ -195,7 +193,6 @@ def _holding_the_context(config: Config, arguments: Sequence[str]) -> Config:
 
 
 def _newest_checkpoint(config: Config, run: Path) -> Path | None:
-    """The newest complete checkpoint on this machine, if there is any."""
     from bytescale.checkpoint.folder_of_run import complete_checkpoints, local_folder
 
     complete = complete_checkpoints(local_folder(config.checkpoint.folder, run / "checkpoints"))
@@ -318,6 +315,6 @@ def _start_ranks(config: Config, command: str) -> None:
         launch_ranks(
             config.parallel.ranks,
             [command, str(resolved)],
-            run_dir=config.trainer.run_dir,
+            again=f"bytescale train --resume {config.trainer.run_dir}",
             stop_seconds=config.parallel.stop_seconds,
         )

@@ -1,7 +1,4 @@
-"""The report of one or several runs: one HTML file that needs no network. Nothing here imports torch.
-
-``runs`` reads run folders, ``parts`` and ``advice`` compute what the report says, ``charts`` draws, ``page`` assembles.
-"""
+"""The report of one or several runs: one HTML file that needs no network. Nothing here imports torch."""
 
 from bytescale.report.page import report_page
 from bytescale.report.runs import RunRecord, read_runs

@@ -183,7 +183,6 @@ def settings_section(runs: Sequence[RunRecord]) -> str:
 
 
 def _by_length(run: RunRecord) -> str:
-    """The newest evaluation, by the length of sequences."""
     last = run.evaluations[-1] if run.evaluations else {}
     rows = [
         [

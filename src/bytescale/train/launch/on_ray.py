@@ -1,8 +1,4 @@
-"""Starts the ranks of a run as Ray actors, one per bundle of a placement group: ``bytescale train --launch ray``.
-
-Ray finds the nodes and notices deaths; everything else of a rank is as under torchrun: the same environment variables,
-the same process group, the same trainer.
-"""
+"""Starts ranks as Ray actors (``--launch ray``). Environment, groups and trainer of a rank are as under torchrun."""
 
 from __future__ import annotations
 
@@ -37,8 +33,6 @@ _NODE_DEATH_SECONDS = 30.0
 
 
 class RankActor:
-    """One training rank."""
-
     def __init__(self) -> None:
         self._stop = StopRequest()
         self._reservation = reserve_port()  # the first rank will listen there
@@ -224,7 +218,6 @@ def _failure(failures: dict[int, Exception], pids: list[int], run_dir: str) -> R
 
 
 def _bundle(config: Config) -> dict[str, float]:
-    """The resources that one rank needs."""
     has_gpus = ray.cluster_resources().get("GPU", 0) >= config.parallel.ranks
     on_gpus = config.trainer.device == "cuda" or (config.trainer.device == "auto" and has_gpus)
     return {"CPU": 1.0, **({"GPU": 1.0} if on_gpus else {})}

@@ -33,13 +33,11 @@ from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE
 _LOOK_SECONDS = 0.1
 
 
-def launch_ranks(
-    num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop_seconds: float, again: str = ""
-) -> None:
+def launch_ranks(num_ranks: int, arguments: Sequence[str], *, again: str, stop_seconds: float) -> None:
     """Run ``python -m bytescale <arguments>`` as ``num_ranks`` ranks on this machine and wait for them.
 
     Ranks have ``stop_seconds`` to end by themselves after a signal arrived. ``again``: the command that continues what
-    was stopped, for messages; empty: that of the training run in ``run_dir``.
+    was stopped, for messages.
 
     Raises:
         ConfigError: this machine has no room for so many processes.
@@ -49,7 +47,6 @@ def launch_ranks(
     """
     check_room(num_ranks)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is reported once, below
-    again = again or f"bytescale train --resume {run_dir}"
     try:
         with private_folder("bytescale-ranks-") as folder:
             failures = _run(folder, num_ranks, arguments, stop_seconds, again)

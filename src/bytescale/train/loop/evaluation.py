@@ -122,7 +122,6 @@ class BestEvaluation:
         return 0 < self.settings.patience <= self.num_worse
 
     def why_final(self) -> str:
-        """A line for people."""
         return (
             f"stop    {self.num_worse} evaluations in a row had no lower loss than {self.loss:.4f}, that of step "
             f"{self.step} (eval.patience = {self.settings.patience})"

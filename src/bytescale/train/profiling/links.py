@@ -1,14 +1,8 @@
 """Measures the links between ranks, as rings and collectives use them.
 
-* Bandwidth: messages go around a ring without a pause, for seconds. What buffers and bursts swallow passes before the
-  time counts: windows of messages follow each other until two of them take equally long. Messages are so large that a
-  latency is a small part of their time.
-* Latency: the median of small messages.
-* Inside and across nodes apart: a ring of the ranks of each node, and a ring of the first rank of each node. Then as
-  many rings across as nodes have ranks, all at the same time: together they show what a node's link carries.
-* The reduce-scatter and the all-gather of training, over all ranks.
-* A ring step's time beyond the time of blocks and transfers: a ring attention is compared with the same blocks computed
-  without messages.
+Messages follow each other in windows, until two windows take equally long: what buffers and bursts swallow has passed
+then. A ring of the ranks of each node gives the links inside, and a ring of each node's first rank those across. As
+many rings across as nodes have ranks, all at the same time, show what a node's link carries.
 
 Every rank calls every function here, and all get the same numbers: the slowest rank's, because the others wait for it.
 """
@@ -90,22 +84,19 @@ def measure_collectives(hdp: RankGroup) -> tuple[float, float, float]:
     The bytes are those that each rank has to send: (R - 1) / R of the whole.
     """
 
+    def zeros(size: int) -> torch.Tensor:
+        """fp32, of about ``size`` bytes: a multiple of the ranks."""
+        return torch.zeros(max(1, size // 4 // hdp.size) * hdp.size, device=hdp.device)
+
     def reduce(size: int) -> None:
-        full = torch.zeros(_whole(size, hdp.size), device=hdp.device)
-        hdp.start_reduce_scatter(full).wait()
+        hdp.start_reduce_scatter(zeros(size)).wait()
 
     def gather(size: int) -> None:
-        full = torch.zeros(_whole(size, hdp.size), device=hdp.device)
-        hdp.start_all_gather(full).wait()
+        hdp.start_all_gather(zeros(size)).wait()
 
     sent = (hdp.size - 1) / hdp.size
     small = _median_seconds(hdp, reduce, 4 * hdp.size)
     return sent * _sustained(hdp, reduce, small), sent * _sustained(hdp, gather, small), small
-
-
-def _whole(size: int, ranks: int) -> int:
-    """Numbers of fp32 in about ``size`` bytes, a multiple of ``ranks``."""
-    return max(1, size // 4 // ranks) * ranks
 
 
 def ring_rate(hdp: RankGroup, rings: Sequence[Sequence[int]]) -> tuple[float, float]:
@@ -127,9 +118,7 @@ def ring_rate(hdp: RankGroup, rings: Sequence[Sequence[int]]) -> tuple[float, fl
 
 
 def _median_seconds(hdp: RankGroup, send: Send, size: int) -> float:
-    """The median of rounds of ``size`` bytes, on the rank where it is largest."""
-    times = [_seconds(hdp, send, size, 1) for _ in range(SMALL_ROUNDS)]
-    return slowest(hdp, statistics.median(times))
+    return slowest(hdp, statistics.median(_seconds(hdp, send, size, 1) for _ in range(SMALL_ROUNDS)))
 
 
 def _sustained(hdp: RankGroup, send: Send, latency: float) -> float:

@@ -35,11 +35,9 @@ class EvaluationMetrics:
         return EvaluationMetrics(step=step, **_figures(totals.sum(axis=0)), buckets=buckets)
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps(asdict(self))
 
     def lines(self) -> list[str]:
-        """For people."""
         edges = [bucket["longest_tokens"] for bucket in self.buckets]
         names = ["longer" if edge is None else f"<= {format_count(edge)}" for edge in edges]
         shown = [f"{name}: {bucket['loss']:.4f}" for name, bucket in zip(names, self.buckets, strict=True)]

@@ -90,7 +90,6 @@ class StepMetrics(SharedFigures):
     group_sizes: dict[str, int]  # degree -> slice groups ("1": ranks' local packs)
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps({"step": self.step, "loss": self.loss} | asdict(self)) + "\n"
 
     def scalars(self) -> dict[str, float]:

@@ -40,7 +40,6 @@ class RunLog:
         self._text: TextIO | None = None
         self._metrics: TextIO | None = None
         self._trackers: list[Tracker] = []
-        self._introduced = False
         self._first: StepMetrics | None = None
         self._last: StepMetrics | None = None
         self._last_losses: deque[float] = deque(maxlen=5)  # one batch's loss depends on its documents
@@ -84,9 +83,8 @@ class RunLog:
 
     def introduce(self, job: Job, data: StepData) -> None:
         """Describe the model, the data, the ranks and the plan of the first batch. Only before the first step."""
-        if self._introduced or self._screen is None:
+        if self._metrics is not None or self._screen is None:
             return
-        self._introduced = True
         self._metrics = self._files.enter_context(self.run.metrics.open("a", encoding="utf-8"))
         self._trackers = open_trackers(self.run, self.config)
         for tracker in self._trackers:
