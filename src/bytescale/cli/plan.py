@@ -112,10 +112,9 @@ def _devices_in_words(cluster: ClusterConfig) -> str:
 
 
 def _plan_all(options: PlanOptions, lengths: IntArray, costs: Costs) -> tuple[dict[str, Planned], dict[str, str]]:
-    """Return the plan of every planner, and a reason for every planner that has none.
+    """Return the plan of every planner, and a reason for every one that has none, such as that no static mesh exists.
 
-    For example, a static mesh does not exist for every number of ranks, and a naive plan may hang in interleaved
-    stages. Raises the last planner's ``PlanError`` if no planner has a plan.
+    Raises the last planner's ``PlanError`` if no planner has a plan.
     """
     planned: dict[str, Planned] = {}
     refused: dict[str, str] = {}

@@ -53,7 +53,8 @@ def run(arguments: Sequence[str]) -> int:
         again = shlex.join(["bytescale", "profile", *arguments])
         launch_ranks(ranks, ["profile", *arguments], again=again, stop_seconds=10.0)
         return 0
-    return profile_command(options)
+    profile_command(options)
+    return 0
 
 
 def _check_out(out: Path) -> None:
@@ -68,7 +69,7 @@ def _check_out(out: Path) -> None:
         )
 
 
-def profile_command(options: ProfileOptions) -> int:
+def profile_command(options: ProfileOptions) -> None:
     """Measure on all ranks together. The first rank writes the files."""
     import torch
 
@@ -101,7 +102,6 @@ def profile_command(options: ProfileOptions) -> int:
             )
         if ranks.is_first:
             _write(options, profile, torch.get_num_threads())
-    return 0
 
 
 def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:

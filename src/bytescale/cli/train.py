@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from bytescale.cli.options import Settings, leading_path, read
-from bytescale.common.cuda_allocator import use_expandable_segments
-from bytescale.common.environment import ranks_of_torchrun
+from bytescale.common.environment import ranks_of_torchrun, use_expandable_segments
 from bytescale.common.errors import ConfigError
 from bytescale.common.private_folder import private_folder
 from bytescale.config import (
@@ -258,11 +257,7 @@ def _check_initial_weights(config: Config) -> None:
 
 
 def _prepare_data(config: Config) -> None:
-    """Tokenise what the first batch of a new run needs.
-
-    In two cases only the sources are listed. A resumed run leaves tokenising to its ranks, because its checkpoint says
-    which part of the data it needs. With the Ray loader, servers tokenise.
-    """
+    """Tokenise what the first batch of a new run needs. Ranks that resume and Ray's servers tokenise by themselves."""
     from bytescale.data.loading.corpus import plan_shards, prepare_corpus
     from bytescale.data.order.batches import BatchSampler
     from bytescale.data.tokens.progress import progress_bar

@@ -1,8 +1,7 @@
 """Places of files and folders: a ``Path`` on this machine, or a ``Url`` that fsspec can open (s3://, hdfs://, ...).
 
-Every error of a remote file system becomes an ``OSError`` that names the URL (``storage.filesystems``). Methods of
-``Url`` that ``Path`` has too make one attempt, because those who read a stream have to begin again as a whole. All
-others try again some times by themselves.
+Methods of ``Url`` that ``Path`` has too make one attempt, because those who read a stream have to begin again as a
+whole. All others try again some times by themselves.
 """
 
 from __future__ import annotations

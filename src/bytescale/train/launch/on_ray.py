@@ -15,7 +15,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from bytescale.common.cuda_allocator import use_expandable_segments
+from bytescale.common.environment import use_expandable_segments
 from bytescale.common.errors import BytescaleError, ConfigError, LoaderFailure, RankFailure, RanksRefused
 from bytescale.common.ports import reserve_port
 from bytescale.common.private_folder import private_folder
@@ -108,7 +108,9 @@ def ranks_there(config: Config) -> int:
     bundle = _bundle(config)
     deadline = time.monotonic() + _NODE_DEATH_SECONDS
     while time.monotonic() < deadline:
-        count = min(config.parallel.ranks, _bundles_of_living_nodes(bundle))
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        room = sum(min(node.get(name, 0) // need for name, need in bundle.items()) for node in nodes)
+        count = min(config.parallel.ranks, int(room))
         if count and _can_place(count, bundle):
             return count
     for fewer in range(count - 1, 0, -1):  # somebody else has some of the nodes' resources
@@ -123,11 +125,6 @@ def _can_place(num_ranks: int, bundle: dict[str, float]) -> bool:
         return group.wait(_TRY_SECONDS)
     finally:
         remove_placement_group(group)
-
-
-def _bundles_of_living_nodes(bundle: dict[str, float]) -> int:
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return int(sum(min(node.get(name, 0) // need for name, need in bundle.items()) for node in nodes))
 
 
 def _addresses(ranks: list[Any], run_dir: str) -> list[tuple[str, str, int, int]]:

@@ -90,17 +90,12 @@ def _run(
             flush=True,
         )
         if ranks is not None:
-            _end(ranks, stop_seconds)
+            try:
+                ranks.close(signal.SIGTERM, timeout=math.ceil(stop_seconds))
+            except SignalException:  # the second one
+                ranks.close(signal.SIGKILL)
         print(f"stopped by {name}; continue with: {again}")
         raise SystemExit(128 + stop.sigval) from None
-
-
-def _end(ranks: PContext, stop_seconds: float) -> None:
-    """Let the ranks finish their step and save. After ``stop_seconds``, or a second signal, those left are killed."""
-    try:
-        ranks.close(signal.SIGTERM, timeout=math.ceil(stop_seconds))
-    except SignalException:
-        ranks.close(signal.SIGKILL)
 
 
 def ranks_there(config: Config) -> int:

@@ -21,7 +21,7 @@ from bytescale.data.order.batches import GlobalBatch, batches_once
 from bytescale.data.stats import BUCKET_EDGES
 from bytescale.plan import Plan, RankPlan
 from bytescale.train.parts.job import Job
-from bytescale.train.reporting.evaluations import EvaluationMetrics
+from bytescale.train.reporting.metrics import EvaluationMetrics
 
 _COLUMNS = 3  # of a bucket: sum of weighted losses, sum of absolute weights, labels that are counted
 

@@ -35,8 +35,6 @@ class MemoryBudget:
     limits: MemoryLimits
     """What ``plan.verify`` checks every plan against."""
     device_bytes: float
-    host_bytes: float
-    """For offloaded activations; 0 when nothing is offloaded."""
 
     @property
     def capacity_tokens(self) -> int:
@@ -48,7 +46,7 @@ class MemoryBudget:
         if self.cluster.offload is None:
             return None
         token_bytes = self.model.movable_bytes_per_token
-        return HostPool(int(self.host_bytes), pinned=device.type == "cuda", token_bytes=token_bytes)
+        return HostPool(int(self.limits.host_bytes), pinned=device.type == "cuda", token_bytes=token_bytes)
 
     def lines(self) -> list[str]:
         """The estimate for a full micro-batch, for people."""
@@ -60,8 +58,8 @@ class MemoryBudget:
         ]
         if cluster.offload is not None:
             lines.append(
-                f"offload up to {format_bytes(self.host_bytes)} of host memory a rank, which makes room for slices of "
-                f"{format_count(cluster.offload.largest_slice(tokens))} tokens"
+                f"offload up to {format_bytes(self.limits.host_bytes)} of host memory a rank, which makes room for "
+                f"slices of {format_count(cluster.offload.largest_slice(tokens))} tokens"
             )
         if not cluster.is_uniform:
             most = int(cluster.capacity_tokens.max())
@@ -112,13 +110,12 @@ def memory_budget(
     host_bytes = devices.host_bytes if cluster.offload else 0.0
     room = least if cluster.is_uniform else rooms
     limits = replace(model.limits(device_bytes=least, host_bytes=host_bytes), device_bytes=room)
-    budget = MemoryBudget(model=model, cluster=cluster, limits=limits, device_bytes=least, host_bytes=host_bytes)
+    budget = MemoryBudget(model=model, cluster=cluster, limits=limits, device_bytes=least)
     _check_context(config, budget)
     return budget
 
 
 def kind_of(device: torch.device) -> DeviceKind:
-    """Which numbers hold for a device."""
     return "cuda" if device.type == "cuda" else "cpu"
 
 
@@ -157,7 +154,6 @@ def machine_bytes() -> float:
 
 
 def _ranks_here(num_ranks: int) -> int:
-    """Ranks that share this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
 
 

@@ -33,7 +33,6 @@ class Devices:
 
     @staticmethod
     def alike(device: RankDevice, num_ranks: int) -> Devices:
-        """So many ranks with the same device."""
         return Devices(of_ranks=(device,) * num_ranks)
 
     @staticmethod

@@ -1,10 +1,8 @@
 """Measures the costs of one layer on this device and fits the curves of the cost model to them (``bytescale profile``).
 
-Each value is a median: of several sweeps over all lengths, and of several runs within each sweep. Training runs at the
-usual speed, not at the fastest one: with the fastest runs, predicted steps were a tenth too short
-(docs/decisions/profiles.md). Lengths double from ``MIN_TOKENS`` until one more would exceed the time, so the same call
-takes about as long on a laptop as on a GPU. When ranks train they share caches, memory and power, so several ranks
-measure the same things at the same time. The slowest rank counts, because the others wait for it.
+Each value is a median: of several sweeps over all lengths, and of several runs within each sweep. With the fastest
+runs, predicted steps were a tenth too short (docs/decisions/profiles.md). Ranks that train share caches, memory and
+power, so several ranks measure the same things at the same time. The slowest counts: the others wait for it.
 
 * attention   Forward and backward of the causal kernel for one sequence.
 * sequences   The same of many sequences of ``SHORT_TOKENS`` tokens: what a sequence adds, however short it is.

@@ -17,8 +17,7 @@ from bytescale.data.order.index import CorpusMetadata
 from bytescale.plan.io import save_plan
 from bytescale.storage.place import Place
 from bytescale.train.parts.job import Job
-from bytescale.train.reporting.evaluations import EvaluationMetrics
-from bytescale.train.reporting.metrics import StepMetrics, memory_bytes
+from bytescale.train.reporting.metrics import EvaluationMetrics, StepMetrics, memory_bytes
 from bytescale.train.reporting.screen import Screen
 from bytescale.train.reporting.step_row import ROW_COLUMNS, remarks, step_header, step_row
 from bytescale.train.reporting.trackers import Tracker, open_trackers

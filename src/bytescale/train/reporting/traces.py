@@ -81,7 +81,6 @@ class StepTraces:
 
 
 def _own_track(ranks: Ranks, record: SpanRecorder, data: StepData, shown: Container[int]) -> Track:
-    """What this rank has recorded; nothing unless its HDP rank is ``shown``."""
     spans = record.finish("agree")
     if data.times.wait_seconds > 0:
         wait = data.times.wait_seconds
