@@ -203,8 +203,9 @@ def prepare_and_start(options: TrainOptions) -> None:
 
     Whatever can fail without ranks fails here, before any rank is started.
     """
-    from bytescale.train.fit import check_room, fit_to_gpus
     from bytescale.train.launch.supervise import supervise
+    from bytescale.train.parts.budget import check_room
+    from bytescale.train.parts.devices import fit_to_gpus
     from bytescale.train.reporting.trackers import check_trackers
     from bytescale.train.run_folder import check_is_new
 

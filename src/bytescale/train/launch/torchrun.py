@@ -27,7 +27,7 @@ from bytescale.common.errors import RankFailure, RanksRefused
 from bytescale.common.failures import keep_trace
 from bytescale.common.private_folder import private_folder
 from bytescale.config import Config
-from bytescale.train.fit import check_room
+from bytescale.train.parts.budget import check_room
 from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE
 
 _LOOK_SECONDS = 0.1

@@ -23,6 +23,8 @@ from bytescale.train.profiling.peak import device_name, known_peak
 
 USABLE_SHARE = 0.92  # of a device: the rest is for libraries' workspaces and fragments
 HOST_SHARE = 0.5  # of the machine's memory, for offloaded activations
+_PROCESS_BYTES = 340e6
+"""What a rank has in memory before its first tensor: Python, PyTorch and their libraries (measured, torch 2.13)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +153,18 @@ def machine_bytes() -> float:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text(encoding="ascii").strip() if limit.exists() else "max"
     return min(total, math.inf if text == "max" else float(text))
+
+
+def check_room(num_ranks: int) -> None:
+    """Raise ``ConfigError`` if so many processes do not even have room on this machine before they hold any tensor."""
+    needed, there = num_ranks * _PROCESS_BYTES, machine_bytes()
+    if needed > there:
+        raise ConfigError(
+            f"{num_ranks} ranks on this machine need {format_bytes(needed)} for their processes alone, and it has "
+            f"{format_bytes(there)}",
+            so="the system would kill some of them",
+            fix=f"use at most {int(there / _PROCESS_BYTES)} ranks, or several machines (torchrun, --launch ray)",
+        )
 
 
 def _ranks_here(num_ranks: int) -> int:
