@@ -246,10 +246,7 @@ def _stats_as_dict(stats: LengthStats) -> dict[str, object]:
 
 
 def _trained_runs(corpus: Corpus, document: Mapping[str, NDArray]) -> Iterator[dict[str, Any]]:
-    """Runs of tokens that have the same weight, and of which all or none are their own label.
-
-    The first token of a document, which nothing predicts, has weight 0.
-    """
+    """Runs of tokens that have the same weight, and of which all or none are their own label. The first has 0."""
     tokens = document["tokens"]
     weights = np.roll(document[WEIGHTS], 1)  # the last one has no label: 0
     labels = np.roll(document["labels"], 1)

@@ -144,11 +144,8 @@ def _rank_of_blame(failure: ProcessFailure) -> int:
 
 
 def _error_of(failure: ProcessFailure) -> tuple[str, str, str]:
-    """The type of a rank's exception, its text for people, and its stack trace unless the text is clear by itself.
-
-    torchrun's note is a string such as ``DataError: the corpus is empty``, or a dictionary with the trace beside it.
-    """
-    message: Any = failure.message
+    """The type of a rank's exception, its text for people, and its stack trace unless the text is clear by itself."""
+    message: Any = failure.message  # "DataError: the corpus is empty", or a dictionary with the trace beside it
     about = message if isinstance(message, dict) else {"message": message}
     record = str(about["message"])
     kind, colon, text = record.partition(": ")

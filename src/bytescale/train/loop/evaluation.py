@@ -53,10 +53,7 @@ class Evaluation:
         return step == self.job.config.trainer.steps or (every > 0 and step % every == 0)
 
     def run(self, step: int) -> EvaluationMetrics:
-        """Evaluate. Every rank calls it, between two steps.
-
-        Raises ``RankFailure`` if ranks hold different plans.
-        """
+        """Evaluate between two steps. Every rank calls it. Raises ``RankFailure`` if ranks hold different plans."""
         mesh = self.job.ranks.mesh
         self.job.optimizer.wait_for_parameters()
         totals = np.zeros((len(BUCKET_EDGES) + 1, _COLUMNS))

@@ -148,9 +148,7 @@ def slowest(hdp: RankGroup, seconds: float) -> float:
 def _with_message_seconds(links: Links, hdp: RankGroup, measurer: Measurer, *, crosses: bool) -> Links:
     """``links`` with the seconds of a ring step that no compute hides, beyond the visible part of its transfer.
 
-    A ring over all ranks, with slices so short that transfers take little of its time, is compared with the same blocks
-    computed without messages. The result is the mean of forward and backward in a quiet round, which is the 0.2
-    quantile of all rounds.
+    It is the mean of forward and backward. Slices are so short that transfers take little of the ring's time.
     """
     shape, element = measurer.architecture, measurer.dtype.itemsize
     bytes_per_token = flops.ring_bytes_per_token(shape, bytes_per_element=element)
@@ -202,4 +200,5 @@ def _ring_attention(hdp: RankGroup, measurer: Measurer, tokens: int) -> tuple[fl
         blocks.append([part / len(parts) for part in alone])
     slowest = np.max(hdp.share(beyond[1:]), axis=0)
     middle = np.min(hdp.share(np.median(blocks, axis=0).tolist()), axis=0)
-    return float(np.quantile(slowest, 0.2)), float(middle[0]), float(middle[1])
+    quiet_round = float(np.quantile(slowest, 0.2))
+    return quiet_round, float(middle[0]), float(middle[1])

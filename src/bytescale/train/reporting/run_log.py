@@ -8,7 +8,6 @@ from statistics import mean
 from types import TracebackType
 from typing import TextIO
 
-from bytescale.common.atomic import whole_file
 from bytescale.common.text import visible
 from bytescale.common.units import format_bytes, format_count, format_si
 from bytescale.config import Config
@@ -21,7 +20,7 @@ from bytescale.train.reporting.metrics import EvaluationMetrics, StepMetrics, me
 from bytescale.train.reporting.screen import Screen
 from bytescale.train.reporting.step_row import ROW_COLUMNS, remarks, step_header, step_row
 from bytescale.train.reporting.trackers import Tracker, open_trackers
-from bytescale.train.run_folder import RunFolder, lines_until
+from bytescale.train.run_folder import RunFolder, keep_until
 
 _HEADER_EVERY = 20
 """Rows after which the columns' names are printed again."""
@@ -72,9 +71,7 @@ class RunLog:
             return
         for path in (self.run.metrics, self.run.evaluations):
             if path.exists():
-                kept = lines_until(path, steps_done)
-                with whole_file(path) as temporary:
-                    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+                keep_until(path, steps_done)
         if checkpoint is None:
             self.say(f"no checkpoint in {self.run.checkpoints} yet: starting from step 1")
         else:
