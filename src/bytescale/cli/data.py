@@ -28,7 +28,6 @@ from bytescale.config.schema import CorpusConfig, DataConfig
 from bytescale.data.length_distributions import bucket_edges, token_shares
 from bytescale.data.loading.corpus import Corpus, choose_tokenizer, list_sources, prepare_corpus
 from bytescale.data.loading.record import check_record
-from bytescale.data.sources.files import SourceFile
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
 from bytescale.data.tokens.fields import WEIGHTS
 from bytescale.data.tokens.indexed import pair_paths, read_index
@@ -85,7 +84,10 @@ class TokenizeConfig(CorpusOptions):
         total_bytes = sum(file.num_bytes for file in files)
         console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {bin_path}, {idx_path.name}")
         if self.dry_run:
-            _print_formats(console, files)
+            for kind in sorted({file.format for file in files}):
+                sizes = [file.num_bytes for file in files if file.format == kind]
+                console.print(f"  {kind}: {len(sizes)} files, {format_bytes(sum(sizes))}")
+            console.print("Nothing was written (--dry-run).")
             return 0
         started = time.perf_counter()
         with progress_bar() as progress:
@@ -177,13 +179,6 @@ def document_lengths(corpus: Corpus) -> IntArray:
     samples = corpus.samples
     begins = (np.diff(samples.part, prepend=-1) != 0) | (np.diff(samples.document, prepend=-1) != 0)
     return np.add.reduceat(samples.length, np.flatnonzero(begins))
-
-
-def _print_formats(console: Console, files: list[SourceFile]) -> None:
-    for file_format in sorted({file.format for file in files}):
-        chosen = [file for file in files if file.format == file_format]
-        console.print(f"  {file_format}: {len(chosen)} files, {format_bytes(sum(file.num_bytes for file in chosen))}")
-    console.print("Nothing was written (--dry-run).")
 
 
 def _print_metadata(console: Console, made: TokenMetadata, seconds: float, rate_seconds: float) -> None:

@@ -25,7 +25,7 @@ from bytescale.plan.io import save_plan
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.summary import gist
 from bytescale.plan.verify import verify
-from bytescale.simulator import ClusterConfig, SimulatedStep, simulate
+from bytescale.simulator import SimulatedStep, simulate
 from bytescale.simulator.draw import draw_steps
 
 NOTICEABLE = 0.05  # share of the step from which a loss is reported
@@ -86,10 +86,13 @@ def run(arguments: Sequence[str]) -> int:
     chosen = list(planned)[-1]
     if options.json:
         print(json.dumps(_as_dict(planned, ideal)))
+    layout = [f"{name} {number}" for name, number in (("tp", cluster.tp), ("pp", cluster.pp)) if number > 1]
+    chunks = f", {cluster.virtual_stages} chunks of layers a stage" if cluster.virtual_stages > 1 else ""
+    devices = f" ({' x '.join(layout)} devices each{chunks})" if layout else ""
     console.print(
         f"{len(lengths)} sequences of {format_count(int(lengths.sum()))} tokens ({origin}; longest "
         f"{format_count(int(lengths.max()))}) on {cluster.num_ranks} ranks of "
-        f"{format_count(costs.capacity_tokens)} tokens{_devices_in_words(cluster)}; times from {costs.profile.name}"
+        f"{format_count(costs.capacity_tokens)} tokens{devices}; times from {costs.profile.name}"
     )
     _print_comparison(console, planned, ideal)
     for name, why in refused.items():
@@ -103,12 +106,6 @@ def run(arguments: Sequence[str]) -> int:
         draw_steps({name: item.step for name, item in planned.items()}, options.png)
         console.print(f"wrote {options.png}")
     return 0
-
-
-def _devices_in_words(cluster: ClusterConfig) -> str:
-    layout = [f"{name} {number}" for name, number in (("tp", cluster.tp), ("pp", cluster.pp)) if number > 1]
-    chunks = f", {cluster.virtual_stages} chunks of layers a stage" if cluster.virtual_stages > 1 else ""
-    return f" ({' x '.join(layout)} devices each{chunks})" if layout else ""
 
 
 def _plan_all(options: PlanOptions, lengths: IntArray, costs: Costs) -> tuple[dict[str, Planned], dict[str, str]]:

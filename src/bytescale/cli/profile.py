@@ -45,7 +45,14 @@ class ProfileOptions:
 
 def run(arguments: Sequence[str]) -> int:
     options = read(ProfileOptions, arguments, prog="bytescale profile", default=DEFAULTS)
-    _check_out(options.out)
+    out, folder = options.out, options.out.parent
+    if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):  # told before a minute of measuring
+        raise ConfigError(
+            f"--out {out} "
+            + ("is a folder" if out.is_dir() else f"cannot be written, because {folder} is not a writable folder"),
+            so="the measurements would be lost",
+            fix="name a file in a folder that exists and can be written",
+        )
     ranks = options.config.parallel.ranks
     if ranks > 1 and ranks_of_torchrun() is None:
         from bytescale.train.launch.torchrun import launch_ranks
@@ -55,18 +62,6 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     profile_command(options)
     return 0
-
-
-def _check_out(out: Path) -> None:
-    """Raise ``ConfigError`` if nothing could be written. It is called before a minute is spent on measuring."""
-    folder = out.parent
-    if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(
-            f"--out {out} "
-            + ("is a folder" if out.is_dir() else f"cannot be written, because {folder} is not a writable folder"),
-            so="the measurements would be lost",
-            fix="name a file in a folder that exists and can be written",
-        )
 
 
 def profile_command(options: ProfileOptions) -> None:
