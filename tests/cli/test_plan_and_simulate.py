@@ -180,6 +180,16 @@ def test_capacity_auto_is_what_a_device_holds(command: ModuleType, capsys: pytes
         command.run([*SMALL, *devices, "--parallel.capacity-tokens", "auto", "--memory.device-gib", "10"])
 
 
+def test_ranks_that_share_parameters_hold_what_single_ranks_do_not(capsys: pytest.CaptureFixture[str]) -> None:
+    devices = ["--parallel.ranks", "16", "--memory.device-gib", "40", "--parallel.capacity-tokens", "auto"]
+    with pytest.raises(ConfigError, match=r"need .* GiB a rank, of 40 GiB that a rank may use"):
+        plan.run([*SMALL, *devices])
+    assert plan.run([*SMALL, *devices, "--parallel.shard", "parameters", "--json"]) == 0
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match="domain of 3 ranks that share parameters does not divide 16 ranks"):
+        plan.run([*SMALL, *devices, "--parallel.shard", "parameters", "--parallel.domain", "3"])
+
+
 def test_simulate_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "plan.npz"
     plan.run([*SMALL, "--parallel.ranks", "32", "--parallel.tp", "2", "--planners", "naive", "--save", str(saved)])

@@ -13,12 +13,15 @@ from torch import nn
 
 import bytescale
 from bytescale.common.errors import CheckpointError, ConfigError
+from tests.helpers.effort import one_of
 from tests.helpers.forks import run_forked
 
-from .support import documents, parameters_of, printed_loop, small_model
+from .support import documents, printed_loop, small_model
 
 
-def train(folder: Path, num_ranks: int, *, updates: int, save: bool, load: bool) -> list[dict[str, Any]]:
+def train(
+    folder: Path, num_ranks: int, *, updates: int, save: bool, load: bool, domain: int = 1
+) -> list[dict[str, Any]]:
     """Train on ``num_ranks`` processes; every rank's weights as arrays, and what ``load`` gave back."""
     llama = small_model("llama")
     batch = documents([37, 1, 8, 3, 60])
@@ -27,7 +30,8 @@ def train(folder: Path, num_ranks: int, *, updates: int, save: bool, load: bool)
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         model = copy.deepcopy(llama)
-        hdp = bytescale.HDP(model, capacity_tokens=120 // num_ranks)
+        shard: Any = "parameters" if domain > 1 else "optimizer"
+        hdp = bytescale.HDP(model, capacity_tokens=120 // num_ranks, shard=shard, domain=domain)
         hdp.optimizer(
             torch.optim.AdamW, lr=1e-2, group_options=lambda name, p: {"weight_decay": 0.0} if p.dim() < 2 else {}
         )
@@ -37,15 +41,18 @@ def train(folder: Path, num_ranks: int, *, updates: int, save: bool, load: bool)
             hdp.step()
         if save:
             hdp.save(folder, {"place": [1, 2]})
+        weights = {name: value.clone().numpy() for name, value in hdp.weights()}
         dist.destroy_process_group()
-        return {"extra": extra, **{name: value.numpy() for name, value in parameters_of(model).items()}}
+        return {"extra": extra, **weights}
 
     return run_forked(num_ranks, one_rank, timeout_seconds=120)
 
 
-def test_a_run_continues_exactly_on_other_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("domain", one_of([1, 3], 3))
+def test_a_run_continues_exactly_on_other_ranks(tmp_path: Path, domain: int) -> None:
+    """Three ranks, which may share parameters, then two that do not."""
     straight = train(tmp_path / "none", 2, updates=3, save=False, load=False)[0]
-    train(tmp_path / "saved", 3, updates=2, save=True, load=False)
+    train(tmp_path / "saved", 3, updates=2, save=True, load=False, domain=domain)
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-000002"]
     for continued in train(tmp_path / "saved", 2, updates=1, save=False, load=True):
         assert continued.pop("extra") == {"place": [1, 2]}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 import bytescale
 from bytescale.common.errors import ConfigError, PlanError
+from bytescale.cost.memory import MeasuredRows, States
+from bytescale.hf.costs.measure import measured_memory
 from bytescale.parity.compare import Setup, compare, random_plan
 from tests.helpers.effort import one_of
 
@@ -71,7 +74,9 @@ def test_updates_are_those_of_one_process(checkpointing: str) -> None:
         kind: Any = "none" if checkpointing == "hugging face" else checkpointing
         hdp = shared(own, group, 2, checkpointing=kind)
         hdp.adamw(lr=1e-2, group_options=decayed)
-        norms = updates(hdp, own, range(2))
+        norms = updates(hdp, own, range(1))
+        own(input_ids=torch.arange(5)[None])  # outside of a plan, with gradients that nobody asks for
+        norms += updates(hdp, own, range(1, 2))
         return norms, {name: value.clone() for name, value in hdp.weights()}, hdp.state()
 
     results = on_ranks(4, model, train)
@@ -179,33 +184,54 @@ def test_offloaded_activations_and_one_backward_through_two_passes() -> None:
         torch.testing.assert_close(gradients[name], value, rtol=1e-8, atol=1e-9)
 
 
-def test_a_rank_keeps_its_part_alone() -> None:
-    """Bytes of weights and gradients between two passes, counted: those of the layers are divided by the domain."""
-    model = small_model("llama", dtype=torch.float32, num_hidden_layers=4)
-    layers = sum(p.numel() for p in model.model.layers.parameters())
-    root = sum(p.numel() for p in model.parameters()) - layers
+@pytest.mark.parametrize("dtype", one_of([torch.float32, torch.bfloat16], torch.bfloat16))
+def test_a_rank_holds_what_the_memory_model_says(dtype: torch.dtype) -> None:
+    """Bytes of weights, gradients and states, counted, with the layers that are open at a time; of adapters, too."""
+    model = small_model("llama", dtype=dtype, num_hidden_layers=4)
+    model.model.layers[0].requires_grad_(False)  # type: ignore[union-attr]
 
-    def work(group: Any, own: nn.Module) -> tuple[int, int]:
+    def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+        return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+
+    def work(group: Any, own: nn.Module) -> tuple[list[int], States]:
         hdp = shared(own, group, 2)
         hdp.adamw(lr=1e-2)
-        updates(hdp, own, range(1))
         zeros, units = hdp.sharded().zeros, hdp.sharded().units
         assert units is not None
-        held = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in own.parameters()}
-        for store in (*(zero.parameters for zero in zeros), *units.stores):
-            for buffer in (store.values, store.gradients):
-                held[buffer.untyped_storage()._cdata] = buffer.untyped_storage().nbytes()
-            for full in getattr(store, "_full", {}).values():
-                held |= {own.untyped_storage()._cdata: own.untyped_storage().nbytes() for own in full}
-        states = [value for state in hdp.sharded().torch_optimizer.state.values() for value in state.values()]
-        return sum(held.values()), sum(value.nbytes for value in states if value.dim())
+        most = [0, 0]
 
-    gc.collect()
-    padding = 64 * 4 * 4 * (4 + 1) * 2  # elements of every unit are a multiple of 64 for each rank
+        def count(function: Any, *given: Any) -> Any:
+            result = function(*given)
+            for kind in range(2):
+                full = [pair[kind] for store in units.stores for pair in store._full.values()]
+                most[kind] = max(most[kind], sum(storages(full).values()))
+            return result
+
+        for store in units.stores:
+            store.start_gather = partial(count, store.start_gather)  # type: ignore[method-assign]
+            store.begin_gradients = partial(count, store.begin_gradients)  # type: ignore[method-assign]
+        updates(hdp, own, range(1))
+        stores = [*units.stores, *(zero.parameters for zero in zeros)]
+        values = sum(storages([*own.parameters(), *(store.values for store in stores)]).values())
+        gradients = sum(storages(store.gradients for store in stores).values())
+        optimizer = hdp.sharded().torch_optimizer
+        states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+        masters = [piece for piece in hdp.sharded()._pieces if piece.dtype != dtype]
+        held = [values + most[0], gradients + most[1], sum(storages([*states, *masters]).values())]
+        rows = MeasuredRows(saved_per_token=0, peak_per_token=0, fixed=0)
+        memory = measured_memory(hdp.engine.decoder, rows, kind="cpu", num_ranks=4, domain=2)
+        return held, memory.states
+
     results = on_ranks(4, model, work)
-    assert all(0 <= weights - 8 * (root + layers / 2) <= padding + 4 for weights, _ in results)
-    assert all(states <= 8 * (root + layers) / 4 + padding / 4 for _, states in results)
-    assert 0 <= sum(states for _, states in results) - 8 * (root + layers) <= padding
+    states = results[0][1]
+    padding = 64 * 4 * 6  # elements of each of the four layers, of the rest, and of what is open
+    assert states.num_frozen == states.frozen_of_layers[0] > 0
+    for held, _ in results:
+        assert 0 <= held[0] - states.parameter_bytes <= padding * states.element_bytes + 100
+        assert 0 <= held[1] - states.gradient_bytes <= padding * 4
+        assert held[2] <= states.optimizer_bytes + 12 * padding
+    whole = 4 * states.optimizer_bytes
+    assert abs(sum(held[2] for held, _ in results) - whole) <= 12 * padding
 
 
 def test_what_cannot_be_shared_is_told() -> None:

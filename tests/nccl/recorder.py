@@ -114,6 +114,7 @@ class RecordedGroup(dist.ProcessGroup):
         super().__init__(list(ranks).index(log.rank), len(ranks))
         self.log = log
         self.communicator = Communicator(name, tuple(ranks))
+        self.subject = ""  # what the next collectives are of, where their places do not tell
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> RecordedWork:
         return self._collective("all-reduce", tensors[0])
@@ -146,7 +147,9 @@ class RecordedGroup(dist.ProcessGroup):
     def _collective(self, kind: str, tensor: Tensor, full: Tensor | None = None) -> RecordedWork:
         """``full``: what the ranks have together. Its place in its buffer tells buckets of one size apart."""
         place = (tensor if full is None else full).storage_offset()
-        return self.log.post(self.communicator, collective=f"{kind} of {tensor.numel()} {tensor.dtype} at {place}")
+        return self.log.post(
+            self.communicator, collective=f"{kind} of {tensor.numel()} {tensor.dtype} at {place}{self.subject}"
+        )
 
 
 class ZeroKernel:

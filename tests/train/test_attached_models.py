@@ -197,6 +197,41 @@ def test_a_run_goes_on_exactly_and_becomes_a_folder_again(corpus: Path, tmp_path
     assert run(again) == run(from_checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("name", "writer", "reader", "trainer"),
+    [
+        ("qwen3_moe", (4, 4), (2, 1), {}),
+        pytest.param("gemma2", (4, 2), (3, 3), {"checkpointing": "full"}, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3", (2, 1), (4, 2), {"dtype": "bf16"}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_ranks_that_share_parameters_train_and_go_on_in_any_other_number(
+    corpus: Path, tmp_path: Path, name: str, writer: tuple[int, int], reader: tuple[int, int], trainer: dict[str, Any]
+) -> None:
+    """Killed with one domain and resumed with another, in lockstep plans with evaluations, as one rank trains."""
+    folder = hf_folder(tmp_path / "source", name)
+
+    def config_of(run_dir: str, ranks: int, domain: int) -> Config:
+        config = run_from(folder, corpus, tmp_path / run_dir, ranks, steps=5, **{"dtype": "fp64", **trainer})
+        config = replace(
+            config,
+            checkpoint=replace(config.checkpoint, every=2),
+            eval=replace(config.eval, sources=(str(corpus),), every=2),
+        )
+        return with_trainer(config, shard="parameters", domain=domain) if domain > 1 else config
+
+    wanted = run(config_of("whole", 1, 1))
+    config = config_of("run", *writer)
+    interrupt(config, after_step=3)
+    assert list((tmp_path / "run" / "checkpoints").glob("step-000002/*-00001.safetensors"))
+    resumed = with_trainer(config_of("run", *reader), resume=True)
+    tolerance = 2e-2 if trainer.get("dtype") == "bf16" else 1e-8
+    assert run(resumed) == pytest.approx(wanted, rel=tolerance)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
+    whole = [json.loads(line) for line in (tmp_path / "whole" / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole], rel=tolerance)
+
+
 def test_weights_go_through_a_checkpoint_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
     """Experts are stored one by one in files and together in memory; a router's correction is a constant."""
     folder = hf_folder(tmp_path / "source", "deepseek_v3")
@@ -217,6 +252,8 @@ def test_weights_go_through_a_checkpoint_bit_for_bit(corpus: Path, tmp_path: Pat
         ("kernels", {"compile": True}, "kernels.compile = true"),
         ("memory", {"head_groups": 2, "checkpointing": "full"}, "memory.head_groups = 2"),
         ("model", {"num_layers": 3}, "model.num_layers is set"),
+        ("parallel", {"shard": "parameters", "domain": 3, "ranks": 4}, "domain of 3 ranks .* does not divide 4 ranks"),
+        ("parallel", {"domain": 2, "ranks": 2}, "omain is 2, but shard is .optimizer."),
     ],
 )
 def test_settings_of_our_own_models_are_refused_by_name(

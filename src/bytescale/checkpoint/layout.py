@@ -71,6 +71,9 @@ class Layout:
         first_file: number of the file of shard 0.
         stride: between the numbers of neighbouring shards' files.
         most_elements: of one stored rectangle.
+        domain: ranks that share parameters among them.
+        domain_start: from this element on, the ranks with the same place in their domains have neighbouring parts
+            (``runtime.optimizer.units``). Before it, and without domains, parts are in the order of ranks.
     """
 
     entries: tuple[LayoutEntry, ...]
@@ -79,6 +82,8 @@ class Layout:
     first_file: int = 0
     stride: int = 1
     most_elements: int = PIECE_ELEMENTS
+    domain: int = 1
+    domain_start: int = 0
 
     def file_of(self, shard: int) -> int:
         return self.first_file + shard * self.stride
@@ -87,7 +92,7 @@ class Layout:
         """The rectangles that a shard holds, in the buffer's order."""
         for bucket in range(len(self.bounds) - 1):
             size = self._shard_elements(bucket)
-            low = self.bounds[bucket] + shard * size
+            low = self.bounds[bucket] + self._part_of(bucket, shard) * size
             for entry in self.entries[max(0, bisect_right(self._starts, low) - 1) :]:
                 if entry.start >= low + size:
                     break
@@ -105,14 +110,28 @@ class Layout:
             begin, size = self.bounds[bucket], self._shard_elements(bucket)
             if begin >= high:
                 return
-            for shard in range(max(0, low - begin) // size, self.num_shards):
-                start, stop = begin + shard * size, begin + (shard + 1) * size
+            for part in range(max(0, low - begin) // size, self.num_shards):
+                start, stop = begin + part * size, begin + (part + 1) * size
                 if start >= high:
                     break
                 for piece in self._pieces_of(entry, max(start, entry.start), min(stop, entry.stop)):
                     common = intersection(piece.box, wanted)
                     if common is not None:
-                        yield self.file_of(shard), piece.box, common
+                        yield self.file_of(self._shard_of(bucket, part)), piece.box, common
+
+    def _part_of(self, bucket: int, shard: int) -> int:
+        """Which part of a bucket a shard holds, in the order of elements."""
+        if self.bounds[bucket] < self.domain_start:
+            return shard
+        domain, place = divmod(shard, self.domain)
+        return place * (self.num_shards // self.domain) + domain
+
+    def _shard_of(self, bucket: int, part: int) -> int:
+        """The inverse of ``_part_of``."""
+        if self.bounds[bucket] < self.domain_start:
+            return part
+        place, domain = divmod(part, self.num_shards // self.domain)
+        return domain * self.domain + place
 
     def _shard_elements(self, bucket: int) -> int:
         return (self.bounds[bucket + 1] - self.bounds[bucket]) // self.num_shards

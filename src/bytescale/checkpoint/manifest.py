@@ -199,20 +199,27 @@ def _canonical(content: dict[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
+_NO_DOMAIN = {"domain": 1, "domain_start": 0}
+
+
 def layout_to_json(layout: Layout) -> dict[str, Any]:
     """Plain lists, some 100 bytes a parameter."""
     columns = [spec.name for spec in fields(LayoutEntry)]
     own = {spec.name: getattr(layout, spec.name) for spec in fields(layout)}
+    if layout.domain == 1:  # as before there were domains
+        own = {name: value for name, value in own.items() if name not in _NO_DOMAIN}
     return own | {"entries": [[getattr(entry, name) for name in columns] for entry in layout.entries]}
 
 
 def layout_from_json(content: Any, num_files: int) -> Layout:
     """The inverse of ``layout_to_json``. Raises ``ValueError`` for anything else."""
-    layout = typed(Layout, content)
-    if not (layout.num_shards and layout.stride and layout.most_elements):
+    layout = typed(Layout, _NO_DOMAIN | content)
+    if not (layout.num_shards and layout.stride and layout.most_elements and layout.domain):
         raise ValueError("number of at least 1")
     if layout.file_of(layout.num_shards - 1) >= num_files:
         raise ValueError("number of files")
+    if layout.num_shards % layout.domain:
+        raise ValueError("division of shards")
     starts = [entry.start for entry in layout.entries]
     if starts != sorted(starts) or len(layout.bounds) < 2 or list(layout.bounds) != sorted(set(layout.bounds)):
         raise ValueError("order of parameters and buckets")

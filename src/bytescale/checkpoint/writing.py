@@ -32,6 +32,7 @@ from bytescale.checkpoint.manifest import (
 from bytescale.checkpoint.tensor_file import METADATA, piece_name
 from bytescale.common.errors import CheckpointError
 from bytescale.runtime import Range, ShardedOptimizer, values_of
+from bytescale.runtime.optimizer.units import UnitParameters
 
 _TAG = 7
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -75,9 +76,10 @@ class Snapshot:
 
 def layout_of(optimizer: ShardedOptimizer) -> Layout:
     """The layout of this rank's HDP group. Files have the numbers of the ranks that write them."""
-    flat, mesh = optimizer.parameters, optimizer.mesh
+    mesh, bounds, domain_start = optimizer.mesh, [0], 0
     entries = []
-    for entry in flat.entries:
+    places = [(offset, entry) for zero, offset in optimizer.offsets.items() for entry in zero.parameters.entries]
+    for offset, entry in places:
         offsets = [0] * len(entry.cut.shape)
         if entry.cut.count > 1:
             offsets[entry.cut.dim] = entry.cut.start
@@ -87,14 +89,20 @@ def layout_of(optimizer: ShardedOptimizer) -> Layout:
                 shape=tuple(entry.cut.shape),
                 offsets=tuple(offsets),
                 sizes=tuple(entry.shape),
-                start=entry.start,
+                start=offset + entry.start,
                 written=entry.cut.replica == 0,
             )
         )
+    for zero, offset in optimizer.offsets.items():
+        bounds += [offset + bucket.stop for bucket in zero.parameters.buckets]
+        if not isinstance(zero.parameters, UnitParameters):
+            domain_start = bounds[-1]
     return Layout(
         entries=tuple(entries),
-        bounds=(flat.buckets[0].start, *(bucket.stop for bucket in flat.buckets)),
-        num_shards=flat.buckets[0].num_shards,
+        bounds=tuple(bounds),
+        num_shards=mesh.hdp.size,
+        domain=mesh.domain.size,
+        domain_start=domain_start if mesh.domain.size > 1 else 0,
         first_file=mesh.shape.rank(mesh.stage, 0, mesh.tp.rank),
         stride=mesh.shape.tp,
     )

@@ -31,10 +31,12 @@ from bytescale.config import (
     ParallelConfig,
     PlannerName,
     resolve_model,
+    sharing_domain,
 )
 from bytescale.cost import Cluster, CostModel, Profile, load_profile
 from bytescale.cost.assumed import Rates, times_of
 from bytescale.cost.curve import Curve
+from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.memory import DeviceKind, DeviceMemory, MeasuredMemory, MemoryModel, fitting_capacity
 from bytescale.cost.profile_file import warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
@@ -212,13 +214,28 @@ class Costs:
         """The memory of the fullest device of a rank: that of the pipeline's fullest stage."""
         (kind, element_bytes), num_ranks, room = self.device, self.cluster.num_ranks, self.usable_bytes
         return MemoryModel.of_config(
-            self.config, self.counted, kind, element_bytes=element_bytes, num_ranks=num_ranks, device_bytes=room
+            self.config,
+            self.counted,
+            kind,
+            element_bytes=element_bytes,
+            num_ranks=num_ranks,
+            device_bytes=room,
+            domain=self.domain,
         ).fullest_stage(room)
 
     @cached_property
     def cost_model(self) -> CostModel:
         """What planners know of the times."""
-        return self.profile.cost_model(ranks_per_node=self.cluster.ranks_per_node, pipeline_parallel=self.cluster.pp)
+        per_node = self.cluster.ranks_per_node
+        cost = self.profile.cost_model(ranks_per_node=per_node, pipeline_parallel=self.cluster.pp)
+        a_round = round_seconds(self.profile, domain=self.domain, ranks_per_node=per_node)
+        return replace(cost, gather_seconds=a_round.of_round)
+
+    @property
+    def domain(self) -> int:
+        """Consecutive ranks that share parameters and run in lockstep. Raises ``ConfigError`` if it is impossible."""
+        parallel, num_ranks = self.config.parallel, self.cluster.num_ranks
+        return sharing_domain(parallel.shard, parallel.domain, num_ranks, min(self.cluster.ranks_per_node, num_ranks))
 
     def planner(self, name: PlannerName) -> Planner:
         """Return the planner of that name for the ranks of ``cluster``. Raises as ``capacity_tokens``."""
@@ -228,6 +245,7 @@ class Costs:
             self.cost_model,
             context_length=0 if self.options.batch.lengths else self.config.data.context_length,
             num_stages=self.cluster.pp,
+            domain=self.domain,
             step_seconds=partial(step_seconds, profile=self.checkpointed_profile, cluster=self.cluster),
         )
 

@@ -12,6 +12,7 @@ from typing import Literal
 from bytescale.common.limits import limits
 
 AUTO_CAPACITY = 0
+AUTO_DOMAIN = 0
 AUTO_HEAD_GROUPS = 0
 RingGradients = Literal["wide", "bf16"]
 LossPer = Literal["token", "sequence", "weight"]
@@ -171,6 +172,12 @@ class ParallelConfig:
     GPUs 1800, since it counts from posting there, and a rank may post long before its peers come."""
     stop_seconds: float = field(default=30.0, metadata=limits(above=0))
     """How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died."""
+    shard: Shard = "optimizer"
+    """What is divided among ranks. optimizer: its states, among all HDP ranks. parameters: the weights and gradients of
+    the layers, too, among the ranks of a domain, which gather a layer when it computes and run in lockstep. For models
+    on transformers' code."""
+    domain: int = field(default=AUTO_DOMAIN, metadata=limits(least=0, auto=AUTO_DOMAIN))
+    """Consecutive HDP ranks that share parameters; `auto` (or 0): those of a node."""
     gradient_bucket_mib: float = field(default=1.0, metadata=limits(least=0))
     """MiB of gradients in one bucket. HDP ranks reduce gradients bucket by bucket while they compute, and gather
     parameters in the same parts. Large models have larger buckets, because there are at most 64. 0: everything is

@@ -55,6 +55,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
             f'least {-(-data.context_length // ranks)}, a shorter context, or memory.offload = "on"',
         )
     _check_optimizer(config)
+    _check_sharing(config, shape, ranks)
     if (config.eval.keep_best or config.eval.patience) and not config.eval.sources:
         name = "eval.keep_best" if config.eval.keep_best else "eval.patience"
         raise ConfigError(f"{name} is set, but eval.sources is empty", so="no loss would be lower than another",
@@ -269,6 +270,24 @@ def _check_weights(data: DataConfig) -> None:
             f"data.weights are {', '.join(map(str, data.weights))}, with the sum {total:.6g}",
             so="it is not clear what share of the tokens each source should give",
             fix="use numbers above 0 that sum to 1",
+        )
+
+
+def _check_sharing(config: Config, shape: Architecture | AttachedArchitecture, ranks: int) -> None:
+    parallel = config.parallel
+    if sharing_domain(parallel.shard, parallel.domain, ranks, ranks) == 1:
+        return
+    if isinstance(shape, Architecture):
+        raise ConfigError(
+            'parallel.shard is "parameters", and the model is our own Llama or Mixtral',
+            so="only the layers of transformers' models are gathered so far",
+            fix="train it with parallel.tp, or from a Hugging Face folder of another family",
+        )
+    if config.optimizer.name == "muon":
+        raise ConfigError(
+            'optimizer.name is muon, and parallel.shard is "parameters"',
+            so="a rank would orthogonalise a part of a matrix, which is another update",
+            fix="use adamw, lion or sgd",
         )
 
 

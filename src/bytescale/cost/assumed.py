@@ -134,5 +134,5 @@ def assumed_cost(
     return replace(
         cost,
         micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[device],
-        gather_seconds=2 * a_round.gather + a_round.reduce,
+        gather_seconds=a_round.of_round,
     )

@@ -70,6 +70,11 @@ class BucketSeconds:
     reduce: float
     gather: float
 
+    @property
+    def of_round(self) -> float:
+        """Of a forward, which gathers, and a backward, which gathers again and reduces."""
+        return 2 * self.gather + self.reduce
+
 
 def bucket_seconds(
     profile: Profile, parameters_per_device: float, num_buckets: int, *, num_ranks: int, ranks_per_node: int

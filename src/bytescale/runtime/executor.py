@@ -23,6 +23,7 @@ from bytescale.plan import MicroBatch, RankPlan
 from bytescale.runtime.auxiliary import begin_batch_loss, finish_batch_loss
 from bytescale.runtime.loss import IGNORE_INDEX, Head, PlainHead, loss_sum, token_losses
 from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.pipeline import Action, StageLinks
 from bytescale.runtime.saved.activations import Activations
 
@@ -104,6 +105,8 @@ class Executor:
     """See ``loss.loss_sum``."""
     ring_gradients: torch.dtype | None = None
     """The dtype in which gradients of keys and values travel; None: that of sums (``RingBuffers``)."""
+    units: Units | None = None
+    """What opens the layers, where ranks share their parameters."""
 
     def run(
         self,
@@ -142,6 +145,7 @@ class Executor:
                 return run.backward(action, received) if action[0] else run.forward(action, received)
 
         self._walk(rank_plan, step)
+        self._rounds_without_work(rank_plan, backward=True)
         after_last_message()
         return run.result()
 
@@ -170,17 +174,26 @@ class Executor:
             return None
 
         self._walk(rank_plan, step)
+        self._rounds_without_work(rank_plan, backward=False)
         return [losses[index] for index in sorted(losses)]
 
     def _walk(self, rank_plan: RankPlan, step: Callable[[Action, Tensor | None], Tensor | None]) -> None:
         """Run ``step`` for every forward and backward, from what it receives to what it sends to the next stage."""
         module = self.parts[0].module
         dtype = next(iter(module.parameters())).dtype
+        if self.units is not None:
+            self.units.begin()
         links = StageLinks(self.mesh, rank_plan, len(self.parts), module.hidden_size, dtype)
         links.exchange(0)
         for place, action in enumerate(links.actions):
             links.exchange(place + 1, step(action, links.receive(place)))
         links.finish()
+
+    def _rounds_without_work(self, rank_plan: RankPlan, *, backward: bool) -> None:
+        """Take part in the rounds of the lockstep domain in which this rank has no micro-batch: its last ones."""
+        if self.units is not None:
+            for _ in range(len(rank_plan.micro_batches), rank_plan.num_rounds):
+                self.units.pass_without_work(backward=backward)
 
     def head_of(self, part: Decoder) -> Head:
         """The head of the last part."""

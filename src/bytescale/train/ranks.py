@@ -26,7 +26,7 @@ from torch.distributed.elastic.utils.store import barrier
 from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import ConfigError
 from bytescale.common.failures import foreseen
-from bytescale.config import Config
+from bytescale.config import Config, sharing_domain
 from bytescale.runtime import DTYPES, Mesh, MeshShape, RankGroup
 from bytescale.runtime.plain_data import all_gather_json
 
@@ -240,13 +240,17 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
         check_same_nccl_options(world)
     parallel = config.parallel
     shape = MeshShape(hdp=world.size // (parallel.tp * parallel.pp), tp=parallel.tp, pp=parallel.pp)
+    nodes = nodes_of(world)
+    per_node = max(1, min(nodes.count(node) for node in nodes) // parallel.tp)
+    domain = sharing_domain(parallel.shard, parallel.domain, shape.hdp, per_node)
     mesh = Mesh.of(
         world,
         shape,
         make_group,
         interleaved=parallel.virtual_stages > 1,
-        overlapped=config.parallel.gradient_bucket_mib > 0,
-        nodes=nodes_of(world),
+        overlapped=parallel.gradient_bucket_mib > 0 and domain == 1,
+        nodes=nodes,
+        domain=domain,
     )
     mesh.connect()
     return mesh

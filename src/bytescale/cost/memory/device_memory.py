@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes
@@ -26,16 +28,30 @@ class States:
     """HDP ranks, over which the optimizer's states are sharded."""
     num_frozen: int = 0
     """Further weights on this device, which are not trained."""
+    domain: int = 1
+    """Ranks that share the weights of layers (``runtime.optimizer.units``)."""
+    trained_of_layers: tuple[int, ...] = ()
+    """For each layer that they share, how many of ``num_parameters`` are in it."""
+    frozen_of_layers: tuple[int, ...] = ()
+    """The same of ``num_frozen``."""
 
     @property
     def parameter_bytes(self) -> int:
-        """The weights that compute."""
-        return (self.num_parameters + self.num_frozen) * self.element_bytes
+        """The weights that compute: a rank's part of the layers, and two neighbouring layers that are open."""
+        layers = [sum(both) for both in zip(self.trained_of_layers, self.frozen_of_layers, strict=True)]
+        return self._held(self.num_parameters + self.num_frozen, layers) * self.element_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        """Gradient sums of all weights."""
-        return self.num_parameters * self._wide
+        """Gradient sums of all weights that are trained, likewise."""
+        return self._held(self.num_parameters, self.trained_of_layers) * self._wide
+
+    def _held(self, total: int, of_layers: Sequence[int]) -> int:
+        """Of ``total`` weights, how many a rank has at a time."""
+        if self.domain == 1:
+            return total
+        most = max((a + b for a, b in pairwise(of_layers)), default=sum(of_layers))
+        return total - sum(of_layers) + sum(-(-own // self.domain) for own in of_layers) + most
 
     @property
     def optimizer_bytes(self) -> int:

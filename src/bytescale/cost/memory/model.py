@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from bytescale.config import AUTO_HEAD_GROUPS, Architecture, Config, RingGradients
 from bytescale.config.validate import may_offload
+from bytescale.cost import flops
 from bytescale.cost.memory.device_kernels import DeviceKind, KernelMemory, nccl_reserve_bytes
 from bytescale.cost.memory.device_memory import DeviceMemory, States
 from bytescale.cost.memory.measured import MeasuredMemory
@@ -28,6 +29,8 @@ class MemoryModel(CountedMemory):
 
     num_ranks: int
     """HDP ranks, over which the optimizer's states are sharded."""
+    domain: int = 1
+    """HDP ranks that share the weights of layers."""
     nccl_bytes: int = 0
     """What NCCL holds beside everything that is counted here."""
 
@@ -72,13 +75,16 @@ class MemoryModel(CountedMemory):
         element_bytes: int,
         num_ranks: int,
         device_bytes: float,
+        domain: int | None = None,
     ) -> DeviceMemory:
         """Return the memory of a run, in as many groups of heads as ``config`` says or as ``device_bytes`` need.
 
-        ``counted``: the shape of the model; or its memory, if that was measured, which is returned.
+        ``counted``: the shape of the model; or its memory, if that was measured, which is returned. ``domain``: HDP
+        ranks that share the weights of layers; None: as it was measured.
         """
         if isinstance(counted, MeasuredMemory):
-            return counted
+            states = counted.states
+            return replace(counted, states=replace(states, domain=domain or states.domain))
         parallel, memory = config.parallel, config.memory
         whole = MemoryModel.on_device(
             ModelShare(
@@ -94,6 +100,7 @@ class MemoryModel(CountedMemory):
             attention=config.kernels.attention,
             ring_gradients=parallel.ring_gradients,
         )
+        whole = replace(whole, domain=domain or 1)
         if memory.head_groups != AUTO_HEAD_GROUPS:
             return replace(whole, head_groups=memory.head_groups)
         tokens = parallel.capacity_tokens or None
@@ -128,8 +135,14 @@ class MemoryModel(CountedMemory):
 
     @property
     def states(self) -> States:
+        layer = flops.layer_parameters(self.share.architecture, tensor_parallel=self.share.tensor_parallel)
         return States(
-            num_parameters=self.share.num_parameters, element_bytes=self.element_bytes, num_ranks=self.num_ranks
+            num_parameters=self.share.num_parameters,
+            element_bytes=self.element_bytes,
+            num_ranks=self.num_ranks,
+            domain=self.domain,
+            trained_of_layers=(layer,) * self.share.num_layers,
+            frozen_of_layers=(0,) * self.share.num_layers,
         )
 
     @property

@@ -22,6 +22,7 @@ from bytescale.hf.model.probe import LayerAttention, ModelFacts
 from bytescale.plan import MicroBatch
 from bytescale.runtime import Activations, RankGroup
 from bytescale.runtime.loss import PlainHead
+from bytescale.runtime.optimizer.lockstep import layer_of
 
 DOCUMENT_TOKENS = 32
 """Short enough for any model's positions."""
@@ -84,8 +85,17 @@ def measured_memory(
     kind: DeviceKind,
     num_ranks: int,
     ring_gradients: RingGradients = "wide",
+    domain: int = 1,
 ) -> MeasuredMemory:
-    """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
+    """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows.
+
+    ``domain``: consecutive ranks that share the parameters of layers.
+    """
+    trained, frozen = [0] * len(decoder.layers), [0] * len(decoder.layers)
+    unit_of = layer_of(decoder.layers)
+    for parameter in decoder.parameters():
+        if id(parameter) in unit_of:
+            (trained if parameter.requires_grad else frozen)[unit_of[id(parameter)]] += parameter.numel()
     parameters, layers, weight = list(decoder.parameters()), decoder.facts.layers, decoder.model_head.weight
     element_bytes, vocab_size = parameters[0].element_size(), decoder.model_head.num_words
     return MeasuredMemory(
@@ -94,6 +104,9 @@ def measured_memory(
             num_frozen=sum(parameter.numel() for parameter in parameters if not parameter.requires_grad),
             element_bytes=element_bytes,
             num_ranks=num_ranks,
+            domain=domain,
+            trained_of_layers=tuple(trained),
+            frozen_of_layers=tuple(frozen),
         ),
         rows=rows,
         rings=ring_widths(layers, element_bytes, ring_gradients),

@@ -216,7 +216,7 @@ class Updates:
         return extra
 
     def _architecture(self) -> dict[str, Any]:
-        shapes = {entry.name: list(entry.shape) for entry in self.sharded().parameters.entries}
+        shapes = {entry.name: list(entry.shape) for zero in self.sharded().zeros for entry in zero.parameters.entries}
         return {"model": type(self.model).__name__, "parameters": shapes}
 
     def _checkpoints(self, folder: Path, keep: int) -> tuple[Checkpointer, dist.ProcessGroup]:
@@ -226,7 +226,7 @@ class Updates:
                 "checkpoints are written by torch.distributed, which is not initialised",
                 fix="call init_process_group() before HDP(), also for a single rank, or keep hdp.state()",
             )
-        if len(self.sharded().zeros) > 1:
+        if len({zero.parameters.values.dtype for zero in self.sharded().zeros}) > 1:
             raise ConfigError(
                 "the trained parameters have several dtypes",
                 so="a checkpoint holds weights of one dtype",
@@ -270,7 +270,8 @@ class Updates:
         zeros = [] if self._optimizer is None else self._optimizer.zeros
         weights = [tensor.data for tensor in (*self.model.parameters(), *self.model.buffers())]
         if kind == "weights":
-            return weights
+            units = None if self._optimizer is None else self._optimizer.units
+            return weights if units is None else weights + [store.values for store in units.stores]
         if kind == "gradients":
             flat = [zero.parameters.gradients for zero in zeros]
             return flat + [p.grad for p in self.model.parameters() if p.grad is not None]

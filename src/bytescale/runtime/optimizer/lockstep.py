@@ -182,24 +182,30 @@ def _entered(units: Units, unit: int, gradient: Tensor) -> None:
     units._enter_backward(unit)
 
 
-def shard_layers(
-    named: Sequence[Named], layers: Sequence[nn.Module], mesh: Mesh
-) -> tuple[list[Named], list[UnitParameters], Units]:
-    """Let the ranks of ``mesh.domain`` share the parameters of ``layers``.
-
-    Returns the parameters that stay whole, what is trained of the others, and what opens the layers. Parameters that
-    belong to several layers stay whole.
-    """
+def layer_of(layers: Sequence[nn.Module]) -> dict[int, int]:
+    """By the id of a parameter that belongs to exactly one layer: the layer's number."""
     uses: dict[int, list[int]] = {}
     for unit, layer in enumerate(layers):
         for parameter in layer.parameters():
             uses.setdefault(id(parameter), []).append(unit)
-    rest = [item for item in named if len(uses.get(id(item[1]), ())) != 1]
+    return {key: units[0] for key, units in uses.items() if len(units) == 1}
+
+
+def shard_layers(
+    named: Sequence[Named], layers: Sequence[nn.Module], mesh: Mesh, *, dtype: torch.dtype | None = None
+) -> tuple[list[Named], list[UnitParameters], Units]:
+    """Let the ranks of ``mesh.domain`` share the parameters of ``layers``.
+
+    Returns the parameters that stay whole, what is trained of the others, and what opens the layers. Parameters that
+    belong to several layers stay whole. ``dtype``: of the parameters; None: the one that each of them has.
+    """
+    unit_of = layer_of(layers)
+    rest = [item for item in named if id(item[1]) not in unit_of]
     units: dict[tuple[bool, torch.dtype], list[list[Named]]] = {}
     for name, parameter in named:
-        if len(uses.get(id(parameter), ())) == 1:
-            key = parameter.requires_grad, parameter.dtype
-            units.setdefault(key, [[] for _ in layers])[uses[id(parameter)][0]].append((name, parameter))
-    stores = {key: UnitParameters(units[key], mesh, trained=key[0]) for key in sorted(units, key=str)}
+        if id(parameter) in unit_of:
+            key = parameter.requires_grad, dtype or parameter.dtype
+            units.setdefault(key, [[] for _ in layers])[unit_of[id(parameter)]].append((name, parameter))
+    stores = {key: UnitParameters(units[key], mesh, dtype=key[1], trained=key[0]) for key in sorted(units, key=str)}
     trained = [store for (is_trained, _), store in stores.items() if is_trained]
     return rest, trained, Units(layers, list(stores.values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -44,14 +44,14 @@ class Lion(torch.optim.Optimizer):
 
 
 def named_optimizer(
-    config: OptimizerConfig, parameters: FlatParameters, group: RankGroup
+    config: OptimizerConfig, parameters: Sequence[FlatParameters], group: RankGroup
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any], GroupOptions]:
     """The optimizer that ``config`` names: its class, its options, and those of single parameters.
 
     Weight decay holds for matrices alone, unless ``optimizer.overrides`` says something else.
 
     Args:
-        parameters: what it updates.
+        parameters: what it updates, in one or several flat buffers; Muon in one.
         group: the ranks that share its states.
 
     Raises ``ConfigError`` for an override that no parameter of any rank has, or that the optimizer does not know.
@@ -68,8 +68,9 @@ def named_optimizer(
             options |= {"betas": betas, "eps": config.eps, "fused": True}
     if config.name == "muon":
         cls = MuonOnShards
-        options |= {"matrices": DealtMatrices(parameters, group), "momentum": config.momentum}
-    overrides = _checked_overrides(config, options, parameters, group)
+        options |= {"matrices": DealtMatrices(parameters[0], group), "momentum": config.momentum}
+    names = [entry.name for own in parameters for entry in own.entries]
+    overrides = _checked_overrides(config, options, names, group)
 
     def own_options(name: str, parameter: nn.Parameter) -> dict[str, Any]:
         own: dict[str, Any] = {} if parameter.dim() >= 2 else {"weight_decay": 0.0}
@@ -84,18 +85,18 @@ def named_optimizer(
 
 
 def _checked_overrides(
-    config: OptimizerConfig, options: dict[str, Any], parameters: FlatParameters, group: RankGroup
+    config: OptimizerConfig, options: dict[str, Any], names: Sequence[str], group: RankGroup
 ) -> list[tuple[str, dict[str, Any]]]:
     """Patterns with the options of a group of parameters, in the order in which they are applied."""
     found = []
     for text in config.overrides:
         pattern, numbers = parse_override(text)
-        matches = any(fnmatchcase(entry.name, pattern) for entry in parameters.entries)
+        matches = any(fnmatchcase(name, pattern) for name in names)
         if not group.max_of([float(matches)])[0]:
             raise ConfigError(
                 f"optimizer.overrides has {pattern!r}, which no trained parameter matches",
                 so="it would have no effect",
-                fix=f"use patterns of names such as {parameters.entries[0].name}; * stands for anything",
+                fix=f"use patterns of names such as {names[0]}; * stands for anything",
             )
         own: dict[str, Any] = {}
         if LR_RATIO in numbers:

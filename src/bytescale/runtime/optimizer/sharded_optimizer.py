@@ -1,12 +1,12 @@
 """Any elementwise optimizer of PyTorch on this rank's shards of the parameters (ZeRO-1).
 
 *Elementwise* means that the update of a number depends on its own gradients and states alone, as in Adam, SGD or Lion.
-Such an optimizer does the same to a flat shard as to the parameters themselves. Muon, LAMB or a factored Adafactor look
-at whole matrices; ``HDP`` refuses them after a trial on a few numbers.
+Such an optimizer does the same to a flat shard as to the parameters themselves. Others, such as LAMB, ``HDP`` refuses.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from bytescale.runtime.optimizer.flat import FlatParameters, Range, values_of
 from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.optimizer.optimizers import LR_RATIO, GroupOptions, named_optimizer
 from bytescale.runtime.optimizer.replicas import TiedHead
-from bytescale.runtime.optimizer.zero import OptimizerShard, ZeroShards
+from bytescale.runtime.optimizer.zero import ZeroShards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,8 @@ class ShardedOptimizer:
     Attributes:
         torch_optimizer: the optimizer on this rank's pieces. Learning-rate schedulers take it; its ``step`` is called
             by ``update`` alone.
-        zeros: one ``ZeroShards`` for each dtype of parameters.
+        zeros: one ``ZeroShards`` for each dtype of parameters, and for those that ranks share.
+        offsets: where the buffers of each begin if they lie one behind the other, in elements.
     """
 
     def __init__(
@@ -60,11 +61,12 @@ class ShardedOptimizer:
     ) -> None:
         """``cls`` is called as ``cls(parameter groups, **options)``; it has to be elementwise.
 
-        ``group_options``: options of single parameters; None: all parameters have the same. ``units``: what opens the
-        layers where ranks share their parameters.
+        ``group_options``: options of single parameters; None: all have the same. ``units``: open shared layers.
         """
         self.zeros = list(zeros)
         self.units = units
+        stops = itertools.accumulate((zero.parameters.buckets[-1].stop for zero in zeros), initial=0)
+        self.offsets = dict(zip(self.zeros, stops, strict=False))
         self.mesh = self.zeros[0].mesh
         self.group = self.mesh.hdp
         self._options = {
@@ -79,11 +81,18 @@ class ShardedOptimizer:
 
     @staticmethod
     def of_config(
-        parameters: FlatParameters, config: OptimizerConfig, mesh: Mesh, tied_head: TiedHead | None = None
+        parameters: FlatParameters,
+        config: OptimizerConfig,
+        mesh: Mesh,
+        tied_head: TiedHead | None = None,
+        *,
+        more: Sequence[FlatParameters] = (),
+        units: Units | None = None,
     ) -> ShardedOptimizer:
-        """The optimizer of the trainer (``runtime.optimizer.optimizers.named_optimizer``)."""
-        cls, options, own_options = named_optimizer(config, parameters, mesh.gradients)
-        return ShardedOptimizer([ZeroShards(parameters, mesh, tied_head)], cls, options, own_options)
+        """The optimizer of the trainer (``optimizers.named_optimizer``). ``more``: parameters in other buffers."""
+        cls, options, own_options = named_optimizer(config, [parameters, *more], mesh.gradients)
+        zeros = [ZeroShards(parameters, mesh, tied_head), *(ZeroShards(own, mesh) for own in more)]
+        return ShardedOptimizer(zeros, cls, options, own_options, units=units)
 
     @property
     def parameters(self) -> FlatParameters:
@@ -157,6 +166,7 @@ class ShardedOptimizer:
 
     def require_adopted(self) -> None:
         """Raise ``ConfigError`` if the model has weights in other memory, which what is loaded here would not reach."""
+        self._close_layers()
         for zero in self.zeros:
             zero.parameters.require_adopted()
 
@@ -197,7 +207,12 @@ class ShardedOptimizer:
 
     def reduce_gradients(self) -> float:
         """Sum gradients over ranks. Returns this rank's share of the squared global norm (``ZeroShards``)."""
+        self._close_layers()
         return sum(zero.reduce_gradients() for zero in self.zeros)
+
+    def _close_layers(self) -> None:
+        if self.units is not None:
+            self.units.begin()  # the last layer is open after a forward without a backward
 
     def set_options(self, options: dict[str, Any]) -> None:
         """Set options of all parameters, ``lr`` times their ``LR_RATIO``. Raises ``ConfigError`` for unknown ones."""
@@ -275,20 +290,21 @@ class ShardedOptimizer:
     def states(self, zero: ZeroShards | None = None) -> dict[str, list[Range]]:
         """All states with one number per weight: ``master``, and what the optimizer has made by its first update.
 
-        Each is a list over this rank's ranges, in the order of the buffers of ``zero``; None: of the only one. Weights
-        that somebody else has written to are the new masters.
+        Each is a list over this rank's ranges, in the order of the buffers of ``zero``; None: of all, one behind the
+        other (``offsets``). Weights that somebody else has written to are the new masters.
         """
-        zero = zero or self.zeros[0]
-        zero.follow_changes()
+        for own in self.zeros:
+            own.follow_changes()
         names = ["master"]
         if self.num_updates:
             first = self.torch_optimizer.state[self._pieces[0]]
             names += [name for name, value in first.items() if _is_per_weight(value, self._pieces[0])]
         found: dict[str, list[Range]] = {name: [] for name in names}
         for (own, start), piece in zip(self._places, self._pieces, strict=True):
-            for name in names if own is zero else ():
+            offset = self.offsets[own] if zero is None else 0
+            for name in names if zero in (None, own) else ():
                 values = piece.data if name == "master" else self.torch_optimizer.state[piece][name]
-                found[name].append(Range(start, values))
+                found[name].append(Range(offset + start, values))
         return found
 
     def state_numbers(self) -> dict[str, float]:
@@ -351,7 +367,7 @@ class ShardedOptimizer:
             places = zero.parameters.shards(self.group.rank)
             for shard, place in zip(zero.shards, places, strict=True):
                 for own, options in self._runs(zero.parameters, place):
-                    piece = _piece(shard, own)
+                    piece = shard.piece(own)
                     self._pieces.append(piece)
                     self._places.append((zero, place.start + own.start))
                     for known, members in groups:
@@ -373,14 +389,6 @@ class ShardedOptimizer:
                 own = slice(runs.pop()[0].start, own.stop)  # the gap between two parameters holds zeros
             runs.append((own, options))
         return runs or [(slice(0, place.stop - place.start), {})]
-
-
-def _piece(shard: OptimizerShard, own: slice) -> Tensor:
-    """A leaf tensor that shares the memory of a part of the shard, with that part's gradient."""
-    assert shard.master.grad is not None, "set when the shard was made"
-    piece = shard.master.detach()[own]
-    piece.grad = shard.master.grad[own]
-    return piece
 
 
 def _is_per_weight(value: Any, piece: Tensor) -> bool:

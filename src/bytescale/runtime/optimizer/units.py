@@ -46,12 +46,15 @@ class UnitParameters(FlatParameters):
         gradients: ``[padded / d]`` in fp32 or wider; empty where the parameters are not trained.
     """
 
-    def __init__(self, units: Sequence[Sequence[Named]], mesh: Mesh, *, trained: bool = True) -> None:
+    def __init__(
+        self, units: Sequence[Sequence[Named]], mesh: Mesh, *, dtype: torch.dtype, trained: bool = True
+    ) -> None:
         """Take over parameters, one unit after the other, so that one of them at a time exists twice.
 
         Args:
             units: of every layer, in the order of forward; a layer may have no such parameter.
-            mesh: with a domain of several ranks.
+            mesh: with a domain of several ranks, on whose device the parameters are from now on.
+            dtype: that they get.
             trained: whether their gradients are summed.
         """
         self.trained = trained
@@ -72,7 +75,7 @@ class UnitParameters(FlatParameters):
         self._starts = [bucket.start for bucket in self.buckets]
         self._start_of = {id(p): entry.start for p, entry in zip(self.parameters, self.entries, strict=True)}
 
-        dtype, device = self.parameters[0].dtype, mesh.hdp.device
+        device = mesh.hdp.device
         self.values = torch.zeros(stop // self.domain.size, dtype=dtype, device=device)
         self.gradients = torch.zeros(len(self.values) if trained else 0, dtype=master_dtype_of(dtype), device=device)
         self._nothing = torch.full((1,), torch.nan, dtype=dtype, device=device)

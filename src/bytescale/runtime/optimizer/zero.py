@@ -53,6 +53,13 @@ class OptimizerShard:
             _extend(counted, inside, piece.entry.cut.replicas)
         return OptimizerShard(master, value, counted)
 
+    def piece(self, own: slice) -> Tensor:
+        """A leaf tensor that shares the memory of a part of the shard, with that part's gradient."""
+        assert self.master.grad is not None, "set when the shard was made"
+        piece = self.master.detach()[own]
+        piece.grad = self.master.grad[own]
+        return piece
+
     def add_squares(self, total: Tensor) -> None:
         """Add the gradient's sum of squares to ``total`` (fp64).
 

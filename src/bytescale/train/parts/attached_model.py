@@ -23,8 +23,9 @@ from bytescale.hf.costs.measure import check_widths, measure_rows, measured_memo
 from bytescale.hf.files.folder import constants_of, load_model, make_model, set_constants, train_a_part
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.models.hf_folder import exact_dtype
-from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, ShardedOptimizer
+from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, Mesh, ShardedOptimizer
 from bytescale.runtime.optimizer.buckets import Chunk
+from bytescale.runtime.optimizer.lockstep import Units, shard_layers
 from bytescale.train.parts.budget import MemoryBudget, usable_host_bytes
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
@@ -40,6 +41,8 @@ class HFModel:
     activations: Activations
     rows: MeasuredRows  # the memory that a token was seen to need
     masters: list[Tensor]  # this rank's shards of the weights as read; empty where the parameters are not rounded
+    more: Sequence[FlatParameters] = ()  # further ones, where ranks share layers
+    units: Units | None = None  # open these layers
     tied_head: None = None
 
     @property
@@ -52,14 +55,19 @@ class HFModel:
         """The model with its layers."""
         return [(self.part, self.part.layers)]
 
-    def memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> MeasuredMemory:
+    def memory(
+        self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients, domain: int = 1
+    ) -> MeasuredMemory:
         """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
-        return measured_memory(self.part, self.rows, kind=kind, num_ranks=num_ranks, ring_gradients=ring_gradients)
+        return measured_memory(
+            self.part, self.rows, kind=kind, num_ranks=num_ranks, ring_gradients=ring_gradients, domain=domain
+        )
 
     def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
         """Give the optimizer the initial weights in full precision."""
         if self.masters:
-            for shard, own in zip(optimizer.zeros[0].shards, self.masters, strict=True):
+            shards = [shard for zero in optimizer.zeros for shard in zero.shards]
+            for shard, own in zip(shards, self.masters, strict=True):
                 shard.master.copy_(own)
             self.masters.clear()
         if config.trainer.init.startswith(CHECKPOINT_PREFIX):
@@ -80,14 +88,15 @@ def build_attached_model(
     num_shards: int,
     rank: int = 0,
     smallest: Callable[[Sequence[float]], Sequence[float]] = list,
+    mesh: Mesh | None = None,
 ) -> HFModel:
     """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
 
     ``smallest``: the minimum over ranks of each of these numbers. All ranks go by the rank whose kernels keep most.
+    ``mesh``: of the ranks; None: one rank builds it to look at it.
 
-    Raises:
-        ConfigError: the model cannot be attached, or has no weights that can be read.
-        CheckpointError: weights are missing, have other shapes or no place.
+    Raises ``ConfigError`` if the model cannot be attached, or has no weights that can be read; ``CheckpointError`` if
+    weights are missing, have other shapes or no place.
     """
     # 1. The model with weights that are not rounded; then on our attention, on its device.
     source, content = config.trainer.init, architecture.content
@@ -103,37 +112,65 @@ def build_attached_model(
         train_a_part(model, architecture.trained, seed=config.trainer.seed)
     architecture = replace(architecture, buffers=constants_of(model))
     exact = {name: value.detach() for name, value in model.named_parameters()} if read_as != dtype else {}
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(device, dtype)
-    part = AttachedDecoder(model.to(device).train(), longest_document=config.data.context_length)
+    if mesh is None or mesh.domain.size == 1:  # otherwise layers stay in their files' pages until they are taken over
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(device, dtype)
+        model.to(device)
+    part = AttachedDecoder(model.train(), longest_document=config.data.context_length)
     part.require_no_randomness()
     check_widths(part.facts, cuda_flash=isinstance(kernel, CudaFlashKernel))
 
     # 2. Flat buffers, in the order in which the model names its parameters.
-    parameters = FlatParameters(
-        part.model.named_parameters(),
-        num_shards,
-        bucket_bytes=int(config.parallel.gradient_bucket_mib * 2**20),
-        late=part.late_parameters(),
-    )
-    masters = shard_of(exact, parameters, rank)
+    flat, units = _flat_buffers(config, part, mesh, num_shards, device=device, dtype=dtype)
+    masters = [shard for own in flat for shard in shard_of(exact, own, rank)]
     exact.clear()
 
     # 3. Checkpointing and offloading, and what a token needs with them.
-    activations, rows = _measured_activations(config, part, kernel, device, num_ranks=num_shards)
-    parameters.zero_gradients()
+    activations, rows = _measured_activations(config, part, kernel, device, flat, num_ranks=num_shards)
     return HFModel(
         architecture=architecture,
         part=part,
-        parameters=parameters,
+        parameters=flat[0],
+        more=flat[1:],
+        units=units,
         activations=activations,
         rows=rows.of_all(smallest),
         masters=masters,
     )
 
 
+def _flat_buffers(
+    config: Config,
+    part: AttachedDecoder,
+    mesh: Mesh | None,
+    num_shards: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[list[FlatParameters], Units | None]:
+    """Move what is trained into flat buffers, and where ranks share layers also the rest of these."""
+    named, flat, units = list(part.model.named_parameters()), list[FlatParameters](), None
+    if mesh is not None and mesh.domain.size > 1:
+        _ = part.head  # found by a pass
+        named, shared, units = shard_layers(named, part.layers, mesh, dtype=dtype)
+        flat += shared
+        for _, parameter in named:
+            parameter.data = parameter.data.to(device, dtype)
+        part.model.to(device)
+    if any(parameter.requires_grad for _, parameter in named):
+        bucket_bytes = int(config.parallel.gradient_bucket_mib * 2**20)
+        flat.insert(0, FlatParameters(named, num_shards, bucket_bytes=bucket_bytes, late=part.late_parameters()))
+    return flat, units
+
+
 def _measured_activations(
-    config: Config, part: AttachedDecoder, kernel: AttentionKernel, device: torch.device, *, num_ranks: int
+    config: Config,
+    part: AttachedDecoder,
+    kernel: AttentionKernel,
+    device: torch.device,
+    flat: Sequence[FlatParameters],
+    *,
+    num_ranks: int,
 ) -> tuple[Activations, MeasuredRows]:
     """Apply checkpointing and offloading to the layers, and measure what a token needs then."""
     pool = None
@@ -141,6 +178,8 @@ def _measured_activations(
         pool = HostPool(int(usable_host_bytes(config, num_ranks)), pinned=device.type == "cuda")
     activations = Activations(part.layers, checkpointing=config.memory.checkpointing, pool=pool, device=device)
     rows = measure_rows(part, kernel, activations, device)
+    for own in flat:
+        own.zero_gradients()
     if pool is not None:
         pool.token_bytes = rows.moved_per_token
     return activations, rows

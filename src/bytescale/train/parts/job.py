@@ -9,10 +9,11 @@ import torch
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
-from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
+from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model, sharing_domain
 from bytescale.cost import Profile, load_profile
 from bytescale.cost.assumed import ASSUMED, assumed_cost, times_of
 from bytescale.cost.calibration import Calibrator, lag_of
+from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.memory import MeasuredMemory
 from bytescale.cost.profile_file import require_device, warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
@@ -100,8 +101,10 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
 
     # 1. Model: this rank's part of it, with its initial weights, and the optimizer.
     model = build_rank_model(config, architecture, ranks, kernels)
-    optimizer = ShardedOptimizer.of_config(model.parameters, config.optimizer, ranks.mesh, model.tied_head)
-    if config.parallel.gradient_bucket_mib:
+    optimizer = ShardedOptimizer.of_config(
+        model.parameters, config.optimizer, ranks.mesh, model.tied_head, more=model.more, units=model.units
+    )
+    if config.parallel.gradient_bucket_mib and model.units is None:
         optimizer.overlap_with(model.layers)
     model.load(config, optimizer, ranks)
 
@@ -112,7 +115,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     planning = plan_of_run(
         config,
         spec,
-        model.memory(kind_of(ranks.device), hdp, config.parallel.ring_gradients),
+        model.memory(kind_of(ranks.device), hdp, config.parallel.ring_gradients, ranks.mesh.domain.size),
         Devices.of_mesh(everyone, ranks.mesh.shape),
         device=ranks.device,
         dtype=ranks.dtype,
@@ -133,6 +136,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
             mesh=ranks.mesh,
             z_loss=config.optimizer.z_loss,
             ring_gradients=torch.bfloat16 if config.parallel.ring_gradients == "bf16" else None,
+            units=model.units,
         ),
         optimizer=optimizer,
         kernels=kernels,
@@ -190,13 +194,16 @@ def plan_of_run(
     )
     times = StepTimes(profile=profile, devices=cluster, recompute=config.memory.checkpointing == "full")
     budget = memory_budget(config, memory, device=device, dtype=dtype, devices=devices, profile=profile)
+    domain = sharing_domain(mesh.shard, mesh.domain, hdp, ranks_per_node)
+    a_round = round_seconds(profile, domain=domain, ranks_per_node=ranks_per_node)
     planner = VerifiedPlanner(
         config.planner,
         budget.cluster,
-        cost,
+        replace(cost, gather_seconds=a_round.of_round),
         budget.limits,
         num_stages=mesh.pp,
         num_chunks=mesh.virtual_stages,
+        domain=domain,
         context_length=config.data.context_length,
         step_times=times,
     )
@@ -206,10 +213,11 @@ def plan_of_run(
 def run_calibration(config: Config, planner: VerifiedPlanner, ranks: Ranks, num_layers: int) -> RunCalibration | None:
     """The calibration of this run; None if it is switched off, or if no rank could be compared with another one.
 
-    With tensor or pipeline parallelism, the times of a rank are not those of one model on one device, so costs stay.
+    With tensor or pipeline parallelism, and where ranks gather parameters in every pass, the times of a rank are not
+    those of one model on one device, so costs stay.
     """
     shape = ranks.mesh.shape
-    if not config.cost.calibrate or shape.hdp == 1 or shape.tp * shape.pp > 1:
+    if not config.cost.calibrate or shape.hdp == 1 or shape.tp * shape.pp > 1 or planner.domain > 1:
         return None
     speeds = () if planner.cluster.is_uniform else tuple(planner.cluster.speeds.tolist())
     calibrator = Calibrator(first=planner.cost, num_layers=num_layers, first_speeds=speeds)

@@ -45,6 +45,9 @@ class OwnModel:
     parameters: FlatParameters  # of all chunks, in flat buffers
     tied_head: TiedHead | None  # where the embedding is the head too, and another stage's rank has one of the two
 
+    more = ()
+    units = None
+
     @property
     def spec(self) -> ModelSpec:
         """Counts of the whole model."""
@@ -55,7 +58,7 @@ class OwnModel:
         """The chunks with their layers."""
         return [(chunk, list(chunk.layers)) for chunk in self.chunks]
 
-    def memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> Architecture:
+    def memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients, domain: int = 1) -> Architecture:
         """What ``budget.memory_budget`` is to count the memory of."""
         return self.architecture
 

@@ -12,7 +12,7 @@ import torch
 from bytescale.attention import AttentionKernel
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes, format_si
-from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
+from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model, sharing_domain
 from bytescale.config.attached import check_attached
 from bytescale.config.validate import check_mesh
 from bytescale.cost.memory import DeviceKind, MeasuredMemory
@@ -47,6 +47,7 @@ def build_rank_model(
             num_shards=ranks.mesh.hdp.size,
             rank=ranks.mesh.hdp.rank,
             smallest=ranks.smallest,
+            mesh=ranks.mesh,
         )
     check_mesh(config.parallel, architecture, ranks.world.size)
     return build_own_model(
@@ -89,7 +90,9 @@ def describe_model(
             fix="plan on a machine with more memory, or name a preset of about the same shape, such as 70b",
         )
     model = build_attached_model(config, architecture, kernel, device=device, dtype=dtype, num_shards=1)
-    return model.spec, model.memory(kind, num_ranks, config.parallel.ring_gradients)
+    parallel = config.parallel
+    domain = sharing_domain(parallel.shard, parallel.domain, num_ranks, min(parallel.ranks, num_ranks))
+    return model.spec, model.memory(kind, num_ranks, parallel.ring_gradients, domain)
 
 
 def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) -> Architecture | AttachedDecoder:

@@ -55,7 +55,7 @@ def named_clocks(mesh: Mesh) -> dict[str, list[Clock]]:
     named = [("ring", group.exchange.clock) for group in rings]
     named += [("stages", group.exchange.clock) for group in stages]
     named += [("tensor parallel", mesh.tp.clock), ("all ranks", mesh.world.clock)]
-    named += [("gradients, parameters", mesh.gradients.clock)]
+    named += [("gradients, parameters", group.clock) for group in (mesh.gradients, mesh.domain, mesh.replicas)]
     for group in (mesh.world, mesh.gradients, mesh.tp, *rings, *stages):
         named += [("other ranks", group.clock), ("other ranks", group.exchange.clock)]
     found: dict[str, list[Clock]] = {name: [] for name, _ in named}
