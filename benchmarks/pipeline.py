@@ -49,7 +49,7 @@ from bytescale.planner import adaptive_plan, align, aligned, paper_plan
 from bytescale.runtime import Decoder, Executor, Mesh, MeshShape, RankGroup
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.train.parts.own_model import build_own_model
-from bytescale.train.reporting.work import clocks_of
+from bytescale.train.reporting.work import named_clocks
 
 TOKENS = 512
 STAGES = 2
@@ -108,9 +108,10 @@ def measured_steps(mesh: Mesh, part: Decoder, count: int, num_tokens: int, round
     rank_plan, data = equal_micro_batches(count, num_tokens), [Tokens(num_tokens, 16) for _ in range(count)]
     kernel = select_kernel("auto", torch.device("cpu"), torch.float32)
     results = []
+    clocks = [clock for waits in named_clocks(mesh).values() for clock in waits]
     for _ in range(rounds + 1):
         dist.barrier()
-        for clock in clocks_of(mesh):
+        for clock in clocks:
             clock.take()
         started, cpu = time.perf_counter(), time.thread_time()
         Executor(parts=[part], kernel=kernel, mesh=mesh).run(rank_plan, data, num_global_targets=count * num_tokens)
@@ -118,7 +119,7 @@ def measured_steps(mesh: Mesh, part: Decoder, count: int, num_tokens: int, round
         results.append(
             {
                 "wall": time.perf_counter() - started,
-                "wait": sum(clock.take()() for clock in clocks_of(mesh)),
+                "wait": sum(clock.take()() for clock in clocks),
                 "cpu": time.thread_time() - cpu,
             }
         )

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from bytescale import HDP, score
-from bytescale.cli.score import ScoreOptions, check_options, load_model, run, score_on_ranks
+from bytescale.cli.score import ScoreOptions, check_options, run, score_on_ranks
 from bytescale.common.errors import ConfigError, DataError
+from bytescale.config.hugging_face import read_hf_config
+from bytescale.hf.files.folder import read_model
 from bytescale.hf.scoring.score_file import ScoreFile
 from bytescale.parity import small_model
 from tests.data.chats import chat_folder, conversations
@@ -40,6 +42,10 @@ def options(folder: Path, source: Path, out: Path, **changes: object) -> ScoreOp
     )  # type: ignore[arg-type]
 
 
+def load_model(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    return read_model(folder, read_hf_config(folder), dtype).eval()
+
+
 def token_records(lengths: tuple[int, ...] = LENGTHS) -> list[dict]:
     random = np.random.default_rng(0)
     return [{"tokens": random.integers(0, 300, length).tolist()} for length in lengths]
@@ -47,7 +53,7 @@ def token_records(lengths: tuple[int, ...] = LENGTHS) -> list[dict]:
 
 def plain(folder: Path, tokens: list[int]) -> list[float]:
     """Of every token behind the first, as transformers computes it for one document."""
-    model = load_model(str(folder), torch.float64)
+    model = load_model(folder, torch.float64)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1]
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
@@ -126,7 +132,7 @@ def test_labels_of_other_ids_and_weights_that_sum_to_zero(tmp_path: Path, folder
     wanted = options(folder, source, tmp_path / "out.parquet")
     run_forked(1, lambda _: score_on_ranks(wanted))
     (row,) = rows_of(wanted.out)
-    model = load_model(str(folder), torch.float64)
+    model = load_model(folder, torch.float64)
     with torch.no_grad():
         logprobs = model(input_ids=torch.tensor([record["tokens"]])).logits[0, :-1].log_softmax(-1)
     targets = [record["tokens"][1], *labels[2:]]
@@ -174,7 +180,7 @@ def test_scores_in_python(folder: Path) -> None:
         assert len(taken) == 5  # the first batch, and the document that no longer fits
         return [first, *scores]
 
-    for scores in on_ranks(2, load_model(str(folder), torch.float64), work):
+    for scores in on_ranks(2, load_model(folder, torch.float64), work):
         for found, record in zip(scores, records, strict=True):
             assert found[:-1].tolist() == pytest.approx(plain(folder, record["tokens"]), abs=1e-10)
 
@@ -197,5 +203,5 @@ def test_what_cannot_be_scored(tmp_path: Path, folder: Path) -> None:
         run([str(folder), str(source), "--out", str(out), "--capacity-tokens", "0"])
     (folder / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="has no model of type ''"):
-        load_model(str(folder), torch.float32)
+        load_model(folder, torch.float32)
     assert not out.exists()

@@ -19,7 +19,7 @@ from bytescale.report.charts import Series, line_chart, ranks_over_time
 from bytescale.report.parts import forecasts, step_parts
 from bytescale.report.runs import RunRecord, read_run
 from bytescale.simulator.step_trace import load_step_trace, save_step_trace
-from bytescale.train.reporting.evaluations import EvaluationMetrics
+from bytescale.train.reporting.metrics import EvaluationMetrics
 from bytescale.train.run_folder import RunFolder
 from tests.report.folders import metrics_line, trace_of_two_ranks, write_run
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from bytescale.config import Config, ParallelConfig, TrainerConfig
-from bytescale.train.fit import fit_to_gpus
 from bytescale.train.launch.torchrun import rank_failure
+from bytescale.train.parts.devices import fit_to_gpus
 
 
 def failure(exitcode: int, record: str = "", timestamp: int = 0) -> SimpleNamespace:

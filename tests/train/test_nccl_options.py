@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bytescale.common.cuda_allocator import use_expandable_segments
+from bytescale.common.environment import use_expandable_segments
 from bytescale.common.errors import ConfigError
 from bytescale.config import PRESETS
 from bytescale.cost.memory import NCCL_BYTES_PER_NEIGHBOUR, MemoryModel, ModelShare, nccl_reserve_bytes

@@ -14,7 +14,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.config import Config, LogConfig
 from bytescale.train.loop.trainer import train
 from bytescale.train.reporting import trackers
-from bytescale.train.reporting.trackers import _run_id, check_trackers, open_trackers
+from bytescale.train.reporting.trackers import check_trackers, open_trackers
 from bytescale.train.run_folder import RunFolder
 from tests.train.runs import losses, small_run, write_corpus
 
@@ -40,7 +40,7 @@ def test_an_offline_run_of_wandb_holds_what_was_logged(tmp_path: Path) -> None:
     header, history = read_wandb(file)
     assert (header.project, header.display_name, header.entity) == ("trial", "mine", "us")
     assert (header.run_group, list(header.tags)) == ("all", ["a", "b"])
-    assert header.run_id == _run_id(folder)  # a resumed run goes on under the same id
+    assert header.run_id == folder.wandb_id.read_text(encoding="ascii").strip()  # a resumed run keeps it
     logged = [{name: row[name] for name in ("step", "loss", "num_tokens")} for row in history]
     assert logged == [{"step": 7, "loss": 5.5, "num_tokens": 12}, {"step": 8, "loss": 5.25, "num_tokens": 13}]
 

@@ -29,7 +29,6 @@ class ConvertOptions:
     """OWNER/NAME: upload the written folder to the Hugging Face Hub as this model, private if it is new."""
 
     def run(self) -> int:
-        """Return the exit code."""
         source = Path(self.source)
         shards = _exporter(self.source)(
             self.source,
@@ -51,7 +50,6 @@ class ConvertOptions:
 
 
 def _exporter(checkpoint: str) -> Callable[..., list[Path]]:
-    """What turns this checkpoint into a folder, by the model that it is of."""
     from bytescale.checkpoint.hugging_face import export_checkpoint
     from bytescale.checkpoint.reading import CheckpointReader
 
@@ -63,10 +61,7 @@ def _exporter(checkpoint: str) -> Callable[..., list[Path]]:
 
 
 def _run_config(checkpoint: Path, path: Path) -> Config | None:
-    """The run's settings, which begin with the folder that the weights came from, where it can still be found.
-
-    That is the run's own copy, else the folder that the run names.
-    """
+    """The run's settings. Their ``init`` is the run's copy of the folder that the weights came from, or that folder."""
     from bytescale.train.run_folder import origin_of
 
     config = load_config(path) if path.is_file() else None

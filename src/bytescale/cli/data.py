@@ -28,7 +28,6 @@ from bytescale.config.schema import CorpusConfig, DataConfig
 from bytescale.data.length_distributions import bucket_edges, token_shares
 from bytescale.data.loading.corpus import Corpus, choose_tokenizer, list_sources, prepare_corpus
 from bytescale.data.loading.record import check_record
-from bytescale.data.sources.files import SourceFile
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
 from bytescale.data.tokens.fields import WEIGHTS
 from bytescale.data.tokens.indexed import pair_paths, read_index
@@ -85,7 +84,10 @@ class TokenizeConfig(CorpusOptions):
         total_bytes = sum(file.num_bytes for file in files)
         console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {bin_path}, {idx_path.name}")
         if self.dry_run:
-            _print_formats(console, files)
+            for kind in sorted({file.format for file in files}):
+                sizes = [file.num_bytes for file in files if file.format == kind]
+                console.print(f"  {kind}: {len(sizes)} files, {format_bytes(sum(sizes))}")
+            console.print("Nothing was written (--dry-run).")
             return 0
         started = time.perf_counter()
         with progress_bar() as progress:
@@ -179,13 +181,6 @@ def document_lengths(corpus: Corpus) -> IntArray:
     return np.add.reduceat(samples.length, np.flatnonzero(begins))
 
 
-def _print_formats(console: Console, files: list[SourceFile]) -> None:
-    for file_format in sorted({file.format for file in files}):
-        chosen = [file for file in files if file.format == file_format]
-        console.print(f"  {file_format}: {len(chosen)} files, {format_bytes(sum(file.num_bytes for file in chosen))}")
-    console.print("Nothing was written (--dry-run).")
-
-
 def _print_metadata(console: Console, made: TokenMetadata, seconds: float, rate_seconds: float) -> None:
     rate = format_si(made.num_tokens / rate_seconds)
     console.print(
@@ -246,10 +241,7 @@ def _stats_as_dict(stats: LengthStats) -> dict[str, object]:
 
 
 def _trained_runs(corpus: Corpus, document: Mapping[str, NDArray]) -> Iterator[dict[str, Any]]:
-    """Runs of tokens that have the same weight, and of which all or none are their own label.
-
-    The first token of a document, which nothing predicts, has weight 0.
-    """
+    """Runs of tokens that have the same weight, and of which all or none are their own label. The first has 0."""
     tokens = document["tokens"]
     weights = np.roll(document[WEIGHTS], 1)  # the last one has no label: 0
     labels = np.roll(document["labels"], 1)
@@ -275,8 +267,6 @@ def _text(corpus: Corpus, ids: NDArray) -> str:
 
 
 def _print_runs(console: Console, number: int, runs: list[dict[str, Any]]) -> None:
-    """Print a table of a document, and how many of its tokens are trained on."""
-
     def shortened(text: str) -> str:
         shown, half = repr(text), _SHOWN_CHARACTERS // 2
         return f"{shown[:half]} ... {shown[-half:]}" if len(shown) > _SHOWN_CHARACTERS else shown

@@ -49,7 +49,6 @@ class DemoOptions(TrainOptions):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run ``bytescale demo``. Returns the exit code."""
     options = read_options(arguments, DemoOptions, DEMO_CONFIG)
     if options.launch != "torchrun":
         raise ConfigError("the demo's ranks are processes of one machine", fix="leave out --launch")

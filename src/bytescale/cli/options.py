@@ -133,7 +133,6 @@ def _options_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, type, str, A
 
 
 def _check_names(arguments: Sequence[str], options: type) -> None:
-    """Raise ``ConfigError``, with the most similar name, for an option or a choice that does not exist."""
     known = {name: kind for name, _, _, kind in _options_of(options)}
     for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, given, value = argument.partition("=")
@@ -148,7 +147,6 @@ def _check_names(arguments: Sequence[str], options: type) -> None:
 
 
 def _short_help(kind: Any, prog: str, default: Config) -> str:
-    """The command's own options, and the first sentence about each of the ``USUAL`` settings."""
     lines = [f"usage: {prog} [CONFIG.toml] [options]", "", inspect.cleandoc(kind.__doc__), "", "options:"]
     texts = {name: attribute_texts(owner)[field] for name, owner, field, _ in _options_of(kind) if field}
     settings = {name for name, *_ in _options_of(Config)}
@@ -178,7 +176,6 @@ def attribute_texts(kind: type) -> dict[str, str]:
 
 
 def _help_line(name: str, text: str) -> str:
-    """An option and its text, in two columns."""
     return textwrap.fill(text, 110, initial_indent=f"  {name:<36} ", subsequent_indent=" " * 39)
 
 

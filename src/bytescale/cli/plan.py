@@ -25,7 +25,7 @@ from bytescale.plan.io import save_plan
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.summary import gist
 from bytescale.plan.verify import verify
-from bytescale.simulator import ClusterConfig, SimulatedStep, simulate
+from bytescale.simulator import SimulatedStep, simulate
 from bytescale.simulator.draw import draw_steps
 
 NOTICEABLE = 0.05  # share of the step from which a loss is reported
@@ -86,10 +86,13 @@ def run(arguments: Sequence[str]) -> int:
     chosen = list(planned)[-1]
     if options.json:
         print(json.dumps(_as_dict(planned, ideal)))
+    layout = [f"{name} {number}" for name, number in (("tp", cluster.tp), ("pp", cluster.pp)) if number > 1]
+    chunks = f", {cluster.virtual_stages} chunks of layers a stage" if cluster.virtual_stages > 1 else ""
+    devices = f" ({' x '.join(layout)} devices each{chunks})" if layout else ""
     console.print(
         f"{len(lengths)} sequences of {format_count(int(lengths.sum()))} tokens ({origin}; longest "
         f"{format_count(int(lengths.max()))}) on {cluster.num_ranks} ranks of "
-        f"{format_count(costs.capacity_tokens)} tokens{_devices_in_words(cluster)}; times from {costs.profile.name}"
+        f"{format_count(costs.capacity_tokens)} tokens{devices}; times from {costs.profile.name}"
     )
     _print_comparison(console, planned, ideal)
     for name, why in refused.items():
@@ -105,18 +108,10 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _devices_in_words(cluster: ClusterConfig) -> str:
-    """Describe the devices of a rank if it has more than one."""
-    layout = [f"{name} {number}" for name, number in (("tp", cluster.tp), ("pp", cluster.pp)) if number > 1]
-    chunks = f", {cluster.virtual_stages} chunks of layers a stage" if cluster.virtual_stages > 1 else ""
-    return f" ({' x '.join(layout)} devices each{chunks})" if layout else ""
-
-
 def _plan_all(options: PlanOptions, lengths: IntArray, costs: Costs) -> tuple[dict[str, Planned], dict[str, str]]:
-    """Return the plan of every planner, and a reason for every planner that has none.
+    """Return the plan of every planner, and a reason for every one that has none, such as that no static mesh exists.
 
-    For example, a static mesh does not exist for every number of ranks, and a naive plan may hang in interleaved
-    stages. Raises the last planner's ``PlanError`` if no planner has a plan.
+    Raises the last planner's ``PlanError`` if no planner has a plan.
     """
     planned: dict[str, Planned] = {}
     refused: dict[str, str] = {}
@@ -211,7 +206,6 @@ def _critical_sequence(item: Planned) -> tuple[int, int, float]:
 
 
 def _losses(item: Planned, cost: CostModel) -> list[tuple[float, str]]:
-    """The shares of the step that are lost, with advice, the largest first."""
     shares, counts = item.step.shares(), np.diff(item.plan.rank_micro_batch_offsets)
     # A block takes as long as its transfer at C tokens, with a C^2 = bytes C / bandwidth.
     hides = cost.ring_bytes_per_token / cost.inter_node_bytes_per_second / cost.attention_seconds_per_pair

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -43,31 +44,27 @@ class ProfileOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run ``bytescale profile``. Returns the exit code."""
     options = read(ProfileOptions, arguments, prog="bytescale profile", default=DEFAULTS)
-    _check_out(options.out)
-    ranks = options.config.parallel.ranks
-    if ranks > 1 and ranks_of_torchrun() is None:
-        from bytescale.train.launch.torchrun import launch_ranks
-
-        launch_ranks(ranks, ["profile", *arguments], run_dir=str(options.out), stop_seconds=10.0)
-        return 0
-    return profile_command(options)
-
-
-def _check_out(out: Path) -> None:
-    """Raise ``ConfigError`` if nothing could be written. It is called before a minute is spent on measuring."""
-    folder = out.parent
-    if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    out, folder = options.out, options.out.parent
+    if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):  # told before a minute of measuring
         raise ConfigError(
             f"--out {out} "
             + ("is a folder" if out.is_dir() else f"cannot be written, because {folder} is not a writable folder"),
             so="the measurements would be lost",
             fix="name a file in a folder that exists and can be written",
         )
+    ranks = options.config.parallel.ranks
+    if ranks > 1 and ranks_of_torchrun() is None:
+        from bytescale.train.launch.torchrun import launch_ranks
+
+        again = shlex.join(["bytescale", "profile", *arguments])
+        launch_ranks(ranks, ["profile", *arguments], again=again, stop_seconds=10.0)
+        return 0
+    profile_command(options)
+    return 0
 
 
-def profile_command(options: ProfileOptions) -> int:
+def profile_command(options: ProfileOptions) -> None:
     """Measure on all ranks together. The first rank writes the files."""
     import torch
 
@@ -100,7 +97,6 @@ def profile_command(options: ProfileOptions) -> int:
             )
         if ranks.is_first:
             _write(options, profile, torch.get_num_threads())
-    return 0
 
 
 def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:

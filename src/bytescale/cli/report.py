@@ -27,7 +27,6 @@ class ReportOptions:
     """The HTML file to write. An older file of this name is replaced."""
 
     def run(self) -> int:
-        """Return the exit code."""
         from bytescale.report import read_runs, report_page
 
         out = self.out.absolute()

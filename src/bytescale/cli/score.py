@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from bytescale.cli.data import CorpusOptions
 from bytescale.cli.options import parse
@@ -61,7 +61,6 @@ class ScoreOptions(CorpusOptions):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run ``bytescale score``. Returns the exit code."""
     given = list(arguments)
     if given and not given[0].startswith("-"):
         given = ["--model", *given]
@@ -82,7 +81,7 @@ def run(arguments: Sequence[str]) -> int:
 
     print(f"starting {options.ranks} ranks ...", flush=True)
     again = shlex.join(["bytescale", "score", *arguments])
-    launch_ranks(options.ranks, ["score", *arguments], run_dir=str(options.out), stop_seconds=30.0, again=again)
+    launch_ranks(options.ranks, ["score", *arguments], again=again, stop_seconds=30.0)
     return 0
 
 
@@ -114,14 +113,17 @@ def prepare(options: ScoreOptions) -> None:
 
 def score_on_ranks(options: ScoreOptions) -> None:
     """Score on this rank, together with the others."""
+    from bytescale.config.hugging_face import read_hf_config
     from bytescale.data.loading.corpus import check_vocabulary, prepare_corpus
+    from bytescale.hf.files.folder import read_model
     from bytescale.hf.loop.hdp import HDP
     from bytescale.hf.scoring.score_file import ScoreFile, score_corpus
     from bytescale.train.ranks import open_ranks
 
+    folder = Path(options.model).expanduser()
     with open_ranks(options.run_config()) as ranks:
         corpus = prepare_corpus(options.corpus_config())
-        model = load_model(options.model, ranks.dtype).to(ranks.device)
+        model = read_model(folder, read_hf_config(folder), ranks.dtype).eval().to(ranks.device)
         check_vocabulary(corpus.metadata, len(model.get_input_embeddings().weight))
         hdp = HDP(model, capacity_tokens=options.capacity_tokens, forward_only=True)
         score_corpus(
@@ -130,20 +132,11 @@ def score_on_ranks(options: ScoreOptions) -> None:
             ScoreFile(options.out),
             data=options.corpus_config(),
             batch_tokens=options.batch_tokens,
-            model_name=model_identity(Path(options.model).expanduser()),
+            model_name=model_identity(folder),
             say=print if ranks.is_first else lambda line: None,
         )
         if ranks.is_first:
             print(f"{corpus.metadata.num_samples} documents, {corpus.metadata.num_tokens} tokens -> {options.out}")
-
-
-def load_model(folder: str, dtype: Any) -> Any:
-    """A causal model of transformers, in evaluation mode. Raises as ``hf.files.folder.read_model``."""
-    from bytescale.config.hugging_face import read_hf_config
-    from bytescale.hf.files.folder import read_model
-
-    path = Path(folder).expanduser()
-    return read_model(path, read_hf_config(path), dtype).eval()
 
 
 def model_identity(folder: Path) -> str:

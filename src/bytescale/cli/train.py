@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from bytescale.cli.options import Settings, leading_path, read
-from bytescale.common.cuda_allocator import use_expandable_segments
-from bytescale.common.environment import ranks_of_torchrun
+from bytescale.common.environment import ranks_of_torchrun, use_expandable_segments
 from bytescale.common.errors import ConfigError
 from bytescale.common.private_folder import private_folder
 from bytescale.config import (
@@ -59,7 +58,6 @@ class TrainOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run ``bytescale train``. Returns the exit code."""
     start_training(read_options(arguments))
     return 0
 
@@ -135,7 +133,6 @@ def read_options(
 
 
 def _started_from(init: str | None, config: Config) -> Config:
-    """Apply ``--init``: weights and shape of the model come from one folder."""
     if init is None:
         return config
     if config.trainer.init not in ("", init):
@@ -195,7 +192,6 @@ def _holding_the_context(config: Config, arguments: Sequence[str]) -> Config:
 
 
 def _newest_checkpoint(config: Config, run: Path) -> Path | None:
-    """The newest complete checkpoint on this machine, if there is any."""
     from bytescale.checkpoint.folder_of_run import complete_checkpoints, local_folder
 
     complete = complete_checkpoints(local_folder(config.checkpoint.folder, run / "checkpoints"))
@@ -207,8 +203,9 @@ def prepare_and_start(options: TrainOptions) -> None:
 
     Whatever can fail without ranks fails here, before any rank is started.
     """
-    from bytescale.train.fit import check_room, fit_to_gpus
     from bytescale.train.launch.supervise import supervise
+    from bytescale.train.parts.budget import check_room
+    from bytescale.train.parts.devices import fit_to_gpus
     from bytescale.train.reporting.trackers import check_trackers
     from bytescale.train.run_folder import check_is_new
 
@@ -261,11 +258,7 @@ def _check_initial_weights(config: Config) -> None:
 
 
 def _prepare_data(config: Config) -> None:
-    """Tokenise what the first batch of a new run needs.
-
-    In two cases only the sources are listed. A resumed run leaves tokenising to its ranks, because its checkpoint says
-    which part of the data it needs. With the Ray loader, servers tokenise.
-    """
+    """Tokenise what the first batch of a new run needs. Ranks that resume and Ray's servers tokenise by themselves."""
     from bytescale.data.loading.corpus import plan_shards, prepare_corpus
     from bytescale.data.order.batches import BatchSampler
     from bytescale.data.tokens.progress import progress_bar
@@ -318,6 +311,6 @@ def _start_ranks(config: Config, command: str) -> None:
         launch_ranks(
             config.parallel.ranks,
             [command, str(resolved)],
-            run_dir=config.trainer.run_dir,
+            again=f"bytescale train --resume {config.trainer.run_dir}",
             stop_seconds=config.parallel.stop_seconds,
         )

@@ -17,7 +17,6 @@ class Cut:
     index: int = 0
     """Number of this part, from 0."""
     count: int = 1
-    """Number of parts."""
     replicas: int = 1
     """Tensor-parallel ranks that hold this same part. Their gradients must be summed, and count once in the norm."""
     replica: int = 0
@@ -30,7 +29,6 @@ class Cut:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Shape of the part."""
         if self.count == 1:
             return self.shape
         return (*self.shape[: self.dim], self.shape[self.dim] // self.count, *self.shape[self.dim + 1 :])

@@ -40,7 +40,12 @@ def foreseen(error: Exception, command: str) -> Exception:
     if isinstance(error, BytescaleError) or not isinstance(error, OSError):
         return error
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return disk_full(error)
+        where = f"the disk that holds {error.filename}" if error.filename else "the disk of the run folder"
+        return DiskFullError(
+            f"no space is left on {where}",
+            so="the run cannot go on; earlier checkpoints are complete",
+            fix="free some space, or lower checkpoint.keep, then continue with `bytescale train --resume RUN_FOLDER`",
+        )
     if error.filename is None:
         return error
     name = error.filename if error.filename2 is None else error.filename2  # where a file was to be renamed to
@@ -70,13 +75,3 @@ def keep_trace(trace: str) -> Path | str:
             file.write(trace)
         return Path(path)
     return "no file, as none can be written"
-
-
-def disk_full(error: OSError) -> DiskFullError:
-    """Return a complete message for an error in which Python gives a few words, often without the file."""
-    where = f"the disk that holds {error.filename}" if error.filename else "the disk of the run folder"
-    return DiskFullError(
-        f"no space is left on {where}",
-        so="the run cannot go on; earlier checkpoints are complete",
-        fix="free some space, or lower checkpoint.keep, then continue with `bytescale train --resume RUN_FOLDER`",
-    )

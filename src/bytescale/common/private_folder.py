@@ -34,11 +34,8 @@ def private_folder(prefix: str, parent: str | None = None) -> Iterator[Path]:
 
 
 def _take(folder: Path, stack: ExitStack) -> None:
-    """Lock an existing folder. Raises ``OSError`` unless it is this user's alone and nobody holds its lock.
-
-    Another user may give a folder or a FIFO any name, so nothing is opened before the owner is known.
-    """
-    found = os.lstat(folder)
+    """Lock an existing folder. Raises ``OSError`` unless it is this user's alone and nobody holds its lock."""
+    found = os.lstat(folder)  # another user may give a FIFO any name: nothing is opened before the owner is known
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(f"{folder} is not a private folder of this user")
     fcntl.flock(_opened(folder / "lock", os.O_RDWR, stack), fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,6 @@
-"""Models that run on transformers' own code: what config.json says of them. Free of torch and of transformers.
+"""Models that run on transformers' own code (``bytescale.hf``): what config.json says of them. Free of torch.
 
-The trainer has two kinds of models. Llama and Mixtral are our own code (``Architecture``). Every other decoder is
-transformers' model, put on our attention (``bytescale.hf``), and is described by its whole config.json.
+Llama and Mixtral are our own code (``Architecture``). Every other decoder is described by its whole config.json.
 """
 
 from __future__ import annotations
@@ -79,7 +78,13 @@ class AttachedArchitecture:
 
 def check_attached(config: Config, shape: AttachedArchitecture) -> None:
     """Raise ``ConfigError`` for settings that only our own Llama and Mixtral have, and for changes of the model."""
-    _check_changes(config.model, shape)
+    changed = [spec.name for spec in fields(Architecture) if getattr(config.model, spec.name) is not None]
+    if changed:
+        raise ConfigError(
+            f"model.{changed[0]} is set, but the model of type {shape.model_type} is what its config.json says",
+            so="the setting would have no effect",
+            fix=f"leave it out, or change {shape.model_type}'s config.json",
+        )
     parallel, memory = config.parallel, config.memory
     ours = (
         ("parallel.tp", parallel.tp, parallel.tp > 1, "1"),
@@ -123,15 +128,4 @@ def check_trained(config: Config, shape: AttachedArchitecture | None) -> None:
             f"{config.trainer.init!r})",
             so="what is not trained would be random numbers",
             fix="use --init hf:FOLDER; `bytescale convert` makes a folder of a checkpoint, adapters merged",
-        )
-
-
-def _check_changes(model: ModelConfig, shape: AttachedArchitecture) -> None:
-    numbers = [spec.name for spec in fields(Architecture)]
-    changed = [name for name in numbers if getattr(model, name) is not None]
-    if changed:
-        raise ConfigError(
-            f"model.{changed[0]} is set, but the model of type {shape.model_type} is what its config.json says",
-            so="the setting would have no effect",
-            fix=f"leave it out, or change {shape.model_type}'s config.json",
         )

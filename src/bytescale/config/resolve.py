@@ -28,27 +28,20 @@ def resolve_model(
     """
     if config.preset.startswith(HF_PREFIX):
         folder, trained = Path(config.preset.removeprefix(HF_PREFIX)).expanduser(), trained_of(config)
+        content = read_hf_config(folder)
         if trained:
-            return AttachedArchitecture(content=read_hf_config(folder), trained=trained)
-        attached = attached_in_folder(folder)
+            return AttachedArchitecture(content=content, trained=trained)
+        try:
+            architecture_from_hf(content, where=str(folder / "config.json"))
+        except NotOurs:
+            if "model_type" not in content:
+                raise
+            return AttachedArchitecture(content=content)
     elif config.preset.startswith(CHECKPOINT_PREFIX):
         stored = _stored_architecture(config.preset.removeprefix(CHECKPOINT_PREFIX))
-        attached = AttachedArchitecture.of_dict(stored) if AttachedArchitecture.is_in(stored) else None
-    else:
-        attached = None
-    return attached or resolve_architecture(config, tokenizer_vocab_size=tokenizer_vocab_size)
-
-
-def attached_in_folder(folder: Path) -> AttachedArchitecture | None:
-    """The model in a Hugging Face folder if our own code does not have it, else None."""
-    content = read_hf_config(folder)
-    try:
-        architecture_from_hf(content, where=str(folder / "config.json"))
-    except NotOurs:
-        if "model_type" not in content:
-            raise
-        return AttachedArchitecture(content=content)
-    return None
+        if AttachedArchitecture.is_in(stored):
+            return AttachedArchitecture.of_dict(stored)
+    return resolve_architecture(config, tokenizer_vocab_size=tokenizer_vocab_size)
 
 
 def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> Architecture:
@@ -63,7 +56,15 @@ def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | Non
     if config.preset.startswith(HF_PREFIX):
         base = architecture_of_folder(Path(config.preset.removeprefix(HF_PREFIX)).expanduser())
     elif from_folder:
-        base = _architecture_of_checkpoint(config.preset.removeprefix(CHECKPOINT_PREFIX))
+        folder = config.preset.removeprefix(CHECKPOINT_PREFIX)
+        stored = _stored_architecture(folder)
+        if AttachedArchitecture.is_in(stored):
+            raise NotOurs(
+                f"{folder} is a checkpoint of a model of type {AttachedArchitecture.of_dict(stored).model_type}",
+                so="only bytescale train and convert know it",
+                fix="use a preset, or a checkpoint of a Llama or Mixtral",
+            )
+        base = Architecture(**stored)
     elif config.preset in PRESETS:
         base = PRESETS[config.preset]
     else:
@@ -88,17 +89,6 @@ def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | Non
     architecture = replace(base, **given)
     _check_architecture(architecture)
     return architecture
-
-
-def _architecture_of_checkpoint(folder: str) -> Architecture:
-    stored = _stored_architecture(folder)
-    if AttachedArchitecture.is_in(stored):
-        raise NotOurs(
-            f"{folder} is a checkpoint of a model of type {AttachedArchitecture.of_dict(stored).model_type}",
-            so="only bytescale train and convert know it",
-            fix="use a preset, or a checkpoint of a Llama or Mixtral",
-        )
-    return Architecture(**stored)
 
 
 def _stored_architecture(folder: str) -> dict[str, Any]:
@@ -143,11 +133,8 @@ def _check_architecture(shape: Architecture) -> None:
         raise ConfigError(
             f"model.head_dim is {shape.head_dim}, odd", so="rotary embeddings turn pairs", fix="make it even"
         )
-    if shape.num_experts or shape.experts_per_token:
-        _check_experts(shape)
-
-
-def _check_experts(shape: Architecture) -> None:
+    if not (shape.num_experts or shape.experts_per_token):
+        return
     if not 1 <= shape.experts_per_token <= shape.num_experts:
         raise ConfigError(
             f"model.experts_per_token is {shape.experts_per_token} and model.num_experts {shape.num_experts}",

@@ -1,9 +1,6 @@
-"""The report of one or several runs: one HTML file that needs no network. Nothing here imports torch.
-
-``runs`` reads run folders, ``parts`` and ``advice`` compute what the report says, ``charts`` draws, ``page`` assembles.
-"""
+"""The report of one or several runs: one HTML file that needs no network. Nothing here imports torch."""
 
 from bytescale.report.page import report_page
-from bytescale.report.runs import RunRecord, read_runs
+from bytescale.report.runs import read_runs
 
-__all__ = ["RunRecord", "read_runs", "report_page"]
+__all__ = ["read_runs", "report_page"]

@@ -1,7 +1,4 @@
-"""What would help a run: rules over the figures of a report, each with its number, the largest cost first.
-
-A rule is a function from a run to one ``Advice`` or None. It speaks only of what costs more than a few per cent.
-"""
+"""What would help a run: rules over the figures of a report, each with its number, the largest cost first."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ def _share(run: RunRecord, part: str) -> float:
 
 
 def data_comes_late(run: RunRecord) -> Advice | None:
-    """Steps that wait for their loader."""
     share = _share(run, "data")
     if share < WORTH_SAYING:
         return None
@@ -64,7 +60,6 @@ def data_comes_late(run: RunRecord) -> Advice | None:
 
 
 def ranks_wait_in_rings(run: RunRecord) -> Advice | None:
-    """Waiting inside forward and backward."""
     share = _share(run, "waiting")
     if share < WORTH_SAYING:
         return None
@@ -85,7 +80,6 @@ def ranks_wait_in_rings(run: RunRecord) -> Advice | None:
 
 
 def one_rank_computes_longer(run: RunRecord) -> Advice | None:
-    """The slowest rank's compute over the mean."""
     imbalance = typical(run, "imbalance")
     if imbalance is None or imbalance < 1 + WORTH_SAYING:
         return None
@@ -107,7 +101,6 @@ def _better_planner(run: RunRecord) -> str:
 
 
 def reduction_takes_long(run: RunRecord) -> Advice | None:
-    """Gradients at the end of steps."""
     share = _share(run, "sync")
     if share < WORTH_SAYING:
         return None
@@ -123,7 +116,6 @@ def reduction_takes_long(run: RunRecord) -> Advice | None:
 
 
 def predictions_are_off(run: RunRecord) -> Advice | None:
-    """Predicted and measured step times."""
     found = sorted(warm(forecasts(run)), key=lambda one: abs(one.error))
     if not found or abs(found[len(found) // 2].error) < 0.2:
         return None
@@ -152,7 +144,6 @@ def a_rank_is_slow(run: RunRecord) -> Advice | None:
 
 
 def some_steps_take_much_longer(run: RunRecord) -> Advice | None:
-    """Steps far above the median, per token."""
     costs = {int(line["step"]): line["step_seconds"] / max(1, line["num_tokens"]) for line in warm(run.steps)}
     middle = median(costs.values())
     slow = {step: cost for step, cost in costs.items() if cost > 1.5 * middle}

@@ -1,7 +1,4 @@
-"""Charts as HTML with SVG inside. Shapes stretch with the page; text is HTML, so it stays readable on a phone.
-
-Colours are classes of style.css. Every function returns a string.
-"""
+"""Charts as HTML with SVG inside, in strings. Shapes stretch with the page; text is HTML, readable on a phone."""
 
 from __future__ import annotations
 

@@ -56,7 +56,6 @@ def report_page(runs: Sequence[RunRecord], *, now: datetime | None = None) -> st
 
 
 def _states(runs: Sequence[RunRecord]) -> str:
-    """Whether each run has finished, and what could not be read."""
     lines = []
     for place, run in enumerate(runs):
         name = f'<b><i class="r{place % 6}"></i>{escape(run.name)}</b>'

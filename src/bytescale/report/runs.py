@@ -78,7 +78,11 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
             so="there is nothing to report",
             fix="name folders that `bytescale train` has written, such as runs/NAME",
         )
-    names = _unique_names([path.resolve() for path in paths])
+    resolved = [path.resolve() for path in paths]
+    names = [path.name for path in resolved]
+    if len(set(names)) < len(names):
+        names = [f"{path.parent.name}/{path.name}" for path in resolved]
+    names = [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, start=1)]
     return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
@@ -105,14 +109,6 @@ def read_run(path: Path, name: str) -> RunRecord:
     )
 
 
-def _unique_names(paths: list[Path]) -> list[str]:
-    """Folder names; with the parent's name before them where two runs have the same one."""
-    names = [path.name for path in paths]
-    if len(set(names)) < len(names):
-        names = [f"{path.parent.name}/{path.name}" for path in paths]
-    return [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, start=1)]
-
-
 def _settings(folder: RunFolder, notes: list[str]) -> dict[str, Any]:
     """The defaults, then the newest config. Unknown keys of other versions of bytescale are kept."""
     path = max(folder.path.glob("config-resumed-*.toml"), default=folder.config)
@@ -128,10 +124,7 @@ def _settings(folder: RunFolder, notes: list[str]) -> dict[str, Any]:
 
 
 def _lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:
-    """The lines of a file with one JSON object a step, by step. The last line of a killed run may be cut off.
-
-    ``needed``: numbers without which a line is not whole.
-    """
+    """The lines of a file with one JSON object a step, by step. ``needed``: numbers without which a line is damaged."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = [line for line in text.splitlines() if line.strip()]
     steps: dict[int, dict[str, Any]] = {}

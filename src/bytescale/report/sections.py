@@ -33,7 +33,6 @@ TRACE_KEYS = (
 
 
 def overview_section(runs: Sequence[RunRecord]) -> str:
-    """Key figures, a column per run."""
     rows: dict[str, Callable[[RunRecord], str]] = {
         "steps": lambda run: f"{run.step_numbers[-1] if run.steps else 0} of {run.settings['trainer.steps']}",
         "ranks": _ranks,
@@ -67,7 +66,6 @@ def loss_section(runs: Sequence[RunRecord]) -> str:
 
 
 def throughput_section(runs: Sequence[RunRecord]) -> str:
-    """Tokens per second of all runs."""
     return line_chart(_series(runs, "tokens_per_second"), label=format_count, from_zero=True)
 
 
@@ -92,7 +90,6 @@ def time_section(runs: Sequence[RunRecord]) -> str:
 
 
 def traces_section(runs: Sequence[RunRecord]) -> str:
-    """Ranks over time in the traced steps."""
     traces = [trace for run in runs for trace in run.traces]
     if not traces:
         last = max((int(run.settings["trainer.steps"]) for run in runs), default=1)
@@ -114,7 +111,6 @@ def traces_section(runs: Sequence[RunRecord]) -> str:
 
 
 def batches_section(runs: Sequence[RunRecord]) -> str:
-    """Lengths of sequences, and over how many ranks they were shared."""
     return per_run([(run.name, _lengths(run.batches) + _degrees(run.batches)) for run in runs if run.batches])
 
 
@@ -153,7 +149,6 @@ def memory_section(runs: Sequence[RunRecord]) -> str:
 
 
 def calibration_section(runs: Sequence[RunRecord]) -> str:
-    """Predicted step times beside measured ones."""
     blocks = []
     for run in runs:
         found = forecasts(run)
@@ -183,7 +178,6 @@ def settings_section(runs: Sequence[RunRecord]) -> str:
 
 
 def _by_length(run: RunRecord) -> str:
-    """The newest evaluation, by the length of sequences."""
     last = run.evaluations[-1] if run.evaluations else {}
     rows = [
         [

@@ -1,8 +1,7 @@
-"""Opens fsspec's file systems with time limits of our own, and turns all their errors into one kind.
+"""Opens fsspec's file systems with time limits of our own. All their errors become an ``OSError`` that names the URL.
 
-Every error of a file system becomes an ``OSError`` that names the URL: a ``PermissionError`` or a ``FileNotFoundError``
-if trying again is hopeless, and else a plain one. A client tries once or twice; ``storage.retry`` tries again, and logs
-that it does.
+It is a ``PermissionError`` or a ``FileNotFoundError`` if trying again is hopeless, and else a plain one. A client tries
+once or twice; ``storage.retry`` tries again, and logs that it does.
 """
 
 from __future__ import annotations
@@ -21,8 +20,11 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 20.0
 """A read fails after this many seconds without a byte."""
 
-_EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http", "webhdfs": "webhdfs"}
-_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hdfs": "pyarrow", "sftp": "paramiko"}
+_PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), "'bytescale[s3]'"), **dict.fromkeys(("http", "https"), "'bytescale[http]'"),
+    "webhdfs": "'bytescale[webhdfs]'", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs",
+    "hdfs": "pyarrow", "sftp": "paramiko",
+}  # fmt: skip
 _CREDENTIALS = {
     "s3": "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or FSSPEC_S3_ANON=true for what is public; "
     "AWS_ENDPOINT_URL where the server is not Amazon's",
@@ -75,7 +77,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         raise ConfigError(
             f"data source {url!r} needs a package that is not installed ({error})",
             so="it cannot be read",
-            fix=_how_to_install(protocol),
+            fix=f"pip install {_PACKAGES[protocol]}" if protocol in _PACKAGES else "install the package that it names",
         ) from error
     except ValueError as error:
         raise ConfigError(
@@ -153,12 +155,6 @@ def _check_webhdfs_answer(response: Any, **_: Any) -> None:
     if name in ("StandbyException", "RetriableException"):  # sent with 403 by a name node that does not serve for now
         kind = OSError
     raise kind(errno.EIO, f"{response.status_code} {name}: {text}" if name else f"{response.status_code} {text}")
-
-
-def _how_to_install(protocol: str) -> str:
-    if protocol in _EXTRAS:
-        return f"pip install 'bytescale[{_EXTRAS[protocol]}]'"
-    return f"pip install {_PACKAGES[protocol]}" if protocol in _PACKAGES else "install the package that it names"
 
 
 def _as_os_error(error: Exception, url: str) -> OSError:

@@ -1,8 +1,7 @@
-"""Models of the Hugging Face Hub by name: ``OWNER/NAME`` or ``OWNER/NAME@REVISION`` becomes a folder on this machine.
-A folder becomes a model of the Hub where this is asked for.
+"""Models of the Hugging Face Hub by name (``OWNER/NAME``, ``OWNER/NAME@REVISION``), as folders of its cache here.
 
-huggingface_hub downloads into its cache, and a folder there is named by the commit. So what a run writes down pins the
-commit. Files of weights are safetensors alone, and code that comes with a model is not downloaded.
+A folder there is named by the commit, so what a run writes down pins it. Weights are safetensors alone, and code that
+comes with a model is not downloaded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Places of files and folders: a ``Path`` on this machine, or a ``Url`` that fsspec can open (s3://, hdfs://, ...).
 
-Every error of a remote file system becomes an ``OSError`` that names the URL (``storage.filesystems``). Methods of
-``Url`` that ``Path`` has too make one attempt, because those who read a stream have to begin again as a whole. All
-others try again some times by themselves.
+Methods of ``Url`` that ``Path`` has too make one attempt, because those who read a stream have to begin again as a
+whole. All others try again some times by themselves.
 """
 
 from __future__ import annotations
@@ -104,7 +103,6 @@ class Url:
         self._tried(lambda system, path: system.rm_file(path))
 
     def _tried(self, request: Callable[[Any, str], Result], seconds: float = ANSWER_SECONDS) -> Result:
-        """Return ``request(file system, path)``, tried again some times. Raises ``OSError``."""
         system, path = open_filesystem(self.url)
         return tried(self.url, lambda: request(system, path), seconds=seconds)
 
@@ -180,7 +178,6 @@ def read_into(file: Place, offset: int, target: memoryview) -> int:
 
 
 def _listed(folder: Url) -> dict[str, dict]:
-    """Return the entries of a folder by their names."""
     path = open_filesystem(folder.url)[1].rstrip("/")
     try:
         found = folder._tried(lambda system, path: system.ls(path, detail=True, refresh=True))

@@ -28,7 +28,6 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.failures import foreseen
 from bytescale.config import Config, sharing_domain
 from bytescale.runtime import DTYPES, Mesh, MeshShape, RankGroup
-from bytescale.runtime.plain_data import all_gather_json
 
 STORE_FILE = "BYTESCALE_STORE_FILE"
 """Environment variable with the file through which the ranks of one machine find each other. It lies in a folder that
@@ -84,10 +83,6 @@ class Ranks:
     def smallest(self, own: Sequence[float]) -> list[float]:
         """The minimum over ranks of each of these numbers. Every rank calls it, with equally many numbers."""
         return [min(column) for column in zip(*self.world.share(list(own)), strict=True)]
-
-    def everyone(self, own: Any) -> list[Any]:
-        """What every rank tells, as JSON, in the order of world ranks. Every rank calls it."""
-        return all_gather_json(own, self.checkpoint_group)
 
     @property
     def is_first(self) -> bool:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
+from bytescale.common.atomic import whole_file
 from bytescale.common.errors import ConfigError
 from bytescale.common.parsing import parse_json
 from bytescale.config import Config, config_to_toml
@@ -113,16 +114,18 @@ def check_is_new(path: Path) -> None:
         )
 
 
-def lines_until(path: Path, step: int) -> list[str]:
-    """The lines up to ``step`` of a file that has a line of JSON for every step; none where there is no file.
+def keep_until(path: Path, step: int) -> list[str]:
+    """Remove the lines after ``step`` from a file that has a line of JSON for every step, and what a kill has cut off.
 
-    The last line of a killed run may be cut off, and is left out.
+    Returns the lines that stay; none where there was no file.
     """
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         with suppress(ValueError, KeyError, TypeError):
             if parse_json(line)["step"] <= step:
                 kept.append(line)
+    with whole_file(path) as temporary:
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     return kept
 
 

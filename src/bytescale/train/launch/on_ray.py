@@ -1,8 +1,4 @@
-"""Starts the ranks of a run as Ray actors, one per bundle of a placement group: ``bytescale train --launch ray``.
-
-Ray finds the nodes and notices deaths; everything else of a rank is as under torchrun: the same environment variables,
-the same process group, the same trainer.
-"""
+"""Starts ranks as Ray actors (``--launch ray``). Environment, groups and trainer of a rank are as under torchrun."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from bytescale.common.cuda_allocator import use_expandable_segments
+from bytescale.common.environment import use_expandable_segments
 from bytescale.common.errors import BytescaleError, ConfigError, LoaderFailure, RankFailure, RanksRefused
 from bytescale.common.ports import reserve_port
 from bytescale.common.private_folder import private_folder
@@ -37,8 +33,6 @@ _NODE_DEATH_SECONDS = 30.0
 
 
 class RankActor:
-    """One training rank."""
-
     def __init__(self) -> None:
         self._stop = StopRequest()
         self._reservation = reserve_port()  # the first rank will listen there
@@ -114,7 +108,9 @@ def ranks_there(config: Config) -> int:
     bundle = _bundle(config)
     deadline = time.monotonic() + _NODE_DEATH_SECONDS
     while time.monotonic() < deadline:
-        count = min(config.parallel.ranks, _bundles_of_living_nodes(bundle))
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        room = sum(min(node.get(name, 0) // need for name, need in bundle.items()) for node in nodes)
+        count = min(config.parallel.ranks, int(room))
         if count and _can_place(count, bundle):
             return count
     for fewer in range(count - 1, 0, -1):  # somebody else has some of the nodes' resources
@@ -129,11 +125,6 @@ def _can_place(num_ranks: int, bundle: dict[str, float]) -> bool:
         return group.wait(_TRY_SECONDS)
     finally:
         remove_placement_group(group)
-
-
-def _bundles_of_living_nodes(bundle: dict[str, float]) -> int:
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return int(sum(min(node.get(name, 0) // need for name, need in bundle.items()) for node in nodes))
 
 
 def _addresses(ranks: list[Any], run_dir: str) -> list[tuple[str, str, int, int]]:
@@ -224,7 +215,6 @@ def _failure(failures: dict[int, Exception], pids: list[int], run_dir: str) -> R
 
 
 def _bundle(config: Config) -> dict[str, float]:
-    """The resources that one rank needs."""
     has_gpus = ray.cluster_resources().get("GPU", 0) >= config.parallel.ranks
     on_gpus = config.trainer.device == "cuda" or (config.trainer.device == "auto" and has_gpus)
     return {"CPU": 1.0, **({"GPU": 1.0} if on_gpus else {})}

@@ -27,19 +27,17 @@ from bytescale.common.errors import RankFailure, RanksRefused
 from bytescale.common.failures import keep_trace
 from bytescale.common.private_folder import private_folder
 from bytescale.config import Config
-from bytescale.train.fit import check_room
+from bytescale.train.parts.budget import check_room
 from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE
 
 _LOOK_SECONDS = 0.1
 
 
-def launch_ranks(
-    num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop_seconds: float, again: str = ""
-) -> None:
+def launch_ranks(num_ranks: int, arguments: Sequence[str], *, again: str, stop_seconds: float) -> None:
     """Run ``python -m bytescale <arguments>`` as ``num_ranks`` ranks on this machine and wait for them.
 
     Ranks have ``stop_seconds`` to end by themselves after a signal arrived. ``again``: the command that continues what
-    was stopped, for messages; empty: that of the training run in ``run_dir``.
+    was stopped, for messages.
 
     Raises:
         ConfigError: this machine has no room for so many processes.
@@ -49,7 +47,6 @@ def launch_ranks(
     """
     check_room(num_ranks)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is reported once, below
-    again = again or f"bytescale train --resume {run_dir}"
     try:
         with private_folder("bytescale-ranks-") as folder:
             failures = _run(folder, num_ranks, arguments, stop_seconds, again)
@@ -93,17 +90,12 @@ def _run(
             flush=True,
         )
         if ranks is not None:
-            _end(ranks, stop_seconds)
+            try:
+                ranks.close(signal.SIGTERM, timeout=math.ceil(stop_seconds))
+            except SignalException:  # the second one
+                ranks.close(signal.SIGKILL)
         print(f"stopped by {name}; continue with: {again}")
         raise SystemExit(128 + stop.sigval) from None
-
-
-def _end(ranks: PContext, stop_seconds: float) -> None:
-    """Let the ranks finish their step and save. After ``stop_seconds``, or a second signal, those left are killed."""
-    try:
-        ranks.close(signal.SIGTERM, timeout=math.ceil(stop_seconds))
-    except SignalException:
-        ranks.close(signal.SIGKILL)
 
 
 def ranks_there(config: Config) -> int:
@@ -152,11 +144,8 @@ def _rank_of_blame(failure: ProcessFailure) -> int:
 
 
 def _error_of(failure: ProcessFailure) -> tuple[str, str, str]:
-    """The type of a rank's exception, its text for people, and its stack trace unless the text is clear by itself.
-
-    torchrun's note is a string such as ``DataError: the corpus is empty``, or a dictionary with the trace beside it.
-    """
-    message: Any = failure.message
+    """The type of a rank's exception, its text for people, and its stack trace unless the text is clear by itself."""
+    message: Any = failure.message  # "DataError: the corpus is empty", or a dictionary with the trace beside it
     about = message if isinstance(message, dict) else {"message": message}
     record = str(about["message"])
     kind, colon, text = record.partition(": ")

@@ -10,7 +10,6 @@ from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.units import format_bytes, format_count
 from bytescale.config import PlannerName
 from bytescale.data.loading.loader import StepData
-from bytescale.planner.verified import VerifiedPlanner
 from bytescale.train.loop.step import train_step
 from bytescale.train.parts.job import Job
 from bytescale.train.reporting.metrics import StepMetrics
@@ -41,7 +40,6 @@ class Measured:
         return [rounds[0].loss for rounds in self.steps]
 
     def row(self) -> str:
-        """Return this planner's row of the table."""
         steps = [step for rounds in self.steps for step in rounds]
         sent = sum(rounds[0].attention_bytes_sent for rounds in self.steps)
         tokens = sum(rounds[0].num_tokens for rounds in self.steps)
@@ -63,7 +61,10 @@ def compare_planners(job: Job, checkpoints: Checkpointer, say: Callable[[str], N
     measured = []
     for name in PLANNERS:
         job.feed.load_state_dict(position)
-        with job.feed.open(planner_named(job, name), start + NUM_BATCHES) as loader:
+        planner = replace(job.planner, config=replace(job.planner.config, name=name))
+        if job.calibration is not None:  # all that the run knows of costs
+            planner = replace(job.calibration.planner, planner=planner).with_state(job.calibration.state)
+        with job.feed.open(planner, start + NUM_BATCHES) as loader:
             batches = [replace(data, times=replace(data.times, wait_seconds=0.0)) for data in loader]
         measured.append(Measured(planner=name, batches=batches, steps=[[] for _ in batches]))
     still = replace(job.config.optimizer, lr=0.0)
@@ -87,11 +88,3 @@ def compare_planners(job: Job, checkpoints: Checkpointer, say: Callable[[str], N
     for item in measured:
         say(f"          {item.row()}")
     say(f"        {last.planner} is {' and '.join(faster)}; the losses differ by at most {apart:.0e}")
-
-
-def planner_named(job: Job, name: PlannerName) -> VerifiedPlanner:
-    """Return a planner with all that the run knows of costs."""
-    planner = replace(job.planner, config=replace(job.planner.config, name=name))
-    if job.calibration is None:
-        return planner
-    return replace(job.calibration.planner, planner=planner).with_state(job.calibration.state)

@@ -21,7 +21,7 @@ from bytescale.data.order.batches import GlobalBatch, batches_once
 from bytescale.data.stats import BUCKET_EDGES
 from bytescale.plan import Plan, RankPlan
 from bytescale.train.parts.job import Job
-from bytescale.train.reporting.evaluations import EvaluationMetrics
+from bytescale.train.reporting.metrics import EvaluationMetrics
 
 _COLUMNS = 3  # of a bucket: sum of weighted losses, sum of absolute weights, labels that are counted
 
@@ -53,10 +53,7 @@ class Evaluation:
         return step == self.job.config.trainer.steps or (every > 0 and step % every == 0)
 
     def run(self, step: int) -> EvaluationMetrics:
-        """Evaluate. Every rank calls it, between two steps.
-
-        Raises ``RankFailure`` if ranks hold different plans.
-        """
+        """Evaluate between two steps. Every rank calls it. Raises ``RankFailure`` if ranks hold different plans."""
         mesh = self.job.ranks.mesh
         self.job.optimizer.wait_for_parameters()
         totals = np.zeros((len(BUCKET_EDGES) + 1, _COLUMNS))
@@ -122,7 +119,6 @@ class BestEvaluation:
         return 0 < self.settings.patience <= self.num_worse
 
     def why_final(self) -> str:
-        """A line for people."""
         return (
             f"stop    {self.num_worse} evaluations in a row had no lower loss than {self.loss:.4f}, that of step "
             f"{self.step} (eval.patience = {self.settings.patience})"

@@ -47,7 +47,8 @@ def train(
     """
     validate(config, num_ranks=ranks_of_torchrun())
     run = RunFolder(Path(config.trainer.run_dir))
-    resume = config.trainer.resume or restarted_by_torchrun()
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # by torchrun --max-restarts
+    resume = config.trainer.resume or restarted
     screen = screen_of_stdout() if print_line is None else Screen(print_line)
     with (
         open_ranks(config) as ranks,
@@ -107,8 +108,3 @@ def restore_latest(job: Job, checkpoints: Checkpointer, log: RunLog) -> RunState
     state = job.restore(checkpoints, path) if path else None
     log.resumed(path, state.step if state else 0)
     return state
-
-
-def restarted_by_torchrun() -> bool:
-    """Whether torchrun started this process again after a failure (``--max-restarts``)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

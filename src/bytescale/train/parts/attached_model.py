@@ -47,12 +47,10 @@ class HFModel:
 
     @property
     def spec(self) -> ModelSpec:
-        """Counts of the model."""
         return self.part.spec
 
     @property
     def layers(self) -> list[Chunk]:
-        """The model with its layers."""
         return [(self.part, self.part.layers)]
 
     def memory(
@@ -74,7 +72,6 @@ class HFModel:
             load_master_weights(config.trainer.init, self.architecture.as_dict(), optimizer, ranks.checkpoint_group)
 
     def decoders(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> list[Decoder]:
-        """The model as the executor runs it."""
         return [Decoder(module=self.part, activations=self.activations, head=self.part.head)]
 
 

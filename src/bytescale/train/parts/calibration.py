@@ -23,7 +23,7 @@ from bytescale.planner import evaluate
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.runtime import Mesh
 from bytescale.runtime.plain_data import broadcast_json
-from bytescale.train.run_folder import lines_until
+from bytescale.train.run_folder import keep_until
 
 LEAST_BYTES = 2**14
 """Smaller messages say little of a link's rate."""
@@ -50,8 +50,7 @@ class RunCalibration:
         """
         stored: list[dict[str, Any]] = []
         if self._mesh.world.rank == 0:
-            lines = lines_until(path, steps_done)
-            path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+            lines = keep_until(path, steps_done)
             self._file = path.open("a", encoding="utf-8")
             stored = [parse_json(line) for line in lines[-self.planner.lag :]]
         size = self._mesh.hdp.size

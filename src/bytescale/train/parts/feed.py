@@ -33,10 +33,7 @@ def open_feed(config: Config, ranks: Ranks, say: Callable[[str], None] = lambda 
 
 
 def _new_attempt(folder: Path, ranks: Ranks, tell: Callable[[list[Any]], None]) -> Path | None:
-    """The folder in which this attempt records its data, which the first rank chooses once the run folder exists.
-
-    None on ranks that get the same data as another rank of their TP group or pipeline.
-    """
+    """The folder in which this attempt records its data; None on ranks with the same data as another of their mesh."""
     told: list[Any] = [str(new_attempt_folder(folder)) if ranks.is_first else ""]
     tell(told)
     return Path(told[0]) if ranks.mesh.stage == ranks.mesh.tp.rank == 0 else None

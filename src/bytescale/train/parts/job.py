@@ -22,6 +22,7 @@ from bytescale.data.loading.loader import Feed, PrefetchedSteps, StepData
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Executor, ShardedOptimizer
+from bytescale.runtime.plain_data import all_gather_json
 from bytescale.simulator import ClusterConfig, StepTimes
 from bytescale.storage.place import Place
 from bytescale.train.parts.budget import MemoryBudget, kind_of, memory_budget, rank_device
@@ -111,7 +112,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     # 2. Plans: from numbers that are the same on all ranks.
     spec, hdp = model.spec, ranks.mesh.hdp.size
     own = rank_device(config, ranks.device, ranks.dtype, ranks.world.size)
-    everyone = [RankDevice(**told) for told in ranks.everyone(asdict(own))]
+    everyone = [RankDevice(**told) for told in all_gather_json(asdict(own), ranks.checkpoint_group)]
     planning = plan_of_run(
         config,
         spec,

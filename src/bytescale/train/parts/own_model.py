@@ -50,12 +50,10 @@ class OwnModel:
 
     @property
     def spec(self) -> ModelSpec:
-        """Counts of the whole model."""
         return ModelSpec.of(self.architecture)
 
     @property
     def layers(self) -> list[Chunk]:
-        """The chunks with their layers."""
         return [(chunk, list(chunk.layers)) for chunk in self.chunks]
 
     def memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients, domain: int = 1) -> Architecture:
@@ -63,7 +61,6 @@ class OwnModel:
         return self.architecture
 
     def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
-        """Read the initial weights that ``trainer.init`` names."""
         if config.trainer.init:
             load_initial_weights(
                 config.trainer.init, self.architecture, self.parameters, optimizer, ranks.checkpoint_group

@@ -1,14 +1,8 @@
 """Measures the links between ranks, as rings and collectives use them.
 
-* Bandwidth: messages go around a ring without a pause, for seconds. What buffers and bursts swallow passes before the
-  time counts: windows of messages follow each other until two of them take equally long. Messages are so large that a
-  latency is a small part of their time.
-* Latency: the median of small messages.
-* Inside and across nodes apart: a ring of the ranks of each node, and a ring of the first rank of each node. Then as
-  many rings across as nodes have ranks, all at the same time: together they show what a node's link carries.
-* The reduce-scatter and the all-gather of training, over all ranks.
-* A ring step's time beyond the time of blocks and transfers: a ring attention is compared with the same blocks computed
-  without messages.
+Messages follow each other in windows, until two windows take equally long: what buffers and bursts swallow has passed
+then. A ring of the ranks of each node gives the links inside, and a ring of each node's first rank those across. As
+many rings across as nodes have ranks, all at the same time, show what a node's link carries.
 
 Every rank calls every function here, and all get the same numbers: the slowest rank's, because the others wait for it.
 """
@@ -17,7 +11,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -30,7 +23,7 @@ from bytescale.cost import Links, flops
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import RankGroup
-from bytescale.train.profiling.measurer import Measurer
+from bytescale.train.profiling.measurer import LapTimer, Measurer
 
 MESSAGE_SECONDS = 0.05
 MESSAGE_LATENCIES = 10
@@ -90,22 +83,19 @@ def measure_collectives(hdp: RankGroup) -> tuple[float, float, float]:
     The bytes are those that each rank has to send: (R - 1) / R of the whole.
     """
 
+    def zeros(size: int) -> torch.Tensor:
+        """fp32, of about ``size`` bytes: a multiple of the ranks."""
+        return torch.zeros(max(1, size // 4 // hdp.size) * hdp.size, device=hdp.device)
+
     def reduce(size: int) -> None:
-        full = torch.zeros(_whole(size, hdp.size), device=hdp.device)
-        hdp.start_reduce_scatter(full).wait()
+        hdp.start_reduce_scatter(zeros(size)).wait()
 
     def gather(size: int) -> None:
-        full = torch.zeros(_whole(size, hdp.size), device=hdp.device)
-        hdp.start_all_gather(full).wait()
+        hdp.start_all_gather(zeros(size)).wait()
 
     sent = (hdp.size - 1) / hdp.size
     small = _median_seconds(hdp, reduce, 4 * hdp.size)
     return sent * _sustained(hdp, reduce, small), sent * _sustained(hdp, gather, small), small
-
-
-def _whole(size: int, ranks: int) -> int:
-    """Numbers of fp32 in about ``size`` bytes, a multiple of ``ranks``."""
-    return max(1, size // 4 // ranks) * ranks
 
 
 def ring_rate(hdp: RankGroup, rings: Sequence[Sequence[int]]) -> tuple[float, float]:
@@ -127,9 +117,7 @@ def ring_rate(hdp: RankGroup, rings: Sequence[Sequence[int]]) -> tuple[float, fl
 
 
 def _median_seconds(hdp: RankGroup, send: Send, size: int) -> float:
-    """The median of rounds of ``size`` bytes, on the rank where it is largest."""
-    times = [_seconds(hdp, send, size, 1) for _ in range(SMALL_ROUNDS)]
-    return slowest(hdp, statistics.median(times))
+    return slowest(hdp, statistics.median(_seconds(hdp, send, size, 1) for _ in range(SMALL_ROUNDS)))
 
 
 def _sustained(hdp: RankGroup, send: Send, latency: float) -> float:
@@ -147,14 +135,9 @@ def _sustained(hdp: RankGroup, send: Send, latency: float) -> float:
 
 
 def _seconds(hdp: RankGroup, send: Send, size: int, count: int) -> float:
-    """Seconds that this rank needs for ``count`` rounds. All ranks start together."""
-    hdp.share([0.0])
-    started = time.perf_counter()
-    for _ in range(count):
-        send(size)
-    if hdp.device.type == "cuda":
-        torch.cuda.synchronize(hdp.device)
-    return time.perf_counter() - started
+    """Seconds that this rank needs for ``count`` rounds."""
+    hdp.share([0.0])  # all start together
+    return LapTimer(hdp.device).once(lambda: [send(size) for _ in range(count)])
 
 
 def slowest(hdp: RankGroup, seconds: float) -> float:
@@ -165,9 +148,7 @@ def slowest(hdp: RankGroup, seconds: float) -> float:
 def _with_message_seconds(links: Links, hdp: RankGroup, measurer: Measurer, *, crosses: bool) -> Links:
     """``links`` with the seconds of a ring step that no compute hides, beyond the visible part of its transfer.
 
-    A ring over all ranks, with slices so short that transfers take little of its time, is compared with the same blocks
-    computed without messages. The result is the mean of forward and backward in a quiet round, which is the 0.2
-    quantile of all rounds.
+    It is the mean of forward and backward. Slices are so short that transfers take little of the ring's time.
     """
     shape, element = measurer.architecture, measurer.dtype.itemsize
     bytes_per_token = flops.ring_bytes_per_token(shape, bytes_per_element=element)
@@ -219,4 +200,5 @@ def _ring_attention(hdp: RankGroup, measurer: Measurer, tokens: int) -> tuple[fl
         blocks.append([part / len(parts) for part in alone])
     slowest = np.max(hdp.share(beyond[1:]), axis=0)
     middle = np.min(hdp.share(np.median(blocks, axis=0).tolist()), axis=0)
-    return float(np.quantile(slowest, 0.2)), float(middle[0]), float(middle[1])
+    quiet_round = float(np.quantile(slowest, 0.2))
+    return quiet_round, float(middle[0]), float(middle[1])

@@ -54,7 +54,6 @@ class LapTimer:
         return statistics.median(times)
 
     def once(self, work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
-        """Return the seconds of one run."""
         prepare()
         self._synchronise()
         started = time.perf_counter()

@@ -1,20 +1,15 @@
 """Measures the costs of one layer on this device and fits the curves of the cost model to them (``bytescale profile``).
 
-Each value is a median: of several sweeps over all lengths, and of several runs within each sweep. Training runs at the
-usual speed, not at the fastest one: with the fastest runs, predicted steps were a tenth too short
-(docs/decisions/profiles.md). Lengths double from ``MIN_TOKENS`` until one more would exceed the time, so the same call
-takes about as long on a laptop as on a GPU. When ranks train they share caches, memory and power, so several ranks
-measure the same things at the same time. The slowest rank counts, because the others wait for it.
+Each value is a median: of several sweeps over all lengths, and of several runs within each sweep. With the fastest
+runs, predicted steps were a tenth too short (docs/decisions/profiles.md). Ranks that train share caches, memory and
+power, so several ranks measure the same things at the same time. The slowest counts: the others wait for it.
 
 * attention   Forward and backward of the causal kernel for one sequence.
 * sequences   The same of many sequences of ``SHORT_TOKENS`` tokens: what a sequence adds, however short it is.
 * rest        A layer whose attention does next to nothing: projections, norms, rotation, feed-forward. Backward adds to
               existing gradients, as it does from the second micro-batch on.
 * head        The linear cross-entropy as in training: its forward computes the gradients and its backward scales them.
-* activations The bytes that autograd saves in a layer. Each allocation counts once. Parameters and inputs that all
-              layers share do not count.
-* host        Copies of 64 MiB to and from host memory, which is pinned if the device is a GPU.
-* links       Between ranks, if there are several (``train.profiling.links``).
+* activations The bytes that autograd saves in a layer, without parameters and inputs that all layers share.
 """
 
 from __future__ import annotations
@@ -64,7 +59,9 @@ def measure_profile(
     spec, device, dtype = measurer.subject.spec, measurer.device, measurer.dtype
     hdp = hdp or RankGroup(device=device)
     measure_lengths(measurer, hdp, max_tokens=max_tokens, seconds=seconds, progress=progress)
-    points = _points(measurer, hdp)
+    medians = [statistics.median(values) for values in measurer.sweeps.values()]
+    found = zip(measurer.sweeps, np.max(hdp.share(medians), axis=0).tolist(), strict=True)
+    points = [Point(curve=curve, tokens=tokens, value=value) for (curve, tokens), value in found]
     links = measure_links(hdp, measurer, nodes) if hdp.size > 1 else Links()
     to_host, to_device = np.max(hdp.share(list(measurer.host_rates())), axis=0).tolist()
     element = dtype.itemsize
@@ -121,13 +118,6 @@ def measure_lengths(
         for tokens in lengths:
             progress(tokens, min(elapsed() / seconds, 1.0))
             measurer.measure(tokens)
-
-
-def _points(measurer: Measurer, hdp: RankGroup) -> list[Point]:
-    """Return every point: the median of its sweeps on each rank, and of these the slowest rank's."""
-    keys = list(measurer.sweeps)
-    values = np.max(hdp.share([statistics.median(measurer.sweeps[key]) for key in keys]), axis=0).tolist()
-    return [Point(curve=curve, tokens=tokens, value=value) for (curve, tokens), value in zip(keys, values, strict=True)]
 
 
 def _fit(points: list[Point], name: str) -> Curve:

@@ -8,7 +8,6 @@ from statistics import mean
 from types import TracebackType
 from typing import TextIO
 
-from bytescale.common.atomic import whole_file
 from bytescale.common.text import visible
 from bytescale.common.units import format_bytes, format_count, format_si
 from bytescale.config import Config
@@ -17,12 +16,11 @@ from bytescale.data.order.index import CorpusMetadata
 from bytescale.plan.io import save_plan
 from bytescale.storage.place import Place
 from bytescale.train.parts.job import Job
-from bytescale.train.reporting.evaluations import EvaluationMetrics
-from bytescale.train.reporting.metrics import StepMetrics, memory_bytes
+from bytescale.train.reporting.metrics import EvaluationMetrics, StepMetrics, memory_bytes
 from bytescale.train.reporting.screen import Screen
 from bytescale.train.reporting.step_row import ROW_COLUMNS, remarks, step_header, step_row
 from bytescale.train.reporting.trackers import Tracker, open_trackers
-from bytescale.train.run_folder import RunFolder, lines_until
+from bytescale.train.run_folder import RunFolder, keep_until
 
 _HEADER_EVERY = 20
 """Rows after which the columns' names are printed again."""
@@ -40,7 +38,6 @@ class RunLog:
         self._text: TextIO | None = None
         self._metrics: TextIO | None = None
         self._trackers: list[Tracker] = []
-        self._introduced = False
         self._first: StepMetrics | None = None
         self._last: StepMetrics | None = None
         self._last_losses: deque[float] = deque(maxlen=5)  # one batch's loss depends on its documents
@@ -74,9 +71,7 @@ class RunLog:
             return
         for path in (self.run.metrics, self.run.evaluations):
             if path.exists():
-                kept = lines_until(path, steps_done)
-                with whole_file(path) as temporary:
-                    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+                keep_until(path, steps_done)
         if checkpoint is None:
             self.say(f"no checkpoint in {self.run.checkpoints} yet: starting from step 1")
         else:
@@ -84,9 +79,8 @@ class RunLog:
 
     def introduce(self, job: Job, data: StepData) -> None:
         """Describe the model, the data, the ranks and the plan of the first batch. Only before the first step."""
-        if self._introduced or self._screen is None:
+        if self._metrics is not None or self._screen is None:
             return
-        self._introduced = True
         self._metrics = self._files.enter_context(self.run.metrics.open("a", encoding="utf-8"))
         self._trackers = open_trackers(self.run, self.config)
         for tracker in self._trackers:

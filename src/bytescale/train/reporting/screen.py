@@ -27,7 +27,6 @@ class Screen:
         return sys.maxsize
 
     def line(self, text: str) -> None:
-        """Show one line permanently."""
         self._print_line(text)
 
     def progress(self, steps_done: int, total_steps: int) -> None:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 from bytescale.common.units import format_seconds
 from bytescale.data.loading.loader import StepData
-from bytescale.runtime import RankGroup
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.simulator.step_trace import StepTrace, TraceMetadata, save_step_trace
 from bytescale.simulator.trace import Span, Track, simulated_tracks, spread_evenly
@@ -30,7 +29,10 @@ class StepTraces:
 
     def recorder(self, step: int) -> StepRecorder:
         """Return the recorder of a step that begins now."""
-        self._tell_of_steps_before(step)
+        for past in [past for past in self._missing if past < step]:
+            self._missing.remove(past)
+            if not self._run.trace(past).exists():
+                self._say(f"trace   none of step {past}, which log.trace_steps names: the run goes on from step {step}")
         if step not in self._missing:
             return StepRecorder()
         self._missing.remove(step)
@@ -42,9 +44,11 @@ class StepTraces:
             return
         ranks = self._job.ranks
         shown = spread_evenly(ranks.mesh.shape.hdp, MAX_RANKS)
-        tracks = _on_first(_own_track(ranks, record, data, shown), ranks.world)
+        own = _own_track(ranks, record, data, shown)
+        told = all_gather_json(asdict(own), ranks.world.group, ranks.device)
         if not ranks.is_first:
             return
+        tracks = [Track(**{**stored, "spans": [Span(**span) for span in stored["spans"]]}) for stored in told]
         assert data.plan is not None, "the first rank has the whole plan"
         times = self._job.step_times
         known = self._job.planner if self._job.calibration is None else self._job.calibration
@@ -75,15 +79,8 @@ class StepTraces:
             self._say(f"trace   none of step {step}, which log.trace_steps names: the run ended before it")
         self._missing = []
 
-    def _tell_of_steps_before(self, step: int) -> None:
-        for past in [past for past in self._missing if past < step]:
-            self._missing.remove(past)
-            if not self._run.trace(past).exists():
-                self._say(f"trace   none of step {past}, which log.trace_steps names: the run goes on from step {step}")
-
 
 def _own_track(ranks: Ranks, record: SpanRecorder, data: StepData, shown: Container[int]) -> Track:
-    """What this rank has recorded; nothing unless its HDP rank is ``shown``."""
     spans = record.finish("agree")
     if data.times.wait_seconds > 0:
         wait = data.times.wait_seconds
@@ -92,10 +89,3 @@ def _own_track(ranks: Ranks, record: SpanRecorder, data: StepData, shown: Contai
     mesh = ranks.mesh
     name = f"stage {mesh.stage}" + (f", tp {mesh.tp.rank}" if mesh.shape.tp > 1 else "")
     return Track(rank=mesh.hdp.rank, name=name, spans=spans if mesh.hdp.rank in shown else [])
-
-
-def _on_first(track: Track, world: RankGroup) -> list[Track]:
-    """The tracks of all ranks, on the first rank; elsewhere none."""
-    told = all_gather_json(asdict(track), world.group, world.device)
-    tracks = [Track(**{**stored, "spans": [Span(**span) for span in stored["spans"]]}) for stored in told]
-    return tracks if world.rank == 0 else []

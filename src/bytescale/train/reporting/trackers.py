@@ -66,6 +66,8 @@ def _wandb_run(run: RunFolder, config: Config) -> Any:
 
     log = config.log
     online = log.wandb == "online"
+    if not run.wandb_id.exists():
+        run.wandb_id.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
     try:
         known = wandb.init(
             project=log.wandb_project,
@@ -73,7 +75,7 @@ def _wandb_run(run: RunFolder, config: Config) -> Any:
             name=log.wandb_name or run.path.name,
             group=log.wandb_group or None,
             tags=log.wandb_tags,
-            id=_run_id(run),
+            id=run.wandb_id.read_text(encoding="ascii").strip(),
             resume="allow" if online else None,
             dir=str(run.path),
             config=asdict(config),
@@ -88,10 +90,3 @@ def _wandb_run(run: RunFolder, config: Config) -> Any:
         ) from error
     known.define_metric("*", step_metric="step")  # a resumed run may take steps again
     return known
-
-
-def _run_id(run: RunFolder) -> str:
-    """The id that this run folder has at Weights & Biases: made once, then kept in the folder."""
-    if not run.wandb_id.exists():
-        run.wandb_id.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
-    return run.wandb_id.read_text(encoding="ascii").strip()

@@ -14,7 +14,7 @@ class RankWork:
 
     def __init__(self, mesh: Mesh) -> None:
         self._rings = [group.exchange for group in mesh.ring_groups()]
-        self._waits = clocks_of(mesh)
+        self._waits = [clock for clocks in named_clocks(mesh).values() for clock in clocks]
         self._passes, self._sync = make_clock(mesh.world.device), make_clock(mesh.world.device)
         self._seconds: list[Callable[[], float]] = []  # of the passes, then of the waits inside
         self._sent_before = sum(ring.bytes_sent for ring in self._rings)
@@ -49,13 +49,8 @@ class RankWork:
         return sum(ring.bytes_sent for ring in self._rings) - self._sent_before
 
 
-def clocks_of(mesh: Mesh) -> list[Clock]:
-    """The clocks that run while this rank waits for others."""
-    return [clock for clocks in named_clocks(mesh).values() for clock in clocks]
-
-
 def named_clocks(mesh: Mesh) -> dict[str, list[Clock]]:
-    """The same clocks, each once, by what the rank waits for."""
+    """The clocks that run while this rank waits for others, each once, by what it waits for."""
     rings, stages = mesh.ring_groups(), mesh.pipeline_groups()
     named = [("ring", group.exchange.clock) for group in rings]
     named += [("stages", group.exchange.clock) for group in stages]
