@@ -105,10 +105,10 @@ def main() -> None:
                 seconds[name].append(taken)
     if group.rank == 0:
         base = statistics.median(seconds["optimizer"])
-        for name, taken in seconds.items():
+        for name, every in seconds.items():
             apart = max(abs(a - b) for a, b in zip(losses[name], losses["optimizer"], strict=True))
             print(
-                f"{name:10} {statistics.median(taken):7.3f} s  {statistics.median(taken) / base:5.2f} times  "
+                f"{name:10} {statistics.median(every):7.3f} s  {statistics.median(every) / base:5.2f} times  "
                 f"{loops[name][1] / 2**20:7.1f} MiB held  losses apart by {apart:.1e}"
             )
     dist.destroy_process_group()
