@@ -7,8 +7,9 @@ import torch
 
 from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, LOGITS_PER_CHUNK
 from bytescale.runtime import IGNORE_INDEX, RankGroup, linear_cross_entropy
-from bytescale.runtime.loss import TorchRows, reference_cross_entropy
+from bytescale.runtime.loss import TorchRows
 from tests.helpers.ranks import run_ranks
+from tests.helpers.reference_loss import reference_cross_entropy
 
 
 def inputs(dtype: torch.dtype, tokens: int = 50, width: int = 12, vocab: int = 37) -> tuple[torch.Tensor, ...]:

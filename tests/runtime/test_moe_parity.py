@@ -15,12 +15,12 @@ from bytescale.models.moe import MixtureOfExperts, looped_products, route
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Decoder, Executor, FlatParameters, Mesh, RankGroup
-from bytescale.runtime.loss import reference_cross_entropy
 from bytescale.runtime.saved.activations import Activations
 from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_attention import reference_attention
+from tests.helpers.reference_loss import reference_cross_entropy
 from tests.helpers.steps import Batch, make_model, random_batch, slice_batch, small_shape, worst_relative_error
 
 # fp64 differs only in the order of sums; fp32 keeps 24 bits and sums some hundred terms.

@@ -18,11 +18,12 @@ from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import batches_once
 from bytescale.models import build_model
 from bytescale.parity import small_model
-from bytescale.runtime.loss import PlainHead, reference_cross_entropy, token_losses
+from bytescale.runtime.loss import PlainHead, token_losses
 from bytescale.train.loop.evaluation import BestEvaluation
 from tests.data.support import memory_corpus, read_whole, write_jsonl
 from tests.helpers.effort import one_of
 from tests.helpers.reference_attention import reference_attention
+from tests.helpers.reference_loss import reference_cross_entropy
 from tests.train.runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
 
 

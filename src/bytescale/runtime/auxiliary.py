@@ -12,12 +12,9 @@ from bytescale.runtime.mesh import Mesh
 
 @runtime_checkable
 class HasBatchLoss(Protocol):
-    """What a model with such a loss offers in addition to ``DecoderModule``.
+    """What a model with such a loss offers in addition to ``DecoderModule``; called once a step, by every rank.
 
-    Every rank calls ``begin_batch``, ``batch_sums`` and ``batch_loss`` once a step. The model gathers what it needs
-    from its tokens during forward and backward. After the last backward, the runtime adds up ``batch_sums`` over the
-    ranks in one collective. The gradients that ``batch_loss`` makes are this rank's part: they are summed over ranks
-    together with all other gradients.
+    The gradients that ``batch_loss`` makes are this rank's part: they are summed over ranks with all others.
     """
 
     def begin_batch(self) -> None:
@@ -40,23 +37,13 @@ class HasBatchLoss(Protocol):
         ...
 
 
-def begin_batch_loss(model: object) -> None:
-    """Prepare the model for a step. Called before the step's first forward."""
-    if isinstance(model, HasBatchLoss):
-        model.begin_batch()
-
-
 def finish_batch_loss(model: object, mesh: Mesh) -> float:
     """Add the gradient of the batch loss to this rank's gradients. Called after a step's last backward.
 
-    Returns the value of the loss, or 0 for a model without such a loss. The ranks with the same layers make one
-    all-reduce; without such a loss there is none. At the routers every tensor-parallel rank has tokens of its own, so
-    the sums are added up over tensor-parallel ranks too.
+    Returns the value of the loss; 0, without a collective, for a model that has none. At the routers every
+    tensor-parallel rank has tokens of its own, so the sums are added up over tensor-parallel ranks too.
     """
-    if not isinstance(model, HasBatchLoss):
-        return 0.0
-    sums = model.batch_sums()
-    if sums is None:
+    if not isinstance(model, HasBatchLoss) or (sums := model.batch_sums()) is None:
         return 0.0
     loss = model.batch_loss(mesh.tp.all_reduce(mesh.hdp.all_reduce(sums)))
     if loss.requires_grad:  # false on a rank without tokens

@@ -20,7 +20,7 @@ from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers
 from bytescale.attention.copies import to_device
 from bytescale.common.arrays import IntArray
 from bytescale.plan import MicroBatch, RankPlan
-from bytescale.runtime.auxiliary import begin_batch_loss, finish_batch_loss
+from bytescale.runtime.auxiliary import HasBatchLoss, finish_batch_loss
 from bytescale.runtime.loss import IGNORE_INDEX, Head, PlainHead, loss_sum, token_losses
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.lockstep import Units
@@ -81,10 +81,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A contiguous part of a model, on one stage: all of it, the stage's layers, or one of the stage's chunks.
-
-    Whoever has written its code, ours and transformers' look alike from here.
-    """
+    """A contiguous part of a model, on one stage: all of it, the stage's layers, or one of the stage's chunks."""
 
     module: DecoderModule
     activations: Activations = field(default_factory=lambda: Activations([]))
@@ -95,7 +92,7 @@ class Decoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Executor:
-    """Runs plans on one rank. It holds what stays the same from step to step."""
+    """Runs plans on one rank."""
 
     parts: Sequence[Decoder]
     """This stage's parts of the model, in order. Interleaved stages have several, the same number on each."""
@@ -120,17 +117,14 @@ class Executor:
         """Accumulate the gradient of ``sum of weighted losses / num_global_targets`` over this rank's tokens (Eq. 1-2).
 
         Args:
-            rank_plan: this rank's part of the plan.
             micro_batches: the tokens of each of the plan's micro-batches. A label of ``IGNORE_INDEX`` has no loss.
             num_global_targets: tokens with a target in the whole global batch, over all ranks; or whatever else the sum
                 of weighted losses is to be divided by.
-            after_last_message: called when this rank has sent and received everything, before the first collective of
-                the step's end.
+            after_last_message: called before the first collective of the step's end.
             around: makes the context in which each forward and each backward runs, for measurements. A wait for another
                 stage is outside.
 
-        A rank without micro-batches runs nothing. A rank whose slice holds no target, or no token at all, still takes
-        part in the ring.
+        A rank whose slice holds no target, or no token at all, still takes part in the ring.
         """
         count = len(rank_plan.micro_batches)
         if len(micro_batches) != count:
@@ -138,14 +132,14 @@ class Executor:
         run = _Run(self, rank_plan.micro_batches, micro_batches, num_global_targets, RingBuffers(self.ring_gradients))
         for part in self.parts:
             part.activations.begin_step(rank_plan.micro_batches)
-            begin_batch_loss(part.module)
+            if isinstance(part.module, HasBatchLoss):
+                part.module.begin_batch()
 
         def step(action: Action, received: Tensor | None) -> Tensor | None:
             with around(action):
                 return run.backward(action, received) if action[0] else run.forward(action, received)
 
-        self._walk(rank_plan, step)
-        self._rounds_without_work(rank_plan, backward=True)
+        self._walk(rank_plan, step, backward=True)
         after_last_message()
         return run.result()
 
@@ -153,8 +147,8 @@ class Executor:
     def evaluate(self, rank_plan: RankPlan, micro_batches: Sequence[MicroBatchTokens]) -> list[Tensor]:
         """Run forward only. Returns the losses ``[T]`` of each micro-batch's tokens; 0 for a token without a target.
 
-        Weights, gradients and the state of a step stay as they are. On ranks that are not on the last stage the result
-        is empty. The order is that of a training step, which cannot hang; messages of backward carry zeros.
+        On ranks that are not on the last stage the result is empty. The order is that of a training step, which cannot
+        hang; messages of backward carry zeros.
         """
         run = _Run(self, rank_plan.micro_batches, micro_batches, 1.0, RingBuffers(self.ring_gradients))
         losses: dict[int, Tensor] = {}
@@ -169,16 +163,19 @@ class Executor:
             output = run.output(self.parts[chunk], index, received)
             if not run.is_last(chunk):
                 return output
-            labels = torch.as_tensor(micro_batches[index].labels)
-            losses[index] = token_losses(self.head_of(self.parts[chunk]), output, labels)
+            losses[index] = token_losses(self.head(), output, torch.as_tensor(micro_batches[index].labels))
             return None
 
-        self._walk(rank_plan, step)
-        self._rounds_without_work(rank_plan, backward=False)
+        self._walk(rank_plan, step, backward=False)
         return [losses[index] for index in sorted(losses)]
 
-    def _walk(self, rank_plan: RankPlan, step: Callable[[Action, Tensor | None], Tensor | None]) -> None:
-        """Run ``step`` for every forward and backward, from what it receives to what it sends to the next stage."""
+    def _walk(
+        self, rank_plan: RankPlan, step: Callable[[Action, Tensor | None], Tensor | None], *, backward: bool
+    ) -> None:
+        """Run ``step`` for every forward and backward, from what it receives to what it sends to the next stage.
+
+        Then take part in the rounds of the lockstep domain in which this rank has no micro-batch: its last ones.
+        """
         module = self.parts[0].module
         dtype = next(iter(module.parameters())).dtype
         if self.units is not None:
@@ -188,15 +185,13 @@ class Executor:
         for place, action in enumerate(links.actions):
             links.exchange(place + 1, step(action, links.receive(place)))
         links.finish()
-
-    def _rounds_without_work(self, rank_plan: RankPlan, *, backward: bool) -> None:
-        """Take part in the rounds of the lockstep domain in which this rank has no micro-batch: its last ones."""
         if self.units is not None:
             for _ in range(len(rank_plan.micro_batches), rank_plan.num_rounds):
                 self.units.pass_without_work(backward=backward)
 
-    def head_of(self, part: Decoder) -> Head:
+    def head(self) -> Head:
         """The head of the last part."""
+        part = self.parts[-1]
         return PlainHead(part.module.head_weight, self.mesh.tp.group) if part.head is None else part.head
 
 
@@ -221,7 +216,7 @@ class _Run:
         with part.activations.forward(self.plan[index]):
             output = self.output(part, index, None if received is None else received.requires_grad_())
             if self.is_last(chunk):
-                output = self._loss(part, output, self.data[index])
+                output = self._loss(output, self.data[index])
         self.held[chunk, index] = received, output
         return None if self.is_last(chunk) else output.detach()
 
@@ -229,10 +224,9 @@ class _Run:
         """``[t, C]`` output of a part of the model for a micro-batch; ``received``: None on the first part."""
         data, micro_batch = self.data[index], self.plan[index]
         inputs = self._to_device(data.tokens) if received is None else received
-        exchange = self.executor.mesh.ring_exchange(micro_batch.shared)
-        attention = PackedAttention(
-            micro_batch, self.executor.kernel, exchange, part.activations.attention_memory, self.buffers
-        )
+        executor, memory = self.executor, part.activations.attention_memory
+        exchange = executor.mesh.ring_exchange(micro_batch.shared)
+        attention = PackedAttention(micro_batch, executor.kernel, exchange, memory, self.buffers)
         hidden = part.module(inputs, self._to_device(data.position_ids), attention)
         self.buffers.release()
         return hidden
@@ -246,7 +240,6 @@ class _Run:
         return None if inputs is None else inputs.grad
 
     def result(self) -> StepResult:
-        """The step's sums, after the last backward."""
         counts = self.executor.mesh.tp.rank == 0  # all ranks of a TP group have the same loss
         return StepResult(
             loss_sum=float(torch.stack(self.losses).double().sum()) if self.losses and counts else 0.0,
@@ -254,17 +247,15 @@ class _Run:
             batch_loss=sum(finish_batch_loss(part.module, self.executor.mesh) for part in self.executor.parts),
         )
 
-    def _loss(self, part: Decoder, hidden: Tensor, data: MicroBatchTokens) -> Tensor:
-        """This micro-batch's share of the step's loss."""
+    def _loss(self, hidden: Tensor, data: MicroBatchTokens) -> Tensor:
         labels, z_loss = torch.as_tensor(data.labels), self.executor.z_loss
         token_weights = None if data.weights is None else torch.as_tensor(data.weights)
-        total = loss_sum(self.executor.head_of(part), hidden, labels, z_loss=z_loss, token_weights=token_weights)
+        total = loss_sum(self.executor.head(), hidden, labels, z_loss=z_loss, token_weights=token_weights)
         self.losses.append(total.detach())
-        self.num_targets += int((torch.as_tensor(data.labels) != IGNORE_INDEX).sum())
+        self.num_targets += int((labels != IGNORE_INDEX).sum())
         return total / self.num_global_targets
 
     def is_last(self, chunk: int) -> bool:
-        """Whether a chunk of this stage is the last part of the model."""
         return self.executor.mesh.is_last_stage and chunk == len(self.executor.parts) - 1
 
     def _to_device(self, array: IntArray | Tensor) -> Tensor:

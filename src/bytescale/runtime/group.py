@@ -1,10 +1,8 @@
 """A group of ranks: every collective and every message of training goes through one of these.
 
-Without tensor and pipeline parallelism there is one HDP group for messages and sums, and a second group of the same
-ranks for gradients and parameters (``runtime.mesh`` has the others). No collective lies between micro-batches: ranks
-check that they agree before the first forward, and share statistics after the last backward.
-``runtime.optimizer.buckets`` says when gradients are reduced and parameters gathered. A model with a load-balancing
-loss for its experts adds one sum of a few KB after the last backward.
+``runtime.mesh`` has the groups. No collective lies between micro-batches: ranks check that they agree before the first
+forward, and share statistics after the last backward. ``runtime.optimizer.buckets`` says when gradients are reduced and
+parameters gathered. A load-balancing loss of experts adds one sum of a few KB after the last backward.
 """
 
 from __future__ import annotations
@@ -63,7 +61,6 @@ class RankGroup:
         self.exchange = self.make_exchange(batched=self.device.type == "cuda")
 
     def make_exchange(self, *, batched: bool) -> Exchange:
-        """Make an ``Exchange`` for point-to-point messages in this group, such as ``self.exchange``."""
         return Exchange(
             self.group,
             self.rank if self.members is None else self.members[self.rank],
@@ -101,10 +98,7 @@ class RankGroup:
         self.timed(lambda: _all_gather(full, shard, group=self.group))
 
     def start_reduce_scatter(self, full: Tensor) -> PendingCollective:
-        """Start to sum ``full [size * n]`` over ranks, in place: afterwards this rank's part ``[n]`` holds the sum.
-
-        The contents of the other parts are undefined afterwards.
-        """
+        """Start to sum ``full [size * n]`` over ranks, in place: this rank's part ``[n]``; others are undefined."""
         if self.group is None:
             return PendingCollective(self, None)
         if self.device.type == "cuda":
@@ -143,10 +137,7 @@ class RankGroup:
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def gather_on_first(self, values: list[float]) -> list[list[float]]:
-        """Every rank's ``values`` (fp64, equally many on each), in rank order; the first rank alone gets them.
-
-        The other ranks get an empty list.
-        """
+        """As ``share`` on the first rank; the other ranks get an empty list."""
         if self.group is None:
             return [values]
         own = torch.tensor(values, dtype=torch.float64, device=self.device)

@@ -1,16 +1,12 @@
 """Cross-entropy computed from hidden states, chunk by chunk: the logits of all tokens never exist together.
 
-Gradients are computed in the same pass as the loss, while the logits of a chunk exist (paper section 7 keeps logits in
-BF16 and computes in FP32; here logits exist for one chunk at a time). The loss is a sum, not a mean: the caller divides
-by the number of targets in the GLOBAL batch, which no rank can know from its own tokens.
+Gradients are computed in the same pass as the loss, while the logits of a chunk exist (paper section 7). The loss is a
+sum: the caller divides by the number of targets in the GLOBAL batch.
 
 With the vocabulary sharded over a tensor-parallel group, each rank holds the logits of its own V words. The group
 all-reduces three numbers per token: the largest of the ranks' log-sum-exps (LSEs), the sum of their exponentials, and
 the logit of the target, which exactly one rank has. The gradient of the hidden states is summed over the group once, at
 the end.
-
-A head is one product with a weight (``PlainHead``), or whatever else a model makes logits with: a bias, a scale, a soft
-cap (``hf.model.head.ModelHead``). Chunks, weights of tokens and sums are the same for both.
 
 Memory in addition to the inputs, with n tokens a chunk: n V logits; the gradient of the hidden states ``[T, C]``; and
 that of the weight ``[V, C]``, which is summed over chunks in fp32, because a hundred chunks summed in BF16 would keep 8
@@ -23,11 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -36,9 +31,12 @@ from bytescale.attention.copies import to_device
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, loss_chunk_tokens
 
+if TYPE_CHECKING:
+    from bytescale.runtime.loss_kernel import TritonRows
+
 
 class Head(Protocol):
-    """From hidden states to the losses of a chunk of tokens."""
+    """From hidden states to the losses of a chunk (``PlainHead``, or ``hf.model.head.ModelHead``)."""
 
     @property
     def num_words(self) -> int:
@@ -86,8 +84,7 @@ class PlainHead:
     def add_loss(
         self, rows: Tensor, targets: Tensor, factor: Tensor | None, z_loss: float, sums: Sequence[Tensor | None] | None
     ) -> tuple[Tensor, Tensor | None]:
-        kernel, logits, targets = self._logits(rows, targets)
-        lse, target_logits = _over_group(*kernel.statistics(logits, targets), self.group)
+        kernel, logits, targets, lse, target_logits = self._statistics(rows, targets)
         losses = lse - target_logits + z_loss * lse.square()
         loss = (losses if factor is None else losses * factor).sum()
         if sums is None:
@@ -102,16 +99,23 @@ class PlainHead:
 
     def losses(self, rows: Tensor, labels: Tensor) -> Tensor:
         """As ``Head``. No gradient flows."""
-        kernel, logits, targets = self._logits(rows, labels)
-        lse, target_logits = _over_group(*kernel.statistics(logits, targets), self.group)
+        *_, lse, target_logits = self._statistics(rows, labels)
         return (lse - target_logits).where(labels != IGNORE_INDEX, 0).to(_wide(rows.dtype))
 
-    def _logits(self, rows: Tensor, labels: Tensor) -> tuple[RowKernel, Tensor, Tensor]:
-        """The kernel, its logits ``[n, V]``, and the targets as places among this rank's words."""
-        kernel, logits = _row_kernel(rows), rows @ self.weight.T
-        if isinstance(kernel, TorchRows):
-            logits = logits.to(_wide(rows.dtype))
-        return kernel, logits, labels if self.group is None else labels - self.group.rank() * self.num_words
+    def _statistics(
+        self, rows: Tensor, labels: Tensor
+    ) -> tuple[TorchRows | TritonRows, Tensor, Tensor, Tensor, Tensor]:
+        """The kernel, logits ``[n, V]``, targets as places among this rank's words, LSEs, and the targets' logits."""
+        kernel: TorchRows | TritonRows
+        logits = rows @ self.weight.T
+        if rows.device.type == "cuda" and rows.dtype == torch.bfloat16:
+            from bytescale.runtime.loss_kernel import TritonRows
+
+            kernel = TritonRows()
+        else:
+            kernel, logits = TorchRows(), logits.to(_wide(rows.dtype))
+        targets = labels if self.group is None else labels - self.group.rank() * self.num_words
+        return kernel, logits, targets, *_over_group(*kernel.statistics(logits, targets), self.group)
 
 
 def loss_sum(
@@ -173,9 +177,8 @@ def token_losses(head: Head, hidden: Tensor, labels: Tensor, *, rows_at_a_time: 
 def accumulated_at_once(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Identity. In backward, the head's gradient is accumulated immediately, not when the tied embedding finishes.
 
-    Autograd accumulates a parameter's gradient only once all uses of the parameter have computed theirs. If the head's
-    weight is also the embedding, its gradient ``[V, C]`` would be held until backward reaches the other end of the
-    model. A weight without a gradient (a frozen head) passes unchanged.
+    Otherwise the gradient ``[V, C]`` of a tied weight would be held until backward reaches the embedding. A weight
+    without a gradient (a frozen head) passes unchanged.
     """
     if not weight.requires_grad:
         return hidden, weight
@@ -183,43 +186,18 @@ def accumulated_at_once(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
     return result
 
 
-def reference_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0, token_weights: Tensor | None = None
-) -> Tensor:
-    """The slow twin: all logits at once, PyTorch's own loss."""
-    wide = _wide(hidden.dtype)
-    logits = (hidden @ weight.T).to(wide)
-    losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    losses = losses + z_loss * logits.logsumexp(dim=1).where(labels != IGNORE_INDEX, 0).square()
-    return (losses if token_weights is None else losses * token_weights.to(wide)).sum()
-
-
-class RowKernel(Protocol):
-    """The operations on a chunk of logits: first ``statistics`` and then, if a gradient is needed, ``gradient``.
-
-    Both may overwrite the logits. Targets outside ``[0, V)`` are words of other ranks.
-    """
-
-    def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """LSE ``[n]`` of each row of ``logits [n, V]``, and the target's logit ``[n]`` (0 if another rank has it)."""
-        ...
-
-    def gradient(self, logits: Tensor, targets: Tensor, lse: Tensor, z_loss: float) -> Tensor:
-        """``softmax * (1 + 2 z lse) - one_hot``, ``[n, V]``, in the memory of ``logits``."""
-        ...
-
-
 class TorchRows:
-    """Plain PyTorch; logits in fp32 or wider. One instance serves one chunk at a time.
+    """The operations on a chunk of logits, in fp32 or wider; targets outside ``[0, V)`` are words of other ranks.
 
     Exponentials, the most expensive part on a CPU, are computed once: ``statistics`` leaves ``exp(logit - largest)`` in
-    the memory of the logits, and ``gradient`` only scales these numbers.
+    the memory of the logits, and ``gradient``, which may follow, only scales these numbers.
     """
 
     def __init__(self) -> None:
         self._largest: Tensor | None = None  # [n, 1]
 
     def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """LSE ``[n]`` of each row of ``logits [n, V]``, and the target's logit ``[n]`` (0 if another rank has it)."""
         here = (targets >= 0) & (targets < logits.shape[1])
         picked = logits.gather(1, targets.where(here, 0)[:, None]).squeeze(1)
         self._largest = logits.amax(dim=1, keepdim=True)
@@ -227,6 +205,7 @@ class TorchRows:
         return lse, picked.where(here, 0)
 
     def gradient(self, logits: Tensor, targets: Tensor, lse: Tensor, z_loss: float) -> Tensor:
+        """``softmax * (1 + 2 z lse) - one_hot``, ``[n, V]``, in the memory of ``logits``."""
         assert self._largest is not None, "gradient() comes after statistics()"
         probabilities = logits.mul_((self._largest - lse[:, None]).exp_() * (1 + 2 * z_loss * lse[:, None]))
         here = (targets >= 0) & (targets < logits.shape[1])
@@ -270,9 +249,8 @@ class _LossSum(torch.autograd.Function):
             raise RuntimeError("the loss of a head: a second backward, but the first has used its gradients up")
         totals, ctx.gradients = ctx.gradients, None
         d_hidden, *sums = [None if total is None else total.mul_(gradients[0].to(total.dtype)) for total in totals]
-        converted = [
-            None if total is None else _converted(total, dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True)
-        ]
+        pairs = zip(sums, ctx.dtypes, strict=True)
+        converted = (None if total is None else _converted(total, dtype) for total, dtype in pairs)
         return d_hidden, None, None, None, None, *converted
 
 
@@ -339,14 +317,6 @@ def _converted(values: Tensor, dtype: torch.dtype) -> Tensor:
         # ``to`` copies first: ``place`` overlaps this part, or earlier parts, which have been converted already.
         place.copy_(part.to(dtype))
     return result.view_as(values)
-
-
-def _row_kernel(hidden: Tensor) -> RowKernel:
-    if hidden.device.type == "cuda" and hidden.dtype == torch.bfloat16:
-        from bytescale.runtime.loss_kernel import TritonRows
-
-        return TritonRows()
-    return TorchRows()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,10 +1,8 @@
 """Triton kernels for the softmax cross-entropy of BF16 logits (the paper's FusedSoftmaxCrossEntropy, section 7).
 
-The kernels read BF16 logits, compute in fp32, and write the gradient in BF16 over the logits. So nothing of the size of
-the logits exists in fp32, and each logit is read twice and written once. There are two kernels, not one, so that ranks
-that share a vocabulary can exchange their statistics in between.
-
-This module needs Triton, which comes with CUDA builds of PyTorch. It is imported only when BF16 logits are on a GPU.
+The kernels read BF16 logits, compute in fp32, and write the gradient in BF16 over the logits. There are two kernels, so
+that ranks that share a vocabulary can exchange their statistics in between. This module needs Triton, which comes with
+CUDA builds of PyTorch.
 """
 
 from __future__ import annotations
@@ -57,17 +55,15 @@ def _gradient_kernel(logits, row_stride, targets, lse_in, z_loss, VOCAB: tl.cons
 
 
 class TritonRows:
-    """``loss.RowKernel`` for contiguous BF16 logits ``[n, V]`` on a GPU."""
+    """``loss.TorchRows`` for contiguous BF16 logits ``[n, V]`` on a GPU; statistics are fp32."""
 
     def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """LSE ``[n]`` and the target's logit ``[n]`` (0 if it is another rank's word), both fp32."""
         lse = logits.new_empty(len(logits), dtype=torch.float32)
         picked = torch.empty_like(lse)
         self._launch(_statistics_kernel, logits, targets, lse, picked)
         return lse, picked
 
     def gradient(self, logits: Tensor, targets: Tensor, lse: Tensor, z_loss: float) -> Tensor:
-        """``softmax * (1 + 2 z lse) - one_hot`` in the memory of ``logits``."""
         self._launch(_gradient_kernel, logits, targets, lse, z_loss)
         return logits
 

@@ -10,12 +10,9 @@ index) its own pipeline. A rank makes only the groups that it is in. A dimension
 
 **Why rings inside a node have their own communicator.** NCCL gives every pair of a communicator's ranks the same number
 of channels, namely the smallest number that any pair would get (``ncclTopoComputeP2pChannelsPerPeer`` in
-src/graph/paths.cc, NCCL 2.29 and 2.30). Two neighbours on NVSwitch alone would get up to 32. A peer behind the network
-gets two, or as many as its adapters need. In a job of several nodes NCCL halves this number until 8 peers per channel
-make room for all ranks: about 4 channels are left at 64 ranks, and 1 at 256. A communicator of one node has no peers
-behind the network. The variable NCCL_NCHANNELS_PER_NET_PEER would be another way, but it holds for all communicators of
-the process. It would give every neighbour behind the network that many channels with their buffers, and would remove
-NCCL's own bound for peers that share an adapter. So we do not set it.
+src/graph/paths.cc, NCCL 2.29 and 2.30). Two neighbours on NVSwitch alone would get up to 32; over several nodes about 4
+are left at 64 ranks, and 1 at 256. NCCL_NCHANNELS_PER_NET_PEER holds for all communicators of the process, so we do not
+set it.
 
 **Why rings in two communicators cannot hang if rings in one cannot.** Two operations meet in NCCL only if they belong
 to the same step of the same ring call of one slice group. Give every such set of operations a place: (action, ring
@@ -68,7 +65,6 @@ class MeshShape:
         return stage, hdp, tp
 
     def rank(self, stage: int, hdp: int, tp: int) -> int:
-        """The world rank at a place."""
         return (stage * self.hdp + hdp) * self.tp + tp
 
 
@@ -115,21 +111,18 @@ class Mesh:
         return groups[boundary_colour(boundary, self.shape.pp)]
 
     def pipeline_groups(self) -> list[RankGroup]:
-        """Return the groups of both directions."""
         return [*self.forward, *self.backward]
 
     def ring_exchange(self, shared: SharedGroup | None) -> Exchange:
-        """Return the exchange for the messages of a slice group: the node's if all members are on this node.
+        """Return the exchange for a slice group: on all members the node's, if all of them are on this node.
 
-        Every member knows all members of its slice group, so all of them choose the same exchange. Peers are named by
-        their HDP ranks in either.
+        Peers are named by their HDP ranks in either.
         """
         if shared is None or self.node.members is None or not set(shared.ranks) <= set(self.node.members):
             return self.hdp.exchange
         return self.node.exchange
 
     def ring_groups(self) -> list[RankGroup]:
-        """Return the groups that rings use."""
         return [self.hdp] if self.node is self.hdp else [self.hdp, self.node]
 
     def connect(self) -> None:
@@ -145,12 +138,9 @@ class Mesh:
                     continue
                 exchange = self.across(groups, boundary).exchange
                 number = torch.zeros(1, device=self.world.device)
-                if self.stage == (behind if direction else before):
-                    peer = before if direction else behind
-                    exchange.start(send=number, to=peer, receive=None, source=peer, tag=0).wait()
-                else:
-                    peer = behind if direction else before
-                    exchange.start(send=None, to=peer, receive=number, source=peer, tag=0).wait()
+                peer = behind if self.stage == before else before
+                message = (number, None) if self.stage == (behind if direction else before) else (None, number)
+                exchange.start(send=message[0], to=peer, receive=message[1], source=peer, tag=0).wait()
 
     @staticmethod
     def of(
@@ -167,8 +157,7 @@ class Mesh:
 
         Args:
             interleaved: the last stage also sends to the first.
-            overlapped: gradients are reduced while ranks compute (``runtime.optimizer.buckets``), in a group of their
-            own.
+            overlapped: gradients are reduced while ranks compute, in a group of their own.
             nodes: for every world rank, a number that names its node. None: all ranks are on one node.
             domain: consecutive HDP ranks that share the layers' parameters; it divides their number.
         """
