@@ -6,11 +6,9 @@
     reduce           bucket 4 | bucket 3 | bucket 2 | bucket 1 | | bucket 0 | update | embedding | layer 0 | layer 1
     gather                                                                    bucket 0 | bucket 1 | bucket 2 | ...
 
-A bucket of the flat buffers (``runtime.optimizer.flat``) is reduced as soon as the step's last gradient in it is
-complete. This goes from the last bucket to the first, because backward finishes the layers in that order. Updated
-parameters are gathered from the first bucket to the last, and the forward of a layer waits only for the parameters of
-that layer. Both orders are fixed, so they are the same on all ranks, whatever each rank has to compute. The sums of a
-bucket do not depend on when they are made.
+A bucket (``runtime.optimizer.flat``) is reduced, last to first, as soon as the step's last gradient in it is complete.
+Updated parameters are gathered first to last, and the forward of a layer waits only for the parameters of that layer.
+Both orders are the same on all ranks, whatever each has to compute. When a bucket is summed does not change its sums.
 
 A rank starts to reduce only after its last point-to-point message: ``plan.last_message`` has the rule and the proof
 that nothing hangs. Therefore:
@@ -59,11 +57,9 @@ class BucketCollectives:
     @property
     def reducing_from(self) -> float:
         """Where the gradients begin whose reduction has started in this step."""
-        return (
-            math.inf
-            if len(self._to_reduce) == len(self.parameters.buckets)
-            else (self._to_reduce[-1].stop if self._to_reduce else 0)
-        )
+        if len(self._to_reduce) == len(self.parameters.buckets):
+            return math.inf
+        return self._to_reduce[-1].stop if self._to_reduce else 0
 
     def reduced(self) -> Iterator[Bucket]:
         """Start the remaining reductions, then wait for and yield one bucket after another. Ends the step."""
@@ -75,7 +71,6 @@ class BucketCollectives:
         self._to_reduce = list(self.parameters.buckets)
 
     def gather(self) -> None:
-        """Start to gather all buckets."""
         assert not self._gathering, "parameters are gathered once, after an update"
         for bucket in self.parameters.buckets:
             held = self.parameters.values[self.parameters.held(bucket)]
@@ -102,21 +97,17 @@ class Overlap:
         chunks: Sequence[Chunk],
         *,
         stage: int,
-        late_stop: int,
         in_steps: bool = True,
     ) -> None:
         """Hook the layers.
 
         Args:
             chunks: those of this stage, in order.
-            late_stop: gradients before it are complete only at the end of the step: they change after the last backward
-                (``FlatParameters.late_stop``).
             in_steps: whether ``begin_step`` comes before every step, and parameters are gathered during forward.
                 Otherwise ``expect_last_backward`` comes before the last micro-batch, and nothing waits in forward.
         """
         self.collectives = collectives
         self.stage = stage
-        self.late_stop = late_stop
         self.gathers = in_steps
         self._num_micro_batches = 0
         self._num_forwards = 0  # of the first chunk, in this step
@@ -138,7 +129,6 @@ class Overlap:
                 self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
 
     def begin_step(self, rank_plan: RankPlan) -> None:
-        """Prepare for a step. Called before the step's first forward."""
         self._num_micro_batches = len(rank_plan.micro_batches)
         self._num_forwards = 0
         self._silent, self._is_last = last_backward_is_silent(rank_plan, self.stage), False
@@ -148,12 +138,10 @@ class Overlap:
         self._is_last = silent
 
     def after_last_message(self) -> None:
-        """Called when all backwards are done, before the collectives at the end of the step."""
         self._is_last = False
-        self.collectives.reduce_from(self.late_stop)
+        self.collectives.reduce_from(self.collectives.parameters.late_stop)
 
     def remove(self) -> None:
-        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -175,7 +163,6 @@ class Overlap:
         self._is_last = self._silent and self._num_forwards == self._num_micro_batches
 
     def _waiting_hook(self, stop: int) -> Callable[..., None]:
-        """A hook that waits for parameters; it fits before and after a module's forward."""
         return lambda *_: self.collectives.wait_for_parameters(stop)
 
     def _finishing_hook(self, start: int) -> Callable[..., None]:

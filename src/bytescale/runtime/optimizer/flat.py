@@ -2,9 +2,8 @@
 
 Parameters lie in the order in which forward needs them, so backward finishes their gradients from the end of the buffer
 to its start. *Late* parameters come before all others: their gradients are complete only after the last backward. They
-are norms, replicated parameters, and those that the caller names. Each parameter starts at a multiple of 64 elements,
-which keeps matrix products on aligned memory. This layout depends on the model alone; only the padding at the end of
-the buffer depends on the number of ranks. Gradients are summed over micro-batches in at least fp32.
+are norms, replicated parameters, and those that the caller names. Only the padding at the end of the buffer depends on
+the number of ranks. Gradients are summed over micro-batches in at least fp32.
 
 The buffers are divided into *buckets*: contiguous ranges that need not begin or end with a parameter. Every rank owns
 an equal part of every bucket::
@@ -22,6 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,6 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the part that this rank holds."""
         return self.cut.part_shape
 
     @property
@@ -78,13 +77,16 @@ class Piece:
     start: int
     stop: int
 
+    def inside(self, place: slice) -> slice:
+        """Where the piece lies in a part of the buffers, which has all of it."""
+        return slice(self.start - place.start, self.stop - place.start)
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """One state of neighbouring weights: ``values [n]`` are the optimizer's own memory.
+    """One state of neighbouring weights: ``values [n]``, the optimizer's own memory, begin at ``start`` of the buffers.
 
-    ``start`` is where they begin in the flat buffers. A range ends where this rank's part of a bucket ends, or where a
-    parameter with other options begins. So what a rank has of a parameter in a bucket lies in one range.
+    What a rank has of a parameter in a bucket lies in one range.
     """
 
     start: int
@@ -92,10 +94,7 @@ class Range:
 
 
 def values_of(ranges: Sequence[Range], start: int, stop: int) -> Tensor:
-    """The elements ``start`` to ``stop`` of the flat buffers, a view of the one range in which they lie.
-
-    ``ranges``: in the order of the buffers.
-    """
+    """The elements ``start`` to ``stop`` of the flat buffers: a view of one of ``ranges``, which are in order."""
     found = ranges[bisect_right(ranges, start, key=lambda own: own.start) - 1]
     return found.values[start - found.start : stop - found.start]
 
@@ -198,6 +197,16 @@ class FlatParameters:
             if low < high:
                 yield Piece(entry, low, high)
 
+    def runs(self, place: slice, kind: Callable[[Entry], Any]) -> list[tuple[slice, Any]]:
+        """The kinds of parameters inside ``place``, each with the part of ``place``; gaps between them hold zeros."""
+        found: list[tuple[slice, Any]] = []
+        for piece in self.pieces(place):
+            own, value = piece.inside(place), kind(piece.entry)
+            if found and found[-1][1] == value:
+                own = slice(found.pop()[0].start, own.stop)
+            found.append((own, value))
+        return found
+
     def extent(self, module: nn.Module) -> tuple[int, int] | None:
         """Where the parameters of ``module`` begin and end, without the late ones; None if it has no others."""
         starts = {self._start_of[id(p)] for p in module.parameters() if id(p) in self._start_of}
@@ -205,7 +214,6 @@ class FlatParameters:
         return (own[0].start, own[-1].stop) if own else None
 
     def zero_gradients(self) -> None:
-        """Set all gradients to zero."""
         self.gradients.zero_()
         self._attach_gradients()
 
@@ -249,21 +257,17 @@ class FlatParameters:
                 parameter.grad = self.gradient_of(entry)
 
     def value_of(self, entry: Entry) -> Tensor:
-        """A parameter's view of ``values``."""
         return self.values[entry.start : entry.stop].view(entry.shape)
 
     def gradient_of(self, entry: Entry) -> Tensor:
-        """A parameter's view of ``gradients``."""
         return self.gradients[entry.start : entry.stop].view(entry.shape)
 
     def _hook(self, parameter: nn.Parameter, entry: Entry) -> RemovableHandle:
         gradient = self.gradient_of(entry)
-        if gradient.dtype == parameter.dtype:
-            parameter.grad = gradient  # autograd adds in place
-            hook = _keep_gradient_in(gradient)
-        else:
-            hook = _move_gradient_to(gradient)
-        return parameter.register_post_accumulate_grad_hook(hook)
+        if gradient.dtype != parameter.dtype:
+            return parameter.register_post_accumulate_grad_hook(move_gradient_to(gradient))
+        parameter.grad = gradient  # autograd adds in place
+        return parameter.register_post_accumulate_grad_hook(_keep_gradient_in(gradient))
 
 
 def moved(name: str) -> ConfigError:
@@ -277,10 +281,7 @@ def moved(name: str) -> ConfigError:
 
 
 def _keep_gradient_in(view: Tensor) -> Callable[[Tensor], None]:
-    """A hook for a parameter whose ``grad`` is a view of the buffer, which autograd adds to in place.
-
-    After ``zero_grad()``, which sets ``grad`` to None, autograd makes another tensor. It replaces what the buffer has.
-    """
+    """A hook for a ``grad`` that is a view of the buffer. After ``zero_grad()`` another tensor replaces what it has."""
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None, "the hook runs right after autograd has accumulated a gradient"
@@ -291,7 +292,7 @@ def _keep_gradient_in(view: Tensor) -> Callable[[Tensor], None]:
     return hook
 
 
-def _move_gradient_to(total: Tensor) -> Callable[[Tensor], None]:
+def move_gradient_to(total: Tensor) -> Callable[[Tensor], None]:
     """A hook that adds a low-precision gradient to its wide sum and frees it."""
 
     def hook(parameter: Tensor) -> None:
@@ -303,10 +304,7 @@ def _move_gradient_to(total: Tensor) -> Callable[[Tensor], None]:
 
 
 def _buckets(num_elements: int, num_shards: int, bucket_elements: int) -> list[Bucket]:
-    """Buckets of equal size, counted from the end of the buffer; the first takes what remains.
-
-    Every rank's part of every bucket is a multiple of the alignment.
-    """
+    """Of equal size, counted from the end of the buffer; the first takes what remains. Every rank's part is aligned."""
     quantum = num_shards * ALIGNMENT
     padded = -(-num_elements // quantum) * quantum
     wanted = max(bucket_elements, -(-padded // MOST_BUCKETS))

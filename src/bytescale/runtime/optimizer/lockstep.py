@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -161,7 +160,7 @@ class Units:
             self._leave_forward(unit, backward=torch.is_grad_enabled())
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
             for leaf in leaves[:1]:
-                leaf.register_hook(partial(_entered, self, unit))
+                leaf.register_hook(lambda _: self._enter_backward(unit))
 
         def refuse(*_: object) -> None:
             raise ConfigError(
@@ -176,10 +175,6 @@ class Units:
             layer.register_state_dict_pre_hook(refuse),
             layer.register_load_state_dict_pre_hook(refuse),
         ]
-
-
-def _entered(units: Units, unit: int, gradient: Tensor) -> None:
-    units._enter_backward(unit)
 
 
 def layer_of(layers: Sequence[nn.Module]) -> dict[int, int]:

@@ -67,20 +67,16 @@ class DealtMatrices:
         The gradients of other parameters are undefined afterwards. Every rank of the group calls it.
         """
         buffer = self.parameters.gradients
-        for pending in [
-            self.group.start_all_gather(buffer[self.parameters.held(bucket)]) for bucket in self.parameters.buckets
-        ]:
+        buckets = [buffer[self.parameters.held(bucket)] for bucket in self.parameters.buckets]
+        for pending in [self.group.start_all_gather(bucket) for bucket in buckets]:
             pending.wait()
         for entry, owner in self.owners.items():
             matrices = buffer[entry.start : entry.stop].view(-1, *entry.shape[-2:])
             for matrix in matrices if owner == self.group.rank else ():
-                scale = 0.2 * math.sqrt(max(matrix.shape))
-                matrix.copy_(orthogonalised(matrix, self.dtype)).mul_(scale)
+                matrix.copy_(orthogonalised(matrix, self.dtype)).mul_(0.2 * math.sqrt(max(matrix.shape)))
             if owner != self.group.rank:
                 matrices.zero_()
-        for pending in [
-            self.group.start_reduce_scatter(buffer[self.parameters.held(bucket)]) for bucket in self.parameters.buckets
-        ]:
+        for pending in [self.group.start_reduce_scatter(bucket) for bucket in buckets]:
             pending.wait()
 
 

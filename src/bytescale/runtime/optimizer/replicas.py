@@ -16,10 +16,7 @@ from bytescale.runtime.optimizer.flat import FlatParameters
 
 
 def sum_replicas(parameters: FlatParameters, tp: RankGroup) -> None:
-    """Sum the gradients of replicated parameters over the tensor-parallel ranks that hold the same part.
-
-    This takes one all-reduce. Every rank gets the same bits, so replicas stay equal.
-    """
+    """Sum the gradients of replicated parameters over their tensor-parallel ranks, all of which get the same bits."""
     shared = [entry for entry in parameters.entries if entry.cut.replicas > 1]
     if not shared:
         return

@@ -1,7 +1,7 @@
 """Any elementwise optimizer of PyTorch on this rank's shards of the parameters (ZeRO-1).
 
-*Elementwise* means that the update of a number depends on its own gradients and states alone, as in Adam, SGD or Lion.
-Such an optimizer does the same to a flat shard as to the parameters themselves. Others, such as LAMB, ``HDP`` refuses.
+*Elementwise* means that the update of a number depends on its own gradients and states alone, as in Adam, SGD or Lion,
+and not in LAMB. Such an optimizer does the same to a flat shard as to the parameters themselves.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ class Update:
 
 class ShardedOptimizer:
     """The trainable parameters of a model in flat memory, and an optimizer whose states are sharded over ranks.
-
-    The trainer and ``HDP`` alike update weights through this class.
 
     Attributes:
         torch_optimizer: the optimizer on this rank's pieces. Learning-rate schedulers take it; its ``step`` is called
@@ -96,7 +94,6 @@ class ShardedOptimizer:
 
     @property
     def parameters(self) -> FlatParameters:
-        """The parameters of a model that has a single dtype."""
         return self.zeros[0].parameters
 
     @property
@@ -105,7 +102,6 @@ class ShardedOptimizer:
         return self.zeros[0].tied_head
 
     def overlap_with(self, chunks: Sequence[Chunk]) -> None:
-        """Reduce during backward and gather during forward (``ZeroShards.overlap_with``)."""
         for zero in self.zeros:
             zero.overlap_with(chunks)
 
@@ -133,7 +129,7 @@ class ShardedOptimizer:
     def wait_for_parameters(self) -> None:
         """Wait until this rank has all updated parameters. With ``overlap_with``, forward waits by itself."""
         for zero in self.zeros:
-            zero.wait_for_parameters()
+            zero.collectives.wait_for_parameters()
 
     def require_not_replaced(self, model: nn.Module) -> None:
         """Raise ``ConfigError`` if ``model`` has joined another optimizer, which has its weights now."""
@@ -281,10 +277,9 @@ class ShardedOptimizer:
             states = self.states(zero)
             for place in zero.parameters.shards(self.group.rank):
                 for part in zero.parameters.pieces(place):
-                    inside = slice(part.start - part.entry.start, part.stop - part.entry.start)
+                    inside = part.inside(slice(part.entry.start, part.entry.stop))
                     for name, whole in tensors[part.entry.name].items():
-                        target = values_of(states[name], part.start, part.stop)
-                        target.copy_(whole.flatten()[inside])
+                        values_of(states[name], part.start, part.stop).copy_(whole.flatten()[inside])
         self.finish_restore(int(state["num_updates"]), state["numbers"])
 
     def states(self, zero: ZeroShards | None = None) -> dict[str, list[Range]]:
@@ -336,7 +331,7 @@ class ShardedOptimizer:
         self.num_updates = num_updates
         for zero in self.zeros:
             zero.publish()
-            zero.wait_for_parameters()
+            zero.collectives.wait_for_parameters()
         self.zero_grad()
 
     def _require_fitting(self, tensors: dict[str, dict[str, Tensor]]) -> None:
@@ -366,29 +361,18 @@ class ShardedOptimizer:
         for zero in self.zeros:
             places = zero.parameters.shards(self.group.rank)
             for shard, place in zip(zero.shards, places, strict=True):
-                for own, options in self._runs(zero.parameters, place):
+                # A shard of nothing but padding is one range.
+                runs = zero.parameters.runs(place, lambda entry: self._options[entry.name])
+                for own, options in runs or [(slice(0, place.stop - place.start), {})]:
                     piece = shard.piece(own)
                     self._pieces.append(piece)
                     self._places.append((zero, place.start + own.start))
-                    for known, members in groups:
-                        if known == options:
-                            members.append(piece)
-                            break
-                    else:
-                        groups.append((options, [piece]))
+                    members = next((members for known, members in groups if known == options), None)
+                    if members is None:
+                        groups.append((options, members := []))
+                    members.append(piece)
         self._gradients = [piece.grad for piece in self._pieces]
         return [{"params": members, **options} for options, members in groups]
-
-    def _runs(self, parameters: FlatParameters, place: slice) -> list[tuple[slice, dict[str, Any]]]:
-        """Ranges of a shard whose parameters have equal options. A shard of nothing but padding is one range."""
-        runs: list[tuple[slice, dict[str, Any]]] = []
-        for piece in parameters.pieces(place):
-            options = self._options[piece.entry.name]
-            own = slice(piece.start - place.start, piece.stop - place.start)
-            if runs and runs[-1][1] == options:
-                own = slice(runs.pop()[0].start, own.stop)  # the gap between two parameters holds zeros
-            runs.append((own, options))
-        return runs or [(slice(0, place.stop - place.start), {})]
 
 
 def _is_per_weight(value: Any, piece: Tensor) -> bool:

@@ -33,7 +33,15 @@ from bytescale.common.cut import Cut
 from bytescale.common.errors import RankFailure
 from bytescale.runtime.group import PendingCollective, RankGroup
 from bytescale.runtime.mesh import Mesh
-from bytescale.runtime.optimizer.flat import ALIGNMENT, Bucket, Entry, FlatParameters, master_dtype_of, moved
+from bytescale.runtime.optimizer.flat import (
+    ALIGNMENT,
+    Bucket,
+    Entry,
+    FlatParameters,
+    master_dtype_of,
+    move_gradient_to,
+    moved,
+)
 
 Named = tuple[str, nn.Parameter]
 
@@ -96,10 +104,9 @@ class UnitParameters(FlatParameters):
             self._close(bucket, places)
             gradients.untyped_storage().resize_(0)
 
-    # -- what ZeRO-1 asks of flat buffers --------------------------------------------------------------------------
+    # -- what ZeRO-1 asks of flat buffers, as in ``FlatParameters`` --------------------------------------------------
 
     def shards(self, rank: int) -> list[slice]:
-        """As ``FlatParameters``."""
         domain, place = divmod(rank, self.domain.size)
         return [bucket.own(place * self.num_domains + domain) for bucket in self.buckets]
 
@@ -108,25 +115,21 @@ class UnitParameters(FlatParameters):
         return slice(bucket.start // self.domain.size, bucket.stop // self.domain.size)
 
     def own(self, place: slice) -> slice:
-        """As ``FlatParameters``."""
         bucket = self.buckets[bisect_right(self._starts, place.start) - 1]
         held = self.held(bucket)
         start = held.start + place.start - bucket.start - self.domain.rank * (held.stop - held.start)
         return slice(start, start + place.stop - place.start)
 
     def holders(self, mesh: Mesh) -> RankGroup:
-        """As ``FlatParameters``."""
         return mesh.replicas
 
     def whole(self, own: Tensor) -> Tensor:
-        """As ``FlatParameters``."""
         whole = own.new_zeros(self.buckets[-1].stop)
         for bucket in self.buckets:
             self._own(whole[bucket.start : bucket.stop]).copy_(own[self.held(bucket)])
         return whole
 
     def zero_gradients(self) -> None:
-        """As ``FlatParameters``."""
         self.gradients.zero_()
 
     def require_adopted(self) -> None:
@@ -208,6 +211,7 @@ class UnitParameters(FlatParameters):
 
 def _add_to(total: Tensor, name: str) -> Callable[[Tensor], None]:
     """A hook that adds a gradient to its sum and frees it. It keeps nothing alive that has parameters (``buckets``)."""
+    add = move_gradient_to(total)
 
     def hook(parameter: Tensor) -> None:
         if not total.untyped_storage().nbytes():
@@ -216,8 +220,6 @@ def _add_to(total: Tensor, name: str) -> Callable[[Tensor], None]:
                 so="the sum over ranks would lack it",
                 fix='use shard = "optimizer" for a model that uses a layer\'s parameters elsewhere',
             )
-        assert parameter.grad is not None, "the hook runs right after autograd has accumulated a gradient"
-        total.add_(parameter.grad)
-        parameter.grad = None
+        add(parameter)
 
     return hook

@@ -1,8 +1,5 @@
 """ZeRO-1 over all HDP ranks (paper section 5.1): each rank keeps the optimizer state of its part of every bucket.
 
-Ranks of one HDP group hold the same parameters: those of the whole model, of a pipeline stage, or a tensor-parallel
-part of them.
-
 A step reduce-scatters the gradient sums, computes the global norm, updates this rank's parts in fp32, and all-gathers
 the parameters. With ``overlap_with``, the reductions start during the last backward and the gathers end during the next
 forward (``runtime.optimizer.buckets``). Without it, all of this happens between two steps: the slow twin, with the same
@@ -23,7 +20,7 @@ from bytescale.runtime.optimizer.buckets import BucketCollectives, Chunk, Overla
 from bytescale.runtime.optimizer.flat import Bucket, FlatParameters
 from bytescale.runtime.optimizer.replicas import TiedHead, sum_replicas
 
-_SQUARES_AT_A_TIME = 2**22
+_SQUARES_AT_A_TIME = 2**22  # all at once, their fp64 copies would be as large as the optimizer's states
 
 
 @dataclass(frozen=True)
@@ -47,11 +44,7 @@ class OptimizerShard:
         value = parameters.values[own]
         master = value if value.dtype == parameters.master_dtype else value.to(parameters.master_dtype)
         master.grad = parameters.gradients[own]  # reduced in place
-        counted: list[tuple[slice, int]] = []
-        for piece in parameters.pieces(place):
-            inside = slice(piece.start - place.start, piece.stop - place.start)
-            _extend(counted, inside, piece.entry.cut.replicas)
-        return OptimizerShard(master, value, counted)
+        return OptimizerShard(master, value, parameters.runs(place, lambda entry: entry.cut.replicas))
 
     def piece(self, own: slice) -> Tensor:
         """A leaf tensor that shares the memory of a part of the shard, with that part's gradient."""
@@ -61,13 +54,13 @@ class OptimizerShard:
         return piece
 
     def add_squares(self, total: Tensor) -> None:
-        """Add the gradient's sum of squares to ``total`` (fp64).
-
-        Parameters that several ranks hold are divided by the number of these ranks, so they count once over all ranks.
-        """
+        """Add the gradient's sum of squares to ``total`` (fp64). What several ranks hold counts once over all ranks."""
         assert self.master.grad is not None, "set when the shard was made"
         for own, replicas in self.counted:
-            total += _sum_of_squares(self.master.grad[own]) / replicas
+            squares = torch.zeros_like(total)
+            for piece in self.master.grad[own].split(_SQUARES_AT_A_TIME):
+                squares += piece.double().square().sum()
+            total += squares / replicas
 
 
 class ZeroShards:
@@ -90,17 +83,14 @@ class ZeroShards:
 
     def overlap_with(self, chunks: Sequence[Chunk], *, in_steps: bool = True) -> None:
         """Begin to reduce during backward and, ``in_steps``, to gather during forward (``buckets.Overlap``)."""
-        late_stop = self.parameters.late_stop
-        self.overlap = Overlap(self.collectives, chunks, stage=self.mesh.stage, late_stop=late_stop, in_steps=in_steps)
+        self.overlap = Overlap(self.collectives, chunks, stage=self.mesh.stage, in_steps=in_steps)
 
     def begin_step(self, rank_plan: RankPlan) -> None:
-        """Set the gradients to zero. Called before the step's first forward."""
         self.parameters.zero_gradients()
         if self.overlap is not None:
             self.overlap.begin_step(rank_plan)
 
     def after_last_message(self) -> None:
-        """Start the remaining reductions. ``Executor.run`` calls it after this rank's last message."""
         if self.overlap is not None:
             self.overlap.after_last_message()
 
@@ -126,19 +116,14 @@ class ZeroShards:
         for shard, place in zip(self.shards, self.parameters.shards(self.hdp.rank), strict=True):
             for piece in self.parameters.pieces(place):
                 if piece.entry.start in changed:
-                    own = slice(piece.start - place.start, piece.stop - place.start)
+                    own = piece.inside(place)
                     shard.master.data[own].copy_(shard.value[own])
 
     def clip(self, grad_norm: float, largest: float) -> None:
         """Scale the reduced gradients so that their global norm, now ``grad_norm``, is at most ``largest`` (0: any)."""
-        for shard in self.shards:
+        for shard in self.shards if 0 < largest < grad_norm else ():
             assert shard.master.grad is not None, "set when the shard was made"
-            if largest > 0 and grad_norm > largest:
-                shard.master.grad.mul_(largest / (grad_norm + 1e-6))
-
-    def wait_for_parameters(self) -> None:
-        """Wait until this rank has all updated parameters. With ``overlap_with``, forward waits by itself."""
-        self.collectives.wait_for_parameters()
+            shard.master.grad.mul_(largest / (grad_norm + 1e-6))
 
     def publish(self) -> None:
         """Give the updated parameters to all ranks. Autocast forgets its copies of the old ones."""
@@ -152,21 +137,3 @@ class ZeroShards:
         if self.tied_head is not None:
             self.collectives.wait_for_parameters(self.parameters.late_stop)  # the embedding is a late parameter
             self.tied_head.lend()
-
-
-def _sum_of_squares(values: Tensor) -> Tensor:
-    """Sum of squares in fp64, a scalar, computed in pieces.
-
-    Computed at once, the two fp64 copies would be as large as all states of the optimizer.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for piece in values.split(_SQUARES_AT_A_TIME):
-        total += piece.double().square().sum()
-    return total
-
-
-def _extend(ranges: list[tuple[slice, int]], own: slice, kind: int) -> None:
-    """Add a range; it is merged with the previous one if that has the same kind. The gap between them holds zeros."""
-    if ranges and ranges[-1][1] == kind:
-        own = slice(ranges.pop()[0].start, own.stop)
-    ranges.append((own, kind))
