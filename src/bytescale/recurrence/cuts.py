@@ -77,13 +77,13 @@ def _scan(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid, 
                 if holder(target, grid.size) == grid.member:
                     arrived[1] = parts  # the next position of the same member is its back segment
                 else:
-                    sends.append((torch.cat([part.flatten() for part in parts]), _rank_of(target, grid)))
+                    sends.append((torch.cat([part.flatten() for part in parts]), grid.ranks[holder(target, grid.size)]))
             if source >= 0 and holder(source, grid.size) != grid.member:
                 likes = [state[slot], decay[slot]] if source >= distance else [state[slot]]
                 room = state.new_empty(sum(like.numel() for like in likes))
                 rooms = room.split([like.numel() for like in likes])
                 arrived[slot] = [part.view_as(like) for part, like in zip(rooms, likes, strict=True)]
-                receives.append((room, _rank_of(source, grid)))
+                receives.append((room, grid.ranks[holder(source, grid.size)]))
         if sends or receives:
             grid.exchange.start_all(sends, receives, tag=kind.tag(grid.group)).wait()
         for slot, parts in arrived.items():
@@ -114,10 +114,6 @@ def _chain(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid,
     for transfer in sent:
         transfer.wait()
     return entry
-
-
-def _rank_of(position: int, grid: Grid) -> int:
-    return grid.ranks[holder(position, grid.size)]
 
 
 class EntryStates(torch.autograd.Function):

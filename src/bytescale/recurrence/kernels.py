@@ -94,8 +94,7 @@ def convolution(
     if cuts.keep is not None:
         last = known[to_device(torch.tensor(ends), x.device)].transpose(1, 2)
         cuts.keep("conv", F.pad(last, (1, 0)))  # caches have one more, which the next token no longer sees
-    padded = known[index]
-    out: Tensor = stock(padded.T[None].contiguous(), weight, bias, **_without(options, "seq_idx"))
+    out: Tensor = stock(known[index].T[None].contiguous(), weight, bias, **_without(options, "seq_idx"))
     return out[:, :, inner]
 
 

@@ -56,10 +56,7 @@ class StageLinks:
         """Post the messages that are due just before the action at ``place``: one send at most, and the receives.
 
         Everything is allocated before anything is posted, because an allocation may wait for what has been posted.
-
-        Args:
-            place: place of the next action; after the last action, the number of actions.
-            made: ``[t, C]`` output or gradient that the previous action made; None at the ends of the model.
+        ``made``: ``[t, C]`` output or gradient of the previous action; None at the ends of the model.
         """
         due = self._due.get(place, [])
         buffers = [self._rows_for(message) for message in due]
@@ -76,10 +73,7 @@ class StageLinks:
             self._coming[message.taken_at] = message, transfer, rows
 
     def receive(self, place: int) -> Tensor | None:
-        """Wait for what the action at ``place`` needs from another stage, ``[t, C]``; None if it needs nothing.
-
-        It is the input of a forward, or the gradient of the output for a backward.
-        """
+        """Wait for the input of the forward, or the gradient of the output, ``[t, C]``; None if no stage sends it."""
         if place not in self._coming:
             return None
         message, transfer, rows = self._coming.pop(place)
@@ -88,7 +82,6 @@ class StageLinks:
         return rows
 
     def finish(self) -> None:
-        """Wait until everything has arrived."""
         for _, transfer in self._sent:
             transfer.wait()
         self._sent.clear()
@@ -104,8 +97,7 @@ class StageLinks:
         self._sent = kept
 
     def _rows_for(self, message: Message) -> Tensor:
-        tokens = self.rank_plan.micro_batches[message.micro_batch].num_tokens
-        rows = num_own_rows(tokens, self.mesh.tp)
+        rows = num_own_rows(self.rank_plan.micro_batches[message.micro_batch].num_tokens, self.mesh.tp)
         return torch.empty(rows, self.width, dtype=self.dtype, device=self.mesh.hdp.device)
 
     def _group(self, message: Message) -> RankGroup:

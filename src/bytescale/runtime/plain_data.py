@@ -1,7 +1,6 @@
 """Plain data between ranks, as JSON.
 
-PyTorch's object collectives unpickle what arrives, so whoever gets between two ranks could run code in them. JSON holds
-numbers, texts, lists and dictionaries only.
+PyTorch's object collectives unpickle what arrives, so whoever gets between two ranks could run code in them.
 """
 
 from __future__ import annotations

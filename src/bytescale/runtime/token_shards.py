@@ -8,8 +8,7 @@ multiplied, the next one is gathered (before q, k, v, gate and up), or the last 
 down). The gradients of weights are products of all rows, computed while the gradient of the rows travels.
 
 How many slices there are follows from T alone, so the slow twin, which waits for every message at once, has the same
-products and gives the same bits. Other numbers of slices differ by rounding, because libraries choose the order of sums
-by the number of rows.
+products and gives the same bits.
 
 Shape letters: T tokens, N ranks, n rows of a rank, t of them not padding, m rows of a rank in one slice.
 """
@@ -32,15 +31,12 @@ ROWS_PER_SLICE = 256
 
 
 class TokenShards:
-    """One rank's view. ``begin`` sets the number of tokens T for the calls that follow."""
+    """One rank's view."""
 
     def __init__(self, tp: RankGroup, *, overlap: bool = True, rows_per_slice: int = ROWS_PER_SLICE) -> None:
-        """Make the view.
+        """``overlap``: whether messages travel beside products; without, it is the slow twin, of the same bits.
 
-        Args:
-            tp: the tensor-parallel ranks.
-            overlap: whether messages travel beside products. The slow twin, without overlap, gives the same bits.
-            rows_per_slice: the least number of rows, of all ranks together, that are worth a message of their own.
+        ``rows_per_slice``: the least number of rows, of all ranks together, that are worth a message of their own.
         """
         self.tp = tp
         self.overlap = overlap
@@ -116,7 +112,6 @@ class _Slices:
             yield place, ready
 
     def of(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The slices of ``rows [T, ...]``."""
         by_rank = self.by_rank(rows)
         return ((place, by_rank[:, place]) for place in self._places)
 
@@ -166,7 +161,6 @@ def own_rows(num_tokens: int, rank: int, size: int) -> slice:
 
 
 def num_own_rows(num_tokens: int, tp: RankGroup) -> int:
-    """How many rows this rank has."""
     rows = own_rows(num_tokens, tp.rank, tp.size)
     return rows.stop - rows.start
 
@@ -179,10 +173,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = gradients
         if ctx.partial_gradients:
-            return _sum_own_rows(gradient, ctx.tp), None, None, None
-        return gradient[own_rows(len(gradient), ctx.tp.rank, ctx.tp.size)], None, None, None
+            return _sum_own_rows(gradients[0], ctx.tp), None, None, None
+        return gradients[0][own_rows(len(gradients[0]), ctx.tp.rank, ctx.tp.size)], None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -268,9 +261,8 @@ def _all_rows(rows: Tensor, tp: RankGroup, num_tokens: int) -> Tensor:
     if num_tokens == 0:
         return rows.new_empty(0, *rows.shape[1:])
     count = -(-num_tokens // tp.size)
-    padded = _padded(rows, count)
     full = rows.new_empty(count * tp.size, *rows.shape[1:])
-    tp.all_gather(full, padded)
+    tp.all_gather(full, _padded(rows, count))
     return full[:num_tokens]
 
 
@@ -279,9 +271,8 @@ def _sum_own_rows(partial: Tensor, tp: RankGroup) -> Tensor:
     num_tokens = len(partial)
     if num_tokens == 0:
         return partial
-    count = -(-num_tokens // tp.size)
-    shard = tp.reduce_scatter(_padded(partial, count * tp.size))
-    return shard[: num_own_rows(num_tokens, tp)]
+    padded = _padded(partial, -(-num_tokens // tp.size) * tp.size)
+    return tp.reduce_scatter(padded)[: num_own_rows(num_tokens, tp)]
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:

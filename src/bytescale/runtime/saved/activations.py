@@ -39,10 +39,10 @@ class Activations:
         """Apply checkpointing and offloading to ``layers``.
 
         Args:
-            layers: the layers of this part of the model, in the order of forward.
+            layers: in the order of forward.
             checkpointing: what is computed again in backward (``runtime.saved.checkpointing``).
             pool: host memory for offloading. With None, a plan whose offload ratios are above 0 cannot be run.
-            device: the device that computes; None: the CPU.
+            device: that computes; None: the CPU.
             tp: the tensor-parallel ranks that share a micro-batch's rows.
             row_wise: pairs of a module inside the layers and the name of one of its methods that treats each row
                 independently. With checkpointing these methods process ``chunk_rows`` rows at a time.
@@ -59,7 +59,7 @@ class Activations:
             self.attention_memory.keep_with(self.offload.pack, self.offload.unpack)
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Prepare for a step. ``micro_batches`` are all micro-batches of the step, with their offload ratios."""
+        """Prepare for a step with these micro-batches."""
         if self.offload is not None:
             self.offload.begin_step(micro_batches)
             return

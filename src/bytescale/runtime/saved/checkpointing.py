@@ -6,20 +6,16 @@ slice group run it again at the same place in their order, so messages still mat
 ``attention``: a layer keeps its input, and the output and log-sum-exp of attention, which cost O(s^2) to compute and
 O(s) to keep. The rest of the layer, which is O(s), is computed again. No message is sent twice.
 
-Both modes are exact: backward sees the numbers that forward saw, bit for bit.
-
-In both modes the operations that treat each row independently (the norm and the feed-forward part) also run in chunks
-of rows. The feed-forward part saves 4 F numbers a token (F: its width); with chunks, those of a single chunk exist at a
-time. Without chunks these numbers would limit how long a context fits. The memory of attention is divided by groups of
-heads instead (``models.head_groups``).
+In both modes backward sees the numbers that forward saw, bit for bit, and the operations that treat each row
+independently (the norm and the feed-forward part) run in chunks of rows: of the 4 F numbers a token that the
+feed-forward part saves (F: its width), those of a single chunk exist at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import Context, copy_context
-from functools import partial
+from contextvars import copy_context
 from types import MethodType
 from typing import Any, Literal
 
@@ -37,16 +33,13 @@ class KeptAttention:
     """Remembers what attention and recurrences gave, from forward to recomputation (``attention.AttentionMemory``)."""
 
     def __init__(self) -> None:
-        self._pack: Pack = _as_it_is
-        self._unpack: Unpack = _as_it_is
+        self._pack: Pack = lambda tensor: tensor
+        self._unpack: Unpack = lambda packed: packed
         self._writing: list[list[object]] | None = None
         self._reading: Iterator[list[object]] | None = None
 
     def keep_with(self, pack: Pack, unpack: Unpack) -> None:
-        """Set how a kept tensor is stored: by the hooks of offloading, which would otherwise never see these tensors.
-
-        Checkpointing hides the tensors that it keeps from saved-tensor hooks.
-        """
+        """Set how a kept tensor is stored: by the hooks of offloading, from which checkpointing hides these tensors."""
         self._pack, self._unpack = pack, unpack
 
     def recall(self) -> tuple[Tensor, ...] | None:
@@ -62,7 +55,7 @@ class KeptAttention:
             self._writing.append([self._pack(result.detach()) for result in results])
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Two context managers: one for a layer's forward, one for its recomputation."""
+        """One for a layer's forward, one for its recomputation."""
         kept: list[list[object]] = []
         return self._around(writing=kept), self._around(reading=kept)
 
@@ -81,10 +74,7 @@ class KeptAttention:
 def apply_checkpointing(layers: Sequence[nn.Module], mode: Checkpointing, kept: KeptAttention) -> Callable[[], None]:
     """Make every layer recompute in backward. Returns a function that undoes it.
 
-    A layer's arguments are kept unchanged (autograd keeps the tensors among them). The recomputation uses the weights
-    as they are at the time of backward, so they must not change between forward and backward.
-
-    ``kept``: in mode ``attention``, what attention is given.
+    Weights must not change between forward and backward. ``kept``: in mode ``attention``, what attention is given.
     """
     extra = {"context_fn": kept.contexts} if mode == "attention" else {}
     before = [(layer, vars(layer).get("forward")) for layer in layers if mode != "none"]
@@ -104,11 +94,8 @@ def apply_checkpointing(layers: Sequence[nn.Module], mode: Checkpointing, kept: 
 def apply_row_chunks(owner: nn.Module, method: str, chunk_rows: int) -> None:
     """Make ``owner.method``, ``[T, C] -> [T, C]``, which treats rows independently, process ``chunk_rows`` at a time.
 
-    The method keeps its input and computes each chunk again in backward. Gradients of parameters are accumulated chunk
-    by chunk, in order. Inputs of at most ``chunk_rows`` rows are processed as before.
-
-    When the method is the last part of a layer that is recomputed, that recomputation skips the method: it stops after
-    the layer's last saved tensor (``_Kept``).
+    The method keeps its input and computes each chunk again in backward. Inputs of at most ``chunk_rows`` rows are
+    processed as before. A recomputation of a layer that ends with the method skips it (``save_now``).
     """
     function: Callable[[Tensor], Tensor] = getattr(owner, method)
 
@@ -186,18 +173,13 @@ def _checkpointed(layer: nn.Module, extra: dict[str, Any]) -> Callable[..., Tens
     forward = given.__func__ if own else lambda _, *args, **kwargs: given(*args, **kwargs)
 
     def recomputing(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        context = copy_context()  # a recomputation runs in backward, which has other context variables
+
+        def again(*given: Any) -> Tensor:
+            return context.copy().run(forward, self, *given, **kwargs)
+
         # States of random generators are kept, so that dropout drops the same numbers again.
-        again = partial(_in_context, copy_context(), partial(forward, self, **kwargs))
         result: Tensor = checkpoint(again, *args, use_reentrant=False, **extra)
         return result
 
     return MethodType(recomputing, layer)
-
-
-def _in_context(context: Context, function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call a function with the context variables of its first call: a recomputation runs in backward, without them."""
-    return context.copy().run(function, *args)
-
-
-def _as_it_is(tensor: Any) -> Any:
-    return tensor

@@ -1,8 +1,7 @@
 """Copies in one direction between device and host, concurrent with compute and ordered against it by events alone.
 
-On CUDA the copies run on a CUDA stream of their own: copies of pinned memory use a DMA engine and no multiprocessor. On
-the CPU a copy is done at once and every event is None, so that all code that uses this module also runs, and is tested,
-without a GPU. Nothing here ever makes the host wait.
+On CUDA the copies run on a CUDA stream of their own. On the CPU a copy is done at once and every event is None. Nothing
+here ever makes the host wait.
 """
 
 from __future__ import annotations

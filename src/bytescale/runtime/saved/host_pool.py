@@ -29,13 +29,10 @@ class HostMemoryError(BytescaleError, MemoryError):
 
 @dataclass(eq=False)
 class Page:
-    """A piece of host memory of fixed size.
-
-    ``users`` counts the tensors in the page, and its writer while the page is being filled.
-    """
+    """A piece of host memory of fixed size."""
 
     data: Tensor  # [page_bytes] uint8
-    users: int = 0
+    users: int = 0  # tensors in the page, and its writer while the page is being filled
     free_after: Event = None  # reads of the page that may still run when it returns to the pool
 
 
@@ -70,12 +67,10 @@ class HostPool:
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes of all pages that have a user."""
         return (self._made - len(self._free)) * self.page_bytes
 
     @property
     def bytes_allocated(self) -> int:
-        """Bytes of all pages, never more than ``limit_bytes``."""
         return self._made * self.page_bytes
 
     def prepare(self, num_tokens: int, num_writers: int) -> None:
@@ -111,10 +106,7 @@ class HostPool:
         return page
 
     def leave(self, page: Page, reads: Event) -> None:
-        """Remove one user of ``page``; without users it returns to the pool.
-
-        ``reads`` is the event of the last read from any page so far. The next write to the page waits for it.
-        """
+        """Remove one user of ``page``. The next write to it waits for ``reads``, the last read from any page so far."""
         page.users -= 1
         if page.users == 0:
             page.free_after = reads
@@ -146,8 +138,7 @@ class PageWriter:
             self._page.users += 1
             self._filled += size
             num_bytes -= size
-        aligned = -(-self._filled // ALIGNMENT) * ALIGNMENT
-        self._filled = min(aligned, self._pool.page_bytes)
+        self._filled = min(-(-self._filled // ALIGNMENT) * ALIGNMENT, self._pool.page_bytes)
         return extents
 
     def close(self) -> None:

@@ -14,19 +14,15 @@ Which tensors move: saved tensors one of whose dimensions counts tokens, whereve
 mixture of experts, or the tokens of this tensor-parallel rank. Parameters and buffers do not move, nor do tensors that
 several layers are given (rotary angles), because the last layers keep those on the device anyway.
 
-What moves of a tensor is its region of memory, as bytes. The region of a tensor without gaps, however its dimensions
-are permuted, is its own memory: a view does not move its base. A tensor with gaps, such as the queries in the output of
-one projection to queries, keys and values, keeps its whole base alive, and therefore the base moves. A region that is
-saved twice in a layer, by whatever views, moves once.
+What moves of a tensor is its region of memory, as bytes: its own memory if it has no gaps, else that of its base, which
+it keeps alive. A region that is saved twice in a layer, by whatever views, moves once.
 
 Which bytes move: the first ``n / T`` of a region, with ``n`` the sum of floor(r_g n_g) over the micro-batch's groups.
-They are not the rows of certain tokens: which bytes move changes neither memory, traffic nor results, and one range
-needs one copy, where one range per group would need several.
+They are not the rows of certain tokens: one range needs one copy.
 
 Why no memory is reused while a copy is in flight: a tensor is held here until the compute stream has been made to wait
 for its copy, and the next write to a page waits for the last read from it. So neither ``record_stream``, which would
-return memory late, nor any synchronisation is needed. The copies do not change a bit: gradients are bitwise those
-without offloading, whatever r.
+return memory late, nor any synchronisation is needed. Gradients are bitwise those without offloading, whatever r.
 """
 
 from __future__ import annotations
@@ -75,8 +71,7 @@ class ActivationOffload:
         Args:
             layers: in the order of forward. All that each is given except for the residual stream is shared by all
                 layers (``runtime.saved.layers``).
-            pool: host memory.
-            device: the device that computes.
+            device: that computes.
             tp: the tensor-parallel ranks that divide the rows outside of attention and feed-forward among them.
         """
         self.pool = pool
@@ -114,12 +109,11 @@ class ActivationOffload:
             self._running = None
 
     def pack(self, tensor: Tensor) -> object:
-        """Returns what is saved in place of a tensor of the current layer. ``unpack`` takes it."""
+        """What is saved in place of a tensor of the current layer."""
         layer = self._running.current if self._running is not None else None
         return tensor if layer is None else layer.pack(tensor)
 
     def unpack(self, packed: Any) -> Tensor:
-        """Returns the tensor that ``pack`` took."""
         return packed if isinstance(packed, Tensor) else packed.unpack()
 
     def remove(self) -> None:
@@ -174,10 +168,7 @@ class _Pass:
         self._under_way, self.current = self.current, None
 
     def fetch(self, layer: int) -> None:
-        """Start to copy back what layer ``layer`` saved.
-
-        Does nothing for a layer below 0, one that has not run, or one that has been fetched already.
-        """
+        """Start to copy back what layer ``layer`` saved, if there is one that has run and was not fetched."""
         chosen = self.layers[layer] if 0 <= layer < len(self.layers) else None
         if chosen is not None:
             chosen.fetch()
@@ -213,10 +204,10 @@ class _LayerPass:
             # Detached: an output that its own operation saves would keep that operation, and so itself, for ever.
             return _Resident(self, tensor.detach())
         start, stop = _region_of(tensor)
-        num_moved = (stop - start) * tensor.element_size() * self.of.num_moved // self.of.num_tokens
+        size = tensor.element_size()
+        num_moved = (stop - start) * size * self.of.num_moved // self.of.num_tokens
         if num_moved == 0:
             return _Resident(self, tensor.detach())
-        size = tensor.element_size()
         region = (tensor.untyped_storage().data_ptr(), start * size, stop * size, tensor._version)
         block = self._seen.get(region)
         if block is None:
@@ -252,14 +243,12 @@ class _LayerPass:
     def _move(self, region: Tensor, num_moved: int) -> _Block:
         """Start to copy the first ``num_moved`` bytes of ``region [n]``, uint8, to the host."""
         owner = self.of.owner
-        moved = region[:num_moved]
         extents = self._writer.reserve(num_moved)
-        pieces = moved.split([extent.stop - extent.start for extent in extents])
+        pieces = region[:num_moved].split([extent.stop - extent.start for extent in extents])
         pairs = [(extent.data, piece) for extent, piece in zip(extents, pieces, strict=True)]
         rest = None
         if num_moved < len(region):
-            # Copied on the copy stream too: at 64K tokens of a 7B layer and r = 0.5 these bytes are 5 GB, and copying
-            # them on the compute stream would take over 1 % of the layer's time.
+            # On the copy stream too: on the compute stream it would take over 1 % of a layer's time.
             rest = torch.empty_like(region[num_moved:])
             pairs.append((rest, region[num_moved:]))
         after = [compute_mark(owner.device), *(extent.page.free_after for extent in extents)]
@@ -294,8 +283,7 @@ class _Block:
         device = self._owner.device
         self._restored = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
         num_moved = self._num_bytes - (0 if self._rest is None else len(self._rest))
-        moved = self._restored[:num_moved]
-        pieces = moved.split([extent.stop - extent.start for extent in self._extents])
+        pieces = self._restored[:num_moved].split([extent.stop - extent.start for extent in self._extents])
         pairs = [(piece, extent.data) for extent, piece in zip(self._extents, pieces, strict=True)]
         if self._rest is not None:  # copied on the copy stream too; held until the compute stream has waited
             pairs.append((self._restored[num_moved:], self._rest))
