@@ -16,7 +16,7 @@ from bytescale.models.moe import MixtureOfExperts
 
 
 class Mixtral(Llama):
-    """A Llama whose layers are sparse. Fits ``runtime.auxiliary.HasBatchLoss``: see ``models.balance``."""
+    """A Llama whose layers are sparse. Fits ``runtime.HasBatchLoss``: see ``models.balance``."""
 
     def __init__(self, shape: Architecture, layers: range | None = None) -> None:
         super().__init__(shape, layers)

@@ -3,8 +3,7 @@
 The runtime works with any ``nn.Module`` that fits ``executor.DecoderModule``; it never imports ``models``.
 """
 
-from bytescale.runtime.auxiliary import HasBatchLoss
-from bytescale.runtime.executor import Decoder, DecoderModule, Executor, StepResult
+from bytescale.runtime.executor import Decoder, DecoderModule, Executor, HasBatchLoss, StepResult
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
 from bytescale.runtime.mesh import Mesh, MeshShape

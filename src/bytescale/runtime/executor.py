@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers
 from bytescale.attention.copies import to_device
 from bytescale.common.arrays import IntArray
 from bytescale.plan import MicroBatch, RankPlan
-from bytescale.runtime.auxiliary import HasBatchLoss, finish_batch_loss
 from bytescale.runtime.loss import IGNORE_INDEX, Head, PlainHead, loss_sum, token_losses
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.lockstep import Units
@@ -55,6 +54,33 @@ class DecoderModule(Protocol):
         ...
 
 
+@runtime_checkable
+class HasBatchLoss(Protocol):
+    """What a model offers that has a loss on sums over the global batch, as the load balance of experts is one.
+
+    Called once a step, by every rank. The gradients that ``batch_loss`` makes are summed over ranks with all others.
+    """
+
+    def begin_batch(self) -> None:
+        """Forget the previous step. Called before the first forward."""
+        ...
+
+    def batch_sums(self) -> Tensor | None:
+        """This rank's sums, fp64, of the same shape on every rank; a rank without tokens returns zeros.
+
+        None, on all ranks alike, means that the model has no such loss.
+        """
+        ...
+
+    def batch_loss(self, total: Tensor) -> Tensor:
+        """The loss, a scalar that is the same on every rank. ``total`` is the sum of all ranks' ``batch_sums``."""
+        ...
+
+    def batch_parameters(self) -> Sequence[nn.Parameter]:
+        """All parameters for which ``batch_loss`` has a gradient; empty when there is no such loss."""
+        ...
+
+
 class MicroBatchTokens(Protocol):
     """One micro-batch's tokens in the layout of ``plan.MicroBatch``: int64 ``[T]``, NumPy arrays or tensors."""
 
@@ -76,7 +102,7 @@ class StepResult:
 
     loss_sum: float  # weighted sum of the tokens' cross-entropies, in nats
     num_targets: int
-    batch_loss: float = 0.0  # of this rank's layers, over the global batch; not in loss_sum (runtime.auxiliary)
+    batch_loss: float = 0.0  # of this rank's layers, over the global batch; not in loss_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,3 +286,17 @@ class _Run:
 
     def _to_device(self, array: IntArray | Tensor) -> Tensor:
         return to_device(torch.as_tensor(array), self.executor.mesh.hdp.device)
+
+
+def finish_batch_loss(model: object, mesh: Mesh) -> float:
+    """Add the gradient of the batch loss to this rank's gradients. Called after a step's last backward.
+
+    Returns the value of the loss; 0, without a collective, for a model that has none. At the routers every
+    tensor-parallel rank has tokens of its own, so the sums are added up over tensor-parallel ranks too.
+    """
+    if not isinstance(model, HasBatchLoss) or (sums := model.batch_sums()) is None:
+        return 0.0
+    loss = model.batch_loss(mesh.tp.all_reduce(mesh.hdp.all_reduce(sums)))
+    if loss.requires_grad:  # false on a rank without tokens
+        loss.backward()
+    return float(loss.detach())

@@ -158,7 +158,7 @@ class Mesh:
         Args:
             interleaved: the last stage also sends to the first.
             overlapped: gradients are reduced while ranks compute, in a group of their own.
-            nodes: for every world rank, a number that names its node. None: all ranks are on one node.
+            nodes: every world rank's node, by number. None: all ranks are on one node.
             domain: consecutive HDP ranks that share the layers' parameters; it divides their number.
         """
         if world.size != shape.size:
@@ -213,9 +213,8 @@ def node_group(
 ) -> RankGroup:
     """Return the group of the HDP ranks on this rank's node: ``hdp`` itself if it has all of them or only this one.
 
-    Each node gets one communicator, at the start. A slice group never gets one. Under NCCL, making a group splits the
-    communicator of all ranks, which waits for all of them. So all ranks make one, or none: where any rank needs one, a
-    rank that is alone on its node makes a group of itself, which it does not use.
+    Under NCCL, making a group splits the communicator of all ranks, which waits for all of them. So all ranks make one,
+    or none: where any rank needs one, a rank that is alone on its node makes a group of itself, which it does not use.
     """
     if nodes is None:
         return hdp

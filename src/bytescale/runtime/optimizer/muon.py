@@ -93,8 +93,7 @@ def deal(entries: Sequence[Entry], num_ranks: int) -> dict[Entry, int]:
 class MuonOnShards(torch.optim.Optimizer):
     """Muon for the parameter groups whose ``muon`` is true, AdamW for the others.
 
-    Both kinds have states of the same names, so that checkpoints need not tell them apart: Muon's momentum is
-    ``exp_avg``, and its ``exp_avg_sq`` stays zero.
+    Both have states of the same names, for checkpoints: Muon's momentum is ``exp_avg``, its ``exp_avg_sq`` stays zero.
     """
 
     def __init__(self, groups: Any, *, matrices: DealtMatrices, momentum: float, **adam: Any) -> None:

@@ -48,13 +48,9 @@ def named_optimizer(
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any], GroupOptions]:
     """The optimizer that ``config`` names: its class, its options, and those of single parameters.
 
-    Weight decay holds for matrices alone, unless ``optimizer.overrides`` says something else.
-
-    Args:
-        parameters: what it updates, in one or several flat buffers; Muon in one.
-        group: the ranks that share its states.
-
-    Raises ``ConfigError`` for an override that no parameter of any rank has, or that the optimizer does not know.
+    ``parameters``: what it updates, Muon in one flat buffer. ``group``: the ranks that share its states. Weight decay
+    holds for matrices alone, unless ``optimizer.overrides`` says something else. Raises ``ConfigError`` for an override
+    that no parameter of any rank has, or that the optimizer does not know.
     """
     betas = (config.beta1, config.beta2)
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}

@@ -42,8 +42,7 @@ class ShardedOptimizer:
     """The trainable parameters of a model in flat memory, and an optimizer whose states are sharded over ranks.
 
     Attributes:
-        torch_optimizer: the optimizer on this rank's pieces. Learning-rate schedulers take it; its ``step`` is called
-            by ``update`` alone.
+        torch_optimizer: on this rank's pieces, for learning-rate schedulers; ``update`` alone calls its ``step``.
         zeros: one ``ZeroShards`` for each dtype of parameters, and for those that ranks share.
         offsets: where the buffers of each begin if they lie one behind the other, in elements.
     """
@@ -107,7 +106,6 @@ class ShardedOptimizer:
 
     @property
     def overlaps(self) -> bool:
-        """Whether reductions may begin during backward."""
         return all(zero.overlap is not None for zero in self.zeros)
 
     def expect_last_backward(self, silent: bool) -> None:
@@ -173,7 +171,6 @@ class ShardedOptimizer:
         return owner if isinstance(owner, ShardedOptimizer) else None
 
     def join(self, model: nn.Module) -> None:
-        """Let ``model.zero_grad()`` call ``zero_grad`` of this object."""
         model.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def leave(self, model: nn.Module) -> None:
@@ -326,8 +323,10 @@ class ShardedOptimizer:
             self.torch_optimizer.state.clear()
             self.torch_optimizer.state.update(untouched.state)
         for piece in self._pieces:
-            for name, number in numbers.items():
-                self.torch_optimizer.state[piece][name] = _like(self.torch_optimizer.state[piece][name], number)
+            states = self.torch_optimizer.state[piece]
+            for name, number in numbers.items():  # in the form in which the optimizer keeps it
+                old = states[name]
+                states[name] = torch.full_like(old, number) if isinstance(old, Tensor) else type(old)(number)
         self.num_updates = num_updates
         for zero in self.zeros:
             zero.publish()
@@ -349,7 +348,7 @@ class ShardedOptimizer:
             )
 
     def _attach_gradients(self) -> None:
-        """Give the pieces their gradients again where somebody has called ``zero_grad`` of the optimizer."""
+        """Where somebody has called ``zero_grad`` of the optimizer."""
         for piece, gradient in zip(self._pieces, self._gradients, strict=True):
             piece.grad = gradient
 
@@ -377,8 +376,3 @@ class ShardedOptimizer:
 
 def _is_per_weight(value: Any, piece: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == piece.shape
-
-
-def _like(old: Any, number: float) -> Any:
-    """``number`` in the form in which the optimizer keeps it: a scalar tensor or a number."""
-    return torch.full_like(old, number) if isinstance(old, Tensor) else type(old)(number)

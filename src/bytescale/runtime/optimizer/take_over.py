@@ -13,7 +13,6 @@ from bytescale.config import ParallelConfig
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Chunk
-from bytescale.runtime.optimizer.elementwise import require_elementwise
 from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.optimizer.lockstep import shard_layers
 from bytescale.runtime.optimizer.optimizers import GroupOptions
@@ -61,7 +60,7 @@ def take_over(
     if domain > 1:
         assert chunk is not None, "whoever shares layers knows them"
         named_parameters, shared, units = shard_layers(named_parameters, chunk[1], mesh)
-    trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+    trainable = [item for item in named_parameters if item[1].requires_grad]
     dtypes = sorted({p.dtype for _, p in trainable}, key=str)
     size = BUCKET_BYTES if chunk is not None and len(dtypes) == 1 else 0
     whole = [
@@ -72,3 +71,32 @@ def take_over(
     if chunk is not None and size and units is None:
         zeros[0].overlap_with([chunk], in_steps=False)
     return ShardedOptimizer(zeros, cls, options, group_options, units=units)
+
+
+def require_elementwise(cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` unless ``cls`` does the same to a matrix as to two halves of its numbers."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(4, 6, generator=generator) + 0.5
+    whole, halves = [values.clone()], [half.clone() for half in values.flatten().split(12)]
+    try:
+        optimizers = cls(whole, **options), cls(halves, **options)
+        for _ in range(3):
+            gradient = torch.randn(4, 6, generator=generator)
+            whole[0].grad = gradient.clone()
+            for half, part in zip(halves, gradient.flatten().split(12), strict=True):
+                half.grad = part.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+    except (TypeError, RuntimeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            problem(f"{cls.__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())}) does not run: {error}",
+                    fix="use an elementwise optimizer with valid options, such as torch.optim.AdamW")
+        ) from error  # fmt: skip
+    if not torch.allclose(whole[0].flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
+        raise ConfigError(
+            problem(
+                f"{cls.__name__} is not elementwise: the update of a number depends on other numbers of its matrix",
+                so="on this rank's shards of the parameters it would compute something else than on whole matrices",
+                fix="use an elementwise optimizer, such as torch.optim.AdamW",
+            )
+        )

@@ -12,8 +12,8 @@ round: a rank that has no work in a round goes through the same steps (``lockste
 that do not belong to exactly one layer (embedding, last norm, head) are in ordinary flat buffers, and are always there.
 
 What lies between two steps is ZeRO-1 over the ranks with the same part (``Mesh.replicas``). Positions in the flat
-buffers are those of whole units, one bucket for each, as if every rank had all of them. Shard p m + g of a bucket
-belongs to place p of domain g, of m domains, so that the shards of one place lie side by side::
+buffers are those of whole units, one bucket for each. Shard p m + g of a bucket belongs to place p of domain g, of m
+domains, so that the shards of one place lie side by side::
 
     unit          |        place 0        |        place 1        |      d = 2, m = 3
     of rank       |   0   |   2   |   4   |   1   |   3   |   5   |
@@ -59,11 +59,8 @@ class UnitParameters(FlatParameters):
     ) -> None:
         """Take over parameters, one unit after the other, so that one of them at a time exists twice.
 
-        Args:
-            units: of every layer, in the order of forward; a layer may have no such parameter.
-            mesh: with a domain of several ranks, on whose device the parameters are from now on.
-            dtype: that they get.
-            trained: whether their gradients are summed.
+        ``units``: of every layer, in the order of forward; a layer may have no such parameter. ``mesh``: on whose
+        device they are from now on. ``trained``: whether their gradients are summed.
         """
         self.trained = trained
         self.domain, self.num_domains = mesh.domain, mesh.replicas.size
@@ -146,11 +143,11 @@ class UnitParameters(FlatParameters):
         """Nothing to do: a parameter's ``grad`` is None after every backward."""
 
     def value_of(self, entry: Entry) -> Tensor:
-        """A view of the unit's full parameters. It has memory while the unit is open."""
+        """It has memory while the unit is open."""
         return self._view(entry, 0)
 
     def gradient_of(self, entry: Entry) -> Tensor:
-        """A view of the unit's full gradients. It has memory during the unit's backward."""
+        """It has memory during the unit's backward."""
         return self._view(entry, 1)
 
     # -- units -----------------------------------------------------------------------------------------------------

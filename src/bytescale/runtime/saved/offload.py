@@ -260,53 +260,51 @@ class _LayerPass:
         return block
 
 
+@dataclass(eq=False)
 class _Block:
     """One region of memory: its first bytes on the host, the rest on the device."""
 
-    def __init__(
-        self, owner: ActivationOffload, num_bytes: int, extents: list[Extent], rest: Tensor | None, copied: Event
-    ) -> None:
-        self._owner = owner
-        self._num_bytes = num_bytes
-        self._extents = extents
-        self._rest = rest
-        self._copied = copied
-        self._restored: Tensor | None = None
-        self._arrived: Event = None
+    owner: ActivationOffload
+    num_bytes: int
+    extents: list[Extent]
+    rest: Tensor | None
+    copied: Event
+    restored: Tensor | None = None
+    arrived: Event = None
 
     def fetch(self) -> None:
         """Start to copy the region back to the device."""
-        if self._restored is not None:
+        if self.restored is not None:
             return
-        if not self._extents:
+        if not self.extents:
             raise RuntimeError("backward asked for activations of a micro-batch whose backward has ended")
-        device = self._owner.device
-        self._restored = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
-        num_moved = self._num_bytes - (0 if self._rest is None else len(self._rest))
-        pieces = self._restored[:num_moved].split([extent.stop - extent.start for extent in self._extents])
-        pairs = [(piece, extent.data) for extent, piece in zip(self._extents, pieces, strict=True)]
-        if self._rest is not None:  # copied on the copy stream too; held until the compute stream has waited
-            pairs.append((self._restored[num_moved:], self._rest))
-        self._arrived = self._owner._to_device.copy(pairs, after=[compute_mark(device), self._copied])
+        device = self.owner.device
+        self.restored = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        num_moved = self.num_bytes - (0 if self.rest is None else len(self.rest))
+        pieces = self.restored[:num_moved].split([extent.stop - extent.start for extent in self.extents])
+        pairs = [(piece, extent.data) for extent, piece in zip(self.extents, pieces, strict=True)]
+        if self.rest is not None:  # copied on the copy stream too; held until the compute stream has waited
+            pairs.append((self.restored[num_moved:], self.rest))
+        self.arrived = self.owner._to_device.copy(pairs, after=[compute_mark(device), self.copied])
 
     def bytes(self) -> Tensor:
         """``[n]`` uint8 on the device, complete for all work that is launched from now on."""
         self.fetch()
-        assert self._restored is not None, "fetch() has just made it"
-        compute_waits(self._arrived, self._owner.device)
-        self._arrived, self._rest = None, None
-        return self._restored
+        assert self.restored is not None, "fetch() has just made it"
+        compute_waits(self.arrived, self.owner.device)
+        self.arrived, self.rest = None, None
+        return self.restored
 
     def release(self) -> None:
         """Return the pages to the pool, and free the device memory once no copy writes to it any more."""
-        for event in (self._copied, self._arrived):
-            compute_waits(event, self._owner.device)
-        self._copied, self._arrived, self._restored, self._rest = None, None, None, None
-        extents, self._extents = self._extents, []
+        for event in (self.copied, self.arrived):
+            compute_waits(event, self.owner.device)
+        self.copied, self.arrived, self.restored, self.rest = None, None, None, None
+        extents, self.extents = self.extents, []
         if extents:
-            reads = self._owner._to_device.mark()
+            reads = self.owner._to_device.mark()
             for extent in extents:
-                self._owner.pool.leave(extent.page, reads)
+                self.owner.pool.leave(extent.page, reads)
 
     def __del__(self) -> None:
         self.release()
