@@ -41,7 +41,7 @@ from bytescale.plan import Plan, RankPlan
 from bytescale.plan.verify import verify
 from bytescale.planner import align
 from bytescale.runtime import Decoder, Executor, FlatParameters, Mesh, MeshShape
-from bytescale.runtime.optimizer.replicas import sum_replicas
+from bytescale.runtime.optimizer.zero import sum_replicas
 from bytescale.runtime.saved.activations import Activations
 
 DTYPE, TOLERANCE = torch.float64, 1e-10

@@ -27,7 +27,7 @@ from bytescale.plan.verify import verify
 from bytescale.planner import align, make_planner
 from bytescale.runtime import Decoder, Executor, FlatParameters, HostPool, Mesh, MeshShape, TokenShards
 from bytescale.runtime.mesh import boundary_colour
-from bytescale.runtime.optimizer.replicas import sum_replicas
+from bytescale.runtime.optimizer.zero import sum_replicas
 from bytescale.runtime.pipeline import StageLinks
 from bytescale.runtime.saved.activations import Activations
 from tests.helpers.effort import examples, one_in

@@ -8,8 +8,8 @@ from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
 from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.flat import DTYPES, FlatParameters, Range, values_of
-from bytescale.runtime.optimizer.replicas import TiedHead
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer, Update
+from bytescale.runtime.optimizer.zero import TiedHead
 from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.saved.host_pool import HostMemoryError, HostPool
 from bytescale.runtime.token_shards import TokenShards

@@ -1,8 +1,4 @@
-"""Runs one rank's part of a plan: forwards and backwards of its micro-batches in 1F1B order, with no barrier anywhere.
-
-Without a pipeline, 1F1B order is forward, backward, forward, backward and so on. With a pipeline, ``plan.schedule``
-defines it.
-"""
+"""Runs one rank's part of a plan: its forwards and backwards in the order of ``plan.schedule``, without a barrier."""
 
 from __future__ import annotations
 
@@ -216,7 +212,6 @@ class Executor:
                 self.units.pass_without_work(backward=backward)
 
     def head(self) -> Head:
-        """The head of the last part."""
         part = self.parts[-1]
         return PlainHead(part.module.head_weight, self.mesh.tp.group) if part.head is None else part.head
 

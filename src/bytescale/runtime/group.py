@@ -98,7 +98,7 @@ class RankGroup:
         self.timed(lambda: _all_gather(full, shard, group=self.group))
 
     def start_reduce_scatter(self, full: Tensor) -> PendingCollective:
-        """Start to sum ``full [size * n]`` over ranks, in place: this rank's part ``[n]``; others are undefined."""
+        """Start to sum ``full [size * n]`` over ranks, in place; only this rank's part ``[n]`` is defined then."""
         if self.group is None:
             return PendingCollective(self, None)
         if self.device.type == "cuda":

@@ -31,7 +31,7 @@ ROWS_PER_SLICE = 256
 
 
 class TokenShards:
-    """One rank's view."""
+    """One rank's view. ``begin`` sets the number of tokens T for the calls that follow."""
 
     def __init__(self, tp: RankGroup, *, overlap: bool = True, rows_per_slice: int = ROWS_PER_SLICE) -> None:
         """``overlap``: whether messages travel beside products; without, it is the slow twin, of the same bits.
@@ -52,7 +52,6 @@ class TokenShards:
         return self.tp.size
 
     def begin(self, num_tokens: int) -> None:
-        """Set the number of tokens T that the following calls work on."""
         self.num_tokens = num_tokens
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -155,7 +154,6 @@ class _Collected:
 
 
 def own_rows(num_tokens: int, rank: int, size: int) -> slice:
-    """The rows of tensor-parallel rank ``rank`` of ``size``."""
     count = -(-num_tokens // size)
     return slice(min(rank * count, num_tokens), min((rank + 1) * count, num_tokens))
 

@@ -21,7 +21,6 @@ class Parking:
         self._kept: dict[str, list[tuple[Bytes, Bytes]]] = {}
 
     def holds(self, kind: str) -> bool:
-        """Whether this kind was parked and not fetched."""
         return kind in self._kept
 
     def park(self, kind: str, tensors: Iterable[Tensor]) -> None:
@@ -37,7 +36,6 @@ class Parking:
             kept.append((storage, copy))
 
     def fetch(self, kind: str) -> None:
-        """Bring the numbers back."""
         for storage, copy in self._kept.pop(kind, []):
             storage.resize_(copy.nbytes())
             storage.copy_(copy)

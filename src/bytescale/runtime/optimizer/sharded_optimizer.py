@@ -23,8 +23,7 @@ from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.runtime.optimizer.flat import FlatParameters, Range, values_of
 from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.optimizer.optimizers import LR_RATIO, GroupOptions, named_optimizer
-from bytescale.runtime.optimizer.replicas import TiedHead
-from bytescale.runtime.optimizer.zero import ZeroShards
+from bytescale.runtime.optimizer.zero import TiedHead, ZeroShards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,12 +347,10 @@ class ShardedOptimizer:
             )
 
     def _attach_gradients(self) -> None:
-        """Where somebody has called ``zero_grad`` of the optimizer."""
-        for piece, gradient in zip(self._pieces, self._gradients, strict=True):
+        for piece, gradient in zip(self._pieces, self._gradients, strict=True):  # the optimizer's zero_grad drops them
             piece.grad = gradient
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        """Pieces of the shards, put together by their options."""
         self._pieces: list[Tensor] = []
         self._places: list[tuple[ZeroShards, int]] = []  # where each piece begins in the flat buffers
         groups: list[tuple[dict[str, Any], list[Tensor]]] = []

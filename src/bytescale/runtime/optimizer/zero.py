@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from bytescale.plan import RankPlan
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import BucketCollectives, Chunk, Overlap
 from bytescale.runtime.optimizer.flat import Bucket, FlatParameters
-from bytescale.runtime.optimizer.replicas import TiedHead, sum_replicas
 
 _SQUARES_AT_A_TIME = 2**22  # all at once, their fp64 copies would be as large as the optimizer's states
 
@@ -28,37 +28,36 @@ class OptimizerShard:
     """This rank's part of one bucket.
 
     Attributes:
-        master: ``[n]`` weights in at least fp32, with the reduced gradient ``[n]`` as ``master.grad``.
+        master: ``[n]`` weights in at least fp32.
+        gradient: ``[n]``, reduced in place.
         value: ``[n]`` of the parameters' buffer; the same tensor as ``master`` if the dtypes are the same.
         counted: ranges of the shard, each with the number of ranks that hold the same parameters.
     """
 
     master: Tensor
+    gradient: Tensor
     value: Tensor
     counted: Sequence[tuple[slice, int]]
 
     @staticmethod
     def of(parameters: FlatParameters, place: slice) -> OptimizerShard:
-        """The shard at the range ``place`` of the flat buffers."""
         own = parameters.own(place)
         value = parameters.values[own]
         master = value if value.dtype == parameters.master_dtype else value.to(parameters.master_dtype)
-        master.grad = parameters.gradients[own]  # reduced in place
-        return OptimizerShard(master, value, parameters.runs(place, lambda entry: entry.cut.replicas))
+        counted = parameters.runs(place, lambda entry: entry.cut.replicas)
+        return OptimizerShard(master, parameters.gradients[own], value, counted)
 
     def piece(self, own: slice) -> Tensor:
         """A leaf tensor that shares the memory of a part of the shard, with that part's gradient."""
-        assert self.master.grad is not None, "set when the shard was made"
         piece = self.master.detach()[own]
-        piece.grad = self.master.grad[own]
+        piece.grad = self.gradient[own]
         return piece
 
     def add_squares(self, total: Tensor) -> None:
         """Add the gradient's sum of squares to ``total`` (fp64). What several ranks hold counts once over all ranks."""
-        assert self.master.grad is not None, "set when the shard was made"
         for own, replicas in self.counted:
             squares = torch.zeros_like(total)
-            for piece in self.master.grad[own].split(_SQUARES_AT_A_TIME):
+            for piece in self.gradient[own].split(_SQUARES_AT_A_TIME):
                 squares += piece.double().square().sum()
             total += squares / replicas
 
@@ -71,7 +70,6 @@ class ZeroShards:
     """
 
     def __init__(self, parameters: FlatParameters, mesh: Mesh, tied_head: TiedHead | None = None) -> None:
-        """``tied_head``: the embedding that is shared by the first and the last stage; None if there is none."""
         self.parameters = parameters
         self.mesh = mesh
         self.hdp = mesh.hdp
@@ -122,8 +120,7 @@ class ZeroShards:
     def clip(self, grad_norm: float, largest: float) -> None:
         """Scale the reduced gradients so that their global norm, now ``grad_norm``, is at most ``largest`` (0: any)."""
         for shard in self.shards if 0 < largest < grad_norm else ():
-            assert shard.master.grad is not None, "set when the shard was made"
-            shard.master.grad.mul_(largest / (grad_norm + 1e-6))
+            shard.gradient.mul_(largest / (grad_norm + 1e-6))
 
     def publish(self) -> None:
         """Give the updated parameters to all ranks. Autocast forgets its copies of the old ones."""
@@ -137,3 +134,64 @@ class ZeroShards:
         if self.tied_head is not None:
             self.collectives.wait_for_parameters(self.parameters.late_stop)  # the embedding is a late parameter
             self.tied_head.lend()
+
+
+def sum_replicas(parameters: FlatParameters, tp: RankGroup) -> None:
+    """Sum the gradients of replicated parameters over their tensor-parallel ranks, which get the same bits.
+
+    They are norms, routers, and key/value heads of which there are fewer than ranks.
+    """
+    shared = [entry for entry in parameters.entries if entry.cut.replicas > 1]
+    if not shared:
+        return
+    # A rank leaves zeros in the places of the parts that it does not hold.
+    sizes = [entry.cut.count * (entry.stop - entry.start) for entry in shared]
+    total = parameters.gradients.new_zeros(sum(sizes))
+    pieces = [
+        piece.view(entry.cut.count, -1)[entry.cut.index]
+        for entry, piece in zip(shared, total.split(sizes), strict=True)
+    ]
+    for entry, piece in zip(shared, pieces, strict=True):
+        piece.copy_(parameters.gradient_of(entry).view(-1))
+    tp.all_reduce(total)
+    for entry, piece in zip(shared, pieces, strict=True):
+        parameters.gradient_of(entry).view(-1).copy_(piece)
+
+
+class TiedHead:
+    """One matrix that is the embedding on the first stage and the output head on the last stage.
+
+    The first stage owns the matrix, and the last stage borrows it. Only the owner has it in its optimizer and in
+    checkpoints: two copies that are updated separately could drift apart.
+    """
+
+    def __init__(self, mesh: Mesh, weight: Tensor, gradient: Tensor) -> None:
+        """``weight, gradient``: contiguous, of the same shape on both stages; the borrower's are its own copies."""
+        self.mesh = mesh
+        self.weight = weight
+        self.gradient = gradient
+
+    def bring_gradient_home(self) -> None:
+        """Send the borrower's gradient sum to the owner, which adds it to its own."""
+        if self._owns:
+            borrowed = torch.empty_like(self.gradient)
+            self._move(self.mesh.backward[0], receive=borrowed)
+            self.gradient += borrowed
+        else:
+            self._move(self.mesh.backward[0], send=self.gradient)
+            self.gradient.zero_()
+
+    def lend(self) -> None:
+        """Send the owner's weight to the borrower. Called after every update."""
+        if self._owns:
+            self._move(self.mesh.forward[0], send=self.weight)
+        else:
+            self._move(self.mesh.forward[0], receive=self.weight)
+
+    @property
+    def _owns(self) -> bool:
+        return self.mesh.stage == 0
+
+    def _move(self, group: RankGroup, send: Tensor | None = None, receive: Tensor | None = None) -> None:
+        peer = self.mesh.shape.pp - 1 if self._owns else 0
+        group.exchange.start(send=send, to=peer, receive=receive, source=peer, tag=0).wait()

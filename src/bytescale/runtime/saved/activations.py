@@ -59,7 +59,6 @@ class Activations:
             self.attention_memory.keep_with(self.offload.pack, self.offload.unpack)
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Prepare for a step with these micro-batches."""
         if self.offload is not None:
             self.offload.begin_step(micro_batches)
             return

@@ -86,7 +86,6 @@ class ActivationOffload:
         self._hooks = [hook for index, layer in enumerate(layers) for hook in self._watch(index, layer)]
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Prepare for a step with these micro-batches, which have their offload ratios."""
         self.pool.prepare(max(map(offloaded_tokens, micro_batches), default=0), self._num_offloaded_layers)
 
     @contextmanager
@@ -273,7 +272,6 @@ class _Block:
     arrived: Event = None
 
     def fetch(self) -> None:
-        """Start to copy the region back to the device."""
         if self.restored is not None:
             return
         if not self.extents:
