@@ -84,7 +84,6 @@ class Job:
         )
 
     def restore(self, checkpoints: Checkpointer, path: Place) -> RunState:
-        """Continue from a checkpoint. Returns what it says of the run."""
         state = checkpoints.restore(path, self.optimizer, self.architecture.as_dict())
         self.feed.load_state_dict(state.sampler)
         return state
@@ -151,8 +150,6 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
 
 
 class Planning(NamedTuple):
-    """How a run is planned."""
-
     measured: Profile | None  # that the config names
     times: StepTimes
     memory: MemoryBudget

@@ -135,7 +135,6 @@ def _sustained(hdp: RankGroup, send: Send, latency: float) -> float:
 
 
 def _seconds(hdp: RankGroup, send: Send, size: int, count: int) -> float:
-    """Seconds that this rank needs for ``count`` rounds."""
     hdp.share([0.0])  # all start together
     return LapTimer(hdp.device).once(lambda: [send(size) for _ in range(count)])
 
