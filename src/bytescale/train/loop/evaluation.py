@@ -47,10 +47,6 @@ class Evaluation:
         batches = [(batch, planner(batch.lengths)) for batch in batches_once(corpus.index, data.batch_tokens)]
         return Evaluation(job=job, corpus=corpus, batches=batches)
 
-    def is_due(self, step: int) -> bool:
-        every = self.job.config.eval.every
-        return step == self.job.config.trainer.steps or (every > 0 and step % every == 0)
-
     def run(self, step: int) -> EvaluationMetrics:
         """Evaluate between two steps. Every rank calls it. Raises ``RankFailure`` if ranks hold different plans."""
         mesh = self.job.ranks.mesh

@@ -88,9 +88,8 @@ class Job:
         self.feed.load_state_dict(state.sampler)
         return state
 
-    def checkpoint_is_due(self, step: int) -> bool:
-        """Whether to save after this step: as often as ``checkpoint`` says, and after the last step."""
-        every = self.config.checkpoint.every
+    def is_due(self, every: int, step: int) -> bool:
+        """Whether to do after this step what is done ``every`` so many steps (0: never) and after the last one."""
         return step == self.config.trainer.steps or (every > 0 and step % every == 0)
 
 
