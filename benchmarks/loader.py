@@ -177,7 +177,7 @@ def planner_at_scale(folder: Path) -> None:
             planner = actor.remote(config, work, [server], ["this"])
             state = ray.get(planner.check_state.remote(None))
             how = Shared((planner_for(num_ranks, 8192), steps))
-            process = psutil.Process(ray.get(planner.pid.remote()))
+            process = psutil.Process(ray.get(planner.__ray_call__.remote(lambda actor: os.getpid())))
             seconds = []
             for step in range(steps):
                 ranks = range(0, num_ranks, num_ranks // ranks_per_node)

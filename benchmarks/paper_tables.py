@@ -30,8 +30,9 @@ from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan
+from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.planner import adaptive_plan, align, naive_plan, paper_plan
-from bytescale.planner.draft import Draft, assemble, consecutive
+from bytescale.planner.draft import Draft, assemble
 from bytescale.simulator import ClusterConfig, simulate
 
 PLANNERS = ("static", "naive", "paper", "rings", "adaptive")
@@ -78,10 +79,11 @@ class Setting:
         pack = (np.cumsum(lengths) - lengths) // context
         counts = np.bincount(pack)
         number, degrees = np.arange(len(counts)), np.full(len(counts), cp)
+        first = number % (self.devices.num_ranks // cp) * cp
         draft = Draft(
             sequences=np.arange(len(lengths)),
             sequence_counts=counts,
-            ranks=consecutive(number % (self.devices.num_ranks // cp) * cp, degrees),
+            ranks=concatenated_ranges(first, first + degrees),
             degrees=degrees,
             slots=number,
         )

@@ -11,7 +11,6 @@ from bytescale.cost.gradient_sync import (
     bucket_seconds,
     num_buckets,
     stage_parameters,
-    sync_seconds,
     visible_gathering,
     visible_reduction,
 )
@@ -176,9 +175,9 @@ def test_gradient_sync_by_hand() -> None:
     for stage, layers in enumerate((2, 2)):  # not 3 and 1, as without chunks
         chunks = stage_parameters(PROFILE, stage=stage, pipeline_parallel=2, virtual_stages=2)
         assert chunks == layers * 1000 + vocabulary
-    assert sync_seconds(PROFILE, 100.0, num_ranks=4, ranks_per_node=8) == 600 * 3 / 4 / 2.0 + 2 * 2 * 6
-    assert sync_seconds(PROFILE, 100.0, num_ranks=16, ranks_per_node=8) == 600 * 15 / 16 / 1.0 + 2 * 4 * 6
-    assert sync_seconds(PROFILE, 100.0, num_ranks=1, ranks_per_node=8) == 0
+    for num_ranks, expected in ((4, 600 * 3 / 4 / 2.0 + 2 * 2 * 6), (16, 600 * 15 / 16 / 1.0 + 2 * 4 * 6), (1, 0)):
+        seconds = bucket_seconds(PROFILE, 100.0, 1, num_ranks=num_ranks, ranks_per_node=8)
+        assert seconds.reduce + seconds.gather == expected
 
 
 @pytest.mark.parametrize("host_bytes", [np.inf, 20_000.0])

@@ -141,7 +141,7 @@ def test_only_the_window_is_read_and_the_next_one_expected() -> None:
     for _ in range(6):
         sampler.next_batch()
     assert parts.found[:8] == [part for window in windows for part in window]
-    assert corpus.index.is_complete
+    assert corpus.metadata.is_complete
     # A run that goes on in the second window reads that one alone.
     corpus, parts = later([5] * 40, num_parts=8)
     sampler_of(corpus.index, 25, 1, window_mib=8, state=state)

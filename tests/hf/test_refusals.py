@@ -170,7 +170,7 @@ def test_heads_that_flash_attention_does_not_have() -> None:
     """Wider than 256 on a GPU; a soft cap has a kernel that takes any width."""
     wide = LayerAttention(
         name="model.layers.3.self_attn", num_heads=2, num_kv_heads=1, head_dim=512, value_dim=512,
-        rules=AttentionRules(), has_sinks=False,
+        rules=AttentionRules(),
     )  # fmt: skip
     facts = ModelFacts(layers=(wide,), random_parts=())
     with pytest.raises(ConfigError, match=r"model\.layers\.3\.self_attn cannot be attached: its heads are 512 wide"):

@@ -23,6 +23,7 @@ from tests.remote.support import (
     feeds,
     kill_minus_9,
     numbered_config,
+    pid_of,
     take_steps,
     write_numbered_corpus,
 )
@@ -237,7 +238,7 @@ def test_closing_ends_the_actors(tmp_path: Path, corpus: int) -> None:
     with feeds(numbered_config(tmp_path), "ray", 2) as opened:
         first = opened[0]
         assert isinstance(first, RemoteFeed)
-        pids = ray.get([actor.pid.remote() for actor in first.actors])
+        pids = ray.get([pid_of(actor) for actor in first.actors])
         processes = [psutil.Process(pid) for pid in pids]
     _, alive = psutil.wait_procs(processes, timeout=600)
     assert not alive

@@ -22,7 +22,7 @@ from bytescale.data.order.epoch import SampleStream
 from bytescale.data.remote.remote_feed import RemoteFeed
 from bytescale.data.tokens import shards
 from tests.data.support import write_jsonl
-from tests.remote.support import assert_same_data, feeds, kill_minus_9, numbered_config, take_steps
+from tests.remote.support import assert_same_data, feeds, kill_minus_9, numbered_config, pid_of, take_steps
 
 pytestmark = pytest.mark.usefixtures("ray_joined")
 
@@ -192,7 +192,7 @@ def test_a_file_that_is_broken_ends_the_run_on_all_ranks_when_its_window_comes(
         path.write_bytes(b"#" + whole[path][1:])
     with feeds(config, "ray", 3) as opened:
         state = opened[0].state_dict()
-        ray.get([server.pid.remote() for server in opened[0].actors[1:3]])
+        ray.get([pid_of(server) for server in opened[0].actors[1:3]])
         time.sleep(3.0)  # they have failed by now
         passing.write_bytes(whole[passing])
         while state["window"] == 0:

@@ -14,7 +14,7 @@ from bytescale.plan.pipeline_order import find_cycle
 from bytescale.plan.plan import GroupSpec
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.simulator.draw import draw_steps, raster
-from bytescale.simulator.trace import save_trace, trace_events
+from bytescale.simulator.trace import entries_of, save_trace, simulated_tracks
 from tests.helpers.effort import examples
 from tests.simulator.plans import aligned_plan, local_plan, profile
 from tests.simulator.test_simulate import check_books
@@ -32,7 +32,7 @@ def test_trace_is_chrome_json_and_holds_every_task(tmp_path: Path) -> None:
 
 def test_trace_of_some_ranks_only() -> None:
     step = simulate(local_plan([[6]] * 8), profile(), ClusterConfig(num_gpus=8))
-    assert {entry["pid"] for entry in trace_events(step, [0, 7])} == {0, 7}
+    assert {entry["pid"] for entry in entries_of([*simulated_tracks(step, 0), *simulated_tracks(step, 7)])} == {0, 7}
 
 
 @pytest.mark.exhaustive

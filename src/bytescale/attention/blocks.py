@@ -39,7 +39,9 @@ class BlockSet:
     keys: list[tuple[int, int]]
     causal: bool
     window: int | None = None
-    _cu_seqlens: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
+    _cu_seqlens: dict[torch.device, tuple[torch.Tensor, torch.Tensor, int, int]] = field(
+        default_factory=dict, repr=False
+    )
 
     def __post_init__(self) -> None:
         self._query_ranges, self._key_ranges = RowRanges(self.queries), RowRanges(self.keys)
@@ -74,18 +76,12 @@ class BlockSet:
         """Return the index that picks the rows of all key ranges, in order."""
         return self._key_ranges.on(device)
 
-    @property
-    def max_query_rows(self) -> int:
-        return max((stop - start for start, stop in self.queries), default=0)
-
-    @property
-    def max_key_rows(self) -> int:
-        return max((stop - start for start, stop in self.keys), default=0)
-
-    def cu_seqlens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the blocks' offsets in the query rows and in the key rows, each ``[B + 1]`` int32 (cached)."""
+    def cu_seqlens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Offsets of the blocks in query rows and in key rows, ``[B + 1]`` int32 each, and most rows of both."""
         if device not in self._cu_seqlens:
-            self._cu_seqlens[device] = (_offsets(self.queries, device), _offsets(self.keys, device))
+            parts = self.queries, self.keys
+            most = (max((stop - start for start, stop in part), default=0) for part in parts)
+            self._cu_seqlens[device] = (*(_offsets(part, device) for part in parts), *most)  # type: ignore[assignment]
         return self._cu_seqlens[device]
 
 
@@ -114,18 +110,11 @@ def causal_triangles(lengths: Sequence[int] | IntArray, window: int | None = Non
 def blocks_between(segments: tuple[IntArray, IntArray], member: int, source: int) -> BlockSet:
     """Return the blocks in which the queries of ``member`` see keys that ``source``, another member, holds.
 
-    In the sequence, the members' segments follow one another in the order 0, 1, .., N-1, N-1, .., 1, 0
-    (``plan.layout``). Causality therefore allows the following.
+    By the order of segments (``plan.layout``), with ``source < member`` both segments of ``member`` see only the front
+    segment of ``source``; with ``source > member`` only the back segment of ``member`` sees ``source``, both segments.
 
-    - ``source < member``: both segments of ``member`` see the front segment of ``source``, and neither sees its back
-      segment.
-    - ``source > member``: the back segment of ``member`` sees both segments of ``source``. The front segment sees
-      neither.
-
-    Args:
-        segments: tokens of every member's front segments and back segments, each ``[K, N]`` for K sequences.
-            The rows of a sequence on a member are its front segment, then its back segment. Sequences lie one after the
-            other.
+    ``segments``: tokens of all members' front and back segments, each ``[K, N]`` for K sequences. The rows of a member
+    are sequence by sequence its front segment, then its back segment.
     """
     front, back = segments
     ours = np.concatenate([[0], np.cumsum(front[:, member] + back[:, member])])

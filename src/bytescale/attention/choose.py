@@ -26,8 +26,6 @@ from bytescale.common.errors import ConfigError
 def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
     """Return the kernel for a device and dtype: the flash kernel for ``auto`` and ``flash``, the twin for ``math``.
 
-    On a GPU the flash kernel runs the implementation that is active (``flash.open_attention``).
-
     Raises ``ConfigError`` where flash attention does not exist. It never falls back to something slower.
     """
     if name not in ("auto", "flash", "math"):

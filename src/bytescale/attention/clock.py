@@ -1,8 +1,7 @@
 """Clocks that measure how long a rank really computes or waits, on a CPU and on a GPU.
 
-On a GPU, waiting for a message returns to the host at once. It holds up the compute stream instead, so the host's clock
-would measure nothing. A GPU's clock therefore records one event on the stream before the wait and one after it. It
-reads them later, when the device has passed both.
+On a GPU, waiting for a message holds up the compute stream and not the host. So a GPU's clock records one event on the
+stream before the wait and one after it, and reads them later, when the device has passed both.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ class Mark(Protocol):
     def synchronize(self) -> None: ...
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds."""
-        ...
 
 
 Listener = Callable[[Mark, Mark], None]
@@ -91,5 +89,4 @@ def seconds_between(start: Mark, end: Mark) -> float:
 
 
 def make_clock(device: torch.device) -> Clock:
-    """Return a clock for work on ``device``."""
     return Clock(lambda: torch.cuda.Event(enable_timing=True)) if device.type == "cuda" else Clock()

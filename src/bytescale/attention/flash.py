@@ -1,11 +1,9 @@
 """Chooses the flash implementation that runs attention on a GPU: PyTorch's own, FlashAttention 3 or FlashAttention 4.
 
-PyTorch ships FlashAttention 2. The two newer ones are separate packages, and PyTorch has a registry of them
-(``torch.nn.attention.activate_flash_attention_impl``). The active implementation serves PyTorch's flash operators in
-the whole process. So ``CudaFlashKernel`` calls the same operators for all of them.
-
-A package that can be imported may still not work. So every implementation is tried before it is used: it runs a forward
-and a backward of two short sequences with the model's heads, and the results are compared with those of the slow twin.
+PyTorch ships FlashAttention 2, and has a registry of the two newer ones, which are separate packages. The active
+implementation serves PyTorch's flash operators in the whole process, so ``CudaFlashKernel`` calls the same operators
+for all of them. Each is tried before it is used: a forward and a backward of two short sequences with the model's heads
+are compared with the slow twin's.
 """
 
 from __future__ import annotations
@@ -105,10 +103,8 @@ def open_attention(
 ) -> Iterator[AttentionChoice]:
     """Activate the implementation that ``kernels.attention`` names, until the block ends.
 
-    Args:
-        heads: this rank's heads, for the trial.
-        everywhere: takes this rank's numbers and returns the smallest that any rank gave. It is called once per trial.
-            With it all ranks choose the same implementation, and none uses one that is missing on another rank.
+    ``heads`` are this rank's. ``everywhere`` takes this rank's numbers and returns the smallest of any rank, once per
+    trial: so all ranks choose the same implementation.
 
     Raises ``ConfigError`` if the implementation was asked for by name and cannot run on every rank.
     """
@@ -116,7 +112,7 @@ def open_attention(
     if device.type != "cuda" or (name != "auto" and name not in wanted):
         if name in wanted:
             raise _not_usable(wanted[name], "needs a GPU, and this run is on the CPU")
-        yield AttentionChoice(select_kernel(name, device, dtype), _plain_name(name))
+        yield AttentionChoice(select_kernel(name, device, dtype), "math" if name == "math" else "flash")
         return
     kernel = select_kernel("flash", device, dtype)  # refuses fp32
     candidates = FASTEST_FIRST if name == "auto" else (wanted[name],)
@@ -242,14 +238,9 @@ def _forward_and_backward(
 
 
 def _register_fa4() -> Any:
-    """Register FlashAttention 4 with PyTorch, by a module of ours that returns as many values as PyTorch unpacks."""
     from torch.nn.attention._fa4 import register_flash_attention_fa4
 
     return register_flash_attention_fa4("bytescale.attention.flash_4")
-
-
-def _plain_name(name: str) -> str:
-    return "math" if name == "math" else "flash"
 
 
 def _not_usable(implementation: FlashImplementation, reason: str) -> ConfigError:

@@ -3,8 +3,8 @@
 ``flash`` decides which implementation of flash attention runs on CUDA.
 
 A kernel computes every block of a ``BlockSet``. For the query rows of all blocks, in order, it returns the attention
-output and the log-sum-exp (LSE) of the scores. With the LSE, partial results can be merged exactly. The backward of a
-kernel takes the output and LSE *of the whole softmax*. With these, the gradient of each block is exact on its own.
+output and the log-sum-exp (LSE) of the scores, with which partial results are merged. Backward takes the output and LSE
+*of the whole softmax*, with which the gradient of each block is exact on its own.
 
 Shape letters: T query rows, S key rows, H query heads, G key/value heads (G divides H), D head width of queries and
 keys, Dv of values and outputs.
@@ -40,7 +40,6 @@ class AttentionKernel(Protocol):
 
         Tq is the number of query rows of all blocks.
         """
-        ...
 
     def backward(
         self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet, scale: float
@@ -50,7 +49,6 @@ class AttentionKernel(Protocol):
         The inputs hold all rows, and the kernel picks the rows of the blocks. Tq and Sk are the numbers of query rows
         and key rows of all blocks.
         """
-        ...
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -127,7 +125,7 @@ class CudaFlashKernel:
         if not blocks:  # a sequence can have fewer tokens than the group has members, so some members hold none
             return q.new_empty(0, q.shape[1], width), q.new_empty(0, q.shape[1], dtype=torch.float32)
         q, k, v = _same_width(q, k, v)
-        cu_q, cu_k, max_q, max_k = _cu_seqlens(blocks, q.device)
+        cu_q, cu_k, max_q, max_k = blocks.cu_seqlens(q.device)
         query_rows, key_rows = blocks.query_rows(q.device), blocks.key_rows(q.device)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q[query_rows],
@@ -153,7 +151,7 @@ class CudaFlashKernel:
             return q.new_empty(0, *q.shape[1:]), k.new_empty(0, *k.shape[1:]), v.new_empty(0, *v.shape[1:])
         width, value_width = q.shape[2], v.shape[2]
         dout, q, k, v, out = _same_width(dout, q, k, v, out)
-        cu_q, cu_k, max_q, max_k = _cu_seqlens(blocks, q.device)
+        cu_q, cu_k, max_q, max_k = blocks.cu_seqlens(q.device)
         query_rows, key_rows = blocks.query_rows(q.device), blocks.key_rows(q.device)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -302,10 +300,6 @@ def _window_of(blocks: BlockSet) -> dict[str, int]:
 def _heads_first(rows: Tensor) -> Tensor:
     """Return ``[T, H, D]`` rows as a ``[1, H, T, D]`` view."""
     return rows.transpose(0, 1)[None]
-
-
-def _cu_seqlens(blocks: BlockSet, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    return (*blocks.cu_seqlens(device), blocks.max_query_rows, blocks.max_key_rows)
 
 
 def _repeat_heads(rows: Tensor, num_heads: int) -> Tensor:

@@ -1,8 +1,7 @@
 """Attention of one micro-batch: the sequences that a rank holds whole, and its slices of those that a group shares.
 
 Sequences that a rank holds alone are blocks of one kernel call. Those of a shared group go through a grid (``grid``),
-or, where a window reaches less far than the sequences, through an exchange of the rows that it reaches
-(``windowed_ring``). Every call may have rules of its own (``rules``), hence every layer.
+or, where a window reaches less far than the sequences, through ``windowed_ring``.
 
 Shape letters: T rows of the micro-batch, the first of which are the shared ones; H query heads, G key/value heads, D
 width of queries and keys, Dv of values.
@@ -27,7 +26,7 @@ from bytescale.attention.rings.messages import RingBuffers
 from bytescale.attention.rings.window import WindowLayout
 from bytescale.attention.rings.windowed_ring import WindowedRing, windowed_backward, windowed_forward
 from bytescale.attention.rules import PLAIN, AttentionRules
-from bytescale.attention.sinks import check_sinks, join_sinks, sinks_gradient
+from bytescale.attention.sinks import join_sinks, sinks_gradient
 from bytescale.plan import MicroBatch
 
 
@@ -36,21 +35,18 @@ class AttentionMemory(Protocol):
 
     def recall(self) -> tuple[Tensor, ...] | None:
         """Return what was kept by the call at this place of the layer, or None if this call has to compute it."""
-        ...
 
     def keep(self, *results: Tensor) -> None:
         """Store what was computed."""
-        ...
 
 
 class PackedAttention:
     """The attention callable that a model is given for one micro-batch on one rank.
 
     ``attention(q, k, v, rules, sinks)`` takes ``q [T, H, D]``, ``k [T, G, D]`` and ``v [T, G, Dv]``, whose rows are in
-    the layout of the micro-batch (``plan.rank_plan``), and returns ``[T, H, Dv]``. ``rules`` are those of the layer
-    that calls. ``sinks [H]`` are its learned logits, or None. Every member of a shared group has to make the same
-    number of calls, with the same heads and the same rules. A caller that computes a few heads at a time and keeps the
-    results itself uses ``forward`` and ``backward`` instead.
+    the layout of the micro-batch (``plan.rank_plan``), and returns ``[T, H, Dv]``. ``sinks [H]`` are learned logits, or
+    None. Every member of a shared group has to make the same calls, with the same heads and the same rules. A caller
+    that keeps the results itself uses ``forward`` and ``backward`` instead.
     """
 
     def __init__(
@@ -88,11 +84,18 @@ class PackedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Compute ``out [T, H, Dv]`` and ``lse [T, H]``, outside of autograd. Both include the sinks."""
-        out, lse = self._forward(q, k, v, self._work(q, rules), rules.window)
-        if sinks is None:
-            return out, lse
-        check_sinks(sinks, q.shape[1])
-        return join_sinks(out, lse, sinks)
+        work, blocks, windowed = (
+            self._work(q, rules),
+            self._local_blocks(rules.window),
+            self._windowed_ring(rules.window),
+        )
+        if self.grid is None:
+            out, lse = work.forward(q, k, v, blocks)
+        elif windowed is not None:
+            out, lse = windowed_forward(q, k, v, windowed, work)
+        else:
+            out, lse = grid_forward(q, k, v, blocks, self.grid, work)
+        return (out, lse) if sinks is None else join_sinks(out, lse, sinks)
 
     def backward(
         self,
@@ -115,15 +118,6 @@ class PackedAttention:
         if windowed is not None:
             return windowed_backward(dout, (q, k, v), (out, lse), windowed, work)
         return grid_backward(dout, (q, k, v), (out, lse), blocks, self.grid, work)
-
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, work: BlockWork, window: int | None) -> tuple[Tensor, Tensor]:
-        blocks = self._local_blocks(window)
-        if self.grid is None:
-            return work.forward(q, k, v, blocks)
-        windowed = self._windowed_ring(window)
-        if windowed is not None:
-            return windowed_forward(q, k, v, windowed, work)
-        return grid_forward(q, k, v, blocks, self.grid, work)
 
     def _windowed_ring(self, window: int | None) -> WindowedRing | None:
         """Return the exchange for a window, or None where it reaches over all shared sequences: then the grid runs."""

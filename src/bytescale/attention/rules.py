@@ -7,8 +7,7 @@ For a query at position ``p`` of its sequence and a key at position ``j``, with 
 * softmax over what is left. With sinks, every query head has a learned logit that joins the sum of its softmax and has
   no value, so that the weights of the keys sum to less than one (gpt-oss).
 
-The order is that of transformers' eager attention: scale, cap, mask, sink. Sinks are a tensor with a gradient and are
-therefore an argument beside the rules.
+The order is that of transformers' eager attention: scale, cap, mask, sink.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Block attention in tiles of matrix products: every rule, every device and dtype, memory O(rows x tile).
 
-It runs where no flash kernel takes a rule (``choose``). Tiles outside of a block's band are left out, so that the work
-of a window is that of the keys in it. The softmax of a row of tiles runs from its last keys to its first: the tile that
-comes first holds the own key of every query, so that the running maximum is finite from then on. Otherwise forward is
-FlashAttention's (Dao et al. 2022, Algorithm 1), and backward makes the weights of each tile again from the log-sum-exp
-(Algorithm 4).
+It runs where no flash kernel takes a rule (``choose``). Tiles outside of a block's band are left out. The softmax of a
+row of tiles runs from its last keys to its first: the tile that comes first holds the own key of every query, so that
+the running maximum is finite. Otherwise this is FlashAttention (Dao et al. 2022, Algorithms 1 and 4).
 
 Shape letters: C query rows and E key rows of a tile, H query heads, G key/value heads, R = H / G, D width of queries
 and keys, Dv of values. Inside, heads come first: queries ``[G, R C, D]``, keys ``[G, E, D]``, scores ``[G, R C, E]``.

@@ -1,8 +1,4 @@
-"""The checkpoints of one run: written while training goes on, whole at any moment, loadable on any number of ranks.
-
-A checkpoint is written into a hidden folder and renamed when every rank's file is on disk: a folder named ``step-*`` is
-always complete (``folder_of_run``). What is in it: ``manifest``.
-"""
+"""The checkpoints of one run: written while training goes on, whole at any moment, loadable on any number of ranks."""
 
 from __future__ import annotations
 
@@ -177,7 +173,6 @@ class Checkpointer:
         self._is_clean = True
 
     def _open(self, own_folder: Path) -> None:
-        """Each rank at the start. The first one claims ``config.folder``."""
         is_first, run_id = self._is_first, ""
         try:
             store = Store(self.config.folder) if is_url(self.config.folder) else None
@@ -232,7 +227,6 @@ class Checkpointer:
             delete(self._disk, complete[step])
 
     def _settle(self) -> None:
-        """Wait for the checkpoint under way, and tell what became of it."""
         if self._pending is None:
             return
         (step, future), self._pending = self._pending, None
@@ -247,8 +241,9 @@ class Checkpointer:
 
     def _not_written(self, step: int, error: Exception) -> CheckpointError:
         kind = "" if isinstance(error, (OSError, BytescaleError)) else f"{type(error).__name__}: "
+        reason = str(error).split(" To fix:")[0].strip().removesuffix(".")
         failure = CheckpointError(
-            f"the checkpoint {step_name(step)} could not be written ({kind}{_reason(error)})",
+            f"the checkpoint {step_name(step)} could not be written ({kind}{reason})",
             so="the checkpoints before it are whole",
             fix=f"look at the disk that holds {self.folder}, then resume",
         )
@@ -259,8 +254,3 @@ class Checkpointer:
 def best_step(state: RunState) -> list[int]:
     """The step of the checkpoint with the lowest loss, if the run keeps it."""
     return [int(state.best["step"])] if state.best.get("kept") else []
-
-
-def _reason(error: Exception) -> str:
-    """What happened, without what to do about it."""
-    return str(error).split(" To fix:")[0].strip().removesuffix(".")

@@ -29,7 +29,6 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def hidden_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint after ``step`` is written before it gets its name."""
     return folder / f".{step_name(step)}.tmp"
 
 
@@ -65,8 +64,7 @@ def delete(disk: Disk, checkpoint: Path) -> None:
 def to_delete(steps: Sequence[int], config: CheckpointConfig, *, also_kept: Collection[int] = ()) -> list[int]:
     """The steps whose checkpoints are not kept, of all that are complete, in rising order.
 
-    Kept are the newest ``keep``, every one whose step ``keep_every`` divides, and ``also_kept``: the one that is being
-    uploaded, and the best one by evaluation.
+    Kept are the newest ``keep``, every one whose step ``keep_every`` divides, and ``also_kept``.
     """
     newest = set(sorted(steps)[-config.keep :])
     for_ever = {step for step in steps if config.keep_every and step % config.keep_every == 0}

@@ -34,18 +34,14 @@ def export_checkpoint(
 ) -> list[Path]:
     """Write ``target`` with config.json, safetensors shards and, where the run names them, the tokenizer's files.
 
-    The process holds one shard, and the parameter that is being read. ``target`` appears when it is complete.
+    The process holds one shard, and the parameter that is being read. ``target`` appears when it is complete. Returns
+    the shards.
 
     Args:
         dtype: ``fp32``, ``bf16`` or ``fp64``; master weights are rounded to it.
         run_config: of the run, for tokenizer, generation settings and context length.
 
-    Returns:
-        The shards written.
-
-    Raises:
-        ConfigError: ``target`` exists.
-        CheckpointError: ``checkpoint`` is none, or is incomplete.
+    Raises ``ConfigError`` if ``target`` exists; ``CheckpointError`` if ``checkpoint`` is none, or is incomplete.
     """
     stored = CheckpointReader(checkpoint)
     shape = Architecture(**stored.state.architecture)

@@ -69,10 +69,7 @@ def load_initial_weights(
 def load_master_weights(
     source: str, architecture: dict[str, Any], optimizer: ShardedOptimizer, group: dist.ProcessGroup
 ) -> None:
-    """Fill parameters and master weights from ``checkpoint:FOLDER``, a checkpoint of the model that is described.
-
-    Raises ``CheckpointError`` if there is none, or one of another model.
-    """
+    """Fill both from ``checkpoint:FOLDER``. Raises ``CheckpointError`` if there is none, or one of another model."""
     folder = _check_checkpoint(source, architecture)
     load_states(folder, optimizer, architecture, group, only=["master"])
     optimizer.finish_restore(0, {})
@@ -85,7 +82,6 @@ def architecture_pieces(architecture: Architecture) -> list[HFTensor]:
 
 
 def folder_of(source: str) -> Path:
-    """``hf:FOLDER`` -> the folder."""
     if not source.startswith(HF_PREFIX):
         raise ConfigError(
             f"trainer.init is {source!r}",

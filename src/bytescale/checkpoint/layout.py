@@ -62,28 +62,18 @@ class LayoutPiece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat buffer of one HDP group.
+    """The flat buffer of one HDP group."""
 
-    Attributes:
-        entries: the parameters in the buffer's order.
-        bounds: where buckets begin, and where the last one ends, in elements.
-        num_shards: ranks among which every bucket is divided evenly.
-        first_file: number of the file of shard 0.
-        stride: between the numbers of neighbouring shards' files.
-        most_elements: of one stored rectangle.
-        domain: ranks that share parameters among them.
-        domain_start: from this element on, the ranks with the same place in their domains have neighbouring parts
-            (``runtime.optimizer.units``). Before it, and without domains, parts are in the order of ranks.
-    """
-
-    entries: tuple[LayoutEntry, ...]
-    bounds: tuple[int, ...]
-    num_shards: int
-    first_file: int = 0
-    stride: int = 1
-    most_elements: int = PIECE_ELEMENTS
-    domain: int = 1
+    entries: tuple[LayoutEntry, ...]  # the parameters in the buffer's order
+    bounds: tuple[int, ...]  # where buckets begin, and where the last one ends, in elements
+    num_shards: int  # ranks among which every bucket is divided evenly
+    first_file: int = 0  # number of the file of shard 0
+    stride: int = 1  # between the numbers of neighbouring shards' files
+    most_elements: int = PIECE_ELEMENTS  # of one stored rectangle
+    domain: int = 1  # ranks that share parameters among them
     domain_start: int = 0
+    """From this element on, the ranks with the same place in their domains have neighbouring parts
+    (``runtime.optimizer.units``). Before it, and without domains, parts are in the order of ranks."""
 
     def file_of(self, shard: int) -> int:
         return self.first_file + shard * self.stride

@@ -67,8 +67,6 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of."""
-
     state: RunState
     states: Sequence[str]
     """Names of the optimizer's states that are stored: ``master``, ``exp_avg``, ``exp_avg_sq``."""
@@ -79,16 +77,10 @@ class Manifest:
         """The stored parameters by name. Of a parameter's parts, any stands for it."""
         return {entry.name: entry for layout in self.layouts for entry in layout.entries if entry.written}
 
-    def names(self) -> set[str]:
-        """Every file of the folder."""
-        return {MANIFEST, *map(file_name, range(len(self.files)))}
-
     def num_bytes(self) -> int:
-        """Bytes of all files with tensors."""
         return sum(file.num_bytes for file in self.files)
 
     def to_json(self) -> bytes:
-        """With its own checksum."""
         content = {
             "format": FORMAT,
             **asdict(self.state),
@@ -101,12 +93,10 @@ class Manifest:
 
 
 def file_name(number: int) -> str:
-    """Return the name of the file that rank ``number`` wrote."""
     return f"tensors-{number:05d}.safetensors"
 
 
 def step_name(step: int) -> str:
-    """Return the name of the folder of the checkpoint after ``step``."""
     return f"step-{step:06d}"
 
 
@@ -118,9 +108,8 @@ def step_of(name: str) -> int:
 def read_manifest(folder: Place) -> Manifest:
     """The manifest of a checkpoint.
 
-    Raises:
-        CheckpointDamage: its checksum is wrong, or the folder has the name of another step.
-        CheckpointError: the folder is no checkpoint, or of another format.
+    Raises ``CheckpointDamage`` if its checksum is wrong, or the folder has the name of another step;
+    ``CheckpointError`` if the folder is no checkpoint, or of another format.
     """
     content = _content(folder)
     rest = {name: value for name, value in content.items() if name != "checksum"}

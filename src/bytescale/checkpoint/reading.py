@@ -15,12 +15,7 @@ from torch import Tensor
 
 from bytescale.checkpoint.agree import attempt, settle
 from bytescale.checkpoint.layout import Box, Layout, LayoutEntry
-from bytescale.checkpoint.manifest import (
-    RunState,
-    damaged,
-    file_name,
-    read_manifest,
-)
+from bytescale.checkpoint.manifest import RunState, damaged, file_name, read_manifest
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
 from bytescale.checkpoint.writing import DTYPES, bytes_of, layout_of
 from bytescale.common.errors import CheckpointError
@@ -58,17 +53,16 @@ class CheckpointReader:
     def __init__(self, place: str | Place) -> None:
         self.folder = place_at(place)
         self.manifest = read_manifest(self.folder)
+        self.state = self.manifest.state
+        """What the checkpoint says of itself."""
         self._holders: dict[str, list[tuple[Layout, LayoutEntry]]] = defaultdict(list)
         for layout in self.manifest.layouts:
             for entry in layout.entries:
                 if entry.written:
                     self._holders[entry.name].append((layout, entry))
-        self._open = lru_cache(_OPEN_FILES)(self._open_file)
-
-    @property
-    def state(self) -> RunState:
-        """What the checkpoint says of itself."""
-        return self.manifest.state
+        self._open = lru_cache(_OPEN_FILES)(
+            lambda number: TensorFile(self.folder, file_name(number), self.manifest.files[number])
+        )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor, by the name ``state.parameter``."""
@@ -124,9 +118,6 @@ class CheckpointReader:
         if parameter not in self._holders:
             raise self._lacks(parameter)
         return self._holders[parameter]
-
-    def _open_file(self, number: int) -> TensorFile:
-        return TensorFile(self.folder, file_name(number), self.manifest.files[number])
 
     def _lacks(self, what: str) -> CheckpointError:
         return CheckpointError(

@@ -84,7 +84,6 @@ class TensorFile:
             yield piece, own
 
     def pieces(self) -> list[str]:
-        """Names of all tensors, in the file's order."""
         return list(self._tensors)
 
     def _parse(self, header: bytearray, expected: StoredFile) -> None:
@@ -131,5 +130,4 @@ class _Stored:
 
     @property
     def stop(self) -> int:
-        """Where the tensor ends in the file."""
         return self.offset + math.prod(self.sizes) * _ITEM_BYTES[self.dtype]

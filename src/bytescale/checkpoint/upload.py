@@ -80,7 +80,6 @@ class Store:
         (self.checkpoint(step) / source.name).put(source, seconds)
 
     def remove(self, step: int) -> None:
-        """Delete a checkpoint, the manifest first."""
         folder = self.checkpoint(step)
         for name in sorted(file_sizes(folder), key=lambda name: (name != MANIFEST, name)):
             (folder / name).remove()

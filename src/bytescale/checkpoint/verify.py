@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from bytescale.checkpoint.layout import Layout
 from bytescale.checkpoint.manifest import (
+    MANIFEST,
     STEP_NAME,
     CheckpointDamage,
     Manifest,
@@ -55,7 +56,7 @@ def wrong_files(folder: Place, manifest: Manifest) -> list[str]:
         for name, size in sizes.items()
         if name in there and there[name] != size
     ]
-    surplus = sorted(set(there) - manifest.names())
+    surplus = sorted(set(there) - {MANIFEST, *sizes})
     return found + [str(damaged(folder, name, "the file does not belong to the checkpoint")) for name in surplus]
 
 

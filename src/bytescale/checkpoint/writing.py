@@ -41,17 +41,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank writes.
+    """What one rank writes."""
 
-    Attributes:
-        layout: of the rank's HDP group.
-        shard: the rank's number in that group.
-        states: by name, copies on the CPU of this rank's ranges.
-    """
-
-    layout: Layout
-    shard: int
-    states: Mapping[str, Sequence[Range]]
+    layout: Layout  # of the rank's HDP group
+    shard: int  # the rank's number in that group
+    states: Mapping[str, Sequence[Range]]  # by name, copies on the CPU of this rank's ranges
 
     @staticmethod
     def of(optimizer: ShardedOptimizer) -> Snapshot:

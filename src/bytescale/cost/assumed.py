@@ -39,7 +39,6 @@ class Rates:
 
     @property
     def links(self) -> Links:
-        """The links of one device."""
         return Links(
             intra_node_bytes_per_second=self.intra_node_bytes_per_second,
             inter_node_bytes_per_second=self.inter_node_bytes_per_second,

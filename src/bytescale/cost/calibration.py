@@ -5,21 +5,18 @@ The seconds that rank r computes in a step, without waiting, are modelled as::
     y_r = (a q_r + b n_r + g m_r + o k_r) / v_r
 
 with q_r, n_r, m_r, k_r the pairs, tokens, micro-batches and ring steps of its plan, and v_r its speed. Every step adds
-each rank's row, divided by y_r, to one sum of normal equations, in which older steps count less. A row far from the
-model counts less, so one disturbed step changes little.
+each rank's row, divided by y_r, to one sum of normal equations, in which older steps and outliers count less.
 
 The coefficients are the most probable ones, if rows have relative errors of ``NOISE``, and if the logarithm of each
 coefficient over that of the first cost model is normally distributed: ``SAME_FACTOR`` is the deviation of what all of
 them have in common, and ``OWN_FACTOR`` of what each has for itself. So every coefficient stays above 0, and terms that
-the rows cannot tell apart keep the ratio that they have in the first cost model.
+the rows cannot tell apart keep their ratio.
 
-The speed of a rank is the median over some steps of its speed beside the middle rank of the step. So neither a step
-that was slow for all, nor two steps in which one rank was disturbed, change it. Differences below ``NOTICED`` are
-noise. Links have the rate of messages that somebody waited for; where nobody waited, the rate is at least that seen.
+The speed of a rank is the median over some steps of its speed beside the middle rank of the step. Links have the rate
+of messages that somebody waited for; where nobody waited, the rate is at least that seen.
 
 The state after each step is a function of sums that all ranks have with the same bits, and of the state before. So all
-ranks have the same state, and plan alike. A plan made for step k uses the state after step ``k - lag`` (``lag_of``),
-which every loader has when it makes that plan.
+ranks plan alike. A plan for step k uses the state after step ``k - lag`` (``lag_of``), which every loader has by then.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ class Curve:
         return (self.quadratic * tokens + self.linear) * tokens + self.constant
 
     def times(self, factor: float) -> Curve:
-        """This curve multiplied by ``factor``."""
         return Curve(self.quadratic * factor, self.linear * factor, self.constant * factor)
 
 
@@ -34,8 +33,7 @@ def fit_curve(
 ) -> Curve:
     """The curve of non-negative coefficients with the smallest (weighted) sum of squared RELATIVE errors.
 
-    Errors are relative because points span several powers of ten, and coefficients are non-negative because a time that
-    falls with length would mislead a planner. Every subset of coefficients is solved, and the best one is kept.
+    Errors are relative because points span several powers of ten. Every subset of coefficients is solved.
 
     Args:
         tokens: ``[P]`` lengths, at least one.

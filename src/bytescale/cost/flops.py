@@ -3,12 +3,9 @@
 Planning, simulation and MFU use the same conventions:
 
 * A multiplication and an addition count as two operations. Norms, rotations and softmax are left out (below 1 %).
-* Causal attention of a sequence of ``s`` tokens counts as ``s^2 / 2`` pairs. The exact number is ``s (s + 1) / 2``; the
-  field leaves out the half of the diagonal. A pack costs the sum of ``s_i^2`` over its documents, never the square of
-  its own length.
+* Causal attention of a sequence of ``s`` tokens counts as ``s^2 / 2`` pairs, and a pack as the sum over its documents.
 * ``ModelSpec.training_flops`` counts the *model's* operations, from which MFU follows: backward has twice those of
-  forward. The hardware runs more: flash attention computes the scores again in backward, so it has 5 matrix products
-  there and 2 in forward. ``BACKWARD_ATTENTION_RATIO`` covers this. It counts in times, not in MFU.
+  forward. Flash attention computes the scores again in backward: ``BACKWARD_ATTENTION_RATIO`` counts in times alone.
 """
 
 from __future__ import annotations

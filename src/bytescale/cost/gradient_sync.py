@@ -1,16 +1,12 @@
 """The costs that a step has once: gradients are reduced and parameters are gathered (ZeRO-1 over HDP).
 
-Both are done bucket by bucket (``runtime.optimizer.buckets``), one bucket after the other. The visible part is the time
-that computation does not hide. With K buckets::
+Both are done bucket by bucket (``runtime.optimizer.buckets``). The part that computation does not hide is visible::
 
     reduction   Bucket i starts when bucket i - 1 is done and every rank has the bucket's gradients. A rank whose last
                 backward is silent (plan.last_message) finishes them evenly over that backward, and every other rank at
-                its end. The gradient of the embedding comes last. The visible part is what remains after the last
-                backward of the last rank.
+                its end. The gradient of the embedding comes last. What remains after the last backward is visible.
     gathering   Bucket i has arrived after i gathers. A rank needs the buckets evenly over its first forward, but the
-                embedding at once. The visible part is the longest time that a rank waits.
-
-With one bucket both are visible in full.
+                embedding at once. The longest wait of a rank is visible.
 """
 
 from __future__ import annotations
@@ -57,12 +53,6 @@ def gradient_bytes(profile: Profile) -> int:
     return max(GRADIENT_BYTES, profile.parameter_bytes)
 
 
-def sync_seconds(profile: Profile, parameters_per_device: float, *, num_ranks: int, ranks_per_node: int) -> float:
-    """Seconds of one step's reduce-scatter and all-gather over ``num_ranks`` ranks, if computation hides nothing."""
-    seconds = bucket_seconds(profile, parameters_per_device, 1, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
-    return seconds.reduce + seconds.gather
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSeconds:
     """Seconds of the two collectives of one bucket."""
@@ -81,9 +71,8 @@ def bucket_seconds(
 ) -> BucketSeconds:
     """Time of each collective for one of ``num_buckets`` equal parts of the parameters.
 
-    The time is ``bytes / bandwidth + latency``, and every rank sends (R - 1) / R of the bucket. Where the profile has
-    not measured collectives, the bandwidth is that of the slowest link between the ranks, and the latency that of
-    ceil(log2 R) messages.
+    Every rank sends (R - 1) / R of the bucket. Where the profile has not measured collectives, the bandwidth is that of
+    the slowest link between the ranks, and the latency that of ceil(log2 R) messages.
     """
     if num_ranks == 1:
         return BucketSeconds(reduce=0.0, gather=0.0)
@@ -115,13 +104,6 @@ def num_buckets(parameters_per_device: float, bucket_bytes: float) -> int:
     if not bucket_bytes:
         return 1
     return min(MOST_BUCKETS, max(1, math.ceil(GRADIENT_BYTES * parameters_per_device / bucket_bytes)))
-
-
-def embedding_share(profile: Profile, parameters_per_device: float, *, stage: int) -> float:
-    """Share of the embedding in a stage's parameters. Forward needs it first, and its gradient is complete last."""
-    shape = profile.architecture
-    own = flops.head_parameters(shape) / profile.tensor_parallel if stage == 0 else 0.0
-    return own / parameters_per_device
 
 
 def visible_reduction(

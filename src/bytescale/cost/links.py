@@ -51,6 +51,5 @@ class Links:
         return min(self.inter_node_bytes_per_second, self.node_bytes_per_second)
 
     def ring_latency_seconds(self, inter_node: bool) -> float:
-        """Latency of a ring's step."""
         across = self.inter_node_latency_seconds
         return across if inter_node and across is not None else self.latency_seconds

@@ -1,17 +1,14 @@
 """The planner's cost model: a few numbers that give the time of one rank for its part of a sequence or a group.
 
-It sums all layers, forward and backward, into one number per term. ``cost.stage`` keeps them separate, for the
-simulator.
+It sums all layers, forward and backward, into one number per term. ``cost.stage`` keeps them separate.
 
     work of a sequence on one rank            a q(s) + b s,  q(s) = s^2 without windows (``squares_of``)
     member of a group of D                    (a S + b T) / D  +  exposed ring time  +  g
     with T = sum of s, S = sum of q(s) over the group's sequences
 
 The members form a grid of P rows and Q columns, D = P Q (``attention.rings.grid``). A ring is the case Q = 1. Only the
-time by which a message is longer than the attention beside it is exposed (paper section 3: O(s^2) work hides O(s)
-traffic). ``cost.visible`` has the formula, which the simulator uses too. It holds for forward and backward separately,
-since a message that backward does not hide is not hidden by forward's attention. Each pass has a share of every sum
-below::
+time by which a message is longer than the attention beside it is exposed (``cost.visible``), in forward and backward
+separately. Each pass has a share of every sum below::
 
     x = ring bytes   T / (D bandwidth) + latency     a message around the column
     y = queries'     T / (D bandwidth) + latency     one along the row, and z, one of results home
@@ -76,9 +73,8 @@ class CostModel:
     micro_batch_seconds: float = 0.0
     """g: fixed seconds per micro-batch (kernel launches)."""
     attention_block_seconds: float = 0.0
-    """e: what each block of a shared sequence's attention takes besides, however short it is. A member has D blocks of
-    each sequence. One of them is part of b, as of a whole sequence, so D - 1 count. Only the makespan of a plan
-    (``planner.evaluate``) has them; degrees are chosen without, since they matter to groups of many short sequences."""
+    """e: what each block of a shared sequence's attention takes besides, however short it is. Of D blocks of each, one
+    is part of b, and D - 1 count. Only the makespan of a plan (``planner.evaluate``) has them."""
     ring_bytes_per_token: float = 0.0
     """Bytes that pass a rank's link per token of the shared sequences: K/V forward, K/V and dK/dV backward."""
     row_bytes_per_token: float | None = None
@@ -290,14 +286,7 @@ class CostModel:
     def group_seconds(
         self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inter_node: ArrayLike = False
     ) -> FloatArray:
-        """Time that each member of a slice group takes, g included. All arguments broadcast.
-
-        Args:
-            tokens: T, sum of s over the group's sequences.
-            squares: S, sum of ``squares_of`` the sequences.
-            degree: D, members, at least 1.
-            inter_node: whether the ring leaves a node; its slowest link then sets the pace of every step.
-        """
+        """Seconds that each member of a ring takes, g included. Arguments as in ``exposed_seconds``."""
         return (
             self.compute_seconds(tokens, squares, degree)
             + self.exposed_seconds(tokens, squares, degree, inter_node)
@@ -318,9 +307,8 @@ class CostModel:
     def forward_only(self, bytes_per_element: int) -> CostModel:
         """The costs of the same model without backward.
 
-        A third of the matrix products are forward, and ``1 / (1 + BACKWARD_ATTENTION_RATIO)`` of attention. A ring
-        carries K and V of ``bytes_per_element`` once, instead of twice and their gradients in fp32 or wider. A row of a
-        grid carries queries and results, instead of twice that and the queries' gradients in fp32 or wider.
+        A third of the matrix products are forward, and ``1 / (1 + BACKWARD_ATTENTION_RATIO)`` of attention. Messages
+        have no second copies of ``bytes_per_element``, and no gradients in fp32 or wider.
         """
         leaving = self.inter_node_ring_step_seconds
         wide = max(4, bytes_per_element)

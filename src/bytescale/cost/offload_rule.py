@@ -3,8 +3,8 @@
     D(r) = ceil( (1 - r p) s / C ),  p = (l - 2) / l       ranks that s needs when a rank of l layers holds C tokens
     minimise D over r in [0, 1] subject to  T(s) >= r Act(s) / min(B_d2h, B_h2d)
 
-Both sides of the constraint are divided by D, so it is written for the whole sequence. We add the limit of host
-memory, ``r (l - 2) Act(s) / D <= H`` per device. Of all r that give the smallest D, the smallest r is taken.
+We add the limit of host memory, ``r (l - 2) Act(s) / D <= H`` per device. Of all r that give the smallest D, the
+smallest r is taken.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class OffloadRule:
     def fewest_ranks(self, lengths: ArrayLike, capacity_tokens: int, num_ranks: int) -> IntArray:
         """``[S]`` ranks that each sequence needs if it offloads as much as its compute hides.
 
-        A sequence that would need more than ``num_ranks`` gets all of them and offloads more than compute hides: it is
-        slower, but it runs. A sequence that does not fit even then keeps its number, which is above ``num_ranks``.
+        A sequence that would need more than ``num_ranks`` gets all of them and offloads more than compute hides. One
+        that does not fit even then keeps its number, which is above ``num_ranks``.
         """
         lengths = np.asarray(lengths, dtype=np.float64)
         full = lengths / capacity_tokens  # ranks at r = 0, before rounding up
@@ -66,9 +66,8 @@ class OffloadRule:
     def stretch(self, lengths: ArrayLike, capacity_tokens: IntArray, speeds: FloatArray) -> FloatArray:
         """``[S]`` the factor e of at least 1 with which a rank of capacity C holds ``ceil(e C)`` tokens of a sequence.
 
-        It is for ranks that differ. All members of a group offload the same share of their slices, so that compute
-        hides it on the fastest rank, and the host memory of the rank with the largest slice suffices. A sequence that
-        all ranks hold only if they offload more than that is offloaded by as much as it needs.
+        All members of a group offload the same share of their slices, so that compute hides it on the fastest rank, and
+        the host memory of the rank with the largest slice suffices; or as much as the sequence needs to be held.
 
         Args:
             lengths: ``[S]`` tokens, at most ``room``.

@@ -1,8 +1,6 @@
 """A profile: the measured or counted costs of one layer on one HDP rank. The full cost model is built from it.
 
-All times are per LAYER and per RANK, which is ``tensor_parallel`` devices. All bytes are per DEVICE. ``cost.stage``
-computes the times of a pipeline stage from a profile. ``Profile.cost_model`` sums a profile up into the few numbers
-that the planner uses. ``cost.profile_file`` reads and writes profiles as TOML.
+All times are per LAYER and per RANK, which is ``tensor_parallel`` devices. All bytes are per DEVICE.
 """
 
 from __future__ import annotations
@@ -204,8 +202,7 @@ class Profile:
     def cost_model(self, *, ranks_per_node: int = 8, pipeline_parallel: int = 1) -> CostModel:
         """Sum this profile up for the planner: all layers, forward and backward together.
 
-        The stages of a pipeline work at the same time, so a rank's time per micro-batch is the time of one stage.
-        Therefore the layers and the head count ``1 / pipeline_parallel``, although only the last stage has the head.
+        Stages work at the same time, so the layers and the head count ``1 / pipeline_parallel``.
         """
         layers = self.architecture.num_layers / pipeline_parallel
         attention = (self.attention_forward, self.attention_backward)
@@ -252,8 +249,8 @@ class Profile:
     def with_costs(self, cost: CostModel) -> Profile:
         """This profile with the times of ``cost``, a cost model of the same model without a pipeline.
 
-        Each term is shared out as it was among layers, head, forward and backward. What was 0 is shared out evenly
-        between forward and backward of the layers. So the result's ``cost_model`` has the times of ``cost``.
+        Each term is shared out as it was among layers, head, forward and backward; what was 0, evenly between forward
+        and backward of the layers.
         """
         layers, links = self.architecture.num_layers, self.links
         profile = self._with_term("quadratic", cost.attention_seconds_per_pair, ("attention",))

@@ -36,7 +36,6 @@ CURVES = (
 )
 BAD_RESIDUAL = 0.3
 """The relative error of a fit at one of its points above which there is a warning."""
-_OPTIONAL_CURVES = ("head_forward", "head_backward")
 _SHAPE = (
     *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"),
     *("num_experts", "experts_per_token"),
@@ -170,16 +169,23 @@ def profile_to_toml(profile: Profile) -> str:
 def _profile(content: dict[str, Any], where: str) -> Profile:
     stored = content.get("curves", {})
     for name in CURVES:
-        if name not in stored and name not in _OPTIONAL_CURVES:
+        if name not in stored and not name.startswith("head_"):
             raise ConfigError(
                 f"profile {where} lacks the curve {name}",
                 so="the times of that part of a layer would be unknown",
                 fix=f"take the profile again, or add [curves.{name}] with quadratic, linear and constant",
             )
     try:
-        curves: dict[str, Any] = {
-            name: _curve(stored[name], f"{where}: curves.{name}") for name in CURVES if name in stored
+        coefficients = {
+            name: {part: stored[name].get(part, 0.0) for part in ("quadratic", "linear", "constant")}
+            for name in CURVES
+            if name in stored
         }
+        curves: dict[str, Any] = {
+            name: Curve(**_numbers(parts, f"{where}: curves.{name}")) for name, parts in coefficients.items()
+        }
+        sequences = _numbers(content.get("sequences", {}), f"{where}: sequences").items()
+        curves |= {f"sequence_{name}": value for name, value in sequences}
         return Profile(
             name=content.get("name", where),
             source=content.get("source", ""),
@@ -190,7 +196,6 @@ def _profile(content: dict[str, Any], where: str) -> Profile:
             points=tuple(Point(**point) for point in content.get("points", [])),
             windows=tuple((int(size), float(share)) for size, share in content.get("windows", [])),
             **curves,
-            **_sequences(content.get("sequences", {}), f"{where}: sequences"),
             **_traffic(content["traffic"], f"{where}: traffic", may_be_nothing="windows" in content),
         )
     except (KeyError, TypeError) as error:
@@ -212,15 +217,6 @@ def _traffic(stored: dict[str, Any], where: str, *, may_be_nothing: bool) -> dic
                 fix="take the profile again, or use a number above 0",
             )
     return stored
-
-
-def _sequences(stored: dict[str, float], where: str) -> dict[str, Any]:
-    """Files of earlier versions say nothing of sequences, which then add nothing."""
-    return {f"sequence_{name}": value for name, value in _numbers(stored, where).items()}
-
-
-def _curve(stored: dict[str, float], where: str) -> Curve:
-    return Curve(**_numbers({part: stored.get(part, 0.0) for part in ("quadratic", "linear", "constant")}, where))
 
 
 def _numbers(stored: dict[str, float], where: str) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """What a model costs, whoever has written its code: counts from which times, memory and MFU follow.
 
-Our own models give it by their shape, and those of transformers by what the probe has seen (``hf.model.costs``). Layers
-count as equal to their mean.
+Those of transformers are what the probe has seen (``hf.model.costs``). Layers count as equal to their mean.
 """
 
 from __future__ import annotations

@@ -9,10 +9,9 @@ from bytescale.cost import flops
 def split_layers(architecture: Architecture, num_parts: int) -> list[range]:
     """A contiguous range of layers for each part, in order, with about equal work and at least one layer each.
 
-    The last part also has the output head, which counts as a number of layers, by its operations per token. (Attention
-    is left out of a layer's operations because it grows with the sequence; it would only make the head count less.)
-    Looking up the embedding counts as no work. Of parts with equal work the later ones take more layers, because under
-    1F1B the earlier ones keep the activations of more micro-batches.
+    The last part also has the output head, which counts as a number of layers, by its operations per token without
+    attention. Of parts with equal work the later ones take more layers, because under 1F1B the earlier ones keep the
+    activations of more micro-batches.
 
     Raises ``ValueError`` for more parts than layers (``config.validate`` rejects this earlier, with a better message).
     """

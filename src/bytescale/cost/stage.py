@@ -16,10 +16,7 @@ columns. Each of K shared and k local sequences adds e to a block of attention, 
     offload      max(0, r Act(n) / link - (rest + attention + ring))            exposed, for all layers but the last two
 
 Compute is divided by the rank's speed; the time of links is not. A stage takes the sum over its layers, and the last
-stage also has the head. A group's members run in step, so a shared micro-batch takes as long on a stage as its slowest
-member (``simulator.events``).
-
-In the planner's summary (``Profile.cost_model``), what a whole sequence adds is part of b.
+stage also has the head. In the planner's summary (``Profile.cost_model``), what a whole sequence adds is part of b.
 
 Shape letters: M micro-batches (one per member for shared ones), 2 directions: forward, backward.
 """
@@ -32,7 +29,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import FloatArray
-from bytescale.cost.curve import Curve
 from bytescale.cost.profile import Profile
 from bytescale.cost.visible import num_messages, visible_seconds
 
@@ -98,10 +94,15 @@ def stage_times(
     ring_bytes = (profile.ring_forward_bytes_per_token, profile.ring_backward_bytes_per_token)
     offload_rate = (profile.links.device_to_host_bytes_per_second, profile.links.host_to_device_bytes_per_second)
     offloaded = loads.offload_ratio * profile.activation_bytes(loads.tokens)
+    shared_squares = loads.tile * loads.shared_squares
+    blocks = loads.degree * loads.shared_sequences + loads.local_sequences
     compute, ring, offload = np.empty((3, 2, len(loads.speed)))
     for row, (attention, sequence, rest, head) in enumerate(directions):
-        layer_compute = (rest(loads.tokens) + _attention_seconds(attention, sequence, loads)) / loads.speed
-        block = _block_seconds(attention, sequence, loads)
+        attended = attention.quadratic * (shared_squares + loads.local_squares) + attention.linear * loads.tokens
+        attended = attended + attention.constant + sequence * blocks
+        layer_compute = (rest(loads.tokens) + attended) / loads.speed
+        of_block = attention.quadratic * (shared_squares / loads.degree) + sequence * loads.shared_sequences
+        block = of_block / loads.speed
         local = attention.quadratic * loads.local_squares / loads.speed
         layer_ring = _exposed_ring(profile, block, local, ring_bytes[row], profile.row_bytes_per_token[row], loads)
         layer_offload = np.maximum(offloaded / offload_rate[row] - layer_compute - layer_ring, 0.0)
@@ -127,17 +128,6 @@ def _transfer_seconds(
     return bytes_per_token * loads.largest_share * loads.shared_tokens / rate + latency
 
 
-def _attention_seconds(attention: Curve, sequence: float, loads: Loads) -> FloatArray:
-    squares = loads.tile * loads.shared_squares + loads.local_squares
-    blocks = loads.degree * loads.shared_sequences + loads.local_sequences
-    return attention.quadratic * squares + attention.linear * loads.tokens + attention.constant + sequence * blocks
-
-
-def _block_seconds(attention: Curve, sequence: float, loads: Loads) -> FloatArray:
-    squares = loads.tile * loads.shared_squares / loads.degree
-    return (attention.quadratic * squares + sequence * loads.shared_sequences) / loads.speed
-
-
 def _exposed_ring(
     profile: Profile,
     block: FloatArray,
@@ -146,11 +136,7 @@ def _exposed_ring(
     row_bytes: tuple[float, float],
     loads: Loads,
 ) -> FloatArray:
-    """``[M]`` seconds of ring and row messages that computation does not hide.
-
-    A step of the ring hides behind a block of ``block`` seconds. The first transfer may also hide behind the
-    ``local`` seconds of the sequences that the rank holds whole.
-    """
+    """``[M]`` seconds of ring and row messages that computation does not hide; ``local``: of whole sequences."""
     columns, rows = loads.columns, loads.degree / loads.columns
     keys = _transfer_seconds(profile, ring_bytes, loads, loads.inter_node)
     there, home = (_transfer_seconds(profile, size, loads, loads.row_leaves_node) for size in row_bytes)

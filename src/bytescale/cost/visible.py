@@ -23,17 +23,9 @@ from typing import Any
 def visible_seconds(
     rows: Any, columns: Any, block: Any, keys: Any, there: Any, home: Any, maximum: Callable[[Any, Any], Any] = max
 ) -> Any:
-    """Seconds of the messages of one pass that no block hides, by the formula above.
+    """Seconds of the messages of one pass that no block hides, by the formula above: P, Q; c, x, y, z in seconds.
 
     All arguments are numbers or, with ``np.maximum`` as ``maximum``, arrays that broadcast.
-
-    Args:
-        rows: P.
-        columns: Q.
-        block: c, seconds of attention of one block.
-        keys: x, seconds of one message around the column.
-        there: y, seconds of one message of queries along the row.
-        home: z, seconds of one message of results along the row.
     """
     around = (rows > 1) * maximum(keys - block, 0.0) + maximum(rows - 2, 0) * maximum(keys - columns * block, 0.0)
     return around + (columns - 1) * (maximum(there - block, 0.0) + maximum(home - block, 0.0))

@@ -22,8 +22,7 @@ def opened_feed(data: DataConfig, reader: Reader, say: Callable[[str], None] = l
 
     The first process to arrive makes the corpus. ``say`` is called with lines for people while somebody has to wait.
 
-    Raises:
-        ConfigError, DataError: as ``prepare_corpus``, and if Ray is missing or does not answer.
+    Raises ``ConfigError`` or ``DataError`` as ``prepare_corpus``, and if Ray is missing or does not answer.
     """
     if data.loader == "local":
         corpus = prepare_corpus(data, said_now_and_then(say), text_later=True, ahead=True)

@@ -59,17 +59,12 @@ def sample_lengths(
     3. Documents above ``max_length`` are split, as ``over_length = "split"`` does.
 
     Args:
-        name: ``github`` or ``byted``.
         num_tokens: expected sum of the lengths.
-        seed: equal seeds give equal lengths.
         max_length: context length in tokens; None: the upper edge of the last bucket (2M).
         lowest_edge: lower edge of the first bucket in tokens; None: the stored one (512).
 
-    Returns:
-        int64, one length per sequence, each at least 1.
-
-    Raises:
-        ConfigError: unknown name, or a number below 1.
+    Returns int64 lengths, one per sequence, each at least 1.
+    Raises ``ConfigError`` for an unknown name, or a number below 1.
     """
     shares, edges = token_shares(name), bucket_edges().astype(np.float64)
     if num_tokens < 1 or (max_length is not None and max_length < 1):
@@ -91,10 +86,6 @@ def sample_lengths(
     lengths = np.ceil(low[bucket] * (high[bucket] / low[bucket]) ** exponent).astype(np.int64)
     lengths = np.minimum(lengths, edges[1:].astype(np.int64)[bucket])  # np.ceil may round up past the edge
     if max_length is not None:
-        lengths = _split(lengths, max_length)
+        whole, rest = np.divmod(lengths, max_length)
+        lengths = np.concatenate([np.full(int(whole.sum()), max_length, dtype=np.int64), rest[rest > 0]])
     return generator.permutation(lengths)
-
-
-def _split(lengths: IntArray, max_length: int) -> IntArray:
-    whole, rest = np.divmod(lengths, max_length)
-    return np.concatenate([np.full(int(whole.sum()), max_length, dtype=np.int64), rest[rest > 0]])

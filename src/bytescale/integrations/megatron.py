@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,23 +33,17 @@ NEARLY = 1.005
 """Of the trials that end within this factor of the earliest, the one with the least traffic is taken."""
 
 
-class Group(Protocol):
-    """A ``torch.distributed.ProcessGroup``, of which the scheduler asks the size alone."""
-
-    def size(self) -> int: ...
-
-
 class AdaptiveCPScheduler:
     """Takes the place of Megatron-Core 0.16's ``BalancedCPScheduler``.
 
     Args:
         max_seq_len_per_rank: tokens of a sample that a rank holds.
-        dp_cp_group: all ranks of data and context parallelism.
+        dp_cp_group: all ranks of data and context parallelism, of which ``size()`` is asked alone.
         cost: seconds of a sample on any number of ranks, e.g. ``bytescale.cost.profile.load_profile(...)``'s. The
             default is work of s^2 + 24576 s, about that of a model of 7B, and messages that take no time.
     """
 
-    def __init__(self, max_seq_len_per_rank: int, dp_cp_group: Group, *, cost: CostModel | None = None) -> None:
+    def __init__(self, max_seq_len_per_rank: int, dp_cp_group: Any, *, cost: CostModel | None = None) -> None:
         self.max_seq_len_per_rank = max_seq_len_per_rank
         self.cost = cost or CostModel.from_work()
         self.num_ranks = dp_cp_group.size()
@@ -60,17 +54,10 @@ class AdaptiveCPScheduler:
     def get_groups_and_subsamples(
         self, sample_id_seqlens: Sequence[tuple[int, int]], config: Any = None
     ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
-        """Schedule one global batch.
+        """Schedule one global batch: the number and the tokens of every sample. Megatron's ``config`` is not used.
 
-        Args:
-            sample_id_seqlens: the number and the tokens of every sample.
-            config: Megatron passes its own; it is not used.
-
-        Returns:
-            For the only phase and each rank: the lengths of its samples, and their numbers, in the order of running.
-
-        Raises:
-            ConfigError: there are no samples, or all ranks together cannot hold one of them.
+        Returns for the only phase and each rank the lengths of its samples, and their numbers, in the order of running.
+        Raises ``ConfigError`` if there are no samples, or all ranks together cannot hold one of them.
         """
         samples = np.array(sorted(sample_id_seqlens, key=lambda sample: (-sample[1], sample[0])), dtype=np.int64)
         if not len(samples):

@@ -32,7 +32,6 @@ from bytescale.integrations.whole_batch import (
     MEAN_LOGITS,
     Sequences,
     WholeBatch,
-    require_plain,
     set_rates,
     word_columns,
 )
@@ -54,7 +53,14 @@ class _Planned:
 
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **more: Any) -> Any:
         """``[B, L]`` tokens, padded on any side, and labels to results ``[B, L - 1]``, as TRL's models have them."""
-        require_plain({name: value for name, value in more.items() if name not in _TAKEN})
+        given = [name for name, value in more.items() if value is not None and value is not False]
+        unknown = [name for name in given if name not in _TAKEN]
+        if unknown:  # images, for example
+            raise ConfigError(
+                f"the model was given {', '.join(sorted(unknown))}",
+                so="a plan has tokens alone",
+                fix="train on texts, without balance losses of experts",
+            )
         next_labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORE_INDEX)], dim=1)
         rows, places = attention_mask.nonzero(as_tuple=True)
         lengths = attention_mask.sum(dim=1).tolist()

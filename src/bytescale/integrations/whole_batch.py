@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.loop.coupled import Values, backward_from
 from bytescale.hf.loop.hdp import HDP
@@ -171,14 +170,3 @@ def set_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
     """Give an optimizer the rates of a schedule that was restored."""
     for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
         group["lr"] = rate
-
-
-def require_plain(asked: dict[str, Any]) -> None:
-    """Raise ``ConfigError`` for inputs of a model that plans do not have, such as images."""
-    unknown = sorted(name for name, value in asked.items() if value is not None and value is not False)
-    if unknown:
-        raise ConfigError(
-            f"the model was given {', '.join(unknown)}",
-            so="a plan has tokens alone",
-            fix="train on texts, without balance losses of experts",
-        )

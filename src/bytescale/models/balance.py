@@ -6,20 +6,16 @@ The loss, for L layers, E experts, K of them per token, and all T tokens of the 
     P[l, e] = mean over the T tokens of the router's probability of e   (sums to 1)
     loss    = weight * E / L * sum over l and e of f[l, e] * P[l, e]    (Switch Transformer, equations 4 to 6)
 
-f and P couple all tokens, and f is known only after the last forward. Two facts make the loss cheap all the same:
-
-1. The loss acts on the ROUTERS alone: their input is treated as constant, so all other weights are trained for language
-   modelling only. (Hugging Face lets the gradient flow on into the layers below.)
-2. The gradient is then linear in f, with coefficients that each rank can sum up token by token. With p the
-   probabilities of a token and h its hidden state, the gradient of row j of the router's weight is::
+1. The loss acts on the ROUTERS alone: their input is treated as constant. (Hugging Face lets the gradient flow on into
+   the layers below.)
+2. The gradient is then linear in f, which is known only after the last forward, with coefficients that each rank sums
+   up token by token. With p the probabilities of a token and h its hidden state, row j of the router's weight has::
 
        weight * E / (L T) * sum over e of (f[l, j] - f[l, e]) * B[l, e, j],     B[l, e, j] = sum over tokens p[e] p[j] h
 
-Each rank keeps B ``[E, E, C]`` per layer (1 MiB for Mixtral 8x7B; it takes E^2 C multiplications a token, compared with
-6 K F C for the experts) and 2 L E sums. After the last backward the ranks add up the sums, a few KB, in one collective,
-and each rank adds ITS part of the gradient. Value and gradient are the same for every plan and every number of ranks.
-
-For one layer the value equals that of Hugging Face's ``load_balancing_loss_func``.
+Each rank keeps B ``[E, E, C]`` per layer (1 MiB for Mixtral 8x7B) and 2 L E sums. After the last backward the ranks add
+up the sums in one collective, and each rank adds ITS part of the gradient. For one layer the value equals that of
+Hugging Face's ``load_balancing_loss_func``.
 
 Shape letters: T tokens, C hidden size, E experts, K experts of a token, L layers.
 """

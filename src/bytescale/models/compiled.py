@@ -1,12 +1,10 @@
 """``torch.compile`` for norms, rotations and SwiGLU, applied to a plain model from outside (``kernels.compile``).
 
 What is compiled are plain functions without autograd: the forward of each, and its backward as PyTorch derives it
-(``torch.func.vjp``). One ``autograd.Function`` calls both. It keeps the function's inputs alone, and backward
-computes again what lies between, in the same pass. So attention, messages, hooks of tensor parallelism, checkpointing
-and offloading stay outside of every graph. The plain model is the slow twin.
+(``torch.func.vjp``). One ``autograd.Function`` calls both and keeps the function's inputs alone. So attention, hooks,
+messages, checkpointing and offloading stay outside of every graph. The plain model is the slow twin.
 
-One graph serves every number of rows: the first dimension is a symbol to the compiler. Lengths 0 and 1, which it treats
-apart, run the function as it is written.
+One graph serves every number of rows. Lengths 0 and 1, which the compiler treats apart, run the function as written.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ class RowCompiler:
         """Compile and run a line of code. Raises ``ConfigError`` where that is impossible."""
         needed = "Triton and a C compiler" if device.type == "cuda" else "a C++ compiler (g++)"
         try:
-            self.compile(_twice)(torch.ones(_FIRST_COMPILED, 8, device=device))
+            self.compile(lambda rows: rows + rows)(torch.ones(_FIRST_COMPILED, 8, device=device))
         except Exception as failure:  # whatever the compiler, its subprocess or the loader raises
             inner = getattr(failure, "inner_exception", failure)  # torch.compile wraps what its backend raises
             cause = f"{type(inner).__name__}: {next(filter(str.strip, str(inner).splitlines()), '').strip()}"
@@ -140,7 +138,3 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
-
-
-def _twice(rows: Tensor) -> Tensor:
-    return rows + rows

@@ -1,15 +1,12 @@
 """Attention and its projections, a group of heads at a time, so that longer contexts fit. Applied from outside.
 
-With all heads at once, backward of a layer's attention holds queries, keys, values, output, the gradient of each and
-the kernel's sums. These are more than ten tensors of the size of the residual stream, and nothing else in a layer is as
-large. Between the projections, heads are independent. With N groups of heads, forward keeps its input, attention's
-output and its log-sum-exp, and backward processes one group after another::
+Between the projections, heads are independent. With N groups of heads, forward keeps its input, attention's output and
+its log-sum-exp, and backward processes one group after another::
 
     q, k, v again  ->  dq, dk, dv  ->  its rows of d q_proj, d k_proj, d v_proj;  added to the gradient of the input
 
-So an N-th of those tensors exists at a time. A ring sends the same bytes in N times as many messages. The three
-projections are computed twice; attention is not. Only one result differs: the gradient of the input is a sum over
-groups that is rounded to its dtype after each group.
+So an N-th of those tensors exists at a time. A ring sends the same bytes in N times as many messages, and the three
+projections are computed twice. The gradient of the input is rounded to its dtype after each group.
 
 Shape letters: T tokens, C hidden size, H query heads, G key/value heads, D head width, N groups.
 """

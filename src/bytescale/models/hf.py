@@ -1,7 +1,6 @@
 """How our parameter names and shapes correspond to those of Hugging Face's safetensors files.
 
-An ``HFTensor`` is one tensor of such a file, together with its place inside one of our parameters. Llama's tensors map
-one to one. Each expert of Mixtral is a tensor of its own in these files, and a slice of one parameter here.
+Llama's tensors map one to one. Each expert of Mixtral is a tensor of its own there, and a slice of a parameter here.
 """
 
 from __future__ import annotations

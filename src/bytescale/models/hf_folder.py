@@ -99,10 +99,8 @@ class StoredTensor:
 def exact_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which the weights of a folder are read for parameters of ``dtype``, so that none is rounded.
 
-    It is that of the files where all of them have ``dtype``: then each process maps them into memory instead of copying
-    them. Else it is FP32, or FP64 for parameters in FP64.
-
-    Raises as ``stored_tensors``.
+    It is that of the files where all have ``dtype``: then they are mapped into memory and not copied. Else it is
+    FP32, or FP64 for parameters in FP64. Raises as ``stored_tensors``.
     """
     stored = {_FLOATS[tensor.dtype] for tensor in stored_tensors(folder).values() if tensor.dtype in _FLOATS}
     return dtype if stored == {dtype} else torch.promote_types(dtype, torch.float32)
@@ -121,22 +119,19 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     part = tensors.get_slice(name)
-                    _refuse_quantised(f"{name} in {file}", name, part.get_dtype())
-                    stored[name] = StoredTensor(file, tuple(part.get_shape()), part.get_dtype())
+                    dtype = part.get_dtype()
+                    if dtype not in _FLOATS and (name.endswith("weight") or dtype.startswith(("I8", "F8"))):
+                        raise CheckpointError(
+                            f"{name} in {file} has dtype {dtype}",
+                            so="it is quantised, and without its scales the model would compute something else",
+                            fix=f"save the model anew, in one of {', '.join(_FLOATS)}",
+                        )
+                    stored[name] = StoredTensor(file, tuple(part.get_shape()), dtype)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{file} cannot be read ({error})", so="it is cut short or damaged", fix="download it again"
             ) from error
     return stored
-
-
-def _refuse_quantised(where: str, name: str, dtype: str) -> None:
-    if dtype not in _FLOATS and (name.endswith("weight") or dtype.startswith(("I8", "F8"))):
-        raise CheckpointError(
-            f"{where} has dtype {dtype}",
-            so="it is quantised, and without its scales the model would compute something else",
-            fix=f"save the model anew, in one of {', '.join(_FLOATS)}",
-        )
 
 
 def finite(tensor: Tensor, name: str, folder: Path) -> Tensor:
@@ -198,7 +193,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that have weights."""
     index, single = folder / INDEX, folder / SINGLE
     error: object = f"there is no {SINGLE}"
     try:
@@ -228,10 +222,13 @@ def _refuse_others(folder: Path, others: set[str], stored: dict[str, StoredTenso
     takes the head of the file where they differ.
     """
     unknown = sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))
-    if unknown == [_HEAD] and _EMBEDDING in stored and _equal(stored[_HEAD].file, stored[_EMBEDDING].file):
-        return
+    tied = unknown == [_HEAD]
+    if tied and _EMBEDDING in stored:
+        files = stored[_HEAD].file, stored[_EMBEDDING].file
+        with safe_open(files[0], framework="pt") as one, safe_open(files[1], framework="pt") as other:
+            if torch.equal(one.get_tensor(_HEAD), other.get_tensor(_EMBEDDING)):
+                return
     if unknown:
-        tied = unknown == [_HEAD]
         raise CheckpointError(
             f"{folder} has {len(unknown)} tensors that the model has no place for: {_some(unknown)}",
             so="without them the model would compute something else",
@@ -239,11 +236,6 @@ def _refuse_others(folder: Path, others: set[str], stored: dict[str, StoredTenso
             if tied
             else f"use the config.json that belongs to these weights ({_SHAPE})",
         )
-
-
-def _equal(head: Path, embedding: Path) -> bool:
-    with safe_open(head, framework="pt") as one, safe_open(embedding, framework="pt") as other:
-        return torch.equal(one.get_tensor(_HEAD), other.get_tensor(_EMBEDDING))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """Initial weights: a function of the seed and the parameter's name, independent of the ranks.
 
-A rank draws little more than the numbers that it holds. A parameter is divided into tiles of about a million numbers,
-and every tile has a random generator of its own, so no rank has to draw the numbers before its part.
+A parameter is divided into tiles of about a million numbers, and every tile has a random generator of its own, so a
+rank draws little more than the numbers that it holds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def initial_values(name: str, cut: Cut, architecture: Architecture, seed: int) -
 
 
 def _tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of a tile; the last tiles may be smaller. A tile may hold the whole matrices of several small experts."""
+    """The last tiles may be smaller. A tile may hold the whole matrices of several small experts."""
     *experts, rows, columns = shape
     columns = min(columns, TILE_COLUMNS)
     rows = min(rows, max(1, TILE_NUMBERS // columns))

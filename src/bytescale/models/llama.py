@@ -34,8 +34,7 @@ class Llama(nn.Module):
     """``forward`` returns the final hidden states; the loss takes them together with ``head_weight``.
 
     Parameters have Hugging Face's names without the ``model.`` prefix. A part of the model, for a pipeline stage, keeps
-    the names and the numbers of its layers. The part with the first layer has the embedding; the part with the last
-    layer has the final norm and the head.
+    the numbers of its layers. The first part has the embedding; the last one has the final norm and the head.
     """
 
     def __init__(self, shape: Architecture, layers: range | None = None) -> None:
@@ -73,7 +72,6 @@ class Llama(nn.Module):
 
     @property
     def hidden_size(self) -> int:
-        """C."""
         return self.shape.hidden_size
 
     def make_feed_forward(self) -> nn.Module:
@@ -81,7 +79,6 @@ class Llama(nn.Module):
         return FeedForward(self.shape)
 
     def initialise(self, seed: int) -> None:
-        """Fill every parameter with ``initial_values``."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 parameter.copy_(initial_values(name, Cut(shape=tuple(parameter.shape)), self.shape, seed))

@@ -25,7 +25,6 @@ class Mixtral(Llama):
         self._balance = BalanceLoss(shape, balanced) if balanced else None
 
     def make_feed_forward(self) -> nn.Module:
-        """The mixture of experts of one layer."""
         return MixtureOfExperts(self.shape)
 
     def begin_batch(self) -> None:

@@ -69,8 +69,7 @@ class Experts(nn.Module):
     def forward(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """``hidden [T, C], weights [T, K] fp32, chosen [T, K] int64 -> [T, C]``.
 
-        Rows are sorted by a permutation, in forward and in backward, and each token's K rows are summed in a fixed
-        order. So the result is bitwise the same in every run; scattered additions on a GPU would not be.
+        Rows are sorted by a permutation, and each token's K rows are summed in a fixed order: bitwise reproducible.
         """
         num_tokens, num_chosen = chosen.shape
         order = chosen.flatten().argsort(stable=True)

@@ -14,13 +14,12 @@ T tokens and t of them on this rank::
     head          gather    words are cut; the loss sums over ranks
 
 *gather* assembles all tokens from the ranks' parts; its gradient is summed over ranks and scattered. *scatter* sums the
-ranks' partial results and gives each rank its tokens; its gradient is gathered. So the same collectives run in forward
-and backward. Those of attention and of dense feed-forward parts travel beside the products with the weights
-(``TokenShards.gather_and_project``, ``project_and_scatter``). A norm or router sees each token on one rank only, so its
-gradients are partial sums; they are added up once a step.
+ranks' partial results and gives each rank its tokens; its gradient is gathered. Those of attention and of dense
+feed-forward parts travel beside the products with the weights. A norm or router sees each token on one rank only, so
+its gradients are partial sums; they are added up once a step.
 
-Attention needs no change: a rank has fewer heads, and its ring connects ranks with the same heads. With fewer key/value
-heads than ranks, neighbouring ranks hold the same head (``Cut.replicas``).
+A ring connects ranks with the same heads. With fewer key/value heads than ranks, neighbouring ranks hold the same head
+(``Cut.replicas``).
 """
 
 from __future__ import annotations
@@ -49,31 +48,24 @@ class ShardedRows(Protocol):
     @property
     def num_tokens(self) -> int:
         """T."""
-        ...
 
     def begin(self, num_tokens: int) -> None:
         """Set the number of tokens T that the following calls work on."""
-        ...
 
     def gather(self, rows: Tensor) -> Tensor:
         """All-gather ``[t, ...] -> [T, ...]``. In backward, the gradient is summed over ranks and scattered."""
-        ...
 
     def gather_for_loss(self, rows: Tensor) -> Tensor:
         """All-gather ``[t, ...] -> [T, ...]`` for a loss whose gradient is complete and the same on every rank."""
-        ...
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Reduce-scatter: sum ``[T, ...]`` over ranks ``-> [t, ...]``. In backward, the gradient is gathered."""
-        ...
 
     def gather_and_project(self, rows: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
         """``llama.project_in`` of gathered ``rows [t, in]``, whose messages travel beside its products."""
-        ...
 
     def project_and_scatter(self, rows: Tensor, linear: nn.Linear) -> Tensor:
         """``llama.project_out``, scattered: ``[t, out]``. Its messages travel beside its products."""
-        ...
 
 
 def apply_tensor_parallelism(model: Llama, shards: ShardedRows) -> dict[str, Cut]:
@@ -90,12 +82,13 @@ def apply_tensor_parallelism(model: Llama, shards: ShardedRows) -> dict[str, Cut
     if model.embed_tokens is not None:
         model.embed_tokens = VocabularyShard(model.embed_tokens, shards)  # type: ignore[assignment]
     for layer in model.layers:
-        _begin_before(layer.self_attn, shards)
+        # Every layer announces its number of tokens, because a recomputation may run between other micro-batches.
+        layer.self_attn.register_forward_pre_hook(lambda module, args: shards.begin(len(args[1][0])))
         _Messages(layer.self_attn, shards)
         if isinstance(layer.mlp, MixtureOfExperts):
             layer.mlp.router.register_forward_hook(lambda module, args, logits: shards.gather(logits))
-            _gather_before(layer.mlp.experts, shards)
-            _scatter_after(layer.mlp.experts, shards)
+            layer.mlp.experts.register_forward_pre_hook(lambda module, args: (shards.gather(args[0]), *args[1:]))
+            layer.mlp.experts.register_forward_hook(lambda module, args, partial: shards.scatter(partial))
         else:
             assert isinstance(layer.mlp, FeedForward), "a layer has a feed-forward block or a mixture of them"
             _Messages(layer.mlp, shards)
@@ -107,8 +100,7 @@ def apply_tensor_parallelism(model: Llama, shards: ShardedRows) -> dict[str, Cut
 def row_wise_parts(model: Llama, tp_size: int) -> list[tuple[nn.Module, str]]:
     """Modules with the name of a method that treats each row independently: the feed-forward parts of all layers.
 
-    The method includes the norm before the feed-forward part, unless tensor parallelism gathers rows in between. The
-    list is empty if rows move between ranks inside the feed-forward part.
+    The norm before is included, unless tensor parallelism gathers rows in between. None if rows move between ranks.
     """
     if not is_row_wise(model.shape, tp_size):
         return []
@@ -170,7 +162,6 @@ class _Messages:
 
 
 def _cut(name: str, size: tuple[int, ...], model: Llama, shards: ShardedRows) -> Cut:
-    """Where a parameter is cut: by its rows (outputs), by its columns (inputs), or not at all."""
     if len(size) == 1 or name.endswith("router.weight"):
         return Cut(shape=size, replicas=shards.size, replica=shards.rank)
     if name.endswith(("k_proj.weight", "v_proj.weight")):
@@ -190,25 +181,3 @@ def _replace(model: nn.Module, name: str, cut: Cut) -> None:
         setattr(owner, leaf, nn.Parameter(cut.of(getattr(owner, leaf).detach()).clone()))
     if isinstance(owner, nn.Linear):
         owner.out_features, owner.in_features = owner.weight.shape
-
-
-def _begin_before(attention: nn.Module, shards: ShardedRows) -> None:
-    """Make every layer announce its number of tokens, because a recomputation may run between other micro-batches."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        _, (cosines, _), _ = args
-        shards.begin(len(cosines))
-
-    attention.register_forward_pre_hook(hook)
-
-
-def _gather_before(module: nn.Module, shards: ShardedRows) -> None:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, *rest = args
-        return (shards.gather(hidden), *rest)
-
-    module.register_forward_pre_hook(hook)
-
-
-def _scatter_after(module: nn.Module, shards: ShardedRows) -> None:
-    module.register_forward_hook(lambda module, args, partial: shards.scatter(partial))

@@ -55,7 +55,6 @@ class Comparison:
 
     @property
     def worst(self) -> float:
-        """The largest of all differences."""
         return max(self.loss, self.logprobs, *self.gradients.values())
 
 
@@ -110,6 +109,7 @@ def plain_step(model: nn.Module, documents: list[Document]) -> StepNumbers:
 def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> StepNumbers:
     """The same step by ``HDP``, on ranks that are threads of this process."""
     lengths = [len(document["tokens"]) for document in documents]
+    total = float(sum(document["weights"].sum() for document in documents))
     plan = None
     if setup.planner == "random":
         plan = random_plan(lengths, setup.num_ranks, setup.seed, weighted=setup.domain == 1, domain=setup.domain)
@@ -127,14 +127,20 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
             domain=setup.domain,
         )
         hdp.optimizer(torch.optim.SGD, lr=0.0)
+        loss_sum = 0.0
         with WideCasts():
-            loss = _planned_pass(hdp, own, documents, plan)
+            for micro in hdp.plan(documents, plan=plan):
+                logits = own(**micro.inputs).logits[0, : micro.num_rows]
+                losses = F.cross_entropy(logits, micro.labels, reduction="none", ignore_index=IGNORE_INDEX)
+                loss = (micro.weights.to(losses.dtype) * losses).sum() / total
+                loss.backward()
+                loss_sum += float(loss.detach())
         gradients = hdp.gradients()
         hdp.zero_grad()
         with WideCasts(), torch.no_grad():
             for micro in hdp.plan(documents, plan=plan):
                 hdp.collect(micro, micro.logprobs(own, rows_at_a_time=7))
-        return StepNumbers(loss=loss, logprobs=hdp.collected(), gradients=gradients)
+        return StepNumbers(loss=loss_sum, logprobs=hdp.collected(), gradients=gradients)
 
     try:
         results = run_ranks(setup.num_ranks, one_rank)
@@ -145,21 +151,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
     return replace(results[-1], loss=sum(own.loss for own in results))
 
 
-def _planned_pass(hdp: HDP, model: nn.Module, documents: list[Document], plan: Plan | None) -> float:
-    """The loop of the documentation. Returns this rank's share of the loss."""
-    total = float(sum(document["weights"].sum() for document in documents))
-    loss_sum = 0.0
-    for micro in hdp.plan(documents, plan=plan):
-        logits = model(**micro.inputs).logits[0, : micro.num_rows]
-        losses = F.cross_entropy(logits, micro.labels, reduction="none", ignore_index=IGNORE_INDEX)
-        loss = (micro.weights.to(losses.dtype) * losses).sum() / total
-        loss.backward()
-        loss_sum += float(loss.detach())
-    return loss_sum
-
-
 def difference(reference: StepNumbers, ours: StepNumbers) -> Comparison:
-    """How far ``ours`` is from ``reference``."""
     largest = max(float(gradient.abs().max()) for gradient in reference.gradients.values())
     missing = {name for name, gradient in ours.gradients.items() if name not in reference.gradients and gradient.any()}
     assert not missing, f"gradients that the reference does not have: {sorted(missing)}"
@@ -206,8 +198,15 @@ def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: 
             else:
                 micro_batches.append([number])
     # A local group may be what a later shared group joins: the shared one goes first in the micro-batch.
-    for rank in range(num_ranks):
-        schedule[rank] = _merge_some_locals(schedule[rank], groups, random)
+    for rank, micro_batches in enumerate(schedule):
+        merged: list[list[int]] = []
+        for micro_batch in micro_batches:
+            previous_is_local = bool(merged) and all(len(groups[group].ranks) == 1 for group in merged[-1])
+            if previous_is_local and random.random() < 0.5:
+                merged[-1] = micro_batch + merged[-1]
+            else:
+                merged.append(micro_batch)
+        schedule[rank] = merged
     capacity = int(np.sum(lengths))
     plan = Plan.build(
         lengths=lengths,
@@ -219,19 +218,6 @@ def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: 
     if domain > 1:
         plan = align(plan, cluster=Cluster.uniform(num_ranks, capacity), cost=CostModel.from_work())
     return replace(plan, domain=domain)
-
-
-def _merge_some_locals(
-    micro_batches: list[list[int]], groups: list[GroupSpec], random: np.random.Generator
-) -> list[list[int]]:
-    merged: list[list[int]] = []
-    for micro_batch in micro_batches:
-        previous_is_local = bool(merged) and all(len(groups[group].ranks) == 1 for group in merged[-1])
-        if previous_is_local and random.random() < 0.5:
-            merged[-1] = micro_batch + merged[-1]
-        else:
-            merged.append(micro_batch)
-    return merged
 
 
 class WideCasts(TorchFunctionMode):

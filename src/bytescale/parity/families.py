@@ -120,8 +120,7 @@ def small_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0,
         seed: of the weights.
         changes: of the configuration; ``...`` leaves a number of ``USUAL`` to transformers.
 
-    Raises:
-        ConfigError: if there is no such configuration, or no causal model of it.
+    Raises ``ConfigError`` if there is no such configuration, or no causal model of it.
     """
     try:
         if name not in CONFIG_MAPPING and (Path(name).exists() or "/" in name):

@@ -35,9 +35,35 @@ def run_ranks(
     _make_operators()
     # After a fork, the first thread that computes makes PyTorch's pool again, and a second one may see none meanwhile.
     torch.set_num_threads(torch.get_num_threads())
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+
+    def one_rank(rank: int) -> None:
+        try:
+            results[rank] = work(gloo_group(store, rank, num_ranks, timeout_seconds))
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=one_rank, args=(rank,), daemon=True) for rank in range(num_ranks)]
     gc.freeze()  # a collection looks at all objects of all modules otherwise, which takes 0.25 s
     try:
-        return _run_threads(store, num_ranks, work, timeout_seconds)
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout_seconds
+        for thread in threads:
+            while thread.is_alive() and time.monotonic() < deadline:
+                thread.join(0.1)
+                if errors:  # the others may wait for this rank; what they say within seconds is reported too
+                    deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_AN_ERROR)
+        if errors:
+            texts = (f"rank {rank}: {''.join(traceback.format_exception(errors[rank]))}" for rank in sorted(errors))
+            failure = AssertionError("\n".join(texts))
+            failure.__cause__ = next(iter(errors.values()))
+            _forget_locals(list(errors.values()))
+            raise failure
+        hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        assert not hung, f"ranks {hung} still run after {timeout_seconds} s"
+        return [results[rank] for rank in range(num_ranks)]
     finally:
         gc.collect()  # groups that stand in reference cycles, before their store goes and before anybody forks
         gc.unfreeze()
@@ -55,38 +81,6 @@ def _make_operators() -> None:
         if namespace in ("aten", "c10d"):
             operator, _, overload = operator.partition(".")
             getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
-
-
-def _run_threads(
-    store: dist.Store, num_ranks: int, work: Callable[[dist.ProcessGroup], Result], timeout_seconds: float
-) -> list[Result]:
-    results: dict[int, Result] = {}
-    errors: dict[int, str] = {}
-    raised: list[BaseException] = []
-
-    def one_rank(rank: int) -> None:
-        try:
-            results[rank] = work(gloo_group(store, rank, num_ranks, timeout_seconds))
-        except BaseException as error:
-            errors[rank] = traceback.format_exc()
-            raised.append(error)
-
-    threads = [threading.Thread(target=one_rank, args=(rank,), daemon=True) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + timeout_seconds
-    for thread in threads:
-        while thread.is_alive() and time.monotonic() < deadline:
-            thread.join(0.1)
-            if errors:  # the others may wait for this rank; what they say within seconds is reported too
-                deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_AN_ERROR)
-    if errors:
-        _forget_locals(raised)
-        texts = (f"rank {rank}: {text}" for rank, text in sorted(errors.items()))
-        raise AssertionError("\n".join(texts)) from raised[0]
-    hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-    assert not hung, f"ranks {hung} still run after {timeout_seconds} s"
-    return [results[rank] for rank in range(num_ranks)]
 
 
 def _forget_locals(errors: Sequence[BaseException]) -> None:

@@ -1,21 +1,18 @@
 """When may a rank start to reduce gradients? Only after its last message: the rule and its proof.
 
-Gradients are reduced bucket by bucket while ranks still compute (``runtime.optimizer.buckets``). Under NCCL, a
-reduction that is posted too early can hang the run. Some CUDA calls wait for ALL streams of a device: a retry of the
-allocator, the first launch of a kernel, an allocation of pinned memory. A rank that makes such a call blocks until
-every reduction that it has posted is complete, and so until every other rank has posted these reductions too. If one of
-these ranks first needs this rank's next ring message, both wait for ever.
+Gradients are reduced bucket by bucket while ranks still compute (``runtime.optimizer.buckets``). Some CUDA calls wait
+for ALL streams of a device (a retry of the allocator, the first launch of a kernel). Under NCCL, a rank that makes such
+a call blocks until every other rank has posted the reductions that it has posted. If one of these ranks first needs
+this rank's next ring message, both wait for ever.
 
 The rule: **a rank posts reductions only after its last point-to-point message of the step**, sent or received.
 
 The proof assumes the worst: every posted reduction blocks its rank at once, until all ranks of the group have posted
 it. This covers device-wide waits at any place, and the connections that a communicator makes at its first use.
 
-1. Up to its last message a rank has posted no reduction. So all messages of the step are exchanged as if there were no
-   reductions; ``plan.pipeline_order`` proves that this ends.
-2. After its last message a rank posts its reductions in the order that all ranks share (the last bucket first). Between
-   reductions it computes and, with tensor parallelism, takes part in the collectives of its TP group. The ranks of a TP
-   group have the same micro-batches and the same buckets, so they run the same sequence of collectives and reductions.
+1. All messages of the step are exchanged as if there were no reductions; ``plan.pipeline_order`` proves that this ends.
+2. Afterwards a rank posts its reductions in the order that all ranks share (the last bucket first). In between it
+   computes and takes part in the collectives of its TP group, whose ranks all run the same sequence of both.
 3. Suppose that some ranks wait for ever. In each TP group with such a rank, take the rank that is least far in the
    group's sequence. It does not wait for a TP collective, because all others of its group have reached that one. So it
    waits in a reduction. Of all these TP groups (without tensor parallelism: ranks), choose the one whose reduction k
@@ -25,10 +22,9 @@ it. This covers device-wide waits at any place, and the connections that a commu
    of a batch loss, the gradient of a tied head, the reductions of the remaining buckets, statistics. Gathers follow the
    update, in one order on all ranks, before the first message of the next step.
 
-Where is the last message? In a pipeline, the last backward of a stage ends by sending its gradient to the stage before.
-Only the first stage sends none, so only there can compute follow the last message: the last backward. A micro-batch
-with a shared group exchanges ring messages in every layer, in backward too. So reductions can overlap exactly with the
-last backward of a rank on the first stage (or without stages) whose last micro-batch holds only whole sequences.
+In a pipeline, the last backward of a stage ends by sending its gradient to the stage before, and a micro-batch with a
+shared group exchanges messages in every layer. So reductions can overlap exactly with the last backward of a rank on
+the first stage (or without stages) whose last micro-batch holds only whole sequences.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """How a sequence is cut over the members of its slice group (paper section 7, made exact for any length).
 
-A sequence of ``s`` tokens shared by ``N`` members is cut into ``2N`` segments. Member ``i`` holds segment ``i``,
-counted from the front, and segment ``2N-1-i``, its mirror image counted from the back, so that every member has 1/N of
-the tokens and 1/N of the causal mask's area::
+A sequence of ``s`` tokens shared by ``N`` members is cut into ``2N`` segments. Member ``i`` holds segments ``i`` and
+``2N-1-i``, so that every member has 1/N of the tokens and 1/N of the causal mask's area::
 
     N = 3      | 0 | 1 | 2 | 2 | 1 | 0 |     member that holds each segment, front to back
 
 Nothing has to divide anything. With weights ``w`` (all 1 unless members differ in speed) and ``W_i`` the sum of the
 first ``i`` of them, of ``W`` in all, member ``i`` holds ``n_i = floor(W_{i+1} s / W) - floor(W_i s / W)`` tokens, of
 which ``ceil(n_i / 2)`` are its front segment and the rest its back segment. With equal weights every ``n_i`` is
-``floor(s/N)`` or ``ceil(s/N)``: a sequence never takes more than ``ceil(s/N)`` tokens of anybody's capacity, which
-cutting at ``floor(j s / 2N)`` does not promise (s = 25, N = 11 would give one member 4 tokens).
+``floor(s/N)`` or ``ceil(s/N)``.
 
 Shape letters: K sequences of a group, N members.
 """
@@ -23,14 +21,9 @@ from bytescale.common.arrays import IntArray
 
 
 def member_tokens(lengths: IntArray, weights: IntArray) -> IntArray:
-    """Tokens of each sequence that each member holds.
+    """``[K, N]`` int64 tokens of each sequence that each member holds; rows sum to the lengths.
 
-    Args:
-        lengths: ``[K]`` int64, tokens per sequence, each >= 1.
-        weights: ``[N]`` integers >= 1, the share of each member.
-
-    Returns:
-        ``[K, N]`` int64; each row sums to the sequence's length.
+    ``lengths [K]`` are int64 tokens, and ``weights [N]`` the members' shares, all integers >= 1.
     """
     edges = np.zeros(len(weights) + 1, dtype=np.int64)
     np.cumsum(weights, out=edges[1:])
@@ -46,11 +39,7 @@ def member_segments(lengths: IntArray, weights: IntArray) -> tuple[IntArray, Int
 
 
 def segment_bounds(lengths: IntArray, weights: IntArray, member: int) -> IntArray:
-    """Where the two segments of one member start and stop inside each sequence.
-
-    Returns:
-        ``[K, 2, 2]`` int64: per sequence, front then back segment, ``[start, stop)`` in tokens of the sequence.
-    """
+    """``[K, 2, 2]`` int64: per sequence a member's front, then back segment, ``[start, stop)`` in tokens of it."""
     front, back = member_segments(lengths, weights)
     lengths = np.asarray(lengths, dtype=np.int64)
     front_start = front[:, :member].sum(axis=1)

@@ -84,8 +84,7 @@ class MemoryLimits:
 
     def worst_phase(self, tokens: int, shared: int) -> Phase:
         """The phase that needs the most memory."""
-        held, sliced = np.float64(tokens), np.float64(shared)
-        return max(self.phases, key=lambda phase: float(phase.bytes(held, sliced)))
+        return max(self.phases, key=lambda phase: float(phase.bytes(tokens, shared)))
 
     @property
     def movable_share(self) -> float:

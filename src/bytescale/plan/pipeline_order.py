@@ -7,9 +7,9 @@ one of its chunks. An action waits for
 2. for a forward, the forward of the same micro-batch on the previous part; for a backward, its backward on the next
    part or, on the last part, its forward;
 3. all members of its shared group: ring attention needs every member, so their actions are ONE node of the graph;
-4. the messages that its rank and stage have posted before it (``plan.schedule.messages``). This is not necessary under
-   gloo, but under NCCL any action may wait for everything that its device has been given. A message needs both of its
-   ends. So the action before which one end is posted waits for the action after which the other end is posted.
+4. the messages that its rank and stage have posted before it (``plan.schedule.messages``): under NCCL, any action may
+   wait for everything that its device has been given. The action before which one end of a message is posted waits for
+   the action after which the other end is posted.
 
 If this graph has no cycle, the plan cannot hang. Under gloo, rules 1 to 3 are sufficient. A plan that hangs::
 

@@ -11,14 +11,12 @@ A global batch is a list of sequences, numbered 0..S-1, of ``lengths`` tokens. A
   they hold at most the rank's capacity in tokens.
 * A **rank** (an HDP rank; a whole pipeline when pp > 1) runs its micro-batches in order. Ranks may have different
   numbers of them, or none.
-* A **lockstep domain** is a run of ``domain`` consecutive ranks that have to run equally many micro-batches side by
-  side, because they gather parameters together in every pass. Micro-batch i of a rank belongs to **round** i, and every
-  shared group is in one round on all its members. A domain runs as many rounds as its rank with the most micro-batches.
-  A rank that has fewer takes part in the last rounds without work. With ``domain = 1`` ranks run free.
+* A **lockstep domain** is a run of ``domain`` consecutive ranks that gather parameters together in every pass.
+  Micro-batch i of a rank belongs to **round** i, and every shared group is in one round on all its members. A rank with
+  fewer micro-batches takes part in the last rounds without work. With ``domain = 1`` ranks run free.
 
-All data are NumPy arrays (structure of arrays, CSR offsets), because a batch may hold 10^6 sequences and a cluster
-16,384 ranks. ``RankPlan`` is the small view that the runtime and the loader of one rank use. ``offsets`` arrays have
-one entry more than the things that they delimit; the items of thing ``i`` are ``items[offsets[i]:offsets[i + 1]]``.
+All data are NumPy arrays (a batch may hold 10^6 sequences, a cluster 16,384 ranks); ``RankPlan`` is one rank's view.
+``offsets`` arrays are CSR offsets: the items of thing ``i`` are ``items[offsets[i]:offsets[i + 1]]``.
 """
 
 from __future__ import annotations
@@ -193,18 +191,15 @@ class StepPlanner(Protocol):
 
     def knows(self, step: int) -> bool:
         """Whether the costs of a step are known yet."""
-        ...
 
     def costs_of(self, step: int) -> Any:
         """What the plan of a step depends on, besides its lengths. It can be compared and sent to another process.
 
         Raises ``LoaderFailure`` if it is not known yet.
         """
-        ...
 
     def plan_with(self, lengths: IntArray, costs: Any) -> Plan:
         """Make a plan with what ``costs_of`` has told."""
-        ...
 
 
 def costs_of_step(planner: Planner | StepPlanner, step: int) -> Any:

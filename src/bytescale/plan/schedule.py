@@ -12,14 +12,11 @@ Without interleaving, forwards run micro-batch by micro-batch. With interleaving
 a round goes through chunk 0, then through chunk 1, and so on (Megatron-LM, Narayanan et al. 2021, section 2.2).
 Backwards take the same rounds, with the chunks in reverse order.
 
-Every action also has a **time** on one clock for the whole mesh (``action_times``): an integer that is later than the
-time of everything that the action may wait for. It is computed, not measured. It decides when a message is posted, so
-that no rank ever waits for a rank that waits for it (``messages``).
+Every action also has a **time** on one clock for the whole mesh (``action_times``), later than the time of everything
+that the action may wait for. It decides when a message is posted, so that no ranks wait in a circle (``messages``).
 
-Interleaved rounds have to be complete, and pipelines that share a group have to run the same rounds, but their numbers
-of micro-batches differ. So all pipelines follow the order of the one with the most micro-batches, rounded up to whole
-rounds, and skip the micro-batches that they do not have. An order that cannot hang still cannot hang when actions are
-left out.
+Interleaved rounds have to be complete and the same in pipelines that share a group. So all pipelines follow the order
+of the one with the most micro-batches, rounded up to whole rounds, and skip the micro-batches that they do not have.
 """
 
 from __future__ import annotations
@@ -44,12 +41,23 @@ def stage_actions(num_micro_batches: int, num_stages: int, stage: int, num_chunk
         most: micro-batches of the pipeline that has the most; it matters for v > 1 only.
     """
     warm_up = num_stages - 1 - stage
-    if num_chunks == 1:
-        return _one_forward_one_backward(_in_turn(num_micro_batches), 1, warm_up)
-    num_rounds = -(-max(num_micro_batches, most) // num_stages)
-    forwards = _rounds(num_rounds, num_stages, num_chunks)
-    order = _one_forward_one_backward(forwards, num_chunks, 2 * warm_up + (num_chunks - 1) * num_stages)
-    return order[order[:, 2] < num_micro_batches]
+    if num_chunks > 1:
+        warm_up, count = 2 * warm_up + (num_chunks - 1) * num_stages, max(num_micro_batches, most)
+    else:
+        count = num_micro_batches
+    # Forwards ``[n, 2]`` (chunk, micro-batch) in whole rounds; micro-batches that do not exist are left out at the end.
+    turn, chunk, place = np.indices((-(-count // num_stages), num_chunks, num_stages)).reshape(3, -1)
+    forwards = np.stack([chunk, turn * num_stages + place], axis=1)
+    backwards = forwards * [-1, 1] + [num_chunks - 1, 0]
+    count = len(forwards)
+    warm = min(warm_up, count)
+    number = np.arange(count)
+    order = np.empty((2 * count, 3), dtype=np.int64)
+    order[np.where(number < warm, number, 2 * number - warm)] = np.insert(forwards, 0, 0, axis=1)
+    order[np.where(number < count - warm, warm + 2 * number + 1, count + number)] = np.insert(backwards, 0, 1, axis=1)
+    order = order[order[:, 2] < num_micro_batches]
+    order.flags.writeable = False
+    return order
 
 
 def action_times(actions: IntArray, num_stages: int, stage: int | IntArray, num_chunks: int = 1) -> IntArray:
@@ -72,8 +80,7 @@ def action_times(actions: IntArray, num_stages: int, stage: int | IntArray, num_
     * On the last part, the forward of backward number w is number ``w + (v - 1) p``. The time of the backward is
       ``2 w - d (p - 1) + 2 W + 1``, one more than the forward's.
 
-    Times depend on the micro-batch's index and not on the HDP rank. So members of a slice group that have it at the
-    same index (``planner.adaptive.aligned``) have it at the same time.
+    So members of a slice group that have it at the same index (``planner.adaptive.aligned``) have it at the same time.
     """
     backward, chunk, index = actions.T
     drop = 1 if num_chunks == 1 else 2
@@ -115,10 +122,9 @@ def messages(
     """All messages that stage ``taker`` receives, in the order of posting. Arguments as in ``stage_actions``.
 
     **No order of waiting can hang.** Let a message have the time of its maker plus one half. On both stages it is
-    posted after all actions with an earlier time and before all with a later one. A rank may wait for its own actions
-    and messages one by one (NCCL, when a call waits for the whole device), or only for those that it needs (gloo). In
-    both cases, whatever waits has a later time than what it waits for, so nothing waits in a circle. A receive that is
-    posted earlier breaks this: with p = 2, stage 0 would wait for a gradient whose forward it has not run.
+    posted after all actions with an earlier time and before all with a later one. Whether a rank waits for its actions
+    and messages one by one (NCCL) or only for those that it needs (gloo), what waits has a later time than what it
+    waits for. A receive that is posted earlier breaks this.
     """
     actions = stage_actions(num_micro_batches, num_stages, taker, num_chunks, most)
     backward, chunk, index = actions.T
@@ -153,29 +159,5 @@ def messages(
 def _places(
     num_micro_batches: int, num_stages: int, stage: int, num_chunks: int, most: int
 ) -> dict[tuple[int, int, int], int]:
-    """The place of each action in its stage's order."""
     actions = stage_actions(num_micro_batches, num_stages, stage, num_chunks, most)
     return {(backward, chunk, index): place for place, (backward, chunk, index) in enumerate(actions.tolist())}
-
-
-def _one_forward_one_backward(forwards: IntArray, num_chunks: int, warm_up: int) -> IntArray:
-    """The actions, from the forwards ``[n, 2]`` (chunk, micro-batch) in their order."""
-    backwards = forwards * [-1, 1] + [num_chunks - 1, 0]
-    count = len(forwards)
-    warm = min(warm_up, count)
-    number = np.arange(count)
-    order = np.empty((2 * count, 3), dtype=np.int64)
-    order[np.where(number < warm, number, 2 * number - warm)] = np.insert(forwards, 0, 0, axis=1)
-    order[np.where(number < count - warm, warm + 2 * number + 1, count + number)] = np.insert(backwards, 0, 1, axis=1)
-    order.flags.writeable = False
-    return order
-
-
-def _in_turn(num_micro_batches: int) -> IntArray:
-    return np.stack([np.zeros(num_micro_batches, dtype=np.int64), np.arange(num_micro_batches)], axis=1)
-
-
-def _rounds(num_rounds: int, num_stages: int, num_chunks: int) -> IntArray:
-    """``[v p num_rounds, 2]`` chunk and micro-batch of each forward."""
-    turn, chunk, place = np.indices((num_rounds, num_chunks, num_stages)).reshape(3, -1)
-    return np.stack([chunk, turn * num_stages + place], axis=1)

@@ -33,27 +33,9 @@ class PlanSummary:
             num_tokens=plan.num_tokens,
             num_sequences=plan.num_sequences,
             sum_of_squares=int(np.square(plan.lengths.astype(np.int64)).sum()),
-            group_sizes=degree_histogram(plan),
+            group_sizes=dict(sorted(Counter(plan.group_sizes.tolist()).items(), reverse=True)),
             gist=gist(plan),
         )
-
-
-def degree_histogram(plan: Plan) -> dict[int, int]:
-    """Slice groups per degree D, largest degree first; degree 1 counts local packs."""
-    counts = Counter(plan.group_sizes.tolist())
-    return {degree: counts[degree] for degree in sorted(counts, reverse=True)}
-
-
-def shape_histogram(plan: Plan) -> dict[tuple[int, int], int]:
-    """Shared groups per degree and number of columns, widest first."""
-    shared = plan.group_sizes > 1
-    shapes = Counter(zip(plan.group_sizes[shared].tolist(), plan.group_columns[shared].tolist(), strict=True))
-    return {shape: shapes[shape] for shape in sorted(shapes, reverse=True)}
-
-
-def shape_in_words(degree: int, columns: int, count: int) -> str:
-    """``3 over 4 ranks``, and for grids ``1 over 8 ranks (4 rows x 2)``."""
-    return f"{count} over {degree} ranks" + (f" ({degree // columns} rows x {columns})" if columns > 1 else "")
 
 
 def gist(plan: Plan) -> str:
@@ -61,8 +43,13 @@ def gist(plan: Plan) -> str:
     shared_sequences = int((np.diff(plan.group_sequence_offsets) * (plan.group_sizes > 1)).sum())
     micro_batches = np.diff(plan.rank_micro_batch_offsets)
     longest = format_count(int(plan.lengths.max())) if plan.num_sequences else "0"
-    shapes = list(shape_histogram(plan).items())
-    groups = ", ".join(shape_in_words(*shape, count) for shape, count in shapes[:_MOST_SHAPES])
+    shared = plan.group_sizes > 1
+    counts = Counter(zip(plan.group_sizes[shared].tolist(), plan.group_columns[shared].tolist(), strict=True))
+    shapes = sorted(counts.items(), reverse=True)  # widest first
+    groups = ", ".join(
+        f"{count} over {degree} ranks" + (f" ({degree // columns} rows x {columns})" if columns > 1 else "")
+        for (degree, columns), count in shapes[:_MOST_SHAPES]
+    )
     if rest := shapes[_MOST_SHAPES:]:
         groups += f", {sum(count for _, count in rest)} over {rest[-1][0][0]} to {rest[0][0][0]}"
     least, most = int(micro_batches.min()), int(micro_batches.max())

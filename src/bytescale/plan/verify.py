@@ -16,7 +16,7 @@ The rules are checked in this order:
 10. **Pipeline** (if ``num_stages`` > 1): the actions of 1F1B cannot wait for each other in a cycle either
    (``plan.pipeline_order``).
 
-All checks are array arithmetic. Without a pipeline, a plan for 16,384 ranks and 22,500 sequences takes about 10 ms.
+Without a pipeline, a plan for 16,384 ranks and 22,500 sequences takes about 10 ms.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _check_members(plan: Plan) -> None:
     rising[plan.group_rank_offsets[1:-1] - 1] = True
     if rising.all():
         return
-    keys = np.sort(_pair_keys(plan, _group_of_member(plan), plan.group_ranks))
+    keys = _member_keys(plan)
     twice = np.flatnonzero(keys[1:] == keys[:-1])
     if len(twice):
         group, rank = divmod(int(keys[twice[0]]), plan.num_ranks)
@@ -183,8 +183,7 @@ def _check_micro_batches(plan: Plan) -> None:
 def _check_schedule(plan: Plan) -> None:
     """Rule 5. The (group, rank) pairs of the schedule have to equal the pairs of the groups' members."""
     ranks = np.repeat(plan.micro_batch_ranks, np.diff(plan.micro_batch_group_offsets))
-    scheduled = np.sort(_pair_keys(plan, plan.micro_batch_groups, ranks))
-    members = np.sort(_pair_keys(plan, _group_of_member(plan), plan.group_ranks))
+    scheduled, members = np.sort(plan.micro_batch_groups * plan.num_ranks + ranks), _member_keys(plan)
     if np.array_equal(scheduled, members):
         return
     keys, times = np.unique(scheduled, return_counts=True)
@@ -254,23 +253,19 @@ def _check_memory(plan: Plan, limits: MemoryLimits) -> None:
         worst = int((sizes - rooms).argmax())
         room = float(rooms[worst])
         rank, index = _place_of(plan, worst)
+        sequences = np.concatenate([plan.sequences_of(group) for group in plan.groups_of(worst).tolist()])
+        longest = int(sequences[plan.lengths[sequences].argmax()])
+        size = plan.group_sizes[int(plan.groups_of(worst)[0])]
+        over = f" over {size} ranks" if size > 1 else ""
         raise PlanError(
-            f"{_named(plan, worst)} needs {format_bytes(float(sizes[worst]))} on the {place} of rank {rank} "
-            f"(micro-batch {index}: {tokens.held[worst]} tokens, {tokens.offloaded[worst]} of them offloaded), "
+            f"sequence {longest} ({plan.lengths[longest]} tokens{over}) needs {format_bytes(float(sizes[worst]))} "
+            f"on the {place} of rank {rank} (micro-batch {index}: "
+            f"{tokens.held[worst]} tokens, {tokens.offloaded[worst]} of them offloaded), "
             f"{format_bytes(float(sizes[worst] - room))} more than the {format_bytes(room)} there are",
             so="the rank would run out of memory",
             fix="lower parallel.capacity_tokens (or use more ranks), set memory.checkpointing to attention or "
             "full, turn on memory.offload, or allow more with memory.device_gib or memory.host_gib",
         )
-
-
-def _named(plan: Plan, micro_batch: int) -> str:
-    """Describe the longest sequence of a micro-batch."""
-    sequences = np.concatenate([plan.sequences_of(group) for group in plan.groups_of(micro_batch).tolist()])
-    longest = int(sequences[plan.lengths[sequences].argmax()])
-    first = int(plan.groups_of(micro_batch)[0])
-    over = f" over {plan.group_sizes[first]} ranks" if plan.group_sizes[first] > 1 else ""
-    return f"sequence {longest} ({plan.lengths[longest]} tokens{over})"
 
 
 def _check_lockstep(plan: Plan) -> None:
@@ -305,12 +300,9 @@ def _check_pipeline(plan: Plan, num_stages: int, num_chunks: int) -> None:
         )
 
 
-def _group_of_member(plan: Plan) -> IntArray:
-    return np.repeat(np.arange(plan.num_groups), plan.group_sizes)
-
-
-def _pair_keys(plan: Plan, groups: IntArray, ranks: IntArray) -> IntArray:
-    return groups * plan.num_ranks + ranks
+def _member_keys(plan: Plan) -> IntArray:
+    """A number for each (group, rank) pair of the groups' members, rising."""
+    return np.sort(np.repeat(np.arange(plan.num_groups), plan.group_sizes) * plan.num_ranks + plan.group_ranks)
 
 
 def _place_of(plan: Plan, micro_batch: int) -> tuple[int, int]:

@@ -34,19 +34,19 @@ def checked_lengths(lengths: ArrayLike, *, cluster: Cluster, uniform: bool = Fal
         raise PlanError(
             f"sequence {sequence} has {array[sequence]} tokens", fix="drop sequences of less than one token"
         )
-    _check_fits(array, cluster, uniform)
-    return array
-
-
-def _check_fits(lengths: IntArray, cluster: Cluster, uniform: bool) -> None:
-    smallest = int(cluster.capacity_tokens.min())
     room = cluster.largest_sequence if uniform else cluster.room
-    sequence = int(lengths.argmax())
-    longest = int(lengths[sequence])
+    sequence = int(array.argmax())
+    longest, smallest = int(array[sequence]), int(cluster.capacity_tokens.min())
     if longest <= room:
-        return
-    if cluster.offload is not None:
-        raise _no_room_even_offloaded(cluster, sequence, longest, room)
+        return array
+    if (rule := cluster.offload) is not None:
+        over = (longest - room) / cluster.num_ranks * rule.num_layers * float(rule.profile.activation_bytes(1.0))
+        raise PlanError(
+            f"sequence {sequence} has {longest} tokens, but {cluster.num_ranks} ranks hold {room} together even when "
+            f"they offload all they may (activations of {format_bytes(over)} a rank too many)",
+            so="the whole cluster could not hold it",
+            fix="use more ranks, memory.checkpointing, more host memory (memory.host_gib), or shorten or split it",
+        )
     counted = "the smallest capacity" if uniform and not cluster.is_uniform else "capacity"
     raise PlanError(
         f"sequence {sequence} has {longest} tokens, but {cluster.num_ranks} ranks hold {room} together "
@@ -54,18 +54,6 @@ def _check_fits(lengths: IntArray, cluster: Cluster, uniform: bool) -> None:
         so="the whole cluster could not hold it",
         fix=f"use {-(-longest // smallest)} ranks, a capacity of {-(-longest // cluster.num_ranks)} tokens, or "
         "shorten or split it",
-    )
-
-
-def _no_room_even_offloaded(cluster: Cluster, sequence: int, longest: int, room: int) -> PlanError:
-    rule = cluster.offload
-    assert rule is not None, "asked only where offloading is on"
-    over = (longest - room) / cluster.num_ranks * rule.num_layers * float(rule.profile.activation_bytes(1.0))
-    return PlanError(
-        f"sequence {sequence} has {longest} tokens, but {cluster.num_ranks} ranks hold {room} together even when they "
-        f"offload all they may (activations of {format_bytes(over)} a rank too many)",
-        so="the whole cluster could not hold it",
-        fix="use more ranks, memory.checkpointing, more host memory (memory.host_gib), or shorten or split it",
     )
 
 

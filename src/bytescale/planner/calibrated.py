@@ -32,8 +32,7 @@ class StepCosts:
 class CalibratedPlanner:
     """Plans step k with the state after step ``k - lag``. Every rank plans alike.
 
-    The local loader plans in every rank. Under the remote loader, the ranks send the costs of a step to the planner
-    actor (``costs_of``), which needs no state (``plan_with``).
+    Under the remote loader, the ranks send ``costs_of`` a step to the planner actor; ``plan_with`` needs no state.
     """
 
     planner: VerifiedPlanner
@@ -72,7 +71,6 @@ class CalibratedPlanner:
         return replace(self.planner, cost=costs.cost, cluster=cluster)(lengths)
 
     def knows(self, step: int) -> bool:
-        """Whether the costs of a step are known."""
         wanted = step - self.lag
         return wanted < self.first or wanted in self.states
 

@@ -1,9 +1,7 @@
 """Turns a planner's decisions into a ``Plan``.
 
-A planner decides which sequences form a group, on which ranks, and *when*: each group gets a **slot**, a whole number
-that is its place in time. A rank runs its groups in rising order of slots. Groups of equal slot on one rank form one
-micro-batch; at most one of them is shared. Slots order the groups of all ranks in the same way, so groups numbered by
-slot are in the plan's total order.
+Each group gets a **slot**, a whole number that is its place in time on all ranks: groups numbered by slot are in the
+plan's total order. Groups of equal slot on one rank form one micro-batch; at most one of them is shared.
 """
 
 from __future__ import annotations
@@ -99,20 +97,11 @@ def _offload_ratios(draft: Draft, lengths: IntArray, cluster: Cluster) -> NDArra
     return np.maximum.reduceat(ratios, np.cumsum(degrees) - degrees)
 
 
-def consecutive(first: IntArray, counts: IntArray, *, modulo: int | None = None) -> IntArray:
-    """``first, first + 1, ..., first + count - 1`` of each run, one after another, each taken ``modulo`` if given."""
-    values = concatenated_ranges(first, first + counts)
-    return values if modulo is None else values % modulo
-
-
 def in_member_order(ranks: IntArray, degrees: IntArray, columns: IntArray, down: NDArray[np.bool_]) -> IntArray:
     """``[E]`` the ranks of all groups in member order, which goes row by row through a grid.
 
-    Args:
-        ranks: ``[E]`` of all groups, group by group, neighbours beside each other.
-        degrees: ``[G]`` ranks of each group.
-        columns: ``[G]`` of its grid.
-        down: ``[G]`` whether neighbours stand below each other in a column; if not, side by side in a row.
+    In ``ranks [E]``, group by group, neighbours are beside each other. ``down [G]``: whether these stand below each
+    other in a column of the group's grid; if not, side by side in a row.
     """
     ordered, starts = ranks.copy(), np.cumsum(degrees) - degrees
     for group in np.flatnonzero(down).tolist():

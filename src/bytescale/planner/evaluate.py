@@ -5,22 +5,20 @@ The rules of time, the same for every planner:
 * A rank runs its micro-batches in order. A micro-batch with a slice of a shared group starts when ALL members of the
   group have reached theirs, and it ends on all of them at the same moment: every layer's ring needs every member's keys
   and values, so no member can run ahead.
-* Such a micro-batch takes as long as its slowest member. A member's time is its compute (its share of the group, e for
-  each further block of each shared sequence, and its whole sequences) divided by its speed, plus the exposed part of
-  the ring, plus g, the fixed time of a micro-batch.
+* Such a micro-batch takes as long as its slowest member: compute divided by speed, plus the exposed part of the ring,
+  plus g, the fixed time of a micro-batch.
 
 In a pipeline of p stages the cost model tells the time of one stage, and a rank ends later by its bubbles::
 
     (p - 1) * sum of max(0, t_i - t_{i-1})       t_i: time of its micro-batch i on a stage, t_0 = 0
 
-Warm-up costs (p - 1) t_1, and each rise to a longer micro-batch costs (p - 1) times the rise. A fall costs as much as
-the shorter cool-down saves. So a rank whose micro-batches never get longer pays (p - 1) times its longest one. This
-is an estimate: it leaves out how a bubble delays the other ranks of a group.
+A fall to a shorter micro-batch costs as much as the shorter cool-down saves. This is an estimate: it leaves out how a
+bubble delays the other ranks of a group.
 
 In a lockstep domain (``plan.domain`` > 1) all ranks of a domain begin a round together. It ends when the slowest has
 ended it, and all parameters have been gathered. Domains that share a group go through its round together.
 
-``evaluate`` computes these times wave by wave in arrays. Its slow twin is in ``tests/planner/slow_evaluate.py``.
+The slow twin is ``tests/planner/slow_evaluate.py``.
 Shape letters: G groups, M micro-batches of all ranks, R ranks, E = (micro-batch, group) pairs = (group, member) pairs.
 """
 
@@ -113,14 +111,14 @@ def _own_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> FloatArray:
 def run_in_order(plan: Plan, own_seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Start and end of every micro-batch ``[M]``, from the time of each if its rank never had to wait ``[M]``.
 
-    Local micro-batches never wait. So only shared ones are run in waves; a wave consists of those that all members have
-    reached. ``local[m]`` is the time of all local micro-batches before m on its rank, and ``delay`` is the time that
-    the shared ones add.
+    Only shared micro-batches are run in waves; a wave consists of those that all members have reached. ``local[m]`` is
+    the time of all local micro-batches before m on its rank, and ``delay`` is the time that the shared ones add.
     """
     ranks, first_group = plan.micro_batch_ranks, plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
     shared = plan.group_sizes[first_group] > 1
     alone = np.where(shared, 0.0, own_seconds)
-    local = _since_rank_start(alone, plan.rank_micro_batch_offsets)
+    sums = np.concatenate(([0.0], np.cumsum(alone)))
+    local = sums[:-1] - np.repeat(sums[plan.rank_micro_batch_offsets[:-1]], np.diff(plan.rank_micro_batch_offsets))
     joint = np.flatnonzero(shared)  # the shared micro-batches, rank by rank in order
     joint_group = first_group[joint]
     by_group = np.argsort(joint_group, kind="stable")
@@ -161,11 +159,8 @@ def run_in_order(plan: Plan, own_seconds: FloatArray) -> tuple[FloatArray, Float
 def run_rounds(plan: Plan, seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Begin and end of every round of every lockstep domain, both ``[phases, rounds, domains]``.
 
-    A domain has no time for rounds after its last one.
-
-    Args:
-        plan: its groups are aligned (rule 9 of ``verify``).
-        seconds: ``[phases, M]`` of each micro-batch if its rank never had to wait: forward and backward, or both.
+    A domain has no time for rounds after its last one. ``seconds [phases, M]``: of each micro-batch without waiting,
+    forward and backward, or both. The plan's groups are aligned (rule 9 of ``verify``).
     """
     rounds, domains = plan.micro_batch_rounds, plan.micro_batch_ranks // plan.domain
     num_domains = plan.num_ranks // plan.domain
@@ -199,12 +194,6 @@ def _together(plan: Plan, num_rounds: int) -> IntArray:
         np.minimum.at(lowest, groups, joined[at])
         np.minimum.at(joined, at, lowest[groups])
     return joined
-
-
-def _since_rank_start(seconds: FloatArray, offsets: IntArray) -> FloatArray:
-    """The sum of ``seconds`` before each micro-batch on its rank; it starts at 0 on every rank."""
-    sums = np.concatenate(([0.0], np.cumsum(seconds)))
-    return sums[:-1] - np.repeat(sums[offsets[:-1]], np.diff(offsets))
 
 
 def _last_shared(values: FloatArray, shared: NDArray[np.bool_], plan: Plan) -> FloatArray:

@@ -7,7 +7,6 @@ from bisect import bisect_left, insort
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.cost import Cluster
 from bytescale.planner.order import rising
 
 PASS = 20
@@ -17,16 +16,10 @@ NUMBER_BITS = 20
 
 
 def best_fit(sizes: IntArray, capacity: int) -> IntArray:
-    """The bin of each item. Items are taken in the given order (longest first is best-fit decreasing).
+    """``[n]`` int64 bin of each item of ``sizes [n]``, each at most ``capacity``, in the given order.
 
-    Each item goes to the fullest bin that has room for it, else to a new one. Bins are numbered in order of opening; of
-    equally full bins the oldest is taken.
-
-    Args:
-        sizes: ``[n]`` each at most ``capacity``.
-
-    Returns:
-        ``[n]`` int64, the number of each item's bin.
+    An item goes to the fullest bin that has room for it, else to a new one. Bins are numbered in order of opening; of
+    equally full bins the oldest is taken. Longest first, this is best-fit decreasing.
     """
     free: list[int] = []  # room left and, in the lower bits, bin: rising
     bins: list[int] = []
@@ -90,8 +83,3 @@ def grouped(items: IntArray, bins: IntArray) -> tuple[IntArray, IntArray]:
     """Items bin by bin, in the given order inside each bin, and the number of items in each bin."""
     order = np.argsort(bins, kind="stable")
     return items[order], np.bincount(bins)
-
-
-def smallest_capacity(cluster: Cluster) -> int:
-    """Tokens that fit into a micro-batch of any rank: the limit for the paper's planners, which assume equal ranks."""
-    return int(cluster.capacity_tokens.min())

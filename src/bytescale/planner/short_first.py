@@ -3,10 +3,8 @@
 Planners place long sequences first and fill up with short ones, in packs as large as a rank holds. Two steps turn that
 round (``short_first``).
 
-1. The plan is run backwards in time (``backwards``). It ends at the same time or earlier: a micro-batch that ran from
-   ``a`` to ``b`` of a makespan T may run from ``T - b`` to ``T - a``, for then each follows those that it came before,
-   and the members of a group still run together. The groups' total order is reversed as a whole, so no two ranks wait
-   for each other.
+1. The plan is run backwards in time (``backwards``), which ends at the same time or earlier. The groups' total order is
+   reversed as a whole, so no two ranks wait for each other.
 2. Packs are cut, shortest sequences first, into micro-batches that are as short as their fixed cost allows
    (``cut_packs``).
 

@@ -1,10 +1,8 @@
 """Plans that keep certain sequences together: in one micro-batch of one group, for losses that look at all of them.
 
-Sequences of one label are joined, planned as one sequence of all their tokens, and taken apart again: every group that
-has the joined sequence has its parts, on the same ranks.
-
-A member of a group holds ``ceil(s / N)`` tokens of each part, which can be up to one token per part more than of the
-joined sequence. Where that exceeds its capacity, sequences are planned a little longer than they are.
+Sequences of one label are joined, planned as one sequence of all their tokens, and taken apart again. A member of a
+group may hold one token per part more than of the joined sequence. Where that exceeds its capacity, sequences are
+planned a little longer than they are.
 
 Shape letters: S sequences, J joined ones, R ranks.
 """

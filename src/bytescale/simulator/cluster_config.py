@@ -67,7 +67,6 @@ class ClusterConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Number of HDP ranks."""
         return self.num_gpus // (self.tp * self.pp)
 
     @property

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from bytescale.common.errors import BytescaleError
 from bytescale.common.units import format_seconds
 from bytescale.simulator.result import SimulatedStep
+from bytescale.simulator.trace import spread_evenly
 
 COLUMNS = 1600  # width of the picture in pixels, along the time axis
 MAX_ROWS = 512  # most ranks x stages that are drawn; they are spread evenly
@@ -21,20 +22,15 @@ _IDLE, _SYNC, _LOCAL = 0.0, 1.0, 2.0  # then 2 + log2 of the degree
 def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
     """Draw one panel per step on one time axis, so that two plans of a batch can be compared by eye.
 
-    The colour shows the degree, which is the number of ranks that share the micro-batch. Pale red is waiting, and grey
-    is the gradient sync. Where there is room, a thin white line ends each forward and backward of a micro-batch.
-
-    A title tells the step's time, beside that of the first one.
-
-    Raises:
-        BytescaleError: matplotlib is not installed.
+    The colour shows the degree, which is the number of ranks that share the micro-batch. A title tells the step's time,
+    beside that of the first one. Raises ``BytescaleError`` if matplotlib is not installed.
     """
     pyplot, colors = _matplotlib()
     longest = max(step.step_seconds for step in steps.values())
     unit, name = next((u, n) for u, n in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")) if longest >= u or u == 1e-6)
     highest = max(float(step.events.loads.degree.max()) for step in steps.values())
     levels = int(np.ceil(np.log2(highest)))
-    palette = _palette(pyplot, levels)
+    palette = ["#f7d9d5", "#a8a8a8", "#4a90c2", *pyplot.get_cmap("plasma")(np.linspace(0.95, 0.05, levels))]
     heights = [1.1 + 0.6 * step.num_stages for step in steps.values()]
     first, slowest = next(iter(steps.items()))
     figure, axes = pyplot.subplots(
@@ -77,13 +73,12 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
 def raster(step: SimulatedStep, seconds: float) -> tuple[NDArray[np.float64], int]:
     """Return the picture ``[rows, COLUMNS]``, a colour number per rank and time, and the number of stages.
 
-    The rows are the drawn ranks of the first stage, then those of the next. NaN is drawn as nothing. It stands after
-    the end of the step, and between tasks.
+    The rows are the drawn ranks of the first stage, then those of the next. NaN is drawn as nothing.
     """
     events, timeline = step.events, step.timeline
     num_stages = step.num_stages
     shown = min(events.num_ranks, max(1, MAX_ROWS // num_stages))
-    ranks = np.unique(np.linspace(0, events.num_ranks - 1, shown).astype(np.int64))
+    ranks = spread_evenly(events.num_ranks, shown)
     row_of = np.full(events.num_ranks, -1)
     row_of[ranks] = np.arange(len(ranks))
     picture = np.full((len(ranks) * num_stages, COLUMNS), _IDLE)
@@ -116,11 +111,6 @@ def _mark_stages(axis: Any, num_stages: int, num_ranks: int) -> None:
         [(stage + 0.5) * num_ranks for stage in range(num_stages)], [f"stage {p}" for p in range(num_stages)]
     )
     axis.set_ylabel(f"{num_ranks} ranks a stage")
-
-
-def _palette(pyplot: Any, levels: int) -> list[Any]:
-    degrees = pyplot.get_cmap("plasma")(np.linspace(0.95, 0.05, levels)) if levels else []
-    return ["#f7d9d5", "#a8a8a8", "#4a90c2", *degrees]
 
 
 def _legend(figure: Any, palette: list[Any], levels: int) -> None:

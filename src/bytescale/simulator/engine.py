@@ -5,9 +5,7 @@ interleaved stage. A stage runs its tasks in the order of the runtime (``plan.sc
 has arrived and the stages of all members of the event have ended what comes before it. It occupies all these stages
 until it ends.
 
-Shared groups may deadlock this order, which is found and reported. An example on two stages: rank A runs [g1, g2] and
-rank B runs [g1, y, y', g2]. On the first stage, A runs forward(g2) before backward(g1), and B runs backward(g1) before
-forward(g2).
+Shared groups may deadlock this order, which is found and reported (``plan.pipeline_order`` has an example).
 """
 
 from __future__ import annotations
@@ -96,7 +94,6 @@ def run_events(events: Events, seconds: FloatArray, transfer_seconds: FloatArray
 
 
 def _orders(events: Events, num_stages: int, num_chunks: int) -> list[list[int]]:
-    """The tasks of every stage of every rank, in order."""
     counts = np.bincount(events.micro_batch_ranks, minlength=events.num_ranks)
     orders: list[list[int]] = []
     for own in np.split(events.micro_batch_events, np.cumsum(counts)[:-1]):

@@ -19,7 +19,7 @@ from bytescale.cost.model import windowed_squares
 from bytescale.cost.stage import Loads
 from bytescale.plan import Plan
 from bytescale.plan.nodes import crossings
-from bytescale.plan.plan import segment_sums
+from bytescale.plan.plan import offsets_of, segment_sums
 from bytescale.plan.slices import member_places
 from bytescale.plan.tiles import shares_of
 
@@ -59,13 +59,9 @@ def events_of(
     speeds: FloatArray | None = None,
     windows: Sequence[tuple[int, float]] = (),
 ) -> Events:
-    """Return the events of ``plan`` on nodes of ``ranks_per_node`` consecutive ranks.
+    """The events of a verified ``plan`` on nodes of ``ranks_per_node`` consecutive ranks.
 
-    Args:
-        plan: a verified plan.
-        ranks_per_node: consecutive HDP ranks with fast links between them.
-        speeds: ``[R]`` relative speeds of the ranks; None: all are 1.
-        windows: of the model's attention (``Profile.windows``).
+    ``speeds [R]`` are relative; None: all are 1. ``windows``: as ``Profile.windows``.
     """
     relative = np.ones(plan.num_ranks) if speeds is None else np.asarray(speeds, dtype=float)
     ranks = plan.micro_batch_ranks
@@ -79,13 +75,17 @@ def events_of(
     members = _Members.of(plan, shared_group, place, ranks_per_node)
     shared_tokens = members.of_group(plan.group_tokens)
     row = np.stack((members.row_share - members.next_in_row_share, members.row_share - members.share), axis=1)
-    event, offsets, member_micro_batches = _join(shared_group)
+    # The micro-batches of a shared group are one event. Every other micro-batch is an event of its own.
+    local = shared_group < 0
+    number = shared_group.copy()
+    number[local] = shared_group.max(initial=-1) + 1 + np.arange(int(local.sum()))
+    _, event, counts = np.unique(number, return_inverse=True, return_counts=True)
     return Events(
         loads=_loads(plan, members, relative, windows),
         micro_batch_ranks=ranks,
         micro_batch_events=event,
-        member_offsets=offsets,
-        member_micro_batches=member_micro_batches,
+        member_offsets=offsets_of(counts),
+        member_micro_batches=np.argsort(event, kind="stable"),
         ring_tokens=shared_tokens * (members.column_share - members.next_share),
         ring_is_near=members.next_is_near,
         row_tokens=shared_tokens[:, None] * row,
@@ -175,17 +175,3 @@ def _loads(plan: Plan, members: _Members, speeds: FloatArray, windows: Sequence[
         offload_ratio=offloaded / np.maximum(local_tokens + own_shared, 1.0),
         speed=speeds[plan.micro_batch_ranks],
     )
-
-
-def _join(shared_group: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Join the micro-batches of each shared group to one event. Returns ``event``, ``offsets`` and ``members``.
-
-    They are ``micro_batch_events [M]``, ``member_offsets [E + 1]`` and ``member_micro_batches [M]`` of ``Events``.
-    """
-    local = shared_group < 0
-    number = shared_group.copy()
-    number[local] = shared_group.max(initial=-1) + 1 + np.arange(int(local.sum()))
-    _, event, counts = np.unique(number, return_inverse=True, return_counts=True)
-    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return event, offsets, np.argsort(event, kind="stable")

@@ -49,7 +49,6 @@ class SimulatedStep:
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages, pp."""
         return self.compute.shape[1]
 
     @property

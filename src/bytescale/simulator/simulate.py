@@ -17,10 +17,9 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost import Cluster, CostModel, flops
 from bytescale.cost.gradient_sync import (
     bucket_seconds,
-    embedding_share,
     gather_bytes,
     num_buckets,
     round_seconds,
@@ -106,8 +105,7 @@ def _in_lockstep(
 ) -> tuple[Timeline, float]:
     """When tasks run in lockstep domains, from their ``[2, E]`` seconds, and when the last round ends.
 
-    All ranks of a domain begin every forward together, and every backward. A rank that waits for the gathers of a round
-    counts as waiting for other ranks.
+    A rank that waits for the gathers of a round counts as waiting for other ranks.
     """
     a_round = round_seconds(profile, domain=plan.domain, ranks_per_node=cluster.ranks_per_node)
     least = np.array([[a_round.gather], [a_round.gather + a_round.reduce]])
@@ -146,7 +144,6 @@ class _Executed:
     rounds_end: float = 0.0  # in lockstep, seconds after which the last gradients of a domain are reduced
 
     def stage_parameters(self, stage: int) -> float:
-        """Weights of a stage per device."""
         cluster = self.cluster
         return stage_parameters(
             self.profile, stage=stage, pipeline_parallel=cluster.pp, virtual_stages=cluster.virtual_stages
@@ -175,7 +172,6 @@ def _check(plan: Plan, profile: Profile, cluster: ClusterConfig) -> None:
 
 
 def _account(done: _Executed, parts: list[StageTimes], *, num_forwards: int) -> SimulatedStep:
-    """Add up where the time of every rank and stage went."""
     events, timeline, pp = done.events, done.timeline, done.cluster.pp
     ranks, num_ranks = events.micro_batch_ranks, events.num_ranks
     spent = {name: np.zeros((num_ranks, pp)) for name in ("compute", "exposed_ring", "exposed_offload", "wait_members")}
@@ -228,7 +224,8 @@ def _visible_sync(done: _Executed, stage: int) -> float:
     last = events.micro_batch_events[plan.rank_micro_batch_offsets[1:][some] - 1]
     starts, ends = np.zeros((2, events.num_ranks))
     starts[some], ends[some] = (times[last, stage, 1] for times in (timeline.start, timeline.end))
-    in_front = embedding_share(profile, parameters, stage=stage)
+    # The embedding's share: forward needs it first, and its gradient is complete last.
+    in_front = flops.head_parameters(profile.architecture) / profile.tensor_parallel / parameters * (stage == 0)
     of_chunk = (1.0 - in_front) / cluster.virtual_stages  # the head's weights lie in the last chunk
     reduction = visible_reduction(
         seconds.reduce,
@@ -260,8 +257,7 @@ def _per_rank(values: FloatArray, ranks: IntArray, num_ranks: int) -> FloatArray
 def _waits(events: Events, timeline: Timeline, stage: int, pp: int) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return for one stage of each rank: seconds waited for other ranks, for other stages, and its end. Each ``[R]``.
 
-    A gap before a task counts as waiting for other stages until the task's input has arrived. From then on it counts as
-    waiting for the members of the group.
+    A gap before a task counts as waiting for other stages until its input has arrived, and then for other ranks.
     """
     start, end, arrival = (
         times[events.micro_batch_events, stage::pp].ravel()

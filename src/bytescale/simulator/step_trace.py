@@ -1,10 +1,8 @@
 """The trace of a real step: what every rank did, beside what the simulator predicted for the same plan.
 
-Training writes it (``log.trace_steps``), people open it in https://ui.perfetto.dev, and ``bytescale report`` reads
-it. It is Chrome trace JSON as of a simulated step (``simulator.trace``): one process per HDP rank. For every stage, the
-process has one thread with what was measured (one for every tensor-parallel rank) and one with what was predicted. In
-both, time 0 is the moment at which all ranks have agreed on the plan and start their first micro-batch; the file is
-shifted, so that no time is below 0.
+It is Chrome trace JSON as of a simulated step (``simulator.trace``): one process per HDP rank, with one thread a stage
+of what was measured (one for every tensor-parallel rank) and one of what was predicted. In both, time 0 is the moment
+at which all ranks start their first micro-batch; the file is shifted, so that no time is below 0.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class TraceMetadata:
     predicted_seconds: float
     """Of the simulated step, which has its data at once."""
     prediction: str
-    """Where the times of the simulated step come from: the name of a profile."""
+    """The name of the profile that the simulated step's times come from."""
     num_ranks: int
     """HDP ranks of the run. A trace has some of them if there are very many."""
 

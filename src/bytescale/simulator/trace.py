@@ -45,22 +45,17 @@ class Track:
 def save_trace(step: SimulatedStep, path: Path, *, max_ranks: int = 64) -> None:
     """Write the tasks and the gradient sync of up to ``max_ranks`` ranks, spread evenly over all ranks.
 
-    The trace has one process per rank and one thread per stage. The name of a task says how many ranks share its
-    micro-batch and, if stages are interleaved, which chunk runs.
+    The trace has one process per rank and one thread per stage.
     """
     ranks = spread_evenly(step.events.num_ranks, max_ranks)
-    content = {"traceEvents": trace_events(step, ranks), "displayTimeUnit": "ms"}
+    tracks = [track for rank in ranks for track in simulated_tracks(step, rank)]
+    content = {"traceEvents": entries_of(tracks), "displayTimeUnit": "ms"}
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def spread_evenly(num_ranks: int, max_ranks: int) -> list[int]:
     """All ranks, or ``max_ranks`` of them with equal distances between them."""
     return np.unique(np.linspace(0, num_ranks - 1, min(max_ranks, num_ranks)).astype(int)).tolist()
-
-
-def trace_events(step: SimulatedStep, ranks: list[int]) -> list[dict[str, Any]]:
-    """Return the entries of ``ranks``, as dictionaries in Chrome's trace event format."""
-    return entries_of([track for rank in ranks for track in simulated_tracks(step, rank)])
 
 
 def simulated_tracks(step: SimulatedStep, rank: int) -> list[Track]:

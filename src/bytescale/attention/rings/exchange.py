@@ -1,15 +1,13 @@
 """Point-to-point messages between the members of a shared group, and between pipeline stages.
 
-No communicator is ever made for a shared group (paper section 5.1). All messages between its members go through the one
-HDP process group. The peer's rank in that group, a tag and a size identify a message, and the plan tells all three to
-both sides. Three facts about torch 2.13 shape the code:
+All messages of shared groups go through the one HDP process group (paper section 5.1). The peer's rank, a tag and a
+size identify a message, and the plan tells all three to both sides. Three facts about torch 2.13 shape the code:
 
 * Two ranks that send to each other with blocking gloo calls hang. Therefore receives are posted first, and sends and
   receives are asynchronous.
 * A gloo receive into a buffer of the wrong size either aborts or goes unnoticed. Therefore sizes are never guessed.
-* NCCL runs the operations of one communicator one after the other. If the members of a ring posted receives on their
-  own, every receive would wait for a send that is queued behind another member's receive. Therefore the send and the
-  receive are one operation, ``batch_isend_irecv`` (``tests/nccl`` shows what hangs otherwise).
+* NCCL runs the operations of one communicator one after the other, so a ring of single receives would hang. Therefore
+  the send and the receive are one operation, ``batch_isend_irecv`` (``tests/nccl`` shows what hangs otherwise).
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Attention of a shared group's sequences, whose members form a grid: rows share queries, and columns share keys.
 
-A shared group is a set of ranks, its members, that hold slices of the same sequences. N members form a grid of P rows
-and Q columns. Member ``p Q + q`` is in row p and column q, and computes the queries of its row (Q slices) against the
-keys of its column (P slices). So every pair of slices meets on exactly one member. Under the causal mask all members
-have the same work, because of the order in which they hold a sequence (``plan.layout``). Mesh-Attention (arXiv
-2512.20968) has such grids for groups that never change.
-
-With one column this is the ring of the paper's section 7.
+N members form a grid of P rows and Q columns. Member ``p Q + q`` is in row p and column q, and computes the queries of
+its row (Q slices) against the keys of its column (P slices), so that every pair of slices meets on exactly one member.
+All have the same work under the causal mask (``plan.layout``). Mesh-Attention (arXiv 2512.20968) has such grids for
+groups that never change. With one column this is the ring of the paper's section 7.
 
 Forward runs these steps on member (p, q). Places are counted modulo P and Q.
 
@@ -15,18 +12,16 @@ Forward runs these steps on member (p, q). Places are counted modulo P and Q.
   row       For a = 1 .. Q-1 the queries of (p, q - a) arrive from (p, q - 1), in a ring around the row. It computes
             them against its own keys.
   column    For b = 1 .. P-1 the keys and values of (p - b, q) arrive from (p - 1, q), in a ring around the column. It
-            computes all queries of the row against them, and merges the results into a running softmax for each slice
-            of queries.
+            merges the results of all queries of the row against them into a running softmax for each slice of queries.
   home      When a slice of queries has met the last keys, its output and LSE go home to (p, q - a), and a part of the
             own queries' result comes from (p, q + a). These parts are merged at the end.
 
 While a member computes, the next message travels.
 
-Backward runs the same steps. A block's gradient depends on the output of the whole softmax only through ``delta``, the
-sum of ``dout * out`` over the head's width. So the row exchanges queries, ``dout``, LSE and delta, but no outputs
-(``_equivalent_output``). Keys and values go around the column again. A second ring, one step behind, carries their
-gradients: the gradient of the keys of (p, q) starts at (p + 1, q), every member of the column adds its share, and the
-sum reaches (p, q) after P - 1 hops. The gradients of queries go home along the row.
+Backward runs the same steps. The row exchanges queries, ``dout``, LSE and ``delta``, the sum of ``dout * out`` over the
+head's width, but no outputs (``_equivalent_output``). A second ring around the column, one step behind that of the
+keys, carries their gradients: that of the keys of (p, q) starts at (p + 1, q), every member adds its share, and the sum
+reaches (p, q) after P - 1 hops. The gradients of queries go home along the row.
 
 Bytes that one member receives per layer, if every slice has n tokens, with ``b`` bytes a number, and ``w`` bytes a
 number of a sum (4, or 8 for fp64; ``RingBuffers`` may narrow gradients to ``g`` bytes, otherwise g = w):
@@ -34,14 +29,12 @@ number of a sum (4, or 8 for fp64; ``RingBuffers`` may narrow gradients to ``g``
   forward     ``n (P-1) G (D + Dv) b + n (Q-1) H (D b + Dv b + w)``
   backward    ``n (P-1) G (D + Dv) (b + g) + n (Q-1) H (D b + Dv b + D g + 2 w)``
 
-The column needs two buffers for keys and values and two for gradients, whatever P is: one is sent while the other
-receives. The row needs Q - 1 buffers for queries, and Q - 1 for results in each direction. Every call waits for all its
-transfers before it returns, so the next layer may use the same buffers. Under gloo the wait ends when both directions
-are complete. Under NCCL the wait makes the compute stream wait for the transfer. Whatever writes to a buffer later, be
-it a kernel or an operation of another communicator, is ordered after that stream.
+The column needs two buffers for keys and values and two for gradients, whatever P is. The row needs Q - 1 buffers for
+queries, and Q - 1 for results in each direction. Every call waits for all its transfers before it returns (under NCCL
+the compute stream waits), so the next layer may use the same buffers.
 
-Why this finishes under NCCL: all members have the same P and Q and post the same sequence of operations. So operations
-that meet have the same place in one order, which is what the proof in ``runtime.mesh`` needs.
+This finishes under NCCL because all members post the same sequence of operations: those that meet have the same place
+in one order, which is what the proof in ``runtime.mesh`` needs.
 
 Shape letters: T rows of the micro-batch, of which the first n are shared; H query heads, G key/value heads, D width of
 queries and keys, Dv of values, N members.
@@ -70,11 +63,9 @@ class BlockWork:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet) -> tuple[Tensor, Tensor]:
-        """``AttentionKernel.forward``."""
         return self.kernel.forward(q, k, v, blocks, self.scale)
 
     def backward(self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet) -> tuple[Tensor, Tensor, Tensor]:
-        """``AttentionKernel.backward``."""
         return self.kernel.backward(queries, k, v, blocks, self.scale)
 
 
@@ -313,9 +304,8 @@ class KeyGradients:
 def _equivalent_output(dout: Tensor, delta: Tensor) -> Tensor:
     """Return an output ``[n, H, Dv]`` whose product with ``dout [n, H, Dv]``, summed over Dv, is ``delta [n, H]``.
 
-    Kernels take the output in order to compute delta, and use it for nothing else. Of all outputs with this delta, this
-    is the shortest: a multiple of ``dout``. Its rounding to the compute dtype therefore changes delta by less than that
-    of the true output does. Rows are scaled by their largest entry, so that no square underflows.
+    Kernels use the output for delta alone. Of all outputs with it, this is the shortest, a multiple of ``dout``:
+    its rounding changes delta by less than the true output's. Rows are scaled, so that no square underflows.
     """
     wide = dout.to(delta.dtype)
     largest = wide.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)

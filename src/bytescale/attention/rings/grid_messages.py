@@ -43,7 +43,6 @@ class Grid:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of this member's slice."""
         return self.tokens_per_member[self.member]
 
     def query_source(self, step: int) -> int:
@@ -64,11 +63,11 @@ class Grid:
 
     def around_column(self, send: Tensor, receive: Tensor, kind: Kind) -> Transfer:
         """Send to the next member of the column, and receive from the previous one."""
-        return self._start(send, self.key_source(-1), receive, self.key_source(1), kind)
+        return self.start(send, self.key_source(-1), receive, self.key_source(1), kind)
 
     def along_row(self, distance: int, send: Tensor, receive: Tensor, kind: Kind) -> Transfer:
         """Send to the member ``distance`` columns on, and receive from the one as many columns back."""
-        return self._start(send, self.query_source(-distance), receive, self.query_source(distance), kind)
+        return self.start(send, self.query_source(-distance), receive, self.query_source(distance), kind)
 
     def kv_buffers(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Return two buffers for messages of K and V, ``[n, G (D + Dv)]``; n is the longest slice of any member."""
@@ -82,7 +81,8 @@ class Grid:
     def _kv_shape(self, k: Tensor, v: Tensor) -> tuple[int, int]:
         return max(self.tokens_per_member), message_width(k, v)
 
-    def _start(self, send: Tensor, to: int, receive: Tensor, source: int, kind: Kind) -> Transfer:
+    def start(self, send: Tensor, to: int, receive: Tensor, source: int, kind: Kind) -> Transfer:
+        """Send to the member ``to``, and receive from the member ``source``."""
         return self.exchange.start(
             send=send, to=self.ranks[to], receive=receive, source=self.ranks[source], tag=kind.tag(self.group)
         )

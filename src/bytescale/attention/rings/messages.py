@@ -94,15 +94,9 @@ Field = tuple[Sequence[int], torch.dtype]
 
 
 def fields_of(message: Tensor, num_rows: int, fields: Sequence[Field]) -> list[Tensor]:
-    """Tensors of different dtypes that lie in one message of bytes, one after the other.
+    """Views ``[num_rows, *shape]`` of different dtypes that lie in one message, one after the other.
 
-    Args:
-        message: ``[bytes]`` uint8, contiguous, with at least ``message_bytes`` bytes.
-        num_rows: rows of every tensor.
-        fields: what the message consists of.
-
-    Returns:
-        Views ``[num_rows, *shape]`` of the message, in the order of ``fields``.
+    ``message [bytes]`` is uint8, contiguous, and has at least ``message_bytes`` bytes.
     """
     return [
         message[start:stop].view(dtype).view(num_rows, *shape)

@@ -9,11 +9,10 @@ members hold; all other queries look at the run's own keys only::
                                       --------            the inner queries 10, 11, 12 need nothing
 
 So the inner queries, and all sequences that a rank holds whole, are computed while the keys of others are on their way.
-No query is in two blocks, and no partial results are merged. The keys of the outer queries are copied together from own
-rows and from rows that have arrived. Usually those come from the two members that hold the neighbouring segments. If a
-window is longer than a segment, they come from more; rows that both runs of a sequence look at travel once.
+No query is in two blocks, so no partial results are merged. The keys of the outer queries are copied together from own
+rows and from rows that have arrived; rows that both runs of a sequence look at travel once.
 
-Everything here follows from the plan, on every member alike. Shape letters: K sequences of the group, N members.
+Shape letters: K sequences of the group, N members.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class _Held:
     def missing(self, window: int) -> IntArray:
         """``[K, 2, 2]`` tokens ``[start, stop)`` before each segment: its queries see them, and others hold them.
 
-        Tokens before the front segment are listed for the front segment alone, although the back one may see them, too.
+        Tokens before the front segment are listed for it alone, although the back one may see them, too.
         """
         front, back = self.bounds[:, 0], self.bounds[:, 1]
         missing = np.empty_like(self.bounds)
@@ -209,8 +208,7 @@ class RowsBefore:
     """The rows before each of a member's segments, as far as a convolution reaches: its halo.
 
     Attributes:
-        sent: by step ``t`` from 1 on, which own rows go to member ``i + t``.
-        arriving: by step, how many rows come from member ``i - t``. They are stored one step after the other.
+        sent, arriving: as in ``WindowLayout``.
         places: ``[2K][width]``: by sequence and segment, each row before it. Own rows come first, then those that
             arrived. -1: there is no such token.
     """

@@ -3,8 +3,7 @@
 The steps of member ``i`` of ``N`` (``window`` says which rows and which blocks):
 
   exchange    for t = 1 .. N-1: send to member i + t the rows that its windows reach, receive such rows from i - t.
-              Most of these messages are empty and are not posted. With a window shorter than a segment there are two,
-              to the members that hold the neighbouring segments
+              Empty messages are not posted: with a window shorter than a segment there are two
   inner       meanwhile, compute the queries whose windows lie within own rows, and all local sequences
   outer       wait; copy the keys of the other queries together; compute these queries
   backward    the same exchange again, inner and outer blocks, then the exchange in the other direction, in which the
@@ -12,14 +11,10 @@ The steps of member ``i`` of ``N`` (``window`` says which rows and which blocks)
 
 Bytes that one member sends per layer, with ``b`` bytes a row (K and V together) and a window of ``w`` keys: at most
 ``2 (w - 1) b`` a sequence in forward, whatever its length, if segments are at least that long; backward sends the same,
-and as many rows of gradients in their own dtype (``messages.RingBuffers``). In no case are more rows sent than in a
-ring.
+and as many rows of gradients in their own dtype (``messages.RingBuffers``).
 
-Why this finishes under NCCL. Every message of an exchange has a place: (call, exchange, t). All members post their
-messages in rising order of places, the send and the receive of a step as one operation. So the argument of
-``runtime.mesh`` holds as it does for a ring: the lowest operation that had not ended would have all its sides started.
-
-No query is in two blocks. So nothing is merged, and output and LSE of a query are those of its one block.
+This finishes under NCCL as a ring does (``runtime.mesh``): every message has a place (call, exchange, t), and all
+members post theirs in rising order of places, the send and the receive of a step as one operation.
 """
 
 from __future__ import annotations
@@ -84,15 +79,8 @@ class WindowedRing:
             if not (len(message) or len(room)):
                 continue
             distance = step if forwards else -step
-            transfers.append(
-                grid.exchange.start(
-                    send=message,
-                    to=grid.ranks[(grid.member + distance) % grid.size],
-                    receive=room,
-                    source=grid.ranks[(grid.member - distance) % grid.size],
-                    tag=kind.tag(grid.group),
-                )
-            )
+            to, source = ((grid.member + offset) % grid.size for offset in (distance, -distance))
+            transfers.append(grid.start(message, to, room, source, kind))
         return transfers
 
     def _buffers(self, what: str, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

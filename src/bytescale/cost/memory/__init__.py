@@ -1,11 +1,6 @@
 """Peak memory of a micro-batch, part by part, from the model's shape: what fits is known before anything runs.
 
-``model`` is what others use. It stands on three parts: how a device computes (``device_kernels``), which layers it has
-and what one token's row takes in each of a layer's tensors (``rows``), and what a micro-batch needs in each of its
-phases (``phases``).
-
-The counts follow what autograd really saves. tests/cost/test_memory.py compares them with counted tensors, phase by
-phase.
+The counts follow what autograd really saves; tests/cost/test_memory.py compares them with counted tensors.
 """
 
 from bytescale.cost.memory.device_kernels import (

@@ -1,7 +1,6 @@
 """How a device computes: with which fused kernels, and how much of the long work at a time.
 
-The runtime takes the same chunk sizes from here (``runtime.loss``, ``runtime.saved.activations``), so that the estimate
-and the run cannot differ.
+The runtime takes the same chunk sizes from here (``runtime.loss``, ``runtime.saved.activations``).
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ ROWS_PER_CHUNK = {"cpu": 2**15, "cuda": 2**15}
 NCCL_BYTES_PER_NEIGHBOUR = 32 * (10 + 2) * 2**20
 """Bytes of the buffers that NCCL allocates when two GPUs of a node first exchange messages.
 
-A communicator for collectives takes about as much. There are 32 channels of 10 MiB to receive and 2 MiB to send, as
-NCCL's log of allocations shows on 8 H100s (NVIDIA/nccl#1685, where seven peers took 3.28 GB). Peers on other nodes
-share one buffer.
+A communicator for collectives takes about as much. There are 32 channels of 10 MiB to receive and 2 MiB to send, by
+NCCL's log on 8 H100s (NVIDIA/nccl#1685). Peers on other nodes share one buffer.
 """
 _GPUS_PER_NODE = 8
 

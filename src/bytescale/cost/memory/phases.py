@@ -5,8 +5,7 @@
     attention  backward of CUDA's flash attention, which sums in fp32 (``KernelMemory.fused_attention``)
     ring       backward of attention over a shared group: a block's gradients, sums in fp32
 
-A ring's four message buffers are allocated once and serve all layers of a micro-batch (``attention.rings.messages``). A
-micro-batch with a shared group has them in every phase but the loss. So it is with the buffers of a grid's row.
+A micro-batch with a shared group has buffers of messages (``attention.rings.messages``) in all phases but the loss.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class CountedMemory(DeviceMemory):
 
     @property
     def rows(self) -> RowBytes:
-        """What one token takes in each tensor."""
         return RowBytes.of(self.share, self.kernels, element_bytes=self.element_bytes, checkpointing=self.checkpointing)
 
     def phases(self) -> tuple[Phase, ...]:
@@ -50,7 +48,6 @@ class CountedMemory(DeviceMemory):
         return max(4, self.element_bytes)
 
     def _loss(self) -> tuple[Phase, Phase]:
-        """Chunks of logits, and the head's gradient."""
         shape, parts, wide = self.share.architecture, self.share.tensor_parallel, self._wide
         words, vocab_size = flops.head_parameters(shape) // parts, shape.vocab_size / parts
         loss = Phase(
@@ -70,7 +67,6 @@ class CountedMemory(DeviceMemory):
         return loss, head_gradient
 
     def _feed_forward(self) -> Phase:
-        """Backward of a layer's second half."""
         shape, parts, rows = self.share.architecture, self.share.tensor_parallel, self.rows
         # Of its gradients, as much as one of its tensors exists at a time.
         inner = max(1, shape.experts_per_token) * shape.ffn_hidden_size * self.element_bytes // parts

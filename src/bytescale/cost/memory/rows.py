@@ -16,12 +16,7 @@ _INPUT_BYTES = 3 * 8  # token, label and position, int64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShare:
-    """What one device has of a model.
-
-    Tensor parallelism over N devices leaves each of them 1 / N of the heads, of the feed-forward part and of the
-    vocabulary (``models.tensor_parallel``). A pipeline stage has its layers. The first stage also has the embedding,
-    and the last one the final norm and the head.
-    """
+    """What one device has of a model, under tensor parallelism (``models.tensor_parallel``) and in a pipeline stage."""
 
     architecture: Architecture
     tensor_parallel: int = 1
@@ -37,7 +32,6 @@ class ModelShare:
 
     @property
     def num_layers(self) -> int:
-        """Layers of this stage."""
         return sum(map(len, self.chunks))
 
     @property
@@ -57,15 +51,13 @@ class ModelShare:
 
     @property
     def key_heads(self) -> int:
-        """Key heads on this device."""
         return self.architecture.num_kv_heads // self.key_parts
 
     @property
     def num_in_flight(self) -> int:
         """Micro-batches whose activations this stage holds at the same time.
 
-        1F1B keeps as many as there are stages from this one to the last. Interleaved stages keep more chunks, and the
-        result is the number of whole micro-batches that these chunks make up.
+        Interleaved stages keep chunks, and the result is the number of whole micro-batches that these make up.
         """
         behind = self.num_stages - 1 - self.stage
         if self.virtual_stages == 1:
@@ -75,7 +67,6 @@ class ModelShare:
 
     @property
     def num_parameters(self) -> int:
-        """Weights on this device."""
         return flops.device_parameters(
             self.architecture,
             num_layers=self.num_layers,
@@ -165,9 +156,13 @@ class RowBytes:
         query = shape.num_heads * shape.head_dim * element_bytes // parts
         key = shape.num_kv_heads * shape.head_dim * element_bytes // share.key_parts
         lse = wide * shape.num_heads // parts
-        norm = own_hidden + wide // parts + _unfused_norm(share, kernels, element_bytes)
+        norm = own_hidden + wide // parts
+        if not kernels.fused_norm:  # several kernels also save normalised rows, in the compute dtype and in fp32
+            norm += (hidden + (shape.hidden_size * 4 if element_bytes < 4 else 0)) // parts
         feed_forward_input = own_hidden if shape.num_experts else hidden
-        feed_forward_inner = _feed_forward_inner(shape, parts, element_bytes)
+        counted = flops.feed_forward_saved_bytes_per_token(shape, bytes_per_element=element_bytes)
+        sharded = 4 * max(1, shape.experts_per_token) * shape.ffn_hidden_size * element_bytes
+        feed_forward_inner = counted - sharded + sharded // parts
         kept = {
             "none": 2 * norm + hidden + 2 * query + 2 * key + lse + feed_forward_input + feed_forward_inner,
             "full": own_hidden,
@@ -201,18 +196,3 @@ class RowBytes:
         if head_groups == 1:
             attention += self.query + 2 * self.key
         return self.norm + attention - self.kept
-
-
-def _unfused_norm(share: ModelShare, kernels: KernelMemory, element_bytes: int) -> int:
-    """What an RMSNorm of several kernels saves in addition: normalised rows, in fp32 and in the compute dtype."""
-    if kernels.fused_norm:
-        return 0
-    size = share.architecture.hidden_size
-    upcast = size * 4 if element_bytes < 4 else 0
-    return (size * element_bytes + upcast) // share.tensor_parallel
-
-
-def _feed_forward_inner(shape: Architecture, parts: int, element_bytes: int) -> int:
-    counted = flops.feed_forward_saved_bytes_per_token(shape, bytes_per_element=element_bytes)
-    sharded = 4 * max(1, shape.experts_per_token) * shape.ffn_hidden_size * element_bytes
-    return counted - sharded + sharded // parts

@@ -121,7 +121,13 @@ def assemble(
     has_weights = any(WEIGHTS in own for _, own in slices)
     names = (WEIGHTS, *further_fields) if has_weights else further_fields
     tokens, labels, found = labelled(segments, slices, names)
-    labels, scaled = weighted_labels(labels, found.pop(WEIGHTS, None), segments.scales, segments.counts)
+    weights = found.pop(WEIGHTS, None)
+    scaled = None
+    if weights is not None or (segments.scales != 1).any():
+        scaled = np.repeat(segments.scales, segments.counts)
+    if weights is not None and scaled is not None:
+        scaled = weights.astype(np.float64) * scaled
+        labels = np.where(weights == 0, IGNORE_INDEX, labels)
     # The micro-batches are views of these arrays, so nothing is copied again.
     data = []
     token = segment = 0
@@ -140,22 +146,3 @@ def assemble(
         )
         token, segment = stop, segment + num_segments
     return tuple(data)
-
-
-def weighted_labels(
-    labels: IntArray, weights: NDArray[np.float32] | None, scales: NDArray[np.float64], counts: IntArray
-) -> tuple[IntArray, NDArray[np.float64] | None]:
-    """Return the labels without those of weight 0, and the weights of their losses; None if all are 1.
-
-    Args:
-        labels: ``[T]`` next tokens, or ``IGNORE_INDEX``.
-        weights: ``[T]`` of each label; None: all are 1.
-        scales: ``[P]`` factor of each segment's weights (``LossScaling``).
-        counts: ``[P]`` tokens of each segment.
-    """
-    if weights is None and (scales == 1).all():
-        return labels, None
-    if weights is None:
-        return labels, np.repeat(scales, counts)
-    scaled = weights.astype(np.float64) * np.repeat(scales, counts)
-    return np.where(weights == 0, IGNORE_INDEX, labels), scaled

@@ -84,9 +84,8 @@ def prepare_corpus(
     ``ahead``, threads in the background also tokenise the parts that are expected, until ``Corpus.close``. Several
     processes may call this function at the same time.
 
-    Raises:
-        ConfigError: a source matches nothing, or there is no such tokenizer.
-        DataError: a file is broken, the corpus is empty, or a ``.bin`` was made with another tokenizer.
+    Raises ``ConfigError`` if a source matches nothing, or there is no such tokenizer; ``DataError`` if a file is
+    broken, the corpus is empty, or a ``.bin`` was made with another tokenizer.
     """
     shards, reader = plan_shards(config, progress)
     finder = TokeniseHere(shards, reader, progress, ahead=ahead)
@@ -119,7 +118,7 @@ class TokeniseHere:
     def __init__(
         self, shards: Sequence[Shard], reader: ShardReader, progress: ProgressCallback, *, ahead: bool
     ) -> None:
-        """Read nothing yet. With ``ahead``, ``expect`` starts to tokenise in a thread; without it, it does nothing."""
+        """With ``ahead``, ``expect`` starts to tokenise in a thread; without it, it does nothing."""
         self._shards = shards
         self._reader = reader
         self._progress = progress
@@ -175,8 +174,7 @@ def choose_tokenizer(
 ) -> Tokenizer | None:
     """Return the tokenizer of ``config``, or None if there is no text and ``config`` names no tokenizer by its path.
 
-    Raises:
-        ConfigError: there is no such tokenizer, or ``bpe`` is to be trained without text.
+    Raises ``ConfigError`` if there is no such tokenizer, or ``bpe`` is to be trained without text.
     """
     text_files = [file for file in files if file.format != "bin"]
     if config.tokenizer == "bpe":

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, Queue
-from types import TracebackType
 from typing import Any, Self
 
 from bytescale.config.schema import DataConfig, LossPer
@@ -27,7 +26,6 @@ class LoaderTimes:
     """What the data of one step cost on one rank: seconds and bytes."""
 
     planning_seconds: float
-    """Time to plan and verify the global batch."""
     wait_seconds: float = 0.0
     """How long training waited for the step."""
     bytes_read: int = 0
@@ -80,7 +78,6 @@ class PlannedStep:
     batch: GlobalBatch
     plan: Plan
     digest: int
-    """Fingerprint of the plan."""
     summary: PlanSummary
     loss_per: LossPer
     state_after: SamplerState
@@ -126,10 +123,7 @@ class PrefetchedSteps(Iterator[StepData]):
     """
 
     def __init__(self, steps: Iterator[StepData], depth: int, write: Callable[[StepData], None] | None = None) -> None:
-        """Start the thread, which makes ``steps``: at least one, at most ``depth`` wait while it makes the next one.
-
-        ``write`` is called with every step before it is handed out.
-        """
+        """``depth``: how many steps may wait. ``write`` is called with every step before it is handed out."""
         assert depth >= 1, f"prefetching {depth} steps is not prefetching"
         self._write = write
         self._ready: Queue[StepData | BaseException] = Queue(depth)  # the end is an exception, too
@@ -170,9 +164,7 @@ class PrefetchedSteps(Iterator[StepData]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

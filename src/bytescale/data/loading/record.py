@@ -33,7 +33,6 @@ def recorder(folder: Path | None, rank: int, about: dict[str, int]) -> Callable[
 
     Args:
         folder: of this attempt, the same on all ranks; None where another process of the same HDP rank records.
-        rank: HDP rank of this process.
         about: what stands in every line: ``num_ranks`` and ``batch_tokens``, which a resumed run may change.
     """
     if folder is None:

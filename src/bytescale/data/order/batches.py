@@ -45,7 +45,6 @@ class GlobalBatch:
     """The sequences of one step. A plan numbers them by their place in these arrays. Shape letter: S sequences."""
 
     step: int
-    """Number of the batch, from 0."""
     epoch: int
     """Epoch of the first sequence."""
     samples: Samples  # S of them
@@ -106,17 +105,16 @@ class BatchSampler:
     def __init__(self, index: CorpusIndex, config: DataConfig, state: SamplerState | None = None) -> None:
         """Start at the first batch, or where ``state`` was taken.
 
-        Raises:
-            ConfigError: as ``check_batches``.
-            CheckpointError: ``state`` belongs to other data.
-            DataError: a source has nothing to draw from, or a part that has to be read first is broken.
+        Raises ``ConfigError`` as ``check_batches``, ``CheckpointError`` if ``state`` belongs to other data, and
+        ``DataError`` if a source has nothing to draw from, or a part that has to be read first is broken.
         """
         check_batches(config)
         self._index = index
         self._batch_tokens = config.batch_tokens
         self._seed, window = config.shuffle_seed, config.shuffle_window_mib
         self._weights = list(config.weights) or None
-        self._step = 0
+        self.next_step = 0
+        """Number of the batch that ``next_batch`` would draw."""
         parts = [np.flatnonzero(index.part_sources == number) for number in range(len(config.weights))]
         self._streams = [
             SampleStream(index, own, window, self._seed, number, config.weights[number])
@@ -128,26 +126,21 @@ class BatchSampler:
         else:
             self.load_state_dict(state)
 
-    @property
-    def next_step(self) -> int:
-        """Number of the batch that ``next_batch`` would draw."""
-        return self._step
-
     def next_batch(self) -> GlobalBatch:
         """Draw the next global batch, which holds at least one sequence. Raises as ``SampleStream.enter``."""
         first_epoch = min(stream.epoch for stream in self._streams)
         at_most = 1 if len(self._streams) > 1 else self._batch_tokens  # after each sample, another source may be behind
         drawn: list[tuple[Samples, IntArray]] = []
-        budget = self._batch_tokens
+        budget, progress = self._batch_tokens, operator.attrgetter("progress")
         while True:
-            stream = min(self._streams, key=_PROGRESS)
+            stream = min(self._streams, key=progress)
             samples, rows, num_tokens = stream.draw(budget, at_most)
             if not len(rows):
                 break
             drawn.append((samples, rows))
             budget -= num_tokens
-        self._step += 1
-        return GlobalBatch(step=self._step - 1, epoch=first_epoch, samples=_picked(drawn))
+        self.next_step += 1
+        return GlobalBatch(step=self.next_step - 1, epoch=first_epoch, samples=_picked(drawn))
 
     def state_dict(self) -> SamplerState:
         """Return where the next batch starts in every source, as plain numbers and strings for a checkpoint."""
@@ -157,7 +150,7 @@ class BatchSampler:
             sources = [{**stream.state_dict(), "tokens": stream.num_tokens} for stream in self._streams]
             place = {"sources": sources, "weights": list(self._weights)}
         return {
-            "step": self._step,
+            "step": self.next_step,
             **place,
             "shuffle_seed": self._seed,
             "shuffle_window": self._window,
@@ -173,16 +166,13 @@ class BatchSampler:
         places = [state] if self._weights is None else state["sources"]
         for stream, place in zip(self._streams, places, strict=True):
             stream.load_state_dict(place)
-        self._step = state["step"]
+        self.next_step = state["step"]
 
     @property
     def _window(self) -> str:
         """What is shuffled together, as a text. It names the window size only if the order depends on that size."""
         scopes = {stream.scope for stream in self._streams} - {EVERYTHING}
         return scopes.pop() if scopes else EVERYTHING
-
-
-_PROGRESS = operator.attrgetter("progress")
 
 
 def _picked(drawn: Sequence[tuple[Samples, IntArray]]) -> Samples:

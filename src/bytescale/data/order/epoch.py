@@ -52,10 +52,8 @@ class SampleStream:
         """Prepare the stream. It has no position before ``enter`` or ``load_state_dict`` is called.
 
         Args:
-            index: of the corpus.
             parts: numbers of the parts to draw from, ascending.
             window_mib: MiB of text that are shuffled together.
-            seed: of the shuffle.
             source: place in ``data.sources`` that ``parts`` belong to; None if they are the whole corpus.
             weight: share of the tokens that the stream gives to a mixture.
         """
@@ -68,7 +66,6 @@ class SampleStream:
         self._window_bytes = window_mib * MIB
         self._weight = weight
         self.num_tokens = 0
-        """Tokens drawn so far."""
         self.epoch = self.window = self.position = 0
         self.samples = NO_SAMPLES
         """Samples of the window, and of one that is not windowed, of all epochs."""
@@ -165,7 +162,8 @@ class SampleStream:
         """Expect ``windows``, then those of ``next_epoch``, until ``CorpusIndex.parts_ahead`` parts are expected."""
         num_parts = 0
         for window in itertools.chain(windows, self.windows(next_epoch)):
-            num_parts += self._index.expect(window.tolist())
+            self._index.expect(window.tolist())
+            num_parts += len(window)
             if num_parts >= self._index.parts_ahead:
                 return
 

@@ -55,11 +55,9 @@ class CorpusMetadata:
     skipped_files: tuple[str, ...]
     """Files among the sources that were skipped because they are not text."""
     fingerprint: str
-    """See ``CorpusIndex.fingerprint``."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether this is of the whole corpus."""
         return self.num_parts_read == self.num_parts
 
 
@@ -117,25 +115,18 @@ class CorpusIndex:
         return _hash_of([*parts, *map(str, cut), *made_by])
 
     @property
-    def is_complete(self) -> bool:
-        """Whether every part has been read."""
-        return len(self._known) == self.num_parts
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of a token on disk. Where the parts read so far differ, this is the largest."""
         return max((np.dtype(metadata.dtype).itemsize for metadata in self._known.values()), default=0)
 
     @property
     def parts_ahead(self) -> int:
-        """How many parts should be expected beyond those in use."""
         return self._finder.parts_ahead
 
-    def expect(self, parts: Sequence[int]) -> int:
-        """Announce that ``parts`` will be loaded soon. Returns the number of ``parts``."""
+    def expect(self, parts: Sequence[int]) -> None:
+        """Announce that ``parts`` will be loaded soon."""
         if missing := [part for part in parts if part not in self._at_hand]:
             self._finder.expect(missing)
-        return len(parts)
 
     def load(self, parts: Sequence[int]) -> Samples:
         """Return all samples of ``parts``, in their order. Waits until text among them is tokenised.
@@ -154,37 +145,39 @@ class CorpusIndex:
         check_one_tokenizer(list(known.values()))
         if any(content.metadata.corrupt_records for content in contents):
             check_corrupt_records(known.values(), self._config.max_corrupt_records)
-        cut = [self._cut(part, content) for part, content in zip(parts, contents, strict=True)]
-        for part, (samples, counts) in zip(parts, cut, strict=True):
+        found = []
+        for part, content in zip(parts, contents, strict=True):
+            samples, counts = make_samples(part, content.document_offsets, self._config)
+            if content.trained is not None:
+                self.has_weights = True
+                samples = replace(samples, num_trained=content.trained[0], weight_sums=content.trained[1])
+            found.append(samples)
             if part not in self._known:
                 self._counts += counts
                 self._num_samples += len(samples)
                 self._num_tokens += samples.num_tokens
         self._known = known
-        self.metadata = self._metadata()
-        if self.is_complete and not self._num_samples:
-            raise self.nothing_to_draw()
-        return [samples for samples, _ in cut]
-
-    def content_hash(self, parts: Iterable[int]) -> str:
-        """16 hex digits, the hash of the tokens of ``parts``, which must have been read."""
-        return _hash_of(self._known[part].content_hash for part in parts)
-
-    def _metadata(self) -> CorpusMetadata:
-        known = [self._known[part] for part in sorted(self._known)]
-        num_empty = self._counts.num_empty_documents + sum(metadata.num_empty_documents for metadata in known)
-        vocabularies = [metadata.vocab_size or metadata.max_token_id + 1 for metadata in known]
-        return CorpusMetadata(
+        read = [known[part] for part in sorted(known)]
+        num_empty = self._counts.num_empty_documents + sum(metadata.num_empty_documents for metadata in read)
+        vocabularies = [metadata.vocab_size or metadata.max_token_id + 1 for metadata in read]
+        self.metadata = CorpusMetadata(
             num_parts=self.num_parts,
-            num_parts_read=len(known),
+            num_parts_read=len(read),
             counts=replace(self._counts, num_empty_documents=num_empty),
             num_samples=self._num_samples,
             num_tokens=self._num_tokens,
             vocab_size=self._encode.tokenizer.vocab_size if self._encode else max(vocabularies, default=0),
             tokenizer=self._encode.tokenizer.name if self._encode else None,
-            skipped_files=tuple(path for metadata in known for path in metadata.skipped_files),
+            skipped_files=tuple(path for metadata in read for path in metadata.skipped_files),
             fingerprint=self.fingerprint,
         )
+        if self.metadata.is_complete and not self._num_samples:
+            raise self.nothing_to_draw()
+        return found
+
+    def content_hash(self, parts: Iterable[int]) -> str:
+        """16 hex digits, the hash of the tokens of ``parts``, which must have been read."""
+        return _hash_of(self._known[part].content_hash for part in parts)
 
     def nothing_to_draw(self, source: int | None = None) -> DataError:
         """Return the error for a corpus, or for one ``source`` of it, that holds no sample at all."""
@@ -207,13 +200,6 @@ class CorpusIndex:
             so="there is nothing to train on",
             fix="check data.sources, data.text_key and data.over_length",
         )
-
-    def _cut(self, part: int, content: PartContent) -> tuple[Samples, SampleCounts]:
-        samples, counts = make_samples(part, content.document_offsets, self._config)
-        if content.trained is not None:
-            self.has_weights = True
-            samples = replace(samples, num_trained=content.trained[0], weight_sums=content.trained[1])
-        return samples, counts
 
 
 def check_one_tokenizer(metadata: Sequence[TokenMetadata]) -> None:

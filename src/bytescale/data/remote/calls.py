@@ -33,9 +33,8 @@ def wait_for(reference: Any, who: str, timeout_seconds: float | None) -> Any:
         who: name of the actor for messages, such as ``"the planner"``.
         timeout_seconds: longest wait. None waits as long as the actor lives, because tokenising may take long.
 
-    Raises:
-        BytescaleError: the error that the call itself raised, as if it had been raised here.
-        LoaderFailure: no answer came in time, the actor is gone for good, or Ray's memory or disk is full.
+    Raises the ``BytescaleError`` of the call itself, as if it had been raised here; ``LoaderFailure`` if no answer came
+    in time, the actor is gone for good, or Ray's memory or disk is full.
     """
     try:
         return ray.get(reference, timeout=timeout_seconds)
@@ -53,15 +52,16 @@ def translated(error: Exception, who: str, timeout_seconds: float | None = None)
     if isinstance(error, ray.exceptions.GetTimeoutError):
         assert timeout_seconds is not None, "only a call with a limit can pass it"
         return no_answer(who, timeout_seconds)
+    first = next(iter(str(error).strip().splitlines()), "")
     if isinstance(error, ray.exceptions.ObjectStoreFullError | ray.exceptions.OutOfDiskError):
         return LoaderFailure(
-            f"Ray has no room left for what {who} sent ({_first_line(error)})",
+            f"Ray has no room left for what {who} sent ({first})",
             so="the step has no data; checkpoints written before are whole",
             fix="give Ray more (`ray start --object-store-memory`), free its disk, or lower data.prefetch_steps",
         )
     if isinstance(error, ray.exceptions.RayError | ConnectionError):
         return LoaderFailure(
-            f"{who} is gone ({type(error).__name__}: {_first_line(error)})",
+            f"{who} is gone ({type(error).__name__}: {first})",
             so="the step has no data; checkpoints written before are whole",
             fix="find out why the first rank or Ray itself ended, then resume",
         )
@@ -75,8 +75,3 @@ def no_answer(who: str, seconds: float) -> LoaderFailure:
         so="the step has no data; checkpoints written before are whole",
         fix="look at the load of its node, or raise data.answer_seconds, then resume",
     )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""

@@ -1,15 +1,13 @@
 """The planner actor of a node. It draws, plans and verifies global batches ahead of the ranks of its node.
 
 Planning a step is a pure function of the state in which the step starts, and of its costs if ranks refine these while
-they train. So every node plans for itself, and gets the plans of the others. Every request carries the state, the costs
-and how to plan, so a planner that was killed goes on from whatever its ranks ask for. It plans steps that nobody has
-asked for only if all steps have the same costs.
+they train. So every node plans for itself, and gets the plans of the others. It plans steps that nobody has asked for
+only if all steps have the same costs.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import threading
 import uuid
 from collections.abc import Sequence
@@ -84,16 +82,10 @@ class PlannerActor:
     def part(self, rank: int, state: SamplerState, costs: Any, how: HowToPlan) -> tuple[StepData, Segments, str]:
         """Return the part of HDP ``rank`` in the step that starts at ``state``, where its tokens are, and an id.
 
-        The id changes when the planner is restarted. The first rank gets the whole plan, too.
+        The id changes when the planner is restarted. The first rank gets the whole plan, too. ``costs``: what the step
+        is planned with (``plan.plan.costs_of_step``). Every rank sends the same ``how``.
 
-        Args:
-            rank: HDP rank.
-            state: where the step starts.
-            costs: what the step is planned with (``plan.plan.costs_of_step``).
-            how: how to plan. Every rank sends the same.
-
-        Raises:
-            PlanError, CheckpointError, DataError: the step cannot be drawn or planned.
+        Raises ``PlanError``, ``CheckpointError`` or ``DataError`` if the step cannot be drawn or planned.
         """
         with self._lock:
             self._how = self._how or how.get()
@@ -112,12 +104,7 @@ class PlannerActor:
         is_text = np.array([shard.file is None for shard in self._shards], dtype=np.bool_)
         return list(self._servers), list(self._nodes), is_text
 
-    def pid(self) -> int:
-        """Return the id of the process that the planner lives in."""
-        return os.getpid()
-
     def _index(self) -> CorpusIndex:
-        """For the planning thread."""
         self._made_index = self._made_index or CorpusIndex(
             self._config, self._shards, self._reader.encode, self._finder, text_later=True
         )

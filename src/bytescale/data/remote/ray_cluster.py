@@ -49,9 +49,8 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
         ray_address: ``data.ray_address``.
         num_ranks: training ranks that a Ray of our own must have room for.
 
-    Raises:
-        ConfigError: Ray is not installed, its address does not answer, or it runs another version of Ray or Python.
-        LoaderFailure: a Ray of our own did not start.
+    Raises ``ConfigError`` if Ray is not installed, its address does not answer, or it runs another version of Ray or
+    Python; ``LoaderFailure`` if a Ray of our own did not start.
     """
     if address := ray_address or os.environ.get("RAY_ADDRESS", ""):
         connect(address)
@@ -125,37 +124,24 @@ def connect(address: str) -> None:
             fix="run the ranks on nodes of the cluster and use host:port of its head (port 6379 by default)",
         )
     host, _, port = address.rpartition(":")
-    if address != "auto":
-        _check_answers(address, host, port)
+    if address != "auto" and (not host or not port.isdigit()):
+        raise ConfigError(f"the Ray address {address!r} is not host:port", fix="write it like 10.0.0.1:6379, or 'auto'")
     try:
+        if address != "auto":  # where nothing answers, Ray would try for a minute and then end the process
+            socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
         # Without this address, Ray would find its own address by opening a connection to the internet.
         own = {"_node_ip_address": "127.0.0.1"} if host in ("127.0.0.1", "localhost") else {}
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **own)
-    except (RuntimeError, ConnectionError, ValueError) as error:
-        raise _no_connection(address, error) from error
-
-
-def _check_answers(address: str, host: str, port: str) -> None:
-    """Raise ``ConfigError`` if nothing answers at ``address``. Ray would try for a minute and then end the process."""
-    if not host or not port.isdigit():
-        raise ConfigError(f"the Ray address {address!r} is not host:port", fix="write it like 10.0.0.1:6379, or 'auto'")
-    try:
-        socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
-    except OSError as error:
-        raise _no_connection(address, error) from error
-
-
-def _no_connection(address: str, error: Exception) -> ConfigError:
-    if "version mismatch" in str(error).lower():
-        first = " ".join(str(error).split())
-        return ConfigError(
-            f"the Ray at {address} has other versions than this process: {first}",
-            so="they could not exchange objects",
-            fix="install the same versions of Ray and Python on all nodes",
-        )
-    return ConfigError(
-        f"the Ray at {address} does not answer ({error})",
-        so="there is nobody to read the data",
-        fix="start it (`ray start --head`), mend data.ray_address or RAY_ADDRESS (if it asks for a token, also "
-        "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN), or unset them to start one here",
-    )
+    except (RuntimeError, OSError, ValueError) as error:
+        if "version mismatch" in str(error).lower():
+            raise ConfigError(
+                f"the Ray at {address} has other versions than this process: {' '.join(str(error).split())}",
+                so="they could not exchange objects",
+                fix="install the same versions of Ray and Python on all nodes",
+            ) from error
+        raise ConfigError(
+            f"the Ray at {address} does not answer ({error})",
+            so="there is nobody to read the data",
+            fix="start it (`ray start --head`), mend data.ray_address or RAY_ADDRESS (if it asks for a token, also "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN), or unset them to start one here",
+        ) from error

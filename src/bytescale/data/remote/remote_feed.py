@@ -55,7 +55,6 @@ class RemoteFeed(Feed):
         """Start the actors if this process is their owner, else wait for them. Raises as ``prepare_corpus``.
 
         Args:
-            config: the ``[data]`` section.
             session: name of this attempt, the same on all ranks and never used before.
             rank: HDP rank whose slices are fetched. Several processes may have the same.
             num_ranks: number of processes that fetch.
@@ -117,10 +116,12 @@ class RemoteFeed(Feed):
             asked = ask(state) if wants(state) and is_known else None
             # 2. Call each server that has tokens of this part once, all servers at the same time.
             slices, num_bytes = self._fetch(segments)
+            tables: list[Any] = [segments, *data.rank_plan.micro_batches]
+            planned = [getattr(table, spec.name) for table in tables for spec in fields(table)]
             times = replace(
                 data.times,
                 bytes_read=num_bytes,
-                bytes_received=num_bytes + _num_bytes([segments, *data.rank_plan.micro_batches]),
+                bytes_received=num_bytes + sum(own.nbytes for own in planned if isinstance(own, np.ndarray)),
                 restarts=sum(len(lives) - 1 for lives in self._lives.values()),
             )
             micro_batches = assemble(data.rank_plan, segments, slices, self._config.fields)
@@ -147,7 +148,7 @@ class RemoteFeed(Feed):
                     waiting,
                 )
         data, segments, life = wait_for(asked, _WHO, self._config.answer_seconds)
-        self._alive("planner", life)
+        self._lives.setdefault("planner", set()).add(life)
         return data, segments
 
     def _fetch(self, segments: Segments) -> tuple[list[Slice], int]:
@@ -164,16 +165,13 @@ class RemoteFeed(Feed):
         num_bytes = 0
         for server, (own, reference) in wanted.items():
             columns, life = wait_for(reference, f"data server {server}", self._config.answer_seconds)
-            self._alive(f"server {server}", life)
+            self._lives.setdefault(f"server {server}", set()).add(life)
             num_bytes += sum(values.nbytes for values in columns.values())
             ends = np.cumsum(ranges[own])[:-1]
             fields = {name: np.split(values, ends) for name, values in columns.items()}
             for number, (segment, tokens) in enumerate(zip(own.tolist(), fields.pop("tokens"), strict=True)):
                 slices[segment] = tokens, {name: parts[number] for name, parts in fields.items()}
         return slices, num_bytes
-
-    def _alive(self, actor: str, life: str) -> None:
-        self._lives.setdefault(actor, set()).add(life)
 
     def _checked(self, state: SamplerState | None) -> SamplerState:
         asked, said = self.planner.check_state.remote(state), 0
@@ -223,9 +221,3 @@ def _find(name: str, timeout_seconds: float) -> Any:
         so="there is nobody to read the data",
         fix="look for an error of the first rank, or find out why it takes so long to list its sources",
     )
-
-
-def _num_bytes(tables: list[Any]) -> int:
-    """Return the bytes of all arrays in dataclasses."""
-    arrays = [getattr(table, spec.name) for table in tables for spec in fields(table)]
-    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))

@@ -66,10 +66,6 @@ class DataServer:
             columns[name] = np.concatenate([values.astype(field_dtype(name), copy=False) for values in taken])
         return columns, self._life
 
-    def pid(self) -> int:
-        """Return the id of the process that this server lives in."""
-        return os.getpid()
-
     def _put_content(self, part: int) -> Any:
         self._reader.prepare([self._shards[part]])
         return ray.put(self._reader.content(self._shards[part]))

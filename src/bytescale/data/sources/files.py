@@ -79,9 +79,8 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Se
         file_format: ``auto`` decides by the ending of each file. Any other value is the format of every file.
         fields: names of fields (``data.tokens.fields``), besides ``OWN_FIELDS``. Their pairs in folders are no sources.
 
-    Raises:
-        ConfigError: there is no source, or a source does not exist or matches no file.
-        DataError: a file cannot be examined, or a URL cannot be reached.
+    Raises ``ConfigError`` if there is no source, or a source does not exist or matches no file; ``DataError`` if a file
+    cannot be examined, or a URL cannot be reached.
     """
     if not sources:
         raise ConfigError("data.sources is empty", so="there is no text", fix="name a folder, file or glob")
@@ -119,7 +118,10 @@ def _files_of(source: str, file_format: str, beside: tuple[str, ...]) -> Iterato
                 num_bytes, version = path.describe(info)
             else:
                 num_bytes, version = (status := path.stat()).st_size, status.st_mtime_ns
-            kind = _format_of(path.suffix, file_format)
+            if file_format not in ("auto", *get_args(FileFormat)):
+                raise ConfigError(f"data.format is {file_format!r}", fix="use auto, text, jsonl, parquet or bin")
+            known = _FORMAT_OF_ENDING.get(path.suffix.lower(), "text")
+            kind = known if file_format == "auto" else cast(FileFormat, file_format)
             yield SourceFile(path=path.absolute(), format=kind, num_bytes=num_bytes, mtime_ns=version, named=named)
     except OSError as error:
         if not is_url:
@@ -215,11 +217,3 @@ def _walk(folder: Path, is_left_out: Callable[[str], bool]) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if name != "__pycache__" and not is_left_out(name))
         paths = (Path(parent, name) for name in sorted(names) if not is_left_out(name))
         yield from (path for path in paths if path.is_file())
-
-
-def _format_of(suffix: str, file_format: str) -> FileFormat:
-    if file_format == "auto":
-        return _FORMAT_OF_ENDING.get(suffix.lower(), "text")
-    if file_format not in get_args(FileFormat):
-        raise ConfigError(f"data.format is {file_format!r}", fix="use auto, text, jsonl, parquet or bin")
-    return cast(FileFormat, file_format)

@@ -56,16 +56,12 @@ class ReadCounts:
     """For each corrupt record that was left out: what was wrong with it, and where it is."""
 
     def add(self, other: ReadCounts) -> None:
-        """Count what ``other`` has counted."""
         self.num_empty += other.num_empty
         self.skipped_files += other.skipped_files
         self.corrupt += other.corrupt
 
     def leave_out(self, error: DataError) -> None:
-        """Count a corrupt record and log it with its place. Raises if more are corrupt than ``max_corrupt`` allows.
-
-        If none may be left out, ``error`` itself is raised.
-        """
+        """Count a corrupt record and log it with its place. Raises if more are corrupt than ``max_corrupt`` allows."""
         if not self.max_corrupt:
             raise error
         self.corrupt.append(str(error).split(" To fix:")[0])
@@ -150,10 +146,7 @@ _DEFINITION = re.compile(r"\n\n+(?=(?: {4})?(?:@|class |def |async def ))")
 
 
 def _definitions(module: str) -> list[str]:
-    """Return the functions, methods and heads of classes of a module, or the whole of it if its checksum says so.
-
-    Most of the standard library's functions have less than 1K tokens, and a few modules have tens of thousands.
-    """
+    """Return the functions, methods and heads of classes of a module, or the whole of it if its checksum says so."""
     whole = zlib.crc32(module.encode()) % _WHOLE_MODULES == 0
     return [module] if whole else _DEFINITION.split(module)
 
@@ -192,8 +185,9 @@ def _object_of_line(line: bytes, path: Place, offset: int) -> dict[str, Any]:
     try:
         record = parse_json(line.removeprefix(codecs.BOM_UTF8))
     except ValueError as error:  # not JSON, or not UTF-8
+        text = line.decode("utf-8", errors="replace")
         raise DataError(
-            f"{line_place(path, offset)} is not JSON ({error}): {_excerpt(line)}",
+            f"{line_place(path, offset)} is not JSON ({error}): {text[:60]}{'...' if len(text) > 60 else ''}",
             fix="mend or delete the line; if the file is not JSON Lines at all, set data.format = 'text'",
         ) from error
     if isinstance(record, dict):
@@ -211,11 +205,6 @@ def line_place(path: Place, offset: int) -> str:
             number += block.count(b"\n")
             offset -= len(block)
     return f"{path}:{number}"
-
-
-def _excerpt(line: bytes, length: int = 60) -> str:
-    text = line.decode("utf-8", errors="replace")
-    return text if len(text) <= length else text[:length] + "..."
 
 
 # Parquet: each row is a document. pyarrow is imported only where it is used, so that machines without it can read the

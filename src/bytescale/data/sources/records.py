@@ -35,7 +35,6 @@ class RecordKind:
     """Which keys the records of a corpus have."""
 
     content: str
-    """The value of ``data.content``."""
     required: tuple[tuple[str, ...], ...]
     """Of each tuple, a record has exactly one key."""
     optional: tuple[str, ...] = ()
@@ -44,7 +43,6 @@ class RecordKind:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All keys that are read."""
         return tuple(itertools.chain(*self.required, self.optional))
 
     @property
@@ -75,9 +73,8 @@ def plan_units(files: Sequence[SourceFile], kind: RecordKind, unit_bytes: int = 
 
     The footer of each Parquet file is read, so that a missing column is found before any work is done.
 
-    Raises:
-        ConfigError: a file is text, but ``kind`` is not.
-        DataError: a Parquet file is broken, or lacks a column or has it in another type.
+    Raises ``ConfigError`` if a file is text, but ``kind`` is not; ``DataError`` if a Parquet file is broken, or lacks a
+    column or has it in another type.
     """
     units: list[WorkUnit] = []
     try:
@@ -93,7 +90,13 @@ def plan_units(files: Sequence[SourceFile], kind: RecordKind, unit_bytes: int = 
                         _check_columns(opened.schema_arrow, kind, str(file.path))
                         units.extend(row_group_units(file, opened, unit_bytes))
                 else:
-                    raise _no_records(file, kind)
+                    assert file_format in ("text", "python"), f"files of format {file_format!r} hold no records"
+                    raise ConfigError(
+                        f"{file.path} is text, but data.content is {kind.content!r}",
+                        so="text has no records with the keys that are needed",
+                        fix="use JSONL or Parquet files (data.format names the format of files with other endings), or "
+                        "data.content = 'text'",
+                    )
     except OSError as error:
         raise unreadable(error, "a source") from error
     return units
@@ -116,7 +119,12 @@ def iter_records(unit: WorkUnit, kind: RecordKind, counts: ReadCounts) -> Iterat
             case _:
                 records = parquet_records(unit, kind.keys)
         for record in records:
-            known, record.values = list(record.values), _present(record.values, kind)
+            known = list(record.values)
+            named = {name: record.values[name] for name in kind.keys if name in record.values}
+            if kind.is_text:  # a text that is null is an empty one
+                record.values = {name: "" if value is None else value for name, value in named.items()}
+            else:
+                record.values = {name: value for name, value in named.items() if value is not None}
             try:
                 _check(record, known, kind)
             except DataError as error:
@@ -152,7 +160,6 @@ def _check(record: Record, known: Sequence[str], kind: RecordKind) -> None:
 
 
 def _check_columns(schema: Any, kind: RecordKind, place: str) -> None:
-    """Raise ``DataError`` unless a Parquet file has the columns of ``kind``."""
     _check_keys(schema.names, kind, place, "column")
     if not kind.is_text:
         return
@@ -193,33 +200,12 @@ def _check_keys(known: Sequence[str], kind: RecordKind, place: str, word: str = 
         held_names = ", ".join(sorted(known)) or "none at all"
         what = f"{place} has no {word} {' or '.join(map(repr, names))}"
         if kind.is_text:
-            raise DataError(what, fix=f"{_other_content(known) or hint}set data.text_key to one of {held_names}")
+            for content, key in (("tokens", "tokens"), ("prompt", "completion"), ("messages", "messages")):
+                if key in known:
+                    hint = f"set data.content = {content!r} for records with {key!r}, or "
+                    break
+            raise DataError(what, fix=f"{hint}set data.text_key to one of {held_names}")
         raise DataError(
             f"{what}, which data.content = {kind.content!r} needs",
             fix=f"{hint}it has {held_names}; data.content is one of text, messages, prompt and tokens",
         )
-
-
-def _other_content(known: Sequence[str]) -> str:
-    for content, key in (("tokens", "tokens"), ("prompt", "completion"), ("messages", "messages")):
-        if key in known:
-            return f"set data.content = {content!r} for records with {key!r}, or "
-    return ""
-
-
-def _no_records(file: SourceFile, kind: RecordKind) -> ConfigError:
-    assert file.format in ("text", "python"), f"files of format {file.format!r} hold tokens, not records"
-    return ConfigError(
-        f"{file.path} is text, but data.content is {kind.content!r}",
-        so="text has no records with the keys that are needed",
-        fix="use JSONL or Parquet files (data.format names the format of files with other endings), or "
-        "data.content = 'text'",
-    )
-
-
-def _present(values: dict[str, Any], kind: RecordKind) -> dict[str, Any]:
-    """Return the values that ``kind`` reads, without those that are null. A text that is null is an empty one."""
-    named = {name: values[name] for name in kind.keys if name in values}
-    if kind.is_text:
-        return {name: "" if value is None else value for name, value in named.items()}
-    return {name: value for name, value in named.items() if value is not None}

@@ -36,9 +36,8 @@ def cached_bpe(
 ) -> JsonTokenizer:
     """Return the tokenizer trained on ``files``. It is trained now if the cache has none for these files and settings.
 
-    Raises:
-        ConfigError: ``vocab_size`` is below 257, the 256 bytes and EOS.
-        DataError: there is no text, or a file cannot be read (as ``iter_records``).
+    Raises ``ConfigError`` if ``vocab_size`` is below 257, the 256 bytes and EOS; ``DataError`` if there is no text, or
+    a file cannot be read (as ``iter_records``).
     """
     if vocab_size < _LEAST_VOCABULARY:
         raise ConfigError(

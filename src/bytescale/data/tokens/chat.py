@@ -34,15 +34,9 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template. It can be pickled.
+    """A chat template, which can be pickled. ``special_tokens``: by name (``bos_token``), as the template uses them."""
 
-    Attributes:
-        source: the Jinja program.
-        special_tokens: by name (``bos_token``), as the template uses them.
-        name: for messages.
-    """
-
-    source: str
+    source: str  # the Jinja program
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     name: str = "the chat template"
 
@@ -100,7 +94,6 @@ class ChatTemplate:
             ) from error
 
     def _span(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any, number: int) -> Span:
-        """Find what the assistant says in message ``number``."""
         prompt = self.render(messages[:number], tools, add_generation_prompt=True)
         if not text.startswith(prompt):
             raise self._unknown_span(number)
@@ -113,10 +106,7 @@ class ChatTemplate:
     def _said_before_others(
         self, text: str, prompt: str, messages: Sequence[Mapping[str, Any]], tools: Any, number: int
     ) -> str:
-        """What the assistant says in a message that others follow.
-
-        As the last message of a conversation it may be written with more (its thoughts), but it ends alike.
-        """
+        """As the last message of a conversation it may be written with more (its thoughts), but it ends alike."""
         upto = self.render(messages[: number + 1], tools)
         if text.startswith(upto):
             return upto[len(prompt) :]
@@ -142,18 +132,16 @@ class ChatTemplate:
             # A template may write a text in another form (a tool's answer as JSON); what it leaves out changes nothing.
             if all(part.strip() in text for part in texts_of_message(message)):
                 continue
-            if self._is_left_out(text, messages, tools, number):
+            try:
+                without = self.render([*messages[:number], *messages[number + 1 :]], tools)
+            except DataError:  # the conversation is none without the message, so the template has used it
+                continue
+            if without == text:
                 raise DataError(
                     f"{self.name} leaves message {number} out, whose role is {message.get('role')!r}",
                     so="the model would not read what the assistant answers",
                     fix="use a role that the template knows, or set data.chat_template to one that knows this",
                 )
-
-    def _is_left_out(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any, number: int) -> bool:
-        try:
-            return self.render([*messages[:number], *messages[number + 1 :]], tools) == text
-        except DataError:  # the conversation is none without the message, so the template has used it
-            return False
 
 
 def texts_of_message(message: Mapping[str, Any]) -> list[str]:
@@ -168,22 +156,19 @@ def texts_of_message(message: Mapping[str, Any]) -> list[str]:
 def load_template(setting: str, tokenizer: str) -> ChatTemplate:
     """Return the template in file ``setting``, or if that is empty, the one that lies beside the tokenizer.
 
-    Raises:
-        ConfigError: there is no such file, or the tokenizer has no template.
-        DataError: a file is not what its name says.
+    Raises ``ConfigError`` if there is no such file, or the tokenizer has no template; ``DataError`` if a file is not
+    what its name says.
     """
     folder = Path(tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent
-    settings = tokenizer_settings(folder) if tokenizer not in ("auto", "bytes", "bpe") else {}
+    is_file = tokenizer not in ("auto", "bytes", "bpe")
+    settings = tokenizer_settings(folder) if is_file else {}
     special = {name: text for name in SPECIAL_NAMES if (text := token_text(settings.get(name))) is not None}
-    if setting:
-        path = Path(setting).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"data.chat_template is {setting!r}, which is no file", fix="name a Jinja file")
+    path = Path(setting).expanduser() if setting else folder / "chat_template.jinja"
+    if setting and not path.is_file():
+        raise ConfigError(f"data.chat_template is {setting!r}, which is no file", fix="name a Jinja file")
+    if (setting or is_file) and path.is_file():
         return _checked(ChatTemplate(path.read_text(encoding="utf-8"), special, str(path)))
-    beside = folder / "chat_template.jinja"
-    if tokenizer not in ("auto", "bytes", "bpe") and beside.is_file():
-        return _checked(ChatTemplate(beside.read_text(encoding="utf-8"), special, str(beside)))
     source = settings.get("chat_template")
     if isinstance(source, list):  # several with names
         source = {entry["name"]: entry["template"] for entry in source}.get("default")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,37 +50,30 @@ class ExampleEncoder:
 
     tokenizer: Tokenizer
     kind: RecordKind
-    fields: tuple[str, ...] = ()
-    """Further fields of records of tokens."""
     template: ChatTemplate | None = None
-    """For conversations."""
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer) -> ExampleEncoder | None:
         """Return what turns records into examples, or None if the documents of ``config`` are texts.
 
-        Raises:
-            ConfigError: ``data.content`` is ``messages``, and there is no chat template.
-            DataError: the template is not one.
+        Raises ``ConfigError`` if messages have no chat template, and ``DataError`` if the template is not one.
         """
         if config.content == "text":
             return None
         return ExampleEncoder(
             tokenizer=tokenizer,
             kind=kind_of(config.content, config.fields),
-            fields=config.fields,
             template=load_template(config.chat_template, config.tokenizer) if config.content == "messages" else None,
         )
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        """The fields of every example."""
-        return (WEIGHTS, LABELS, *self.fields) if self.kind.content == "tokens" else (WEIGHTS,)
+        return (WEIGHTS, LABELS, *self.kind.fields) if self.kind.content == "tokens" else (WEIGHTS,)
 
     @property
     def fingerprint(self) -> str:
         """Everything that the tokens depend on besides the records and the tokenizer."""
-        return f"{self.kind.content} {' '.join(self.fields)} {self.template.fingerprint if self.template else ''}"
+        return f"{self.kind.content} {' '.join(self.kind.fields)} {self.template.fingerprint if self.template else ''}"
 
     def encode(self, record: Record) -> Example:
         """Return the example of a record. Raises ``DataError``, which begins with the record's place."""
@@ -150,7 +144,7 @@ class ExampleEncoder:
                 so="the model would have no embedding for it",
                 fix="set data.tokenizer to the one that made the tokens",
             )
-        fields = {key: _aligned(key, values[key], tokens) for key in self.fields}
+        fields = {key: _aligned(key, values[key], tokens) for key in self.kind.fields}
         weights = np.ones(len(tokens), dtype=np.float32)
         if "weights" in values:
             weights = _aligned("weights", values["weights"], tokens)
@@ -163,9 +157,7 @@ class ExampleEncoder:
 
     def _labels(self, values: Any, tokens: IntArray) -> IntArray:
         """``[T]`` for each token its label as in transformers: an id of the vocabulary, or -100; not shifted."""
-        labels = _numbers("labels", values, whole=True)
-        if len(labels) != len(tokens):
-            raise _other_length("labels", len(labels), len(tokens))
+        labels = _numbers("labels", values, whole=True, count=len(tokens))
         wrong = np.flatnonzero((labels != IGNORE_INDEX) & ((labels < 0) | (labels >= self.tokenizer.vocab_size)))
         if len(wrong):
             raise DataError(
@@ -213,9 +205,7 @@ def _message_weight(message: Mapping[str, Any], number: int) -> float:
 
 def _aligned(name: str, values: Any, tokens: NDArray[Any]) -> NDArray[np.float32]:
     """The numbers of a field as fp32, one per token."""
-    numbers = _numbers(name, values, whole=False)
-    if len(numbers) != len(tokens):
-        raise _other_length(name, len(numbers), len(tokens))
+    numbers = _numbers(name, values, whole=False, count=len(tokens))
     with np.errstate(over="ignore"):
         kept = numbers.astype(np.float32)
     bad = np.flatnonzero(~np.isfinite(kept))
@@ -228,22 +218,18 @@ def _aligned(name: str, values: Any, tokens: NDArray[Any]) -> NDArray[np.float32
     return kept
 
 
-def _other_length(name: str, found: int, wanted: int) -> DataError:
-    return DataError(
-        f"{name!r} has {found} numbers for {wanted} tokens",
-        so="they could not be given to their tokens",
-        fix="write one number per token",
-    )
-
-
-def _numbers(name: str, values: Any, *, whole: bool) -> NDArray[Any]:
-    """``[T]`` int64 if ``whole``, else float64."""
+def _numbers(name: str, values: Any, *, whole: bool, count: int | None = None) -> NDArray[Any]:
+    """``[T]`` int64 if ``whole``, else float64. ``count``: T; None: any."""
     is_list = isinstance(values, list) and all(isinstance(value, (int, float)) for value in values)
+    if is_list and count not in (None, len(values)):
+        raise DataError(
+            f"{name!r} has {len(values)} numbers for {count} tokens",
+            so="they could not be given to their tokens",
+            fix="write one number per token",
+        )
     if is_list and not (whole and any(isinstance(value, (bool, float)) for value in values)):
-        try:
+        with suppress(OverflowError):
             return np.array(values, dtype=np.int64 if whole else np.float64)
-        except OverflowError:
-            pass
     raise DataError(
         f"{name!r} is not a list of {'whole ' if whole else ''}numbers",
         so="its tokens are not known" if whole else "it cannot be given to the tokens",

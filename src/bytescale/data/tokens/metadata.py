@@ -48,9 +48,7 @@ class TokenMetadata:
     vocab_size: int | None = None
     eos_id: int | None = None
     num_empty_documents: int = 0
-    """Documents that were left out because they have no token."""
     skipped_files: tuple[str, ...] = ()
-    """Files that were left out because they are not text."""
     corrupt_records: tuple[str, ...] = ()
     """For each corrupt record that was left out: what was wrong with it, and where it is."""
     fields: tuple[str, ...] = ()
@@ -95,7 +93,6 @@ class MetadataGatherer:
                     )
 
     def leave_out(self, name: str) -> None:
-        """Forget a field that will not be kept."""
         del self._field_hashes[name]
 
     def add(self, tokens: NDArray[np.integer], lengths: IntArray) -> None:
@@ -193,22 +190,16 @@ def _key_of(dataset: IndexedDataset, file: SourceFile) -> str:
 
 
 def _scan(dataset: IndexedDataset, progress: ProgressCallback) -> TokenMetadata:
-    """Read all tokens once, in order."""
     gatherer = MetadataGatherer(dataset.index.dtype)
     gatherer.add_fields({name: values[:0] for name, values in dataset.fields.items()})
     none = np.zeros(0, dtype=np.int64)
-    itemsize = dataset.index.dtype.itemsize
+    itemsize, stage = dataset.index.dtype.itemsize, f"reading {dataset.prefix.name}.bin through"
     for start in range(0, dataset.index.num_tokens, _SCAN_TOKENS):
         part = dataset.tokens[start : start + _SCAN_TOKENS]
         gatherer.add(part, none)
         gatherer.add_fields({name: values[start : start + _SCAN_TOKENS] for name, values in dataset.fields.items()})
-        progress(
-            Progress(
-                stage=f"reading {dataset.prefix.name}.bin through",
-                done_bytes=(start + len(part)) * itemsize,
-                total_bytes=dataset.index.num_tokens * itemsize,
-            )
-        )
+        done_bytes, total_bytes = (start + len(part)) * itemsize, dataset.index.num_tokens * itemsize
+        progress(Progress(stage=stage, done_bytes=done_bytes, total_bytes=total_bytes))
     gatherer.add(dataset.tokens[:0], dataset.index.document_lengths)
     return gatherer.finish()
 

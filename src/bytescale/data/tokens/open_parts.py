@@ -34,7 +34,6 @@ class RemoteTokens:
     """Offers what readers need of a memory map: ``dtype`` and ``tokens[first:stop]``. No file stays open."""
 
     def __init__(self, url: Url, dtype: np.dtype, num_tokens: int, read_retries: int) -> None:
-        """Read nothing yet. ``read_retries``: how often a failing read is tried again."""
         self.dtype = dtype
         self._url = url
         self._num_tokens = num_tokens
@@ -69,33 +68,25 @@ def local_copy(
     path = file.path
     assert isinstance(path, Url), f"{path} is here"
     try:
-        copy = _copied(path, file, cache_dir, fields)
+        content = [str(path), str(file.num_bytes), str(file.mtime_ns), *fields, *_versions_beside(path, fields)]
+        key = hashlib.blake2b("\0".join(content).encode(), digest_size=8).hexdigest()
+        copy = cache_dir / "fetched" / f"{key}.bin"
         with file_lock(copy.with_suffix(".lock")):
+            if not copy.with_suffix(".idx").exists():
+                # The .meta.json says how the pair was made. Few pairs have one, and S3 answers 403 for a missing file
+                # if listing is forbidden.
+                with contextlib.suppress(FileNotFoundError, PermissionError):
+                    _fetch(path.with_suffix(".meta.json"), copy.with_suffix(".meta.json"))
+                for name in fields:
+                    with contextlib.suppress(FileNotFoundError, PermissionError):
+                        _fetch(path.with_suffix(f".{name}.bin"), copy.with_suffix(f".{name}.bin"))
+                        _fetch(path.with_suffix(f".{name}.idx"), copy.with_suffix(f".{name}.idx"))
+                _fetch(path.with_suffix(".idx"), copy.with_suffix(".idx"))
             if whole and not copy.exists():
                 _fetch(path, copy)
         return copy, not whole and path.has_ranges()
     except OSError as error:
         raise unreadable(error, path) from error
-
-
-def _copied(path: Url, file: SourceFile, cache_dir: Path, fields: Sequence[str]) -> Path:
-    described = "\0".join(
-        [str(path), str(file.num_bytes), str(file.mtime_ns), *fields, *_versions_beside(path, fields)]
-    )
-    key = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
-    copy = cache_dir / "fetched" / f"{key}.bin"
-    with file_lock(copy.with_suffix(".lock")):
-        if not copy.with_suffix(".idx").exists():
-            # The .meta.json says how the pair was made. Few pairs have one, and S3 answers 403 for a missing file if
-            # listing is forbidden.
-            with contextlib.suppress(FileNotFoundError, PermissionError):
-                _fetch(path.with_suffix(".meta.json"), copy.with_suffix(".meta.json"))
-            for name in fields:
-                with contextlib.suppress(FileNotFoundError, PermissionError):
-                    _fetch(path.with_suffix(f".{name}.bin"), copy.with_suffix(f".{name}.bin"))
-                    _fetch(path.with_suffix(f".{name}.idx"), copy.with_suffix(f".{name}.idx"))
-            _fetch(path.with_suffix(".idx"), copy.with_suffix(".idx"))
-    return copy
 
 
 def _versions_beside(path: Url, fields: Sequence[str]) -> list[str]:

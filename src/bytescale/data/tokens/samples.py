@@ -56,7 +56,6 @@ class Samples:
         return Samples(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in names})
 
     def __getitem__(self, rows: IntArray | slice) -> Samples:
-        """Return the samples of some rows."""
         return Samples(**{spec.name: getattr(self, spec.name)[rows] for spec in fields(Samples)})
 
     def __len__(self) -> int:
@@ -95,7 +94,6 @@ class SampleCounts:
     """Tokens of truncated ends and of documents that were left out."""
 
     def __add__(self, other: SampleCounts) -> SampleCounts:
-        """Return the sum of both counts, field by field."""
         return SampleCounts(
             **{spec.name: getattr(self, spec.name) + getattr(other, spec.name) for spec in fields(SampleCounts)}
         )

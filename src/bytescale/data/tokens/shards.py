@@ -28,13 +28,14 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit, too_many_corrupt_records
 from bytescale.data.sources.records import iter_records, plan_units
+from bytescale.data.tokens.examples import ExampleEncoder
 from bytescale.data.tokens.fields import WEIGHTS, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, read_index
 from bytescale.data.tokens.metadata import TokenMetadata, is_as_written, load_metadata, metadata_of
 from bytescale.data.tokens.open_parts import RemoteTokens, local_copy
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.samples import make_samples, trained_of
-from bytescale.data.tokens.tokenize import EncodedUnit, UnitEncoder, encode_units, report_progress, write_units
+from bytescale.data.tokens.tokenize import EncodedUnit, UnitEncoder, encode_in_processes, report_progress, write_units
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.place import Url
 from bytescale.storage.retry import with_retries
@@ -79,14 +80,6 @@ class PartContent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenShard:
-    """A shard whose tokens can be read."""
-
-    dataset: IndexedDataset
-    metadata: TokenMetadata
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardReader:
     """Tokenises and opens shards. It can be pickled."""
 
@@ -99,7 +92,10 @@ class ShardReader:
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer | None) -> ShardReader:
         """Return the reader with the settings of ``config``. Raises as ``ExampleEncoder.of``."""
-        return ShardReader(config=config, encode=None if tokenizer is None else UnitEncoder.of(config, tokenizer))
+        if tokenizer is None:
+            return ShardReader(config=config, encode=None)
+        examples = ExampleEncoder.of(config, tokenizer)
+        return ShardReader(config=config, encode=UnitEncoder(tokenizer=tokenizer, config=config, examples=examples))
 
     @property
     def cache_dir(self) -> Path:
@@ -107,7 +103,6 @@ class ShardReader:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """What made the tokens, if that is known."""
         return None if self.encode is None else self.encode.tokenizer
 
     def plan(self, files: Sequence[SourceFile]) -> list[Shard]:
@@ -141,7 +136,9 @@ class ShardReader:
         encode = self._encode
         total_bytes = sum(shard.num_bytes for shard in shards)
         units = [unit for shard in shards for unit in shard.units]
-        encoded = report_progress(encode_units(units, encode, num_workers), _TOKENISING, total_bytes, progress)
+        num_workers = min(num_workers, len(units))
+        made_of = encode_in_processes(units, encode, num_workers) if num_workers > 1 else map(encode, units)
+        encoded = report_progress(made_of, _TOKENISING, total_bytes, progress)
         for shard in shards:
             own = itertools.islice(encoded, len(shard.units))
             with file_lock(self._prefix(shard).with_suffix(".lock")):
@@ -153,10 +150,9 @@ class ShardReader:
                     deque(own, maxlen=0)
 
     def _missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Those of ``shards`` that have to be tokenised."""
         return [shard for shard in shards if shard.file is None and not self._is_prepared(shard)]
 
-    def open(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> OpenShard:
+    def open(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> tuple[IndexedDataset, TokenMetadata]:
         """Open a shard: text that is prepared, or a ``.bin`` file.
 
         Raises ``DataError`` if the pair is broken, lacks a field, or was made with another tokenizer.
@@ -165,32 +161,32 @@ class ShardReader:
             prefix = self._prefix(shard)
             metadata = load_metadata(prefix)
             assert metadata is not None, f"{prefix} is prepared before it is opened"
-            return OpenShard(dataset=IndexedDataset.open(prefix, self.field_names), metadata=metadata)
-        opened = self._open_bin(shard.file, progress)
-        check_same_tokenizer(f"{shard.file.path}", opened.metadata, self.tokenizer)
-        if missing := set(self.config.fields) - set(opened.dataset.fields):
+            return IndexedDataset.open(prefix, self.field_names), metadata
+        dataset, metadata = self._open_bin(shard.file, progress)
+        check_same_tokenizer(f"{shard.file.path}", metadata, self.tokenizer)
+        if missing := set(self.config.fields) - set(dataset.fields):
             raise DataError(
                 f"{shard.file.path} has no field {min(missing)!r}, which data.fields names",
                 so="its documents would lack it",
-                fix=f"put {field_prefix(opened.dataset.prefix, min(missing)).name}.bin and .idx beside it, or "
+                fix=f"put {field_prefix(dataset.prefix, min(missing)).name}.bin and .idx beside it, or "
                 "leave the field out",
             )
-        return opened
+        return dataset, metadata
 
     def content(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> PartContent:
         """What the corpus index needs to know of a shard that is prepared. Raises as ``open``."""
-        opened = self.open(shard, progress)
-        offsets, weights = opened.dataset.index.document_offsets, opened.dataset.fields.get(WEIGHTS)
+        dataset, metadata = self.open(shard, progress)
+        offsets, weights = dataset.index.document_offsets, dataset.fields.get(WEIGHTS)
         if weights is None:
-            return PartContent(document_offsets=offsets, metadata=opened.metadata)
+            return PartContent(document_offsets=offsets, metadata=metadata)
         samples, _ = make_samples(0, offsets, self.config)
-        trained = trained_of(samples, weights[:], f"{opened.dataset.prefix}.{WEIGHTS}.bin")
-        return PartContent(document_offsets=offsets, metadata=opened.metadata, trained=trained)
+        trained = trained_of(samples, weights[:], f"{dataset.prefix}.{WEIGHTS}.bin")
+        return PartContent(document_offsets=offsets, metadata=metadata, trained=trained)
 
     def open_part(self, shard: Shard) -> tuple[Tokens, Mapping[str, Tokens]]:
         """Return the tokens of a shard, and its fields by name; text that the cache does not have is tokenised."""
         self.prepare([shard])
-        dataset = self.open(shard).dataset
+        dataset, _ = self.open(shard)
         return dataset.tokens, dataset.fields
 
     def places(self, unit: WorkUnit) -> Iterator[Callable[[], str]]:
@@ -205,10 +201,9 @@ class ShardReader:
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        """The fields that the corpus may have."""
         return (*OWN_FIELDS, *self.config.fields)
 
-    def _open_bin(self, file: SourceFile, progress: ProgressCallback) -> OpenShard:
+    def _open_bin(self, file: SourceFile, progress: ProgressCallback) -> tuple[IndexedDataset, TokenMetadata]:
         """Open a ``.bin`` file. A large remote one stays there if its metadata are known and ranges can be read."""
         path = file.path
         if isinstance(path, Url):
@@ -220,13 +215,20 @@ class ShardReader:
             if is_large and has_ranges and metadata and metadata.describes(index):
                 check_size(path, index, file.num_bytes)
                 tokens = RemoteTokens(path, index.dtype, index.num_tokens, self.config.read_retries)
-                there = IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens)
-                return OpenShard(dataset=there, metadata=metadata)
+                return IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens), metadata
             path, _ = with_retries(partial(copied, whole=True), self.config.read_retries)
         dataset = IndexedDataset.open(path, self.field_names)
-        opened = OpenShard(dataset=dataset, metadata=metadata_of(dataset, file, self.cache_dir, progress))
-        self._check_pair(f"{file.path}", opened, progress)
-        return opened
+        metadata, place = metadata_of(dataset, file, self.cache_dir, progress), f"{file.path}"
+        if not self.config.verify or place in self.verified:
+            return dataset, metadata
+        if not is_as_written(dataset, metadata, progress):
+            raise DataError(
+                f"{place} holds other tokens than when it was made",
+                so="it is damaged, or it was replaced without its .meta.json",
+                fix="copy the pair again from where it was made, or make it again with `bytescale data tokenize`",
+            )
+        self.verified.add(place)
+        return dataset, metadata
 
     def _is_prepared(self, shard: Shard) -> bool:
         prefix = self._prefix(shard)
@@ -242,18 +244,6 @@ class ShardReader:
         else:
             logger.warning("%s.bin is not what was written: its source is tokenised again", prefix)
         return is_right
-
-    def _check_pair(self, place: str, opened: OpenShard, progress: ProgressCallback) -> None:
-        """With ``verify``, raise ``DataError`` if a ``.bin`` is not what its metadata were gathered of."""
-        if not self.config.verify or place in self.verified:
-            return
-        if not is_as_written(opened.dataset, opened.metadata, progress):
-            raise DataError(
-                f"{place} holds other tokens than when it was made",
-                so="it is damaged, or it was replaced without its .meta.json",
-                fix="copy the pair again from where it was made, or make it again with `bytescale data tokenize`",
-            )
-        self.verified.add(place)
 
     def _prefix(self, shard: Shard) -> Path:
         return self.cache_dir / "tokens" / shard.name[:2] / shard.name
@@ -279,12 +269,12 @@ def write_as_pair(
     Text is tokenised into the cache first, shard by shard: a process that was killed goes on behind the last one.
     Raises ``DataError`` as ``ShardReader.prepare`` and ``ShardReader.open``, or for a full disk.
     """
-    of_bins = [reader.open(shard, progress).metadata for shard in shards if shard.file]  # errors come before the work
+    of_bins = [reader.open(shard, progress)[1] for shard in shards if shard.file]  # errors come before the work
     reader.prepare(shards, num_workers, progress)
-    known = of_bins + [reader.open(shard).metadata for shard in shards if shard.file is None]
+    known = of_bins + [reader.open(shard)[1] for shard in shards if shard.file is None]
     total_bytes = sum(metadata.num_tokens * np.dtype(metadata.dtype).itemsize for metadata in known)
     of_text = [reader.encode.dtype] if reader.encode is not None else []
-    copied = itertools.chain.from_iterable(_documents_of(reader.open(shard)) for shard in shards)
+    copied = itertools.chain.from_iterable(_documents_of(*reader.open(shard)) for shard in shards)
     return write_units(
         report_progress(copied, f"writing {prefix.name}.bin", total_bytes, progress),
         prefix,
@@ -294,9 +284,9 @@ def write_as_pair(
     )
 
 
-def _documents_of(opened: OpenShard) -> Iterator[EncodedUnit]:
+def _documents_of(dataset: IndexedDataset, made: TokenMetadata) -> Iterator[EncodedUnit]:
     """Yield the documents of a shard, about ``_COPY_TOKENS`` at a time, and what was left out when it was tokenised."""
-    dataset, made, offsets = opened.dataset, opened.metadata, opened.dataset.index.document_offsets
+    offsets = dataset.index.document_offsets
     skipped, corrupt = list(made.skipped_files), list(made.corrupt_records)
     counts = ReadCounts(num_empty=made.num_empty_documents, skipped_files=skipped, corrupt=corrupt)
     bounds = [0]

@@ -59,11 +59,6 @@ class UnitEncoder:
     examples: ExampleEncoder | None = None
     """For records of fine-tuning data; None: each document is one text."""
 
-    @staticmethod
-    def of(config: DataConfig, tokenizer: Tokenizer) -> UnitEncoder:
-        """Return the encoder with the settings of ``config``. Raises as ``ExampleEncoder.of``."""
-        return UnitEncoder(tokenizer=tokenizer, config=config, examples=ExampleEncoder.of(config, tokenizer))
-
     @property
     def fingerprint(self) -> str:
         """A text that changes with the tokens that the same files give."""
@@ -72,17 +67,14 @@ class UnitEncoder:
 
     @property
     def dtype(self) -> np.dtype:
-        """The integer type of the tokens."""
         return token_dtype(self.tokenizer.vocab_size)
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        """The fields of every document."""
         return () if self.examples is None else self.examples.field_names
 
     @property
     def kind(self) -> RecordKind:
-        """The kind of the records."""
         return text_kind(self.config.text_key) if self.examples is None else self.examples.kind
 
     def __call__(self, unit: WorkUnit) -> EncodedUnit:
@@ -121,8 +113,9 @@ class UnitEncoder:
         encoded.extend(self.tokenizer.encode_batch(texts))
         documents = [ids for ids in encoded if len(ids)]  # the tokenizer's normaliser may leave nothing of a text
         counts.num_empty += len(encoded) - len(documents)
+        end = np.array([self.tokenizer.eos_id])
         return EncodedUnit(
-            tokens=_with_eos(documents, self.tokenizer),
+            tokens=np.concatenate([end[:0], *(part for ids in documents for part in (ids, end))]).astype(self.dtype),
             lengths=np.array([len(ids) + 1 for ids in documents], dtype=np.int64),
             num_bytes=unit.num_bytes,
             counts=counts,
@@ -139,8 +132,6 @@ def write_units(
     """Write units, in order, to ``prefix.bin/.idx``. The pair appears whole or not at all, in place of an older one.
 
     Args:
-        encoded: units from ``encode_units``, or documents of pairs.
-        prefix: path of the pair without its endings.
         tokenizer: the tokenizer that made the tokens; None if it is not known.
         dtype: integer type of the tokens in the file.
         fields: that are written beside the tokens. Units without weights or labels get those of ``without_field``.
@@ -183,7 +174,6 @@ def write_units(
 def report_progress(
     encoded: Iterable[EncodedUnit], stage: str, total_bytes: int, progress: ProgressCallback
 ) -> Iterator[EncodedUnit]:
-    """Yield the same units, and call ``progress`` for each."""
     done_bytes = num_documents = num_tokens = 0
     for unit in encoded:
         done_bytes += unit.num_bytes
@@ -192,21 +182,6 @@ def report_progress(
         note = f"{num_documents} documents, {format_count(num_tokens)} tokens"
         progress(Progress(stage=stage, done_bytes=done_bytes, total_bytes=total_bytes, note=note))
         yield unit
-
-
-def encode_units(units: Sequence[WorkUnit], encode: UnitEncoder, num_workers: int) -> Iterator[EncodedUnit]:
-    """Encode ``units`` in this process or in several, and yield the results in the order of ``units``."""
-    num_workers = min(num_workers, len(units))
-    return encode_in_processes(units, encode, num_workers) if num_workers > 1 else map(encode, units)
-
-
-def _with_eos(documents: list[NDArray[np.integer]], tokenizer: Tokenizer) -> NDArray[np.integer]:
-    tokens = np.full(sum(len(ids) + 1 for ids in documents), tokenizer.eos_id, dtype=token_dtype(tokenizer.vocab_size))
-    start = 0
-    for ids in documents:
-        tokens[start : start + len(ids)] = ids
-        start += len(ids) + 1
-    return tokens
 
 
 # Worker processes. They are spawned, not forked, because the parent may have threads and may use CUDA.

@@ -1,7 +1,5 @@
 """Tokenizers: plain bytes, or any ``tokenizer.json`` through the ``tokenizers`` library.
 
-``data.tokens.bpe`` trains one.
-
 A tokenizer turns text into ids and does nothing else. It recognises no special token inside text: a document that talks
 about ``<|endoftext|>`` does not end there. It adds no special token, and neither truncates nor pads. Documents end with
 ``eos_id``, which the writer of the corpus appends.
@@ -12,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -35,50 +33,6 @@ EOS_NAMES = (
     "[SEP]",
 )
 """End-of-text tokens of well-known tokenizers. The first one that a tokenizer has is its EOS."""
-
-
-class Tokenizer(Protocol):
-    """What the data floor asks of a tokenizer. Instances can be pickled: worker processes get a copy."""
-
-    @property
-    def name(self) -> str:
-        """Name for messages: ``bytes`` or a path."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Highest id + 1, EOS included. An embedding needs this many rows."""
-        ...
-
-    @property
-    def eos_id(self) -> int:
-        """The id that ends every document."""
-        ...
-
-    @property
-    def eos_text(self) -> str:
-        """What people call that id."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """16 hex digits, equal for tokenizers that encode everything alike."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of each text, 1-D, without EOS. An empty text has none."""
-        ...
-
-    def encode_with_offsets(self, text: str) -> tuple[IntArray, IntArray]:
-        """Ids ``[T]`` of a text in which special tokens stand for themselves, and their characters ``[T, 2]``.
-
-        For text that a chat template has written. Row i is the first character of token i, and one past the last.
-        """
-        ...
-
-    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """Text of the ids. EOS gives no text."""
-        ...
 
 
 class ByteTokenizer:
@@ -108,7 +62,7 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer of the ``tokenizers`` library."""
+    """A tokenizer of the ``tokenizers`` library. It can be pickled: worker processes get a copy."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, name: str, eos_token: str | None = None) -> None:
         """Wrap ``tokenizer``, which this object then owns. Raises ``ConfigError`` unless it has the EOS."""
@@ -122,7 +76,7 @@ class JsonTokenizer:
         self.eos_text = str(tokenizer.id_to_token(self.eos_id))
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         content = f"{self.eos_id}\0{tokenizer.to_str()}".encode()
-        self.fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()
+        self.fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()  # equal where all is encoded alike
 
     @staticmethod
     def from_file(path: Path, eos_token: str | None = None) -> JsonTokenizer:
@@ -130,9 +84,8 @@ class JsonTokenizer:
 
         EOS is ``eos_token``, else what ``tokenizer_config.json`` beside it says, else the first of ``EOS_NAMES``.
 
-        Raises:
-            ConfigError: the tokenizer does not have the EOS.
-            DataError: the file is not a tokenizer, or ``tokenizer_config.json`` is not JSON.
+        Raises ``ConfigError`` if the tokenizer does not have the EOS; ``DataError`` if the file is not a tokenizer, or
+        ``tokenizer_config.json`` is not JSON.
         """
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
@@ -153,11 +106,15 @@ class JsonTokenizer:
         self._tokenizer.encode_special_tokens = True
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """``[num_tokens]`` int64 per text."""
+        """``[num_tokens]`` int64 per text, without EOS. An empty text has none."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def encode_with_offsets(self, text: str) -> tuple[IntArray, IntArray]:
+        """Ids ``[T]`` of a text in which special tokens stand for themselves, and their characters ``[T, 2]``.
+
+        For text that a chat template has written. Row i is the first character of token i, and one past the last.
+        """
         self._tokenizer.encode_special_tokens = False
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -166,16 +123,19 @@ class JsonTokenizer:
         return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """Text of the ids. EOS gives no text."""
         values = np.asarray(ids, dtype=np.int64)
         return str(self._tokenizer.decode(values[values != self.eos_id].tolist(), skip_special_tokens=False))
+
+
+Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
     """Return the tokenizer called ``name``: ``bytes`` (or ``auto``), or the path of a ``tokenizer.json`` or its folder.
 
-    Raises:
-        ConfigError: there is no such tokenizer, or it has no EOS.
-        DataError: the file is not a tokenizer.
+    Raises ``ConfigError`` if there is no such tokenizer, or it has no EOS; ``DataError`` if the file is not a
+    tokenizer.
     """
     if name in ("auto", "bytes"):
         return ByteTokenizer()

@@ -57,9 +57,8 @@ class Documents:
             shift_labels: whether ``labels`` are Hugging Face's, in which ``labels[i]`` belongs to token ``i`` itself.
                 They are moved by one token, and so are ``weights``.
 
-        Raises:
-            DataError: for documents without tokens, fields of other lengths, fields that only some documents have,
-                labels that are the tokens themselves, or weights that sum to zero or are not numbers.
+        Raises ``DataError`` for documents without tokens, fields of other lengths, fields that only some documents
+        have, labels that are the tokens themselves, or weights that sum to zero or are not numbers.
         """
         if not isinstance(batch, Sequence) or not all(isinstance(document, Mapping) for document in batch):
             raise DataError(
@@ -103,7 +102,6 @@ class Documents:
 
 
 def _with_tokens(document: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The document with its tokens first, under the name ``tokens``."""
     names = [name for name in TOKEN_NAMES if name in document]
     if len(names) != 1:
         raise DataError(
@@ -181,7 +179,6 @@ def _token_aligned(name: str, values: list[Tensor], fields: dict[str, list[Tenso
 
 
 def _complete(fields: dict[str, list[Tensor]], shift_labels: bool) -> None:
-    """Add labels and weights where the batch has none, and check those that it has."""
     tokens = fields["tokens"]
     end = torch.tensor([IGNORE_INDEX])
     next_tokens = [torch.cat([document[1:], end.to(document.device)]) for document in tokens]
@@ -230,20 +227,13 @@ def _refuse_unshifted(labels: list[Tensor], tokens: list[Tensor], next_tokens: l
 
 @dataclass(frozen=True, kw_only=True)
 class RankBatch:
-    """One rank's part of a planned batch: its plan and its rows. It can be pickled and sent.
-
-    Attributes:
-        rows: for each micro-batch its rows of every field.
-        no_rows: of every field, as a micro-batch without tokens has it.
-        num_documents: in the global batch.
-        lengths: tokens of all documents of the global batch; None, then on every rank: they are not known.
-    """
+    """One rank's part of a planned batch: its plan and its rows. It can be pickled and sent."""
 
     rank_plan: RankPlan
-    rows: list[dict[str, Tensor]]
-    no_rows: dict[str, Tensor]
-    num_documents: int
-    lengths: list[int] | None
+    rows: list[dict[str, Tensor]]  # for each micro-batch its rows of every field
+    no_rows: dict[str, Tensor]  # of every field, as a micro-batch without tokens has it
+    num_documents: int  # in the global batch
+    lengths: list[int] | None  # tokens of all documents of the global batch; None, then on every rank: not known
 
     def all_lengths(self, group: RankGroup) -> list[int]:
         """Tokens of all documents of the global batch. Every rank calls it.

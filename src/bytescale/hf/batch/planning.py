@@ -24,7 +24,6 @@ def make_planner(
     """A function from the lengths of a global batch's documents to a plan, which can be pickled.
 
     Args:
-        num_ranks: HDP ranks.
         capacity_tokens: tokens that one micro-batch of a rank may hold.
         cost: tells times (``HDP.cost``); None: work that grows as s^2 + 24576 s, and free links.
         planner: ``adaptive`` balances the ranks' times. ``static`` is a mesh of data and context parallelism, ``naive``
@@ -34,8 +33,7 @@ def make_planner(
         domain: otherwise, consecutive ranks that run in lockstep.
         offload: what a micro-batch may offload, so that it holds more than ``capacity_tokens``; None: nothing.
 
-    Raises:
-        ConfigError: for a planner that does not exist, or numbers that are not positive.
+    Raises ``ConfigError`` for a planner that does not exist, or numbers that are not positive.
     """
     if planner not in get_args(PlannerName):
         known = ", ".join(get_args(PlannerName))

@@ -149,7 +149,6 @@ def _ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Without a bar on every rank."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -161,7 +160,6 @@ def _no_progress_bar() -> Iterator[None]:
 
 @contextmanager
 def _causal_model_or_error(content: dict[str, Any]) -> Iterator[None]:
-    """transformers says by a ``ValueError`` that a family has no causal model."""
     try:
         yield
     except ConfigError:
@@ -198,7 +196,6 @@ def constants_of(model: nn.Module) -> dict[str, Any]:
 
 
 def set_constants(model: nn.Module, constants: dict[str, Any]) -> None:
-    """Fill the buffers that ``constants_of`` has stored."""
     buffers = dict(model.named_buffers())
     for name, kept in constants.items():
         content = np.frombuffer(base64.b64decode(kept["base64"]), dtype=np.uint8).copy()
@@ -317,7 +314,6 @@ def export_attached(
 
 
 def _base_of(run_config: Config | None) -> Path:
-    """The folder of the model that a run began with."""
     preset = "" if run_config is None else run_config.model.preset
     base = Path(preset.removeprefix(HF_PREFIX)).expanduser()
     if not (base / "config.json").is_file():

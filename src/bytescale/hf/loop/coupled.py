@@ -39,20 +39,13 @@ Values = Callable[[Micro], Tensor]
 
 @dataclass(kw_only=True)
 class LossOfBatch:
-    """The loss of a global batch, the same on every rank.
+    """The loss of a global batch, the same on every rank: sums over labels."""
 
-    Attributes:
-        loss: sum over labels.
-        metrics: by name, sums over labels of what the loss has returned.
-        passes: with how many passes it was computed.
-    """
-
-    passes: int
+    passes: int  # with how many it was computed
     loss: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # what the loss has returned beside it
 
     def add(self, loss: float, metrics: Mapping[str, Any]) -> None:
-        """Count one label, or what a rank has counted."""
         self.loss += loss
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
@@ -141,7 +134,6 @@ def _scalar(returned: Any, numbers: list[int]) -> tuple[Tensor, Mapping[str, Any
 
 
 def _require_finite(wrong: Sequence[int]) -> None:
-    """Raise ``NonFiniteError`` if there are documents whose loss is not a number."""
     if wrong:
         raise NonFiniteError(
             f"the loss of documents {sorted(set(wrong))[:8]} is not a number",
@@ -151,7 +143,6 @@ def _require_finite(wrong: Sequence[int]) -> None:
 
 
 def _cheaper(hdp: HDP, batch: Batch, labels: Sequence[Hashable], passes: int | None) -> tuple[Plan, int]:
-    """The plan, and with how many passes it is run."""
     lengths = np.array([len(document.get("tokens", document.get("input_ids", ()))) for document in batch])
     alone = len(set(labels)) == len(labels)
     plans: dict[int, Plan] = {}

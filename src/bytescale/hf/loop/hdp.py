@@ -97,10 +97,8 @@ class HDP(Updates):
             host_gib: host memory of a rank for activations. With it, a rank may hold more of a long document than
                 ``capacity_tokens``: as much more as offloading makes room for (``memory.offload``).
 
-        Raises:
-            ConfigError: where a plan would not give the results of one process, with the part of the model that is in
-                the way.
-            RankFailure: if the ranks have different settings or models.
+        Raises ``ConfigError`` where a plan would not give the results of one process, with the part of the model that
+        is in the way; ``RankFailure`` if the ranks have different settings or models.
         """
         super().__init__(model, _rank_group(group, next(model.parameters()).device))
         self.capacity_tokens = capacity_tokens
@@ -123,7 +121,6 @@ class HDP(Updates):
         return self.engine.decoder.facts
 
     def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
-        """Count costs, make the planner, and compare all of it between the ranks."""
         parameter = next(self.model.parameters())
         element = parameter.element_size()
         if cost is None:
@@ -227,7 +224,6 @@ class HDP(Updates):
         return self._planners[key]
 
     def forward_cost(self) -> CostModel:
-        """What forward alone costs."""
         return self.cost.forward_only(next(self.model.parameters()).element_size())
 
     def backward(
@@ -308,7 +304,6 @@ class HDP(Updates):
         return prefill(self, prompts, ready)
 
     def begin_batch(self, planned: PlannedBatch) -> None:
-        """Called when a batch's loop begins."""
         self.require_no_reduction("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
         self.require_at_home("weights")
@@ -331,7 +326,6 @@ def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGr
 
 
 def _sharing(shard: Shard, domain: int | None, group: RankGroup, *, equal_counts: bool) -> int:
-    """How many ranks share parameters."""
     if equal_counts and shard == "parameters":
         raise ConfigError(
             'equal_counts = True with shard = "parameters"',

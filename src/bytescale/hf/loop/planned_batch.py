@@ -55,7 +55,6 @@ class HandedOut:
         self._batches: dict[int, tuple[int, dict[int, list[MicroBatchPass]]]] = {}
 
     def add(self, batch: PlannedBatch, index: int, target: MicroBatchPass) -> None:
-        """A micro-batch is handed out."""
         _, held = self._batches.setdefault(batch.number, (len(batch), {}))
         held.setdefault(index, []).append(target)
 
@@ -217,7 +216,6 @@ class LoadedBatch(PlannedBatch):
     """
 
     def __init__(self, hdp: HDP, data: StepData, fields: Sequence[str], *, last: bool = False) -> None:
-        """``fields``: the names of ``data.fields``."""
         super().__init__(hdp, _rank_batch(data, fields, next(hdp.model.parameters()).dtype), last=last)
         self.step = data.step
         self.num_targets = data.num_targets

@@ -173,7 +173,6 @@ class Prefill:
         return whole
 
     def _gathered_states(self, prompt: int, rank: int) -> States:
-        """All states on ``rank``; none on the others."""
         group, own = self.hdp.group, self.states.get(prompt)
         told = None if own is None else [[*key, list(state.shape), str(state.dtype)] for key, state in own.items()]
         table = all_gather_json(told, group.group, group.device)
@@ -208,7 +207,15 @@ class Prefill:
 @torch.no_grad()
 def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | None = None) -> Prefill:
     """Run the prompts forward; see ``HDP.prefill``."""
-    require_generation(hdp.model)
+    root = causal_model(hdp.model)
+    can_generate = getattr(root, "can_generate", None)
+    if not callable(can_generate) or not can_generate():
+        raise refusal(
+            type(root).__name__,
+            "it cannot generate (can_generate() is not true)",
+            so="nothing could go on from its KV caches",
+            fix="load it with AutoModelForCausalLM; to score documents, use bytescale.score",
+        )
     documents = [{"tokens": _tokens_of(prompt, number)} for number, prompt in enumerate(prompts)]
     lengths = [len(document["tokens"]) for document in documents]
     device = hdp.group.device
@@ -253,19 +260,6 @@ def layer_of(module: nn.Module, place: int) -> int:
     """The layer whose cache an attention or recurrence of transformers uses; ``place`` where it does not tell."""
     layer = getattr(module, "layer_idx", None)
     return place if layer is None else int(layer)
-
-
-def require_generation(model: nn.Module) -> None:
-    """Raise ``ConfigError`` for a model that has no ``generate`` of transformers."""
-    root = causal_model(model)
-    can_generate = getattr(root, "can_generate", None)
-    if not callable(can_generate) or not can_generate():
-        raise refusal(
-            type(root).__name__,
-            "it cannot generate (can_generate() is not true)",
-            so="nothing could go on from its KV caches",
-            fix="load it with AutoModelForCausalLM; to score documents, use bytescale.score",
-        )
 
 
 def _tokens_of(prompt: Sequence[int] | Tensor, number: int) -> Tensor:

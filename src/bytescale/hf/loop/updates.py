@@ -70,11 +70,8 @@ class Updates:
             group_options: ``(name, parameter) -> options`` of single parameters, such as
                 ``lambda name, p: {} if p.dim() > 1 else {"weight_decay": 0.0}``.
 
-        Returns:
-            The optimizer of this rank's shards, for learning-rate schedulers. ``step()`` of this object calls it.
-
-        Raises:
-            ConfigError: if nothing is trainable, if the optimizer is not elementwise, or if there is one already.
+        Returns the optimizer of this rank's shards, for learning-rate schedulers. ``step()`` of this object calls it.
+        Raises ``ConfigError`` if nothing is trainable, if the optimizer is not elementwise, or if there is one already.
         """
         if self._optimizer is not None:
             raise ConfigError(
@@ -310,7 +307,6 @@ class Updates:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether ``adamw`` or ``optimizer`` was called."""
         return self._optimizer is not None
 
     def sharded(self) -> ShardedOptimizer:

@@ -59,9 +59,8 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
 def _equal_layers(model: nn.Module, facts: ModelFacts, active_per_layer: float) -> Architecture:
     """A Llama of as many layers, words and heads, whose layer has as many weights that a token is multiplied with."""
     embedding, head = embeddings_of(model)
-    plain = LayerAttention(
-        name="", num_heads=1, num_kv_heads=1, head_dim=2, value_dim=2, rules=AttentionRules(), has_sinks=False
-    )  # of a model without attention
+    # Of a model without attention:
+    plain = LayerAttention(name="", num_heads=1, num_kv_heads=1, head_dim=2, value_dim=2, rules=AttentionRules())
     widest: LayerAttention = max(facts.layers, key=lambda layer: layer.num_heads * layer.head_dim, default=plain)
     words, hidden = embedding.weight.shape
     stack = Architecture(

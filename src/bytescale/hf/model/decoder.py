@@ -54,7 +54,8 @@ class AttachedDecoder(nn.Module):
             undo.callback(self.attachment.detach)
             undo.callback(unfix_rope, fix_rope(model, longest_document))
             self.facts: ModelFacts = probe(model)
-            self._undo = undo.pop_all()
+            self.undo = undo.pop_all().close
+            """Leaves the model as it was before."""
         modules = {name or type(module).__name__: module for name, module in model.named_modules()}
         self.attentions = {modules[layer.name]: layer for layer in self.facts.layers}
         self.mixers = frozenset(modules[mixer.name] for mixer in self.facts.mixers)
@@ -62,10 +63,6 @@ class AttachedDecoder(nn.Module):
         self.is_frozen = False
         self._random = {name: modules.get(name, model) for name in self.facts.random_parts}
         self._plain_heads: dict[int, bool] = {}
-
-    def undo(self) -> None:
-        """Leave the model as it was before."""
-        self._undo.close()
 
     def is_in(self, model: nn.Module) -> bool:
         """Whether ``model`` is the attached model or a module around it."""
@@ -105,7 +102,6 @@ class AttachedDecoder(nn.Module):
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """Counts of the model, for costs."""
         return spec_of(self.model, self.facts)
 
     @cached_property
@@ -134,7 +130,6 @@ class AttachedDecoder(nn.Module):
 
     @property
     def hidden_size(self) -> int:
-        """C."""
         return self._seen_head[0]
 
     @cached_property
@@ -229,7 +224,6 @@ class MicroBatchPass(Target):
             )
 
     def bypass(self) -> None:
-        """The attached model was called without this pass among its inputs."""
         self.bypassed |= torch.is_grad_enabled()
 
     @torch.compiler.disable

@@ -120,10 +120,18 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
         inputs[KEYWORD].require_model(model)
     if not hasattr(model, "get_decoder") and not hasattr(model, "get_base_model"):
         model = causal_model(model)  # without what a wrapper adds, such as a value head
-    decoder = _decoder(model)
+    root = causal_model(model)
+    decoder = root.get_decoder() if hasattr(root, "get_decoder") else None
+    if not isinstance(decoder, nn.Module) or decoder is root:
+        raise refusal(
+            type(root).__name__,
+            "it has no decoder below its head (get_decoder())",
+            so="its logits could not be computed a few rows at a time",
+            fix="compute the loss from model(**micro.inputs).logits",
+        )
     kept: list[Any] = []
     hook = decoder.register_forward_hook(lambda module, args, output: kept.append(output))
-    keeps = "logits_to_keep" in inspect.signature(causal_model(model).forward).parameters
+    keeps = "logits_to_keep" in inspect.signature(root.forward).parameters
     try:
         model(**inputs, **({"logits_to_keep": 1} if keeps else {}))
     finally:
@@ -138,20 +146,6 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
         )
     hidden: Tensor = output[0]  # type: ignore[index]
     return hidden, ModelHead(model, decoder, output)
-
-
-def _decoder(model: nn.Module) -> nn.Module:
-    """The part of the model that returns hidden states."""
-    root = causal_model(model)
-    decoder = root.get_decoder() if hasattr(root, "get_decoder") else None
-    if not isinstance(decoder, nn.Module) or decoder is root:
-        raise refusal(
-            type(root).__name__,
-            "it has no decoder below its head (get_decoder())",
-            so="its logits could not be computed a few rows at a time",
-            fix="compute the loss from model(**micro.inputs).logits",
-        )
-    return decoder
 
 
 def causal_model(model: Any) -> Any:
@@ -229,8 +223,7 @@ def row_scores(
     chunk_rows = rows_at_a_time or loss_chunk_tokens(head.num_words, hidden.device.type)
 
     def scores(rows: Tensor, labels: Tensor, divisor: Any, asked: Tensor | None) -> list[Tensor | None]:
-        logits = head(rows)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = _wide(head(rows))
         if isinstance(divisor, Tensor):
             logits = logits / divisor.to(logits)[:, None]
         elif divisor != 1:

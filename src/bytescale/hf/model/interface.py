@@ -42,18 +42,6 @@ _LIGHTNING = "get_linear_cache"
 _cuts: ContextVar[Cuts] = ContextVar("bytescale_cuts")
 
 
-def put_on_kernels(model: nn.Module, target_of: Callable[[dict[str, Any]], Target | None]) -> list[nn.Module]:
-    """Replace ``forward`` of a model's mixers, which are returned.
-
-    ``target_of`` takes the pass out of a forward's keywords, or knows it otherwise; None: outside of plans.
-    """
-    mixers = [module for module in model.modules() if _kernels(module)]
-    for mixer in mixers:
-        function = inspect.unwrap(type(mixer).forward)
-        mixer.forward = MethodType(_forward(function, _kernels(mixer), target_of), mixer)
-    return mixers
-
-
 def has_own_cache(mixer: nn.Module) -> bool:
     """Whether a mixer keeps its state in a cache of a class of its model's own."""
     return _LIGHTNING in _kernels(mixer)
@@ -67,9 +55,7 @@ def _kernels(module: nn.Module) -> set[str]:
     return set(function.__code__.co_names) & {*KERNELS, _LIGHTNING}
 
 
-def _forward(
-    function: FunctionType, names: set[str], target_of: Callable[[dict[str, Any]], Target | None]
-) -> Callable[..., Any]:
+def _forward(function: FunctionType, names: set[str]) -> Callable[..., Any]:
     """The mixer's forward, as a function of the mixer, so that a copy of a model computes with its own weights."""
     if names == {_LIGHTNING}:
         cut_forward: Callable[..., Any] = _lightning
@@ -82,7 +68,8 @@ def _forward(
         cut_forward.__kwdefaults__ = function.__kwdefaults__
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        target = target_of(kwargs)
+        given: Target | None = kwargs.pop(KEYWORD, None)
+        target = _pass.get() if given is None else given  # some layers hand no keywords down to it
         plain = partial(type(self).forward, self, *args, **kwargs)
         if target is not None:
             return target.mix(self, plain, partial(_with_cuts, partial(cut_forward, self, *args, **kwargs)))
@@ -239,9 +226,14 @@ class Attachment:
         self._is_detached = False
         self._before = [(part, part.config._attn_implementation) for part in self.parts]
         for part, name in self._before:
-            original = (name or "sdpa").removeprefix(PREFIX)
-            part.config._attn_implementation_internal = _register(original)
-        self._mixers = put_on_kernels(model, _target_of)
+            original = (name or "sdpa").removeprefix(PREFIX)  # computes outside of plans
+            if PREFIX + original not in ALL_ATTENTION_FUNCTIONS:
+                AttentionInterface.register(PREFIX + original, partial(_attention, original))
+                AttentionMaskInterface.register(PREFIX + original, partial(_mask, original))
+            part.config._attn_implementation_internal = PREFIX + original
+        self._mixers = [module for module in model.modules() if _kernels(module)]
+        for mixer in self._mixers:
+            mixer.forward = MethodType(_forward(inspect.unwrap(type(mixer).forward), _kernels(mixer)), mixer)
         self._hooks = []
         for module in dict.fromkeys([model, *self.parts]):
             self._hooks.append(module.register_forward_pre_hook(_begin, with_kwargs=True))
@@ -257,7 +249,6 @@ class Attachment:
             )
 
     def detach(self) -> None:
-        """Give the model back the attention that it had."""
         self._is_detached = True
         for part, name in self._before:
             part.config._attn_implementation_internal = name
@@ -265,21 +256,6 @@ class Attachment:
             vars(mixer).pop("forward", None)
         for hook in self._hooks:
             hook.remove()
-
-
-def _target_of(kwargs: dict[str, Any]) -> Target | None:
-    """The pass of a mixer's forward. Some layers hand no keywords down to it."""
-    target: Target | None = kwargs.pop(KEYWORD, None)
-    return _pass.get() if target is None else target
-
-
-def _register(original: str) -> str:
-    """The name of our implementation over ``original``, which computes outside of plans."""
-    name = PREFIX + original
-    if name not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(name, partial(_attention, original))
-        AttentionMaskInterface.register(name, partial(_mask, original))
-    return name
 
 
 def _attention(

@@ -39,7 +39,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttention:
-    """One layer's attention. ``has_sinks``: whether every head has a learned logit beside those of its keys."""
+    """One layer's attention."""
 
     name: str
     num_heads: int
@@ -47,7 +47,6 @@ class LayerAttention:
     head_dim: int
     value_dim: int
     rules: AttentionRules
-    has_sinks: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +177,6 @@ def _require_positions_are_followed(model: nn.Module, names: dict[nn.Module, str
 
 
 def _layer(call: Call, name: str) -> LayerAttention:
-    """One call as a layer's attention, or a refusal."""
     options = call.options
     unknown = sorted(
         key for key, value in options.items() if key not in _HARMLESS and value is not None and value is not False
@@ -208,7 +206,6 @@ def _layer(call: Call, name: str) -> LayerAttention:
             window=_window(call, name),
             soft_cap=None if not options.get("softcap") else float(options["softcap"]),
         ),
-        has_sinks=options.get("s_aux") is not None,
     )
 
 

@@ -45,7 +45,6 @@ def score(hdp: HDP, documents: Iterable[Mapping[str, Any]], *, batch_tokens: int
     Args:
         hdp: attached to the model, which is in evaluation mode, best with ``forward_only=True``.
         documents: mappings as ``HDP.plan`` takes them, with ``tokens`` and perhaps ``labels``; the same on every rank.
-        batch_tokens: tokens that are planned together.
 
     Raises:
         DataError, PlanError: as ``HDP.plan``; a document may be longer than all ranks hold.
@@ -80,7 +79,6 @@ class ScoreFile:
 
     @property
     def parts(self) -> Path:
-        """The folder of the parts."""
         return self.path.with_name(self.path.name + ".parts")
 
     def check_is_new(self) -> None:
@@ -117,7 +115,6 @@ class ScoreFile:
         return next(done for done in itertools.count() if not self.part(done).exists())
 
     def part(self, number: int) -> Path:
-        """The path of a part."""
         return self.parts / f"{number:06d}.parquet"
 
     def write(self, number: int, rows: Mapping[str, Any]) -> None:
@@ -129,7 +126,6 @@ class ScoreFile:
             pyarrow.parquet.write_table(pyarrow.table(dict(rows)), temporary)
 
     def finish(self, num_parts: int) -> None:
-        """Join the parts, one at a time, and delete them."""
         import pyarrow.parquet
 
         with self._written(self.path) as temporary:
@@ -169,9 +165,8 @@ def score_corpus(
     The columns: ``document`` (from 0), ``num_tokens``, ``num_targets``, ``logprob`` (sum of weight x log-probability),
     ``logprobs`` (of every token behind the first, or of its label), and ``weights`` of the same tokens if any exist.
 
-    Raises:
-        ConfigError: the file exists, or was begun with other settings.
-        DataError: a document is longer than all ranks hold, or empty, so that rows would not be the caller's.
+    Raises ``ConfigError`` if the file exists, or was begun with other settings; ``DataError`` if a document is longer
+    than all ranks hold, or empty, so that rows would not be the caller's.
     """
     check_documents(corpus, hdp.group.size, hdp.capacity_tokens, data)
     batches = list(batches_once(corpus.index, batch_tokens))

@@ -1,10 +1,8 @@
 """Plans that cannot hang in a pipeline: the members of every shared group meet at the same micro-batch index.
 
-This is sufficient under 1F1B, plain or interleaved, whatever else the ranks run and however many micro-batches each
-has. Every action then has a time on one clock (``plan.schedule.action_times``). An action's time is later than that of
-everything that it may wait for, including its rank's messages. The members of a group have the same index, so they have
-the same time. So nothing waits in a circle. ``plan.pipeline_order`` finds the circles of plans that are not aligned,
-and tests run it over thousands of plans of these planners.
+This is sufficient under 1F1B, plain or interleaved: an action's time on one clock (``plan.schedule.action_times``) is
+later than that of everything that it may wait for, and the members of a group have it at the same time.
+``plan.pipeline_order`` finds the circles of plans that are not aligned.
 """
 
 from __future__ import annotations
@@ -47,15 +45,13 @@ def _never_grows(group: int, first: int, most: int, room: float | None) -> tuple
 def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:
     """Return ``plan`` if it is aligned, else a plan with the same groups on other ranks.
 
-    1. Shared groups, widest first, are stacked on blocks of consecutive ranks (``stack``). A block stands on a single
-       other block, or on none. So all its ranks have the same groups below it, and hence the same number of them.
+    1. Shared groups, widest first, are stacked on blocks of consecutive ranks (``stack``): a block stands on a single
+       other block, or on none, so all its ranks have the same groups below it.
     2. Local groups follow, longest first, each on the rank that is free first. Each is a micro-batch.
 
     Args:
         plan: from any planner that gives all members of a group equal shares.
-        cluster: the plan's ranks. They are placed as if they were equally fast; where they differ, the plan has to be
-            one that the smallest capacity allows on all of them.
-        cost: tells times, which decide the choice of ranks. The result is aligned whatever they are.
+        cluster: the plan's ranks, taken as equally fast. Where they differ, the smallest capacity has to hold all.
     """
     if is_aligned(plan):
         return plan

@@ -1,7 +1,6 @@
 """How many ranks a sequence takes to end within a given time, and how long it takes there.
 
-Compute time falls with the number of ranks (the degree), but exposed communication does not. Groups that fit into a
-node are assumed to stay in one.
+Groups that fit into a node are assumed to stay in one.
 Shape letter: L sequences that may have to be shared, longest first.
 """
 
@@ -67,8 +66,7 @@ def _shaped_seconds(cost: CostModel, lengths: FloatArray, degrees: IntArray, col
 class DegreeGrid:
     """``GRID`` degrees, from fewest to all, of sequences near their shortest possible time.
 
-    Times do not depend on a limit, so every length is tried once, however many limits are asked for. What is kept of
-    it are the degrees that are faster than every smaller one, rising.
+    Every length is tried once, however many limits are asked for. Degrees faster than every smaller one are kept.
     """
 
     def __init__(self, cost: CostModel, num_ranks: int) -> None:
@@ -110,14 +108,10 @@ def degrees_within(
 ) -> tuple[IntArray, FloatArray]:
     """Fewest ranks on which each sequence ends within ``seconds``, and its time there, both ``[L]``.
 
-    Start from the degree that compute alone requires. Where the exposed time makes it late, add ranks for that time.
-    Every number of columns is tried, and degrees are multiples of it. If that finds no degree, try a grid of degrees.
-    A sequence that no degree ends in time takes its fastest degree.
+    Start from the degree that compute alone requires, and add ranks for the exposed time, in every number of columns.
+    If that finds none, try a grid of degrees. A sequence that no degree ends in time takes its fastest degree.
 
-    Args:
-        tried: tells the time of a group, and the most ranks that any may have.
-        lengths: ``[L]`` tokens.
-        fewest: ``[L]`` ranks that hold each sequence.
+    ``lengths [L]`` are in tokens, and ``fewest [L]`` the ranks that hold each.
     """
     cost, num_ranks = tried.cost, tried.num_ranks
     work = cost.work_seconds(lengths)

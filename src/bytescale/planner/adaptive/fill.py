@@ -20,13 +20,11 @@ def deal(
     lengths: IntArray | None = None,
     capacity: IntArray | None = None,
 ) -> tuple[IntArray, FloatArray]:
-    """Assign sequences, longest first, to the ranks that are free first, in rounds.
+    """``[n]`` rank of each sequence, longest first on the ranks that are free first; ``[R]`` when ranks are free then.
 
     A round consists of sequences whose times are within ``ROUND_RATIO`` of each other. Its total time is poured over
-    the ranks like water. Each rank gets the whole number of sequences that fits under the surface; the remaining
-    sequences go to the ranks with the most room for one more. Within the round, the longest sequences go to the ranks
-    that end furthest below the surface and the shortest to those furthest above it. Later rounds, whose sequences are
-    shorter, level out the differences.
+    the ranks like water. Each rank gets the whole number of sequences that fits under the surface; the remaining ones
+    go to the ranks with the most room for one more. The longest go to the ranks that end furthest below the surface.
 
     Args:
         seconds: ``[n]`` time of each sequence at speed 1, descending.
@@ -34,9 +32,6 @@ def deal(
         speeds: ``[R]``; None: all 1.
         lengths: ``[n]`` tokens of a rank's capacity that each takes, falling; needed with ``capacity``.
         capacity: ``[R]`` tokens of a micro-batch, when some ranks cannot hold some of the sequences.
-
-    Returns:
-        rank of each sequence ``[n]``, and when each rank is free in the end ``[R]``.
     """
     ranks = np.empty(len(seconds), dtype=np.int64)
     if len(seconds) == 0:
@@ -84,11 +79,7 @@ def _pour(seconds: FloatArray, heights: FloatArray, speeds: FloatArray) -> IntAr
 
 
 def _surface(volume: float, heights: FloatArray, speeds: FloatArray) -> float:
-    """Return when all ranks end that take a share of ``volume`` seconds of work.
-
-    Rank ``i`` is free from ``heights[i]`` on and works at ``speeds[i]``. Ranks that become free after the
-    result take no share. The result is computed for all ranks, then without those, until there are none.
-    """
+    """When all ranks end that take a share of ``volume`` seconds of work: those free before, at ``heights``."""
     weights = heights * speeds
     while True:
         surface = (volume + float(weights.sum())) / float(speeds.sum())

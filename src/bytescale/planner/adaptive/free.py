@@ -7,25 +7,19 @@ It is *stacked* on a plateau, a gap without an end, all of whose ranks become fr
        +---------------+        +-------+-----+      and one of 2 ranks free at 0
        |      5        |        |   3   |  2  |
 
-So no member of a group waits for another, by construction. Among ranks that differ, and in pipelines, all groups are
-stacked. Or it is *reserved*: it takes ranks of several gaps, which need not be neighbours, at the first moment from
-which on enough of them stay free for the whole time of the group. Cluster schedulers call this backfilling::
+So no member of a group waits for another. Among ranks that differ, and in pipelines, all groups are stacked. Or it is
+*reserved* (backfilling): it takes ranks of several gaps, which need not be neighbours, at the first moment from which
+on enough of them stay free for the whole time of the group::
 
-    rank 0  |aaaaaaaaaaaa|cccccccc|      The widest groups come first: a takes five ranks, c and d take three, b and
-    rank 1  |aaaaaaaaaaaa|cccccccc|      e take two. For d the first moment is the end of a: c leaves two of a's ranks
-    rank 2  |aaaaaaaaaaaa|cccccccc|      free, and rank 5 is the third one. The gap before d is 1 second of rank 5.
-    rank 3  |aaaaaaaaaaaa|dddddd|        Narrow groups, and then whole sequences, fill the gaps.
-    rank 4  |aaaaaaaaaaaa|dddddd|
+    rank 3  |aaaaaaaaaaaa|dddddd|        Widest first: a, then d on two of a's ranks and on rank 5. The gap before d is
+    rank 4  |aaaaaaaaaaaa|dddddd|        1 second of rank 5. Narrow groups, and then whole sequences, fill such gaps.
     rank 5  |bbbbbbb|eeee|dddddd|
-    rank 6  |bbbbbbb|eeee|
 
 A group that would end late *grows*: it takes just enough more ranks to end in time. With a *snap* above 0, a stacked
 group takes its whole plateau if that adds a smaller share than ``snap``: too few groups may be narrow enough for the
 rest. A group that fits into a node stays in one, unless communication is free.
 
-In a pipeline of p stages the first group on a rank counts p times: p - 1 times for the bubbles of its warm-up and
-cool-down. A later one counts p - 1 times more for what it is longer than the one before it, and a shorter one adds
-nothing (``evaluate``). So in a pipeline a group goes to the highest plateau on which it still ends in time: long
+In a pipeline (``evaluate`` has its bubbles) a group goes to the highest plateau on which it still ends in time: long
 groups then share ranks, and only these ranks have long bubbles.
 
 Shape letters: G groups; E sum of their degrees; R ranks; n gaps before groups.
@@ -44,8 +38,8 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.plan.plan import offsets_of, segment_sums
+from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.planner.adaptive.degrees import Rectangles
-from bytescale.planner.draft import consecutive
 
 Gap = tuple[float, int, int, float, float]
 """Seconds at which it is free; first rank; number of ranks; seconds until which it is free; seconds of the group before
@@ -161,7 +155,7 @@ class FreeTime:
         groups, _, ends, seconds, runs = zip(*in_order, strict=True) if in_order else ([],) * 5
         first, counts = np.array([run for some in runs for run in some], dtype=np.int64).reshape(-1, 2).T
         degrees = segment_sums(counts, offsets_of(len(some) for some in runs))
-        ranks = consecutive(first, counts)
+        ranks = concatenated_ranges(first, first + counts)
         free_at, last = np.zeros((2, self.num_ranks))
         # Later groups come after earlier ones: of several values for a rank, the assignment keeps the last.
         free_at[ranks], last[ranks] = np.repeat(ends, degrees), np.repeat(seconds, degrees)
@@ -173,7 +167,8 @@ class FreeTime:
         """``[n]`` rank, start and seconds, of each gap of a rank before a group."""
         inner = np.array([gap[:4] for gap in self.gaps if gap[3] < np.inf]).reshape(-1, 4)
         widths = inner[:, 2].astype(np.int64)
-        ranks = consecutive(inner[:, 1].astype(np.int64), widths)
+        first = inner[:, 1].astype(np.int64)
+        ranks = concatenated_ranges(first, first + widths)
         return ranks, np.repeat(inner[:, 0], widths), np.repeat(inner[:, 3] - inner[:, 0], widths)
 
     def _end(self, gap: Gap, seconds: float) -> float:

@@ -1,13 +1,8 @@
 """Places the shared groups, widest first: stacked, or reserved in several orders (``free``).
 
-If the longest sequences take a large part of all ranks, most of the strips beside them are a few ranks wide, and too
-few groups are that narrow. Then stacked groups end late, and groups are reserved. Which of them has to grow depends on
-the order. So the group that grew at the greatest cost, or was late all the same, moves a little earlier in the order,
-and all groups are placed again, until no group grows much or ``ORDERS`` orders were tried ("squeaky wheel"
-optimisation).
-
-The idle time between reserved groups usually adds up to a tenth of a per cent. If it is more, and the whole sequences
-would therefore end late, whole sequences fill the gaps before groups.
+Where too few groups are narrow enough for the strips beside the longest ones, stacked groups end late, and groups are
+reserved. The group that grew at the greatest cost, or was late all the same, moves a little earlier in the order, and
+all groups are placed again, until no group grows much or ``ORDERS`` orders were tried ("squeaky wheel" optimisation).
 
 Shape letters: G groups, n whole sequences.
 """
@@ -25,12 +20,7 @@ from bytescale.planner.adaptive.free import FreeTime, Placement
 
 
 def stack(blocks: Rectangles, num_ranks: int, *, target: float, num_stages: int = 1, snap: float = 0.0) -> FreeTime:
-    """All groups, stacked on R = ``num_ranks`` ranks.
-
-    Args:
-        target: seconds; the time by which all should end.
-        snap: share of a plateau's speed.
-    """
+    """All groups, stacked to end by ``target`` seconds; ``snap``: share of a plateau's speed."""
     free = FreeTime(blocks, num_ranks, target, num_stages)
     for group in range(len(blocks.items)):
         free.stack(group, snap)
@@ -40,14 +30,10 @@ def stack(blocks: Rectangles, num_ranks: int, *, target: float, num_stages: int 
 def share_low(free: FreeTime, lengths: IntArray, seconds: FloatArray, cost: CostModel) -> None:
     """Share short sequences over plateaus whose gap up to the target is too low for any whole one.
 
-    A block of D ranks leaves a gap of up to 1/D of the target. With few sequences per rank these gaps add up (github at
-    16,384 ranks: a shortest sequence of 8 % of the target, and 0.4 % of all time empty above the 110 widest blocks).
-    Every low gap gets the longest sequence that fits and is not taken yet. Sequence k becomes group G + k.
+    A block of D ranks leaves a gap of up to 1/D of the target, and with few sequences per rank these gaps add up. Each
+    gets the longest sequence that fits and is not taken yet. Sequence k becomes group G + k.
 
-    Args:
-        free: the time that stacked groups leave.
-        lengths: ``[n]`` tokens of the whole sequences, descending.
-        seconds: ``[n]`` time of each on one rank.
+    ``lengths [n]`` are tokens of the whole sequences, descending, and ``seconds [n]`` the time of each on one rank.
     """
     if not len(seconds):
         return

@@ -10,12 +10,10 @@
     6. Rings     a plan with grids is replaced by one that has rings alone, if that is better
     7. Rivals    a plan that is not good enough is replaced by the best plan of the baselines, if that is better
 
-Plans are compared by the caller's ``step_seconds``, such as the simulator's, which also counts the reduction of
-gradients and the gathering of parameters. Without it, they are compared by their makespans (``evaluate``).
+Plans are compared by the caller's ``step_seconds``, such as the simulator's, or by their makespans (``evaluate``).
 
-In a pipeline of equal ranks, the longest block costs most. Many are tried, and several sizes of packs. Ranks that
-differ in speed or capacity take the same steps with shares of their own (``unequal``), but nothing is reserved. In a
-pipeline, they take the plan without one if it cannot hang, or a rival (``_in_unequal_pipelines``).
+In a pipeline of equal ranks, many longest blocks are tried, and several sizes of packs. Ranks that differ in speed or
+capacity take the same steps with shares of their own (``unequal``), but nothing is reserved.
 Shape letters: S sequences, longest first; G of them shared; R ranks.
 """
 
@@ -99,7 +97,6 @@ def _in_unequal_pipelines(piped: Batch, planned: Callable[[Batch, Trial], Plan])
     """Plan (steps 2 to 7) pipelines whose ranks differ in speed or memory.
 
     Candidates are searched as if there were no pipeline, with grids and with rings alone, and kept if they cannot hang.
-    The best of them and of the rivals is returned.
     """
     flat = replace(piped, num_stages=1)
     ours = [planned(batch, search(batch)) for batch in (flat, flat.rings) if batch is not None]
@@ -113,8 +110,7 @@ def _in_unequal_pipelines(piped: Batch, planned: Callable[[Batch, Trial], Plan])
 def _without_pipeline(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
     """Steps 2 to 7. The plan never ends later than one that is searched with rings alone.
 
-    That search is left out where it cannot be better, as that with grids is. Its plan gets the best shapes as well: on
-    the same ranks, these are never slower than rings.
+    Either search is left out where it cannot be better.
     """
     rings, is_uniform = flat.rings, flat.cluster.is_uniform
     no_grids = (
@@ -134,8 +130,7 @@ def _without_pipeline(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
 def pack_sizes(capacity: int) -> list[int]:
     """Sizes of packs of whole sequences that are tried in a pipeline, in tokens: ``capacity``, and repeated halves.
 
-    Smaller packs fill and drain a pipeline in less time, at the cost of more launches. Packs below ``MIN_PACK`` tokens
-    are not tried.
+    Smaller packs fill and drain a pipeline in less time, at the cost of more launches.
     """
     return [capacity >> halving for halving in range(max(0, int(np.log2(max(capacity, 1) / effort.MIN_PACK))) + 1)]
 
@@ -234,15 +229,15 @@ def _trials(batch: Batch) -> Iterator[Trial]:
             break  # shorter blocks would take even more ranks and time
         late, longer = min(late, *ends), ends[0]
     if reserves or not is_flat:
-        attempt = partial(_reserved if reserves else _stacked_within, batch)
+
+        def attempt(makespan: float) -> Trial:
+            return _reserved(batch, makespan) if reserves else _stacked(batch, _blocks(batch, makespan), makespan)
+
         yield from bisected(attempt, later, late, math.sqrt(later * late), effort.BISECTIONS)
 
 
 def _parts(batch: Batch) -> list[int]:
-    """The target over the longest blocks tried: those that make few groups.
-
-    With grids, blocks to which the longest sequence cannot keep would give it, and many others, far too many ranks.
-    """
+    """The target over the longest blocks tried: those that make few groups."""
     few = [
         part
         for part in effort.PARTS
@@ -250,11 +245,11 @@ def _parts(batch: Batch) -> list[int]:
     ]
     if not batch.cluster.is_uniform or batch.cost.row_bytes_per_token is None:
         return few
+    # Blocks to which the longest sequence cannot keep would give it, and many others, far too many ranks.
     return [part for part in few if part == effort.PARTS[0] or batch.target / part >= batch.fastest]
 
 
 def _reserved(batch: Batch, makespan: float) -> Trial:
-    """A trial with reservations."""
     blocks = _blocks(batch, makespan)
     placed = reserve(
         blocks,
@@ -268,14 +263,8 @@ def _reserved(batch: Batch, makespan: float) -> Trial:
 
 
 def _stacked(batch: Batch, blocks: Rectangles, makespan: float, snap: float = 0.0) -> Trial:
-    """A trial with blocks of consecutive ranks."""
     free = stack(blocks, batch.cluster.num_ranks, target=makespan, num_stages=batch.num_stages, snap=snap)
     return _filled(batch, blocks, free.placement())
-
-
-def _stacked_within(batch: Batch, makespan: float) -> Trial:
-    """A trial with blocks of consecutive ranks, none of them longer than the makespan."""
-    return _stacked(batch, _blocks(batch, makespan), makespan)
 
 
 def _blocks(batch: Batch, longest: float) -> Rectangles:
@@ -318,12 +307,11 @@ def _filled(batch: Batch, blocks: Rectangles, placed: Placement) -> Trial:
 def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     """Step 7: the best of ``plan`` and the baselines' plans, until one is good enough.
 
-    So a plan is never later than a baseline's, in the time by which plans are compared, with two exceptions: with free
-    communication, and of more than ``effort.FEW`` sequences, a plan is good enough from ``effort.GOOD_ENOUGH`` times
-    the target on. Otherwise only all compute spread evenly is: the target can be beaten, because the sequences of a
-    mesh's pack hide each other's messages.
+    With free communication, or of more than ``effort.FEW`` sequences, a plan is good enough from ``effort.GOOD_ENOUGH``
+    times the target on. Otherwise only all compute spread evenly is: the target can be beaten, because the sequences of
+    a mesh's pack hide each other's messages.
     """
-    enough = batch.even_seconds
+    enough = float(batch.cost.work_seconds(batch.lengths).sum() / batch.cluster.speeds.sum())
     if is_ideal(batch.cost) or plan.num_sequences > effort.FEW:
         enough = effort.GOOD_ENOUGH * batch.target
     end = batch.step(plan)

@@ -103,11 +103,6 @@ class Batch:
         return self.work_seconds / np.where(holding > 0, fastest[np.maximum(holding, 1) - 1], 1.0)
 
     @cached_property
-    def even_seconds(self) -> float:
-        """Seconds; all compute spread evenly over the ranks' speeds. No plan ends earlier."""
-        return float(self.cost.work_seconds(self.lengths).sum() / self.cluster.speeds.sum())
-
-    @cached_property
     def target(self) -> float:
         """Seconds; when all ranks could end together, without the bubbles of a pipeline."""
         if not self.cluster.is_uniform:
@@ -124,7 +119,7 @@ class Batch:
     def pack_seconds(self, count: int) -> float:
         """Time of a micro-batch of whole sequences, in seconds, if the ``count`` longest sequences are shared.
 
-        It is the mean, weighted by tokens, of micro-batches that are full, or as full as the sequences can make them.
+        It is the mean, weighted by tokens, of micro-batches as full as the sequences can make them.
         """
         lengths = self.lengths[count:]
         if not len(lengths):
@@ -168,13 +163,8 @@ class Batch:
     def promised(self, blocks: Rectangles) -> float:
         """The makespan in a pipeline, in seconds, with these groups on the fewest ranks of each.
 
-        The longest micro-batch of a rank in a pipeline of p stages costs p times its time, not once (``evaluate``).
-        So the makespan is about
-
-            ( sum of D t  +  whole  +  (p - 1) * sum over R ranks of the longest t on each ) / R
-
-        Long groups are stacked on long groups, so the groups with the largest t cover every rank once, and each rank
-        pays for one of them.
+        It is about ( sum of D t + whole + (p - 1) * sum over R ranks of the longest t on each ) / R (``evaluate``).
+        Long groups are stacked on long groups, so each rank pays for one of the groups with the largest t.
         """
         num_ranks, count, degrees, seconds = self.cluster.num_ranks, len(blocks.items), blocks.degrees, blocks.seconds
         by_time = np.argsort(-seconds, kind="stable")
@@ -189,15 +179,9 @@ class Batch:
 def target_seconds(tried: DegreeGrid, long_lengths: IntArray, fewest: IntArray, whole_seconds: float) -> float:
     """The earliest makespan if all work could be spread evenly, exposed communication included.
 
-    It is the smallest T for which the time of all ranks, R T, is as much as all sequences take. Whole sequences take
-    ``whole_seconds`` in sum; each other one takes its degree times its time, on the degree that T requires. T is never
-    less than the time of the longest sequence on its fastest degree.
-
-    Args:
-        tried: tells the time of a group on R ranks.
-        long_lengths: ``[L]`` sequences that may have to be shared.
-        fewest: ``[L]`` ranks that hold each.
-        whole_seconds: sum of the times of all other sequences.
+    It is the smallest T for which the time of all ranks, R T, is as much as all sequences take: whole ones
+    ``whole_seconds`` in sum, and those of ``long_lengths [L]``, which ``fewest [L]`` ranks hold, their degree times the
+    time on it, for the degree that T requires. T is never less than the longest one's time on its fastest degree.
     """
     cost, num_ranks = tried.cost, tried.num_ranks
     work = float(cost.work_seconds(long_lengths).sum())

@@ -71,10 +71,7 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
 
 
 def pipeline_ends(batch: Batch, placed: Placement, whole: IntArray, whole_ranks: IntArray) -> FloatArray:
-    """``[R]`` seconds at which each rank of a pipeline ends: shared groups, packs of whole sequences, and all bubbles.
-
-    It is what ``evaluate`` finds for the trial's plan, because no member of a block waits.
-    """
+    """``[R]`` seconds at which each rank of a pipeline ends: as ``evaluate``, because no member of a block waits."""
     if not len(whole):
         return placed.free_at
     by_rank = rising(whole_ranks)
@@ -89,14 +86,10 @@ def pipeline_ends(batch: Batch, placed: Placement, whole: IntArray, whole_ranks:
 def longest_packs_first(
     batch: Batch, places: IntArray, ranks: IntArray, index: IntArray
 ) -> tuple[IntArray, FloatArray]:
-    """The packs of every rank, longest first, so that one of them has bubbles: new ``index`` ``[n]``, and their times.
+    """The packs of every rank, longest first, so that one of them has bubbles: new ``index [n]``, and their times.
 
-    The times are ``[most packs, R]`` seconds, 0 where a rank has fewer packs.
-
-    Args:
-        places: ``[n]`` whole sequences.
-        ranks: ``[n]`` where each runs.
-        index: ``[n]`` pack of each on its rank.
+    ``places``, ``ranks`` and ``index [n]``: whole sequences, where each runs, and its pack there. The times are
+    ``[most packs, R]`` seconds, 0 where a rank has fewer packs.
     """
     seconds: FloatArray = np.zeros((int(index.max(initial=-1)) + 1, batch.cluster.num_ranks))
     np.add.at(seconds, (index, ranks), batch.cost.work_seconds(batch.lengths[places]))
@@ -108,15 +101,10 @@ def longest_packs_first(
 def group_shapes(
     lengths: IntArray, degrees: IntArray, ranks: IntArray, cluster: Cluster, cost: CostModel
 ) -> tuple[IntArray, IntArray, IntArray | None]:
-    """The best shapes of groups of one sequence each.
+    """The best shapes of groups of one sequence each: ``[G]`` columns, ``[E]`` ranks and weights in member order.
 
-    Args:
-        lengths: ``[G]`` tokens of their sequences.
-        degrees: ``[G]`` ranks of each.
-        ranks: ``[E]`` of all groups, group by group, neighbours beside each other.
-
-    Returns:
-        ``[G]`` columns, and ``[E]`` ranks and weights in member order, group by group; weights are None if all are 1.
+    ``lengths [G]`` are tokens, ``degrees [G]`` ranks of each, and ``ranks [E]`` those of all groups, group by group,
+    neighbours beside each other. Weights are None if all are 1.
     """
     if not cluster.is_uniform:
         return grids(lengths, degrees, ranks, cluster, cost)

@@ -1,8 +1,7 @@
 """Ranks that differ in speed and capacity: each member of a group gets tokens in proportion to its speed.
 
-A member never gets more than its capacity. The remaining tokens go to the other members, again in proportion to speed.
-These shares are the group's weights, so the runtime's segments are exactly these tokens. Where activations may be
-offloaded, all capacities are wider by one factor, which depends on the sequence (``OffloadRule.stretch``).
+A member never gets more than its capacity; the others share the rest. The shares are the group's weights. Where
+activations may be offloaded, all capacities are wider by one factor of the sequence (``OffloadRule.stretch``).
 """
 
 from __future__ import annotations
@@ -89,13 +88,9 @@ def grids(
 ) -> tuple[IntArray, IntArray, IntArray]:
     """``[G]`` columns, ``[E]`` ranks and ``[E]`` weights of groups of unequal members, in their best shapes.
 
-    A member's tile is the product of its row's and its column's shares. So members of like speed stand in one row, and
-    then all columns have about the same share. Every second row is turned around, which levels out the columns.
+    Members of like speed stand in one row, and every second row is turned around: all columns have about equal shares.
 
-    Args:
-        lengths: ``[G]`` tokens of the groups' sequences.
-        degrees: ``[G]`` ranks of each.
-        ranks: ``[E]`` of all groups, group by group.
+    Arguments as in ``trial.group_shapes``.
     """
     starts = np.cumsum(degrees) - degrees
     stretch, places = cluster.stretch(lengths).tolist(), np.arange(len(ranks))

@@ -9,8 +9,8 @@ from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner.batch import checked_lengths
-from bytescale.planner.draft import Draft, assemble, consecutive
-from bytescale.planner.packing import best_fit, grouped, smallest_capacity
+from bytescale.planner.draft import Draft, assemble
+from bytescale.planner.packing import best_fit, grouped
 
 
 def naive_plan(
@@ -25,8 +25,7 @@ def naive_plan(
        does not offload).
     2. Shorter ones are packed, best fit, into micro-batches of at most C tokens.
     3. In the batch's order of arrival, each takes the next D ranks, cyclically; a pack takes the place of its first
-       sequence. So the plan depends on the order of ``lengths``, unlike that of any other planner. If sequences were
-       assigned longest first, the ranks' times would be closer together than the paper's (60 s to 279 s).
+       sequence. So the plan depends on the order of ``lengths``, unlike that of any other planner.
 
     Args:
         lengths: ``[S]`` tokens per sequence.
@@ -35,7 +34,7 @@ def naive_plan(
     """
     del cost
     lengths = checked_lengths(lengths, cluster=cluster, uniform=True)
-    capacity = smallest_capacity(cluster)
+    capacity = int(cluster.capacity_tokens.min())
     degrees = cluster.fewest_ranks(lengths)
     is_long = (degrees > 1) | (lengths > capacity)
     long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
@@ -51,7 +50,7 @@ def naive_plan(
     draft = Draft(
         sequences=sequences,
         sequence_counts=counts,
-        ranks=consecutive(np.cumsum(group_degrees) - group_degrees, group_degrees, modulo=cluster.num_ranks),
+        ranks=np.arange(group_degrees.sum()) % cluster.num_ranks,
         degrees=group_degrees,
         slots=np.arange(len(counts)),
     )
@@ -59,16 +58,11 @@ def naive_plan(
 
 
 def minimal_groups(lengths: IntArray, order: IntArray, cluster: Cluster) -> tuple[IntArray, IntArray, IntArray]:
-    """Steps 1 and 2 for a bucket of Algorithm 2, longest first.
+    """Steps 1 and 2 for a bucket of Algorithm 2, whose sequence numbers ``order`` are longest first.
 
-    Args:
-        lengths: ``[S]`` of the whole batch.
-        order: the bucket's sequence numbers, longest first.
-
-    Returns:
-        sequences group by group, long ones first; sequences per group ``[G]``; degrees ``[G]``.
+    Returns sequences group by group, long ones first; sequences per group ``[G]``; degrees ``[G]``.
     """
-    capacity = smallest_capacity(cluster)
+    capacity = int(cluster.capacity_tokens.min())
     num_long = int((lengths[order] > capacity).sum())
     long, short = order[:num_long], order[num_long:]
     packs, pack_counts = grouped(short, best_fit(lengths[short], capacity))

@@ -11,11 +11,10 @@ from numpy.typing import ArrayLike
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
-from bytescale.plan.plan import segment_sums
+from bytescale.plan.plan import offsets_of, segment_sums
 from bytescale.planner.baselines.naive import minimal_groups
 from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.draft import Draft, assemble
-from bytescale.planner.packing import smallest_capacity
 
 
 def paper_plan(
@@ -31,14 +30,13 @@ def paper_plan(
 
     1. Sort by length, descending, and cut into ``num_buckets`` buckets of about equal work.
     2. Inside a bucket, Algorithm 1: fewest ranks for long sequences, best-fit packs of short ones.
-    3. In rounds, until the buckets are empty: the target ranks are those whose accumulated time lags behind the longest
-       by more than delta. In the order of their numbers they get the next groups, one each. Then targets are looked
-       for anew. Where there are none, all ranks are targets. A rank's accumulated time is that of its own
-       micro-batches: the time that it waits for other members of a group does not count.
+    3. In rounds, until the buckets are empty: the target ranks are those whose accumulated time (without waiting) lags
+       behind the longest by more than delta; where there are none, all. In the order of their numbers they get the next
+       groups, one each.
 
        - DP-Balance draws from the first bucket: at any moment all ranks run micro-batches of like work.
        - PP-Balance (``pipeline``): every rank keeps to one bucket while it lasts, buckets being handed to the ranks in
-         turn: a pipeline stays at one length level for long stretches.
+         turn.
 
     Args:
         lengths: ``[S]`` tokens per sequence.
@@ -50,7 +48,7 @@ def paper_plan(
     lengths = checked_lengths(lengths, cluster=cluster, uniform=True)
     groups = BucketedGroups.of(lengths, cluster, cost, num_buckets)
     if delta_seconds is None:
-        capacity = smallest_capacity(cluster)
+        capacity = int(cluster.capacity_tokens.min())
         delta_seconds = float(cost.group_seconds(capacity, capacity**2, 1))
     slots, ranks = _serve_in_rounds(groups, 1.0 / cluster.speeds, pipeline, delta_seconds)
     return groups.plan(slots, ranks, cluster=cluster, planner="paper-pp" if pipeline else "paper")
@@ -76,12 +74,14 @@ class BucketedGroups:
         parts = [part for part in np.split(order, edges) if len(part)]
         buckets = [minimal_groups(lengths, part, cluster) for part in parts]
         sequences, counts, degrees = (np.concatenate(arrays) for arrays in zip(*buckets, strict=True))
+        offsets, members = offsets_of(counts), lengths[sequences]
+        tokens, squares = segment_sums(members, offsets), segment_sums(cost.squares_of(members), offsets)
         return BucketedGroups(
             lengths=lengths,
             sequences=sequences,
             counts=counts,
             degrees=degrees,
-            seconds=_group_seconds(lengths[sequences], counts, degrees, cost),
+            seconds=cost.group_seconds(tokens, squares, degrees, degrees > cost.ranks_per_node),
             bucket_of=np.repeat(np.arange(len(buckets)), [len(bucket[1]) for bucket in buckets]),
         )
 
@@ -96,14 +96,6 @@ class BucketedGroups:
             sequences=self.sequences, sequence_counts=self.counts, ranks=ranks, degrees=self.degrees, slots=slots
         )
         return assemble(draft, lengths=self.lengths, cluster=cluster, planner=planner)
-
-
-def _group_seconds(member_lengths: IntArray, counts: IntArray, degrees: IntArray, cost: CostModel) -> FloatArray:
-    """``[G]`` time of each group at reference speed. Groups wider than a node pace at the links between nodes."""
-    offsets = np.concatenate(([0], np.cumsum(counts)))
-    tokens = segment_sums(member_lengths, offsets)
-    squares = segment_sums(cost.squares_of(member_lengths), offsets)
-    return cost.group_seconds(tokens, squares, degrees, degrees > cost.ranks_per_node)
 
 
 def _serve_in_rounds(

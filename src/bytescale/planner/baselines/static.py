@@ -8,9 +8,10 @@ from numpy.typing import ArrayLike
 from bytescale.common.errors import PlanError
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
+from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.planner.batch import checked_lengths, longest_first
-from bytescale.planner.draft import Draft, assemble, consecutive
-from bytescale.planner.packing import best_fit, grouped, smallest_capacity
+from bytescale.planner.draft import Draft, assemble
+from bytescale.planner.packing import best_fit, grouped
 
 
 def static_plan(
@@ -35,34 +36,10 @@ def static_plan(
     """
     del cost
     lengths = checked_lengths(lengths, cluster=cluster, uniform=True)
-    capacity = smallest_capacity(cluster)
-    longest = int(lengths.max())
+    num_ranks, capacity, longest = cluster.num_ranks, int(cluster.capacity_tokens.min()), int(lengths.max())
     if cp is None:
-        cp = _smallest_cp(cluster.num_ranks, capacity, max(longest, context))
-    _check_mesh(cluster.num_ranks, capacity, cp, longest)
-    order = longest_first(lengths)
-    packs = best_fit(-(-lengths[order] // cp), capacity)
-    sequences, counts = grouped(order, packs)
-    num_rows = cluster.num_ranks // cp
-    number = np.arange(len(counts))
-    degrees = np.full(len(counts), cp)
-    draft = Draft(
-        sequences=sequences,
-        sequence_counts=counts,
-        ranks=consecutive(number % num_rows * cp, degrees),
-        degrees=degrees,
-        slots=number,
-    )
-    return assemble(draft, lengths=lengths, cluster=cluster, planner=f"static/cp{cp}")
-
-
-def _smallest_cp(num_ranks: int, capacity: int, context: int) -> int:
-    degrees = np.arange(1, num_ranks + 1)
-    holding = degrees[(num_ranks % degrees == 0) & (degrees * capacity >= context)]
-    return int(holding[0]) if len(holding) else num_ranks
-
-
-def _check_mesh(num_ranks: int, capacity: int, cp: int, longest: int) -> None:
+        divisors = (cp for cp in range(1, num_ranks + 1) if num_ranks % cp == 0)
+        cp = next((cp for cp in divisors if cp * capacity >= max(longest, context)), num_ranks)
     if cp < 1 or num_ranks % cp:
         raise PlanError(
             f"cp = {cp} does not divide the {num_ranks} ranks",
@@ -75,3 +52,16 @@ def _check_mesh(num_ranks: int, capacity: int, cp: int, longest: int) -> None:
             so="no row of the mesh could hold it",
             fix=f"raise cp to at least {-(-longest // capacity)}",
         )
+    order = longest_first(lengths)
+    packs = best_fit(-(-lengths[order] // cp), capacity)
+    sequences, counts = grouped(order, packs)
+    number, degrees = np.arange(len(counts)), np.full(len(counts), cp)
+    first = number % (num_ranks // cp) * cp
+    draft = Draft(
+        sequences=sequences,
+        sequence_counts=counts,
+        ranks=concatenated_ranges(first, first + cp),
+        degrees=degrees,
+        slots=number,
+    )
+    return assemble(draft, lengths=lengths, cluster=cluster, planner=f"static/cp{cp}")

@@ -194,7 +194,6 @@ def _most(batch: RoundBatch, first: int) -> int:
 
 
 def _tried(batch: RoundBatch, first: int, count: int) -> Tried:
-    """Try ``count`` sequences from ``first`` on as a run."""
     lengths, work, fewest = (part[first : first + count] for part in (batch.lengths, batch.work, batch.fewest))
     num_ranks, step, full = batch.slots, batch.step, batch.rate * batch.capacity
     excess = work - batch.rate * lengths

@@ -18,9 +18,8 @@ HALVINGS = 20
 def levels(ends: FloatArray, room: FloatArray, speeds: FloatArray, *, work: float, least: float) -> FloatArray:
     """``[K]`` seconds of each round, so that all rounds together have time for the short sequences.
 
-    A round is at most as long as all its ranks can be kept busy, and at least as long as its longest group. Between
-    these, all rounds are shortened by equally many seconds, but none below ``least``, which it takes anyway. If the
-    sequences need more, all rounds are longer.
+    A round is as long as all its ranks can be kept busy. All rounds are shortened by equally many seconds, but none
+    below its longest group or ``least``, which it takes anyway; if the sequences need more, all rounds are longer.
 
     Args:
         ends: ``[K, R]`` seconds after which each rank has ended its slice.

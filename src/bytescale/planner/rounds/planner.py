@@ -1,9 +1,8 @@
 """Plans rounds in which all ranks take equally long, for ranks that run in lockstep (``plan.domain``).
 
-A round ends when its slowest rank has ended, so every rank of a round has to be busy for the same time. Rounds may
-differ in length, because only their sum counts. Short sequences take nearly the same time per token, b. So a group of
-D ranks that shares a sequence of s tokens and W seconds of work can end at any time in a wide range: after its slice,
-or after as many short sequences as its ranks still hold::
+Every rank of a round has to be busy for the same time, but rounds may differ in length. Short sequences take nearly the
+same time per token, b. So a group of D ranks that shares a sequence of s tokens and W seconds of work can end at any
+time in a wide range: after its slice, or after as many short sequences as its ranks still hold::
 
     T  - - - - - - - - - - - - - - - - - -     W / D                       its slices alone
        |+++++|+++++|.....|.....|.....|         W / D + b (C - s / D)       and full of short ones
