@@ -83,7 +83,6 @@ class CostOptions:
     """All settings. `parallel.ranks` counts the devices of the cluster."""
 
     def layout(self) -> ClusterConfig:
-        """Return the devices of the modelled cluster."""
         parallel = self.config.parallel
         return ClusterConfig(
             num_gpus=parallel.ranks,
@@ -192,7 +191,6 @@ class Costs:
 
     @property
     def config(self) -> Config:
-        """All settings."""
         return self.options.config
 
     @cached_property
@@ -225,7 +223,6 @@ class Costs:
 
     @cached_property
     def cost_model(self) -> CostModel:
-        """What planners know of the times."""
         per_node = self.cluster.ranks_per_node
         cost = self.profile.cost_model(ranks_per_node=per_node, pipeline_parallel=self.cluster.pp)
         a_round = round_seconds(self.profile, domain=self.domain, ranks_per_node=per_node)

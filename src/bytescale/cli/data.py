@@ -50,7 +50,6 @@ class CorpusOptions(CorpusConfig):
     """`bytes`, the path of a tokenizer.json, or `bpe` to train one on the sources (cached)."""
 
     def data_config(self) -> DataConfig:
-        """Return the ``[data]`` section with these options."""
         return DataConfig(**{spec.name: getattr(self, spec.name) for spec in fields(CorpusOptions)})
 
 

@@ -53,7 +53,6 @@ class ScoreOptions(CorpusOptions):
         return replace(data, tokenizer=tokenizer, context_length=2**62)
 
     def run_config(self) -> Config:
-        """The settings with which ranks are opened."""
         parallel = ParallelConfig(
             ranks=self.ranks, capacity_tokens=self.capacity_tokens, timeout_seconds=self.timeout_seconds
         )
@@ -112,7 +111,6 @@ def prepare(options: ScoreOptions) -> None:
 
 
 def score_on_ranks(options: ScoreOptions) -> None:
-    """Score on this rank, together with the others."""
     from bytescale.config.hugging_face import read_hf_config
     from bytescale.data.loading.corpus import check_vocabulary, prepare_corpus
     from bytescale.hf.files.folder import read_model

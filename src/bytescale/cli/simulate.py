@@ -78,7 +78,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Plan, cluster: ClusterConfig) -> None:
-    """Print step time, speed, where the time went, and traffic."""
     squares = int(windowed_squares(plan.lengths, profile.windows).sum())
     done = ModelSpec.of(profile.architecture).training_flops(num_tokens=plan.num_tokens, sum_of_squares=squares)
     rate = done / step.step_seconds / cluster.num_gpus

@@ -181,7 +181,6 @@ def _check_attention(chosen: str, trainer: TrainerConfig) -> None:
 
 
 def _check_run_folder(trainer: TrainerConfig) -> None:
-    """A run can be continued under the name that it has."""
     if trainer.resume and not trainer.run_dir:
         raise ConfigError("trainer.resume is set but trainer.run_dir is not", fix="name the run folder to continue")
     if visible(trainer.run_dir) != trainer.run_dir:
@@ -193,7 +192,6 @@ def _check_run_folder(trainer: TrainerConfig) -> None:
 
 
 def _check_trace_steps(traced: Sequence[int], trainer: TrainerConfig) -> None:
-    """A trace is of a step that the run has."""
     if trainer.epochs:
         return  # the number of steps is not known yet
     never = [step for step in traced if not 1 <= step <= trainer.steps]
@@ -255,7 +253,6 @@ def check_content(data: DataConfig) -> None:
 
 
 def _check_weights(data: DataConfig) -> None:
-    """One positive weight per source, together 1."""
     if not data.weights:
         return
     if len(data.weights) != len(data.sources):

@@ -130,7 +130,6 @@ def predictions_are_off(run: RunRecord) -> Advice | None:
 
 
 def a_rank_is_slow(run: RunRecord) -> Advice | None:
-    """A rank that calibration has found to be slower than the others."""
     speeds = run.calibration[-1]["speeds"] if run.calibration else [1.0]
     slowest = min(speeds)
     if slowest > 0.8 * median(speeds):

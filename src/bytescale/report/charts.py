@@ -160,7 +160,6 @@ class _Axis(NamedTuple):
         return [(self.place(value), label(value) if value else "0") for value in values]
 
     def steps(self) -> list[tuple[float, str]]:
-        """The ticks of an axis of steps."""
         return self.ticks("{:.0f}".format, whole=True)
 
 

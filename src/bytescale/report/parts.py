@@ -50,8 +50,6 @@ def typical(run: RunRecord, name: str) -> float | None:
 
 
 class Forecast(NamedTuple):
-    """A predicted and a measured step time."""
-
     step: int
     predicted: float
     measured: float

@@ -70,7 +70,6 @@ def throughput_section(runs: Sequence[RunRecord]) -> str:
 
 
 def time_section(runs: Sequence[RunRecord]) -> str:
-    """The parts of a step's time, step by step, with their means."""
     highest = max((float(line["step_seconds"]) for run in runs for line in run.steps), default=0.0)
     blocks = []
     for run in runs:
@@ -141,7 +140,6 @@ def _degrees(found: Batches) -> str:
 
 
 def memory_section(runs: Sequence[RunRecord]) -> str:
-    """Peak memory of the fullest rank, and what was expected."""
     chart = line_chart(_series(runs, "memory_bytes"), label=format_bytes, from_zero=True)
     about = note("The largest of any rank so far. On a GPU what tensors occupy, on a CPU the whole process.")
     expected = [(run.name, "".join(note(line) for line in run.log if line.startswith("memory  "))) for run in runs]

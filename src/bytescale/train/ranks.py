@@ -63,7 +63,6 @@ class Ranks:
 
     @property
     def world(self) -> RankGroup:
-        """All ranks."""
         return self.mesh.world
 
     @property

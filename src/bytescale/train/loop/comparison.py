@@ -22,8 +22,6 @@ PLANNERS: tuple[PlannerName, ...] = ("static", "naive", "adaptive")
 
 @dataclass(kw_only=True)
 class Measured:
-    """Steps of one planner."""
-
     planner: PlannerName
     batches: list[StepData]
     steps: list[list[StepMetrics]] = field(default_factory=list)

@@ -47,11 +47,6 @@ class Evaluation:
         batches = [(batch, planner(batch.lengths)) for batch in batches_once(corpus.index, data.batch_tokens)]
         return Evaluation(job=job, corpus=corpus, batches=batches)
 
-    def is_due(self, step: int) -> bool:
-        """Whether to evaluate after this step, counted from 1."""
-        every = self.job.config.eval.every
-        return step == self.job.config.trainer.steps or (every > 0 and step % every == 0)
-
     def run(self, step: int) -> EvaluationMetrics:
         """Evaluate between two steps. Every rank calls it. Raises ``RankFailure`` if ranks hold different plans."""
         mesh = self.job.ranks.mesh
@@ -110,7 +105,6 @@ class BestEvaluation:
         return replace(self, num_worse=self.num_worse + 1)
 
     def is_saved_at(self, step: int) -> bool:
-        """Whether the checkpoint after this step is to be kept for its loss."""
         return self.settings.keep_best and self.step == step
 
     @property

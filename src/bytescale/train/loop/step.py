@@ -104,7 +104,6 @@ def step_metrics(
     seconds: float,
     predicted: float | None = None,
 ) -> StepMetrics:
-    """The figures of all ranks as one step's metrics."""
     summary, model_flops, peak = data.summary, job.training_flops(data), job.peak_flops_per_second
     return StepMetrics(
         **{spec.name: getattr(all_ranks, spec.name) for spec in fields(SharedFigures)},

@@ -86,12 +86,13 @@ def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, 
             metrics = train_step(job, step, data, checkpoints, record)
             traces.write(record, metrics, data)
             log.step(metrics, data)
-            if evaluation is not None and evaluation.is_due(step):
+            if evaluation is not None and job.is_due(job.config.eval.every, step):
                 evaluated = evaluation.run(step)
                 log.evaluated(evaluated)
                 best = best.after(step, evaluated.loss)
             checkpoints.poll()
-            if job.checkpoint_is_due(step) or best.is_saved_at(step) or best.is_final or stop.agreed:
+            due = job.is_due(job.config.checkpoint.every, step)
+            if due or best.is_saved_at(step) or best.is_final or stop.agreed:
                 checkpoints.save(job.state_after(step, data, best.as_dict()), job.optimizer)
             if best.is_final and step < job.config.trainer.steps:
                 log.say(best.why_final())

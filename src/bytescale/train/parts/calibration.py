@@ -66,7 +66,6 @@ class RunCalibration:
 
     @property
     def cost(self) -> CostModel:
-        """The costs by all that is known."""
         return self.planner.calibrator.cost(self.state)
 
     def close(self) -> None:
@@ -78,7 +77,6 @@ class RunCalibration:
         return self._makespan(plan) + max(0.0, median(self._beyond) if self._beyond else 0.0)
 
     def took(self, plan: Plan, seconds: float) -> None:
-        """Remember how long a step took, for predictions."""
         if self.state.steps:
             self._beyond.append(seconds - self._makespan(plan))
 

@@ -37,8 +37,6 @@ def fit_to_gpus(config: Config, num_gpus: int | None = None) -> Config:
 
 @dataclass(frozen=True, kw_only=True)
 class RankDevice:
-    """What a rank may use."""
-
     name: str
     """Of the device, with the dtype."""
     device_bytes: float

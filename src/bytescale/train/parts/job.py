@@ -84,14 +84,12 @@ class Job:
         )
 
     def restore(self, checkpoints: Checkpointer, path: Place) -> RunState:
-        """Continue from a checkpoint. Returns what it says of the run."""
         state = checkpoints.restore(path, self.optimizer, self.architecture.as_dict())
         self.feed.load_state_dict(state.sampler)
         return state
 
-    def checkpoint_is_due(self, step: int) -> bool:
-        """Whether to save after this step: as often as ``checkpoint`` says, and after the last step."""
-        every = self.config.checkpoint.every
+    def is_due(self, every: int, step: int) -> bool:
+        """Whether to do after this step what is done ``every`` so many steps (0: never) and after the last one."""
         return step == self.config.trainer.steps or (every > 0 and step % every == 0)
 
 
@@ -151,8 +149,6 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
 
 
 class Planning(NamedTuple):
-    """How a run is planned."""
-
     measured: Profile | None  # that the config names
     times: StepTimes
     memory: MemoryBudget

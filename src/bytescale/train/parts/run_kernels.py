@@ -18,8 +18,6 @@ from bytescale.models.compiled import RowCompiler
 
 @dataclass(frozen=True)
 class Kernels:
-    """What ``open_kernels`` has chosen."""
-
     choice: AttentionChoice
     compiler: RowCompiler | None
     """The compiler of pointwise parts; None: nothing is compiled."""

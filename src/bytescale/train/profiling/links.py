@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from bytescale.cost import Links, flops
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import RankGroup
-from bytescale.train.profiling.measurer import LapTimer, Measurer
+from bytescale.train.profiling.measurer import Measurer
 
 MESSAGE_SECONDS = 0.05
 MESSAGE_LATENCIES = 10
@@ -135,9 +136,13 @@ def _sustained(hdp: RankGroup, send: Send, latency: float) -> float:
 
 
 def _seconds(hdp: RankGroup, send: Send, size: int, count: int) -> float:
-    """Seconds that this rank needs for ``count`` rounds."""
     hdp.share([0.0])  # all start together
-    return LapTimer(hdp.device).once(lambda: [send(size) for _ in range(count)])
+    started = time.perf_counter()
+    for _ in range(count):
+        send(size)
+    if hdp.device.type == "cuda":
+        torch.cuda.synchronize(hdp.device)
+    return time.perf_counter() - started
 
 
 def slowest(hdp: RankGroup, seconds: float) -> float:

@@ -10,7 +10,6 @@ ROW_COLUMNS = 110
 
 
 def step_header(total_steps: int, *, mfu: bool) -> str:
-    """Return the header line above the rows of ``step_row``."""
     names = ("loss", "grad norm", "lr", "tok/s", "MFU" if mfu else "FLOP/s", "memory", "imbalance", "waiting")
     return " ".join(("step".ljust(_step_width(total_steps)), *map(str.rjust, names, _WIDTHS), "groups"))
 

@@ -28,7 +28,6 @@ class StepTraces:
         self._missing = sorted(set(job.config.log.trace_steps))
 
     def recorder(self, step: int) -> StepRecorder:
-        """Return the recorder of a step that begins now."""
         for past in [past for past in self._missing if past < step]:
             self._missing.remove(past)
             if not self._run.trace(past).exists():
