@@ -129,9 +129,8 @@ def loss_sum(
     Args:
         head: of the model.
         hidden: ``[T, C]``.
-        labels: ``[T]`` int64 in ``[0, V)``, or ``IGNORE_INDEX`` for tokens without a target. They are best in CPU
-            memory, whatever the device of ``hidden``: the tokens with a target are selected there, without waiting for
-            a GPU.
+        labels: ``[T]`` int64 in ``[0, V)``, or ``IGNORE_INDEX`` for tokens without a target. In CPU memory they are
+            selected without waiting for a GPU, whatever the device of ``hidden``.
         z_loss: weight of the squared log-sum-exp, which keeps logits from drifting (PaLM: 1e-4).
         token_weights: ``[T]``, where the labels are: what each token's summand is multiplied with. None: all are 1.
 

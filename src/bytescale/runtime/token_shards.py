@@ -97,10 +97,7 @@ class _Slices:
         self._places = [slice(first, min(first + rows, self.count)) for first in range(0, self.count, rows)]
 
     def gathered(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The slices ``[N, m, ...]`` of all ranks' ``rows [t, ...]``, each with its place among a rank's rows.
-
-        The next slice is under way when one is handed out.
-        """
+        """The slices ``[N, m, ...]`` of all ranks' ``rows [t, ...]``, with places; the next is under way already."""
         padded = _padded(rows, self.count)
         full, pending = self._start_gather(padded[self._places[0]])
         for place, following in zip(self._places, [*self._places[1:], None], strict=True):

@@ -8,9 +8,8 @@ update
 2. gathers these sums, as parameters are gathered;
 3. lets each rank orthogonalise its matrices, and sends the results to those who hold the parts, as gradients are.
 
-Matrices of the decoder's layers are updated so, the experts of a stack one by one. All other parameters get AdamW. The
-step is scaled by 0.2 times the root of the longer side (Liu et al. 2025, https://arxiv.org/abs/2502.16982), which gives
-it AdamW's size, so that one learning rate fits both.
+Matrices of the decoder's layers are updated so, the experts of a stack one by one; all other parameters get AdamW. 0.2
+times the root of the longer side gives a step AdamW's size (Liu et al. 2025, https://arxiv.org/abs/2502.16982).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Memory of a device that is given back while its numbers wait in host memory.
 
-Tensors keep their places: views, flat buffers and optimizers know nothing of it. Their storage has no bytes until
-``fetch``, so nobody may compute with them.
+Tensors keep their places, but their storage has no bytes until ``fetch``, so nobody may compute with them.
 """
 
 from __future__ import annotations

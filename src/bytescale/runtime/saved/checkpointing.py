@@ -113,10 +113,8 @@ def apply_row_chunks(owner: nn.Module, method: str, chunk_rows: int) -> None:
 def save_now(*tensors: Tensor) -> tuple[Callable[[], tuple[Tensor, ...]], Tensor]:
     """Save tensors for a backward before its forward runs; an ``autograd.Function`` saves them only afterwards.
 
-    ``torch.utils.checkpoint`` ends a recomputation when it has seen as many saved tensors as forward saved, so work
-    that follows the last saved tensor is not repeated.
-
-    Returns a function that gives the tensors in backward, and an empty tensor that the forward has to take.
+    ``torch.utils.checkpoint`` does not repeat work that follows the last saved tensor. Returns a function that gives
+    the tensors in backward, and an empty tensor that the forward has to take.
     """
     kept: list[Any] = []
     ticket: Tensor = _Kept.apply(kept, *tensors)

@@ -1,8 +1,7 @@
 """Host memory for offloaded activations: pages of one size, pinned on machines with a GPU, reused, within a limit.
 
-The memory is divided into pages because micro-batches differ in length: any page serves any tensor, so no memory is
-lost to fragmentation. A layer writes its tensors one after another (``PageWriter``), so at most one page per layer is
-partly empty. A page returns to the pool when the last tensor in it is gone.
+Any page serves any tensor, so no memory is lost to fragmentation. A layer writes its tensors one after another
+(``PageWriter``), so at most one page per layer is partly empty. A page returns when the last tensor in it is gone.
 """
 
 from __future__ import annotations
