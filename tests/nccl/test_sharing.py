@@ -143,7 +143,7 @@ def is_caught(programs: list[list[Event]]) -> bool:
 
 
 def test_a_rank_that_skips_rounds_without_work_is_caught() -> None:
-    with patch.object(Executor, "_rounds_without_work", lambda *given, **options: None):
+    with patch.object(Units, "pass_without_work", lambda *given, **options: None):
         assert is_caught(programs(across_domains(), trainer_loop))
 
 
