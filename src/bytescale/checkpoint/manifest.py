@@ -150,12 +150,12 @@ def _content(folder: Place) -> dict[str, Any]:
             )
         return content
     except FileNotFoundError as error:
-        what = f"{folder} is not a checkpoint of bytescale: it has no {MANIFEST}"
+        what = f"the folder {folder} is not a checkpoint of bytescale: it has no {MANIFEST}"
         raise CheckpointError(what, fix=_NAME_A_CHECKPOINT) from error
     except OSError as error:
         raise unreachable(error, folder) from error
     except ValueError as error:
-        what = f"{folder} is not a checkpoint of bytescale: {printable(error)}"
+        what = f"the folder {folder} is not a checkpoint of bytescale: {printable(error)}"
         raise CheckpointError(what, fix=_NAME_A_CHECKPOINT) from error
 
 

@@ -104,7 +104,7 @@ def _stored_architecture(folder: str) -> dict[str, Any]:
         return stored
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{folder} is not a checkpoint of bytescale: {error}",
+            f"the folder {folder} is not a checkpoint of bytescale: {error}",
             fix="name a folder checkpoints/step-*",
         ) from error
 
