@@ -30,7 +30,7 @@ BUDGET = {
     "planner": 3700,
     "recurrence": 600,
     "report": 1050,
-    "runtime": 4700,
+    "runtime": 4400,
     "simulator": 1200,
     "storage": 650,
     "train": 4250,
