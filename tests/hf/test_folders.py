@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from bytescale.checkpoint.initial_weights import architecture_pieces
-from bytescale.cli.score import load_model as load_for_scoring
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import Architecture, AttachedArchitecture, resolve_model
 from bytescale.config.hugging_face import architecture_of_folder, read_hf_config
 from bytescale.config.schema import ModelConfig
 from bytescale.hf.files import folder as folders
 from bytescale.hf.files.folder import load_model as load_for_training
+from bytescale.hf.files.folder import read_model
 from bytescale.models.hf_folder import read_pieces
 from bytescale.parity import small_model
 
@@ -37,9 +37,14 @@ def saved(folder: Path, name: str, change: Change = lambda tensors: None, **conf
     return folder
 
 
+def load_for_scoring(folder: Path) -> nn.Module:
+    """As ``bytescale score`` does."""
+    return read_model(folder, read_hf_config(folder), torch.float32)
+
+
 def load_all(folder: Path, match: str, error: type[Exception] = CheckpointError) -> None:
     """Scoring, training and converting refuse the folder, in one line."""
-    readers: list[Callable[[], object]] = [lambda: load_for_scoring(str(folder), torch.float32)]
+    readers: list[Callable[[], object]] = [lambda: load_for_scoring(folder)]
     if architecture_of(folder) is None:
         readers.append(lambda: load_for_training(folder, read_hf_config(folder), torch.float32))
     else:
@@ -91,7 +96,7 @@ def test_a_head_that_differs_from_tied_embeddings(tmp_path: Path, name: str) -> 
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert load_for_scoring(str(folder), torch.float32).lm_head.weight.shape == (67, 32)
+    assert load_for_scoring(folder).lm_head.weight.shape == (67, 32)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -118,7 +123,7 @@ def test_code_in_a_folder_is_never_run(tmp_path: Path, model_type: str, monkeypa
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate" / "generate.py").write_text(code)
     if model_type == "qwen3":  # transformers has it, so the folder's code is not needed
-        load_for_scoring(str(folder), torch.float32)
+        load_for_scoring(folder)
         load_for_training(folder, read_hf_config(folder), torch.float32)
     else:
         load_all(folder, "has no model of type|is no causal decoder of transformers", ConfigError)
