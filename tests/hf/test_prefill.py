@@ -35,16 +35,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "jamba": {},
     "lfm2": {},
     "nemotron_h": {},
-    "mamba2": {},
-    "falcon_mamba": {},
     "bamba": {},
     "granitemoehybrid": {},
     "olmo_hybrid": {},
 }
-
-
-PURE = ("mamba2", "falcon_mamba")
-"""Models without attention, whose caches have no length."""
 
 
 def prompts(seed: int = 0) -> list[torch.Tensor]:
@@ -88,7 +82,7 @@ def compare_text(name: str, num_ranks: int) -> None:
             assert (given is None) == (group.rank() != rank)
             if given is not None:
                 length = len(prompt)
-                assert name in PURE or given["past_key_values"].get_seq_length() == length
+                assert given["past_key_values"].get_seq_length() == length
                 found = own.generate(**given, max_new_tokens=NEW_TOKENS - 1, do_sample=False)
                 texts.append((number, found[0, length:]))
         return texts

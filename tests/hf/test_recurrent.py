@@ -175,6 +175,7 @@ def test_detaching_gives_mixers_their_forward_back() -> None:
         ("minimax", "MiniMaxLightningAttention"),
         ("deepseek_v3", "DeepseekV3Attention"),
         ("zamba2", "A layer that is used"),
+        ("mamba2", "A model without attention"),
     ],
 )
 def test_a_cache_that_holds_something_else_is_refused(name: str, part: str) -> None:

@@ -87,7 +87,8 @@ class Prefill:
         """The prompt's KV cache (``transformers.DynamicCache``) on ``rank``; None on the others.
 
         The members send what they hold. Their own parts stay, so a cache may be gathered again. Raises ``ConfigError``
-        for a model whose cache holds something else: compressed keys (DeepSeek, Kimi Linear), MiniMax's states, and
+        for a model whose cache holds something else: compressed keys (DeepSeek, Kimi Linear), states of MiniMax and
+        of models without attention, and
         layers that are used several times (Zamba 2).
         """
         from transformers import DynamicCache
@@ -96,6 +97,7 @@ class Prefill:
         unlike = ["a layer that is used several times"] * (len(set(self._layers())) < len(decoder.facts.layers))
         unlike += [type(mixer).__name__ for mixer in decoder.mixers if has_own_cache(mixer)]
         unlike += [type(layer).__name__ for layer in decoder.attentions if hasattr(layer, "expand_kv")]
+        unlike += ["a model without attention"] * (not decoder.attentions)  # generate names its cache otherwise
         for name in unlike:
             raise refusal(
                 name,
