@@ -129,7 +129,7 @@ server = RemoteFeed(numbered_config(folder, servers=1), "full", 0, 1).actors[1]
 def read(times):
     nothing = np.zeros(times, dtype=np.int64)
     reference = server.read.remote(nothing, nothing, np.full(times, num_tokens))
-    return len(wait_for(reference, "data server 0", 60.0).tokens) == times * num_tokens
+    return len(wait_for(reference, "data server 0", 60.0)[0]["tokens"]) == times * num_tokens
 
 assert read(10)
 free = os.statvfs(disk)
