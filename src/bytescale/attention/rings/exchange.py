@@ -94,7 +94,6 @@ class Exchange:
         self.rank = rank
         self.name = name
         self.bytes_sent = 0
-        self.messages_sent = 0
         self.clock = clock or Clock()
         self._batched = batched
         self._messages: list[TimedMessage] = []
@@ -111,7 +110,6 @@ class Exchange:
             raise RuntimeError("a single rank has no peer to exchange with: the plan names a group of several ranks")
         sends, receives = ([message for message in part if message[0].numel()] for part in (sends, receives))
         self.bytes_sent += sum(tensor.numel() * tensor.element_size() for tensor, _ in sends)
-        self.messages_sent += len(sends)
         peers = tuple(peer for _, peer in [*sends, *receives])
         started = time.perf_counter()
         try:

@@ -87,9 +87,8 @@ class Prefill:
         """The prompt's KV cache (``transformers.DynamicCache``) on ``rank``; None on the others.
 
         The members send what they hold. Their own parts stay, so a cache may be gathered again. Raises ``ConfigError``
-        for a model whose cache holds something else: compressed keys (DeepSeek, Kimi Linear), states of MiniMax and
-        of models without attention, and
-        layers that are used several times (Zamba 2).
+        for a model whose cache holds something else (compressed keys of DeepSeek and Kimi Linear, MiniMax's states,
+        layers that Zamba 2 uses several times), and for one without attention, such as Mamba.
         """
         from transformers import DynamicCache
 
@@ -105,7 +104,8 @@ class Prefill:
                 so="generate could not go on from what prefill gathers",
                 fix="call model.generate without past_key_values; next tokens and logits are known without it",
             )
-        rows, states = self._gathered(prompt, rank), self._gathered_states(prompt, rank)
+        rows = self._gathered(prompt, rank)
+        states = self._gathered_states(prompt, rank) if decoder.mixers else {}
         if rows is None:
             return None
         cache = DynamicCache(config=causal_model(self.hdp.model).config)
@@ -148,10 +148,10 @@ class Prefill:
         for (prompt, start, stop), part in zip(runs, rows.split([b - a for _, a, b in runs]), strict=True):
             if stop > start:
                 self.pieces.setdefault(prompt, []).append(PromptPart(start, stop, part.clone()))
+        states = {key: part for key, part in kept.items() if key[1] in ("conv", "recurrent")}
         for number, (prompt, start, stop) in enumerate(runs):
             if start < stop == len(self.prompts[prompt]):
-                states = {key: part[number] for key, part in kept.items() if key[1] in ("conv", "recurrent")}
-                self.states[prompt] = {key: state.clone() for key, state in states.items()}
+                self.states[prompt] = {key: part[number].clone() for key, part in states.items()}
         self._logits.update(logits)
 
     def _gathered(self, prompt: int, rank: int) -> Tensor | None:
@@ -180,7 +180,7 @@ class Prefill:
         table = all_gather_json(told, group.group, group.device)
         source = next(number for number, line in enumerate(table) if line is not None)
         wide = torch.promote_types(next(self.hdp.model.parameters()).dtype, torch.float32)
-        if own is not None and (source == rank or not own):
+        if own is not None and source == rank:
             return own
         if own is not None:
             message = torch.cat([state.flatten().to(wide) for state in own.values()])

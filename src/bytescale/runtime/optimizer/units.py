@@ -78,7 +78,6 @@ class UnitParameters(FlatParameters):
                 self.buckets.append(Bucket(start, stop, mesh.hdp.size))
                 self._places[unit] = self.buckets[-1], range(first, len(self.entries))
         self._starts = [bucket.start for bucket in self.buckets]
-        self._start_of = {id(p): entry.start for p, entry in zip(self.parameters, self.entries, strict=True)}
 
         device = mesh.hdp.device
         self.values = torch.zeros(stop // self.domain.size, dtype=dtype, device=device)
