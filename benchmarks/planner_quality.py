@@ -39,11 +39,10 @@ from bytescale.common.arrays import IntArray
 from bytescale.config import PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, evaluate, make_planner, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, evaluate, greedy_plan, make_planner, paper_plan, static_plan
 from bytescale.planner.adaptive.target import Batch
 from bytescale.simulator import simulate
 from planner_batches import cost_model, random_batch, random_grid_batch, random_small_batch, sample
-from planner_greedy import greedy_plan
 
 NUM_TOKENS, CAPACITY, MOST_TRAFFIC, MOST_END, WIDE = 2**25, 8192, 1.05, 1.01, 55
 RIVALS = {
@@ -201,6 +200,7 @@ def verify_pipelines(first_seed: int, count: int) -> None:
     configs = {
         "naive": PlannerConfig(name="naive"),
         "paper": PlannerConfig(name="paper"),
+        "greedy": PlannerConfig(name="greedy"),
         "adaptive": PlannerConfig(name="adaptive"),
     }
     num_plans, num_shared, began = 0, 0, time.perf_counter()

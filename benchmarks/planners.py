@@ -30,9 +30,8 @@ from bytescale.common.units import parse_count
 from bytescale.cost import Cluster, CostModel
 from bytescale.integrations.megatron import AdaptiveCPScheduler
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, evaluate, naive_plan, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, evaluate, greedy_plan, naive_plan, paper_plan, static_plan
 from planner_batches import cost_model, sample
-from planner_greedy import greedy_plan
 from planner_peers import karmarkar_karp_end, load_megatron, megatron_end
 
 PLANNERS = {

@@ -178,7 +178,7 @@ def test_reference_pages_name_every_setting_and_command() -> None:
     settings, commands = GENERATE.settings_page(), GENERATE.commands_page()
     for text in (
         "| `capacity_tokens` | count or `auto` | `8K` |",
-        "| `name` | `adaptive`, `paper`, `naive`, `static` |",
+        "| `name` | `adaptive`, `paper`, `greedy`, `naive`, `static` |",
     ):
         assert text in settings
     for text in ("`--gpus-per-node`", "`--json` | flag", "## bytescale data audit", "| `SOURCE` |"):

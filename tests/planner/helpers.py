@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
-from bytescale.planner import adaptive_plan, naive_plan, paper_plan, rounds_plan, static_plan
+from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan, rounds_plan, static_plan
 
 Planner = Callable[..., Plan]
 
@@ -23,6 +23,8 @@ PLANNERS: dict[str, Planner] = {
     "paper": paper_plan,
     "paper-pp": partial(paper_plan, pipeline=True),
     "paper-delta-0": partial(paper_plan, pipeline=True, delta_seconds=0.0),
+    "greedy": greedy_plan,
+    "greedy-pp": partial(greedy_plan, pipeline=True),
     "adaptive": adaptive_plan,
     "rounds": rounds_plan,
 }

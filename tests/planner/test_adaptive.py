@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bytescale.cost import Cluster, CostModel
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, align, evaluate, is_aligned, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, align, evaluate, greedy_plan, is_aligned, static_plan
 from bytescale.planner.adaptive import planner
 from bytescale.planner.adaptive.planner import pack_sizes, tried_in_pipeline
 from bytescale.planner.adaptive.target import Batch
@@ -119,7 +119,8 @@ def test_never_later_than_the_other_planners(
     model = COSTS[cost]
     ours = evaluate(adaptive_plan(lengths, cluster=cluster, cost=model), cluster=cluster, cost=model).end_seconds
     others = (
-        paper_plan(lengths, cluster=cluster, cost=model),
+        greedy_plan(lengths, cluster=cluster, cost=model),
+        greedy_plan(lengths, cluster=cluster, cost=model, num_buckets=1),
         static_plan(lengths, cluster=cluster, cost=model),
     )
     best = min(evaluate(plan, cluster=cluster, cost=model).end_seconds for plan in others)
@@ -180,7 +181,7 @@ def test_a_pipeline_s_plan_is_never_later_there_than_the_others(
     plans = (
         adaptive_plan(lengths, cluster=cluster, cost=model, num_stages=num_stages),
         align(adaptive_plan(lengths, cluster=cluster, cost=model), cluster=cluster, cost=model),
-        align(paper_plan(lengths, cluster=cluster, cost=model, pipeline=True), cluster=cluster, cost=model),
+        align(greedy_plan(lengths, cluster=cluster, cost=model), cluster=cluster, cost=model),
     )
     ends = [evaluate(plan, cluster=cluster, cost=model, num_stages=num_stages).end_seconds for plan in plans]
     verify(plans[0], num_stages=num_stages)

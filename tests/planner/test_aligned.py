@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bytescale.cost import Cluster
 from bytescale.plan.pipeline_order import find_cycle
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, align, aligned, is_aligned, naive_plan, paper_plan
+from bytescale.planner import adaptive_plan, align, aligned, greedy_plan, is_aligned, naive_plan, paper_plan
 from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.planner.helpers import COSTS, IDEAL, cases, heavy_tailed
@@ -20,6 +20,7 @@ from tests.planner.helpers import COSTS, IDEAL, cases, heavy_tailed
 ALIGNED = {
     "pp-balance": aligned(partial(paper_plan, pipeline=True)),
     "dp-balance": aligned(paper_plan),
+    "greedy": aligned(partial(greedy_plan, pipeline=True)),
     "adaptive": partial(adaptive_plan, num_stages=4),
 }
 

@@ -102,6 +102,7 @@ def test_make_planner_follows_the_config() -> None:
         "static": "static/cp4",
         "naive": "naive",
         "paper": "paper",
+        "greedy": "greedy",
         "adaptive": "adaptive",
     }
     assert set(names) == set(get_args(PlannerName))

@@ -18,7 +18,7 @@ from bytescale.cost.memory import KernelMemory, MemoryModel, ModelShare
 from bytescale.cost.offload_rule import OffloadRule, hidden_ratio
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, naive_plan, paper_plan, rounds_plan
+from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan, rounds_plan
 from bytescale.planner.calibrated import CalibratedPlanner, StepCosts
 from bytescale.planner.verified import VerifiedPlanner
 
@@ -49,7 +49,7 @@ def cost() -> CostModel:
     return rule().profile.cost_model()
 
 
-@pytest.mark.parametrize("planner", [naive_plan, paper_plan, adaptive_plan, rounds_plan])
+@pytest.mark.parametrize("planner", [naive_plan, paper_plan, greedy_plan, adaptive_plan, rounds_plan])
 @given(
     lengths=st.lists(st.integers(1, 12_000), min_size=1, max_size=30),
     num_ranks=st.sampled_from([1, 3, 8, 16]),

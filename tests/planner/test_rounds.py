@@ -142,7 +142,7 @@ def test_any_ranks_that_differ(case: tuple[list[int], Cluster], data: st.DataObj
 
 def test_a_planner_for_domains_is_made_from_a_configuration() -> None:
     cluster, lengths = Cluster.uniform(8, 64), heavy_tailed(80, 300, 0)
-    for name in ("adaptive", "static", "paper", "naive"):
+    for name in ("adaptive", "static", "greedy", "paper", "naive"):
         plan = make_planner(PlannerConfig(name=name), cluster, LINKS, domain=4)(lengths)  # type: ignore[arg-type]
         verify(plan)
         assert plan.domain == 4

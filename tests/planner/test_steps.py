@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
-from bytescale.planner import naive_plan, paper_plan
+from bytescale.planner import greedy_plan, naive_plan, paper_plan
 from bytescale.planner.adaptive.degrees import DegreeGrid, Rectangles, block_seconds, degrees_within, equal_blocks
 from bytescale.planner.adaptive.fill import deal, into_holes
 from bytescale.planner.adaptive.free import FreeTime, Placement
@@ -380,18 +381,22 @@ def test_shares_of_equal_members_and_of_a_full_one() -> None:
     assert shares(90, np.array([1.0, 2.0, 6.0]), np.array([100, 100, 30])).tolist() == [20, 40, 30]
 
 
-def test_the_published_loop_does_not_count_waiting() -> None:
+def test_the_published_loop_does_not_count_waiting_and_the_greedy_one_does() -> None:
     """24 tokens take 8 s on ranks 0 to 2. Then 16 tokens need two ranks, and only rank 3 is behind: ranks 0 and 3 run
     them until 16 s.
 
-    To the published loop, rank 3 has worked for 8 s, and it gets the last group as the third rank in turn, although it
-    is free at 16 s only and rank 2 earlier.
+    To the published loop, rank 3 has worked for 8 s, and it gets the last group as the third rank in turn. The greedy
+    loop knows that rank 3 is free at 16 s only, and gives the group to rank 2.
     """
     lengths, cluster = [24, 16, 7, 6, 5], Cluster.uniform(4, 8)
     cost = CostModel(attention_seconds_per_pair=0.0, token_seconds=1.0)
-    plan = paper_plan(lengths, cluster=cluster, cost=cost, delta_seconds=0.0, num_buckets=1)
-    ranks = {lengths[plan.sequences_of(group)[0]]: plan.ranks_of(group).tolist() for group in range(plan.num_groups)}
-    assert ranks == {24: [0, 1, 2], 16: [0, 3], 7: [1], 6: [2], 5: [3]}
+    ranks = {}
+    for name, planner in (("paper", partial(paper_plan, delta_seconds=0.0)), ("greedy", greedy_plan)):
+        plan = planner(lengths, cluster=cluster, cost=cost, num_buckets=1)
+        groups = range(plan.num_groups)
+        ranks[name] = {lengths[plan.sequences_of(group)[0]]: plan.ranks_of(group).tolist() for group in groups}
+    assert ranks["paper"] == {24: [0, 1, 2], 16: [0, 3], 7: [1], 6: [2], 5: [3]}
+    assert ranks["greedy"] == {24: [0, 1, 2], 16: [0, 3], 7: [1], 6: [2], 5: [2]}
 
 
 def test_naive_deals_in_the_order_of_arrival() -> None:

@@ -248,7 +248,7 @@ def test_any_mesh_any_plan(
 
 @examples(2, 15)
 @given(
-    planner=st.sampled_from(["naive", "paper", "adaptive"]),
+    planner=st.sampled_from(["naive", "paper", "greedy", "adaptive"]),
     mesh=st.sampled_from([MeshShape(pp=2, hdp=4), MeshShape(pp=4, hdp=2), MeshShape(pp=2, hdp=2, tp=2)]),
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=16),
     slack=st.integers(0, 8),

@@ -14,7 +14,7 @@ from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, naive_plan, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan, static_plan
 from tests.helpers.effort import examples, pairs
 from tests.helpers.plans import random_plan
 from tests.helpers.steps import (
@@ -90,7 +90,7 @@ def test_rings_inside_nodes_give_the_loss_and_gradients_of_one_process(nodes: li
 
 @examples(4, 40)
 @given(
-    planner=st.sampled_from([static_plan, naive_plan, paper_plan, adaptive_plan]),
+    planner=st.sampled_from([static_plan, naive_plan, paper_plan, greedy_plan, adaptive_plan]),
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=12),
     num_ranks=st.integers(1, 8),
     slack=st.integers(0, 8),

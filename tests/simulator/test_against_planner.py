@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bytescale.cost import Cluster, Profile
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
-from bytescale.planner import adaptive_plan, evaluate, naive_plan, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, evaluate, greedy_plan, naive_plan, paper_plan, static_plan
 from bytescale.simulator import ClusterConfig, simulate
 from tests.helpers.effort import examples
 from tests.simulator.plans import local_plan, profile
@@ -19,6 +19,7 @@ PLANNERS = {
     "static": static_plan,
     "naive": naive_plan,
     "paper": paper_plan,
+    "greedy": greedy_plan,
     "adaptive": adaptive_plan,
 }
 RANKS, CAPACITY, NODE = 8, 64, 4

@@ -17,7 +17,7 @@ from bytescale.cost import Cluster, Links, Profile, load_profile
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.plan import Plan
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, aligned, naive_plan, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, aligned, greedy_plan, naive_plan, paper_plan, static_plan
 from bytescale.simulator import ClusterConfig, simulate, step_seconds
 from tests.helpers.effort import examples
 
@@ -85,6 +85,7 @@ def baselines(job: Job) -> dict[str, Callable[..., Plan]]:
     is_piped = job.devices.pp > 1
     planners: dict[str, Callable[..., Plan]] = {
         "naive": naive_plan,
+        "greedy": partial(greedy_plan, pipeline=is_piped),
         "paper": partial(paper_plan, pipeline=is_piped),
     }
     if job.lengths.max() <= job.cluster.num_ranks * job.cluster.capacity_tokens.min():
@@ -115,7 +116,7 @@ def test_no_baseline_s_step_is_shorter_in_a_pipeline(job: Job) -> None:
 
 
 @examples(25, 250)
-@given(job=jobs(), planner=st.sampled_from(["naive", "paper", "adaptive"]))
+@given(job=jobs(), planner=st.sampled_from(["naive", "greedy", "paper", "adaptive"]))
 def test_the_quick_step_time_is_the_simulator_s(job: Job, planner: str) -> None:
     """Without events on a heap: to rounding, because sums are made in another order."""
     plan = job.planned((baselines(job) | {"adaptive": adaptive_plan})[planner])

@@ -35,7 +35,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [
             ("adaptive", 4, 10),
             *product(("adaptive",), (1, 2, 4), (100,)),
-            *product(("static", "naive", "paper"), (2, 4), (30,)),
+            *product(("static", "naive", "greedy", "paper"), (2, 4), (30,)),
         ],
         ("adaptive", 4, 10),
     ),

@@ -23,7 +23,7 @@ _LEFT_TRAINER = {
     "parallel": ("gradient_bucket_mib", "ring_gradients"),
     "log": ("save_plans", "trace_steps", "tensorboard", "wandb", "wandb_project", "peak_tflops"),
 }
-RENAMED = {"planner.balance": 'write planner.name = "adaptive" or "paper" instead of "balanced"'} | {
+RENAMED = {"planner.balance": 'write planner.name = "adaptive", "paper" or "greedy" instead of "balanced"'} | {
     f"trainer.{name}": f"write {section}.{name}" for section, names in _LEFT_TRAINER.items() for name in names
 }
 """What to write instead of a setting of 0.1.0."""

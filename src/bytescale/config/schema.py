@@ -17,7 +17,7 @@ AUTO_HEAD_GROUPS = 0
 RingGradients = Literal["wide", "bf16"]
 LossPer = Literal["token", "sequence", "weight"]
 Shard = Literal["optimizer", "parameters"]
-PlannerName = Literal["adaptive", "paper", "naive", "static"]
+PlannerName = Literal["adaptive", "paper", "greedy", "naive", "static"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -225,7 +225,8 @@ class PlannerConfig:
 
     name: PlannerName = "adaptive"
     """adaptive: ours; how many ranks share a sequence follows the cluster and the batch. paper: the paper's Algorithm 2
-    as published. naive: its Algorithm 1. static: a mesh of data and context parallelism, the baseline."""
+    as published. greedy: Algorithm 2, but each group goes to the ranks that are free first. naive: its Algorithm 1.
+    static: a mesh of data and context parallelism, the baseline."""
     grids: bool = True
     """adaptive only. Ranks that share a sequence may form a grid, in which rows share queries and columns share keys,
     where this is faster than a ring. false: all are rings, as in the paper."""

@@ -14,6 +14,7 @@ from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner.adaptive.aligned import align, aligned, is_aligned
 from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines.greedy import greedy_plan
 from bytescale.planner.baselines.naive import naive_plan
 from bytescale.planner.baselines.paper import paper_plan
 from bytescale.planner.baselines.static import static_plan
@@ -26,6 +27,7 @@ __all__ = [
     "align",
     "aligned",
     "evaluate",
+    "greedy_plan",
     "is_aligned",
     "make_planner",
     "naive_plan",
@@ -67,6 +69,7 @@ def make_planner(
     planners: dict[str, Callable[..., Plan]] = {
         "adaptive": partial(adaptive_plan, num_stages=num_stages, context=context_length, step_seconds=step_seconds),
         "paper": partial(paper_plan, pipeline=pipeline),
+        "greedy": partial(greedy_plan, pipeline=pipeline),
         "naive": naive_plan,
         "static": partial(static_plan, cp=config.static_cp, context=context_length),
     }
@@ -75,7 +78,7 @@ def make_planner(
     if config.name not in planners:
         raise ConfigError(f"there is no planner {config.name!r}", fix=f"use one of {', '.join(planners)}")
     planner = planners[config.name]
-    if pipeline and config.name in ("paper", "naive"):
+    if pipeline and config.name in ("paper", "greedy", "naive"):
         planner = aligned(planner)
     if config.name == "adaptive" and not config.grids:
         cost = replace(cost, row_bytes_per_token=None)

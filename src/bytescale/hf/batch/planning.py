@@ -27,7 +27,7 @@ def make_planner(
         capacity_tokens: tokens that one micro-batch of a rank may hold.
         cost: tells times (``HDP.cost``); None: work that grows as s^2 + 24576 s, and free links.
         planner: ``adaptive`` balances the ranks' times. ``static`` is a mesh of data and context parallelism, ``naive``
-            and ``paper`` are Algorithms 1 and 2 of the paper.
+            and ``paper`` are Algorithms 1 and 2 of the paper, ``greedy`` is our change of the latter.
         equal_counts: whether all ranks run equally many micro-batches side by side, as loops need in which all ranks
             communicate in every pass (FSDP): all ranks are one lockstep domain (``plan.Plan``).
         domain: otherwise, consecutive ranks that run in lockstep.

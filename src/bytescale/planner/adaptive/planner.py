@@ -38,7 +38,7 @@ from bytescale.planner.adaptive.place import reserve, share_low, stack
 from bytescale.planner.adaptive.target import Batch
 from bytescale.planner.adaptive.trial import Trial, pipeline_ends, trial_plan
 from bytescale.planner.adaptive.unequal import WIDE, unequal_blocks
-from bytescale.planner.baselines.paper import paper_plan
+from bytescale.planner.baselines.greedy import greedy_plan
 from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.rivals import rivals
 
@@ -102,7 +102,7 @@ def _in_unequal_pipelines(piped: Batch, planned: Callable[[Batch, Trial], Plan])
     ours = [planned(batch, search(batch)) for batch in (flat, flat.rings) if batch is not None]
     plans = [plan for plan in ours if is_aligned(plan)]
     if not plans:
-        rival = paper_plan(ours[0].lengths, cluster=piped.cluster, cost=piped.cost)
+        rival = greedy_plan(ours[0].lengths, cluster=piped.cluster, cost=piped.cost, num_buckets=1)
         plans.append(align(rival, cluster=piped.cluster, cost=piped.cost))
     return _best_of_rivals(min(plans, key=piped.step), piped)
 

@@ -1,1 +1,1 @@
-"""Planners to compare with: a static mesh, and the paper's two algorithms."""
+"""Planners to compare with: a static mesh, the paper's two algorithms, and a greedy form of the second one."""

@@ -1,4 +1,4 @@
-"""Algorithm 2 of the paper, DP-Balance and PP-Balance, as published."""
+"""Algorithm 2 of the paper, DP-Balance and PP-Balance, as published. ``greedy`` is our change of it."""
 
 from __future__ import annotations
 

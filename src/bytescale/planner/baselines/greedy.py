@@ -1,4 +1,4 @@
-"""A rival: Algorithm 2 of the paper with a different step 3, which serves the ranks that are free first."""
+"""Algorithm 2 of the paper with a different step 3: the ranks that are free first are served first."""
 
 from __future__ import annotations
 
