@@ -17,8 +17,9 @@ columns. Each of K shared and k local sequences adds e to a block of attention, 
     offload      max(0, r Act(n) / link - (rest + attention + ring))            exposed, for all layers but the last two
 
 rho is the share of the layers that are recurrent; latencies and messages of rings count 1 - rho times, as all else is a
-mean over the layers. Compute is divided by the rank's speed; the time of links is not. A stage takes the sum over its layers, and the last
-stage also has the head. In the planner's summary (``Profile.cost_model``), what a whole sequence adds is part of b.
+mean over the layers. Compute is divided by the rank's speed; the time of links is not. A stage takes the sum over its
+layers, and the last stage also has the head. In the planner's summary (``Profile.cost_model``), what a whole sequence
+adds is part of b.
 
 Shape letters: M micro-batches (one per member for shared ones), 2 directions: forward, backward.
 """
