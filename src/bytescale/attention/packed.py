@@ -10,8 +10,10 @@ width of queries and keys, Dv of values.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +29,8 @@ from bytescale.attention.rings.window import WindowLayout
 from bytescale.attention.rings.windowed_ring import WindowedRing, windowed_backward, windowed_forward
 from bytescale.attention.rules import PLAIN, AttentionRules
 from bytescale.attention.sinks import join_sinks, sinks_gradient
+from bytescale.attention.trees import add_node_gradients, add_nodes, blocks_between_members, own_blocks
+from bytescale.common.errors import PlanError
 from bytescale.plan import MicroBatch
 
 
@@ -65,7 +69,15 @@ class PackedAttention:
         slices = [] if shared is None else (shared.segments[0] + shared.segments[1])[:, shared.member].tolist()
         self.lengths: list[int] = slices + micro_batch.local_lengths.tolist()
         self.triangles = causal_triangles(self.lengths)
-        self.grid = None if shared is None else Grid(shared, exchange, buffers or RingBuffers())
+        self.nodes: list[BlockSet] = []
+        self.longest_path = 0
+        blocks_of = None
+        if (trees := micro_batch.trees) is not None:
+            self.longest_path = int(trees.lengths.max(initial=0))
+            self.triangles, self.nodes = own_blocks(micro_batch, trees)
+            if shared is not None:
+                blocks_of = partial(blocks_between_members, shared, trees.of(np.arange(len(shared.sequences))))
+        self.grid = None if shared is None else Grid(shared, exchange, buffers or RingBuffers(), blocks_of)
         self.shared, self.local_lengths = shared, micro_batch.local_lengths
         self._bands: dict[int, BlockSet] = {}
         self._windowed: dict[int, WindowedRing] = {}
@@ -95,6 +107,8 @@ class PackedAttention:
             out, lse = windowed_forward(q, k, v, windowed, work)
         else:
             out, lse = grid_forward(q, k, v, blocks, self.grid, work)
+        if self.nodes:
+            out, lse = add_nodes((out, lse), (q, k, v), self.nodes, work)
         return (out, lse) if sinks is None else join_sinks(out, lse, sinks)
 
     def backward(
@@ -112,16 +126,22 @@ class PackedAttention:
         ``out`` and ``lse`` include the sinks, whose own gradient ``sinks.sinks_gradient`` computes.
         """
         work, blocks = self._work(q, rules), self._local_blocks(rules.window)
-        if self.grid is None:
-            return work.backward(OfQueries(dout, q, out, lse), k, v, blocks)
         windowed = self._windowed_ring(rules.window)
-        if windowed is not None:
-            return windowed_backward(dout, (q, k, v), (out, lse), windowed, work)
-        return grid_backward(dout, (q, k, v), (out, lse), blocks, self.grid, work)
+        if self.grid is None:
+            gradients = work.backward(OfQueries(dout, q, out, lse), k, v, blocks)
+        elif windowed is not None:
+            gradients = windowed_backward(dout, (q, k, v), (out, lse), windowed, work)
+        else:
+            gradients = grid_backward(dout, (q, k, v), (out, lse), blocks, self.grid, work)
+        if self.nodes:
+            gradients = add_node_gradients(gradients, OfQueries(dout, q, out, lse), (k, v), self.nodes, work)
+        return gradients
 
     def _windowed_ring(self, window: int | None) -> WindowedRing | None:
         """Return the exchange for a window, or None where it reaches over all shared sequences: then the grid runs."""
-        if self.grid is None or self.shared is None or window is None or window >= self.shared.lengths.max():
+        if self.grid is None or self.shared is None or window is None or self.longest_path:
+            return None
+        if window >= self.shared.lengths.max():
             return None
         if window not in self._windowed:
             layout = WindowLayout.of(self.shared, self.local_lengths, window)
@@ -133,6 +153,14 @@ class PackedAttention:
 
     def _local_blocks(self, window: int | None) -> BlockSet:
         """Own rows by own rows; plain triangles where the window reaches over the longest of them."""
+        if window is not None and window < self.longest_path:
+            raise PlanError(
+                f"a layer has a window of {window} keys, and documents of {self.longest_path} tokens share a prefix",
+                so="rows of a branch would see other keys than their own",
+                fix="share prefixes of documents that are at most as long as the window",
+            )
+        if self.longest_path:
+            return self.triangles
         if window is None or window >= max(self.lengths, default=0):
             return self.triangles
         if window not in self._bands:

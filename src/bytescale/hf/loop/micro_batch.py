@@ -28,6 +28,7 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.memory import DeviceKind
 from bytescale.cost.offload_rule import OffloadRule
+from bytescale.hf.batch.prefixes import of_documents
 from bytescale.hf.costs.measure import check_widths, measure_rows, measured_memory
 from bytescale.hf.model.decoder import AttachedDecoder, MicroBatchPass
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
@@ -68,7 +69,7 @@ class Micro:
         self.num_rows = plan.num_tokens
         self.target = target
         self._given, self._exchange, self._others = fields, group.exchange, others
-        device = group.device
+        self._device = device = group.device
         self._fields = {name: to_device(rows, device) for name, rows in fields.items()}
         tokens, position_ids = self._fields["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
         if not self.num_rows:
@@ -87,11 +88,26 @@ class Micro:
         return self.inputs["position_ids"][0, : self.num_rows]
 
     @property
+    def multiplicity(self) -> Tensor:
+        """``[T]`` int64: how many documents have each row; 1 unless prefixes are shared.
+
+        A loss that a row adds without ``micro.weights``, which are sums already, counts so many times.
+        """
+        counted: Tensor | None = self._fields.get("multiplicity")
+        return torch.ones(self.num_rows, dtype=torch.int64, device=self._device) if counted is None else counted
+
+    @property
     def segments(self) -> list[tuple[int, int, int]]:
         """``(document, start, stop)`` of the runs of tokens that the rows are, in order, where all documents are whole.
 
         Raises ``PlanError`` where ranks share documents: a sum or mean over such a run is not the document's.
         """
+        if self.plan.trees is not None:
+            raise PlanError(
+                f"micro-batch {self.index} has rows that several documents share",
+                so="a run of rows would not be a document, and its loss not the document's",
+                fix="take whole documents, micro.documents(values), or leave share_prefixes out",
+            )
         if self.plan.shared is not None:
             raise PlanError(
                 f"micro-batch {self.index} has parts of documents that {self.plan.shared.size} ranks share",
@@ -229,6 +245,11 @@ class WholeDocuments(Sequence[Tensor]):
             self.numbers = shared.sequences.tolist() + self.numbers
             self.counted = [shared.member == 0] * len(shared.sequences) + self.counted
             self._values = [*whole.split(shared.lengths.tolist()), *self._values]
+        if plan.trees is not None:
+            places = plan.trees.sequence_of.tolist()
+            self.numbers = plan.trees.documents.tolist()
+            self.counted = [self.counted[place] for place in places]
+            self._values = of_documents(plan.trees, self._values)
         self._index = plan.index
         self._rows = values
 
