@@ -48,7 +48,7 @@ def random_tree(random: np.random.Generator, most: int = 40) -> list[list[int]]:
 
 
 def forest_of(documents: list[list[int]], limit: int, cost: CostModel = CHEAP_NODES) -> Forest:
-    prefixes = Prefixes.of([bytes(document) for document in documents], 1, None, None)
+    prefixes = Prefixes.of([bytes(document) for document in documents], 1)
     return prefixes.forest(prefixes.worthwhile(cost), limit)
 
 
@@ -174,7 +174,7 @@ def test_the_limit_is_the_one_whose_plan_ends_first() -> None:
     """One tree of all documents would leave three of four ranks idle; the prompt is computed again instead."""
     random = np.random.default_rng(0)
     documents = [[1] * 200 + random.integers(2, 200, 200).tolist() for _ in range(32)]
-    prefixes = Prefixes.of([bytes(document) for document in documents], 1, None, None)
+    prefixes = Prefixes.of([bytes(document) for document in documents], 1)
     planner = make_planner(num_ranks=4, capacity_tokens=8000)
     plan, forest = plan_prefixes(planner, prefixes)
     assert forest is not None

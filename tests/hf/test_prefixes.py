@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,8 @@ from bytescale.hf.batch.planning import make_planner
 from bytescale.hf.batch.prefixes import rows_of_sequences, shared_plan
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.parity.compare import random_plan
+from bytescale.plan import Plan
+from bytescale.plan.plan import GroupSpec
 from tests.helpers.effort import one_of
 
 from .support import documents, on_ranks, small_model
@@ -150,7 +153,7 @@ def whole_documents(model: nn.Module, batch: list[dict[str, Any]], loss: Any) ->
         ]
         total = loss(values)
         total.backward()
-    return float(total), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(total.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def reward_of(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -271,15 +274,80 @@ def test_what_trees_cannot_do_is_refused(llama: nn.Module) -> None:
         bytescale.HDP(mamba, capacity_tokens=4096).plan(batch, share_prefixes=True)
 
 
-def test_documents_that_are_longer_than_a_window_are_left_apart() -> None:
-    model = small_model("mistral", sliding_window=70, max_position_embeddings=256)
-    planned = bytescale.HDP(model, capacity_tokens=4096).plan(tree(), share_prefixes=True)
-    assert planned.forest is not None
-    tied = planned.forest.of(torch.tensor(planned.forest.offsets).diff().gt(1).nonzero()[:, 0].numpy())
-    assert 50 < tied.lengths.max() <= 70 < planned.forest.lengths.max()
-    for micro in planned:
-        with torch.no_grad():
-            micro.logprobs(model)  # every layer's window reaches over every path
+@pytest.mark.parametrize("num_ranks", one_of([1, 2, 3], quick=2))
+@pytest.mark.parametrize("family", one_of(["gemma2", "gpt_oss"], quick="gpt_oss"))
+def test_windows_that_are_shorter_than_the_documents(family: str, num_ranks: int) -> None:
+    """Trees on one rank, beside documents that ranks share, and trees as long as the window that ranks share."""
+    short = tree(seed=1, prompt=2, answers=(3, 1, 2))
+    batch = tree() + short + tree(seed=2) + documents([500], seed=3)
+    model = small_model(family, sliding_window=40, max_position_embeddings=1024)
+    wanted, gradients, logprobs = one_by_one(model, batch)
+
+    def work(group: Any, model: nn.Module) -> list[Any]:
+        hdp = bytescale.HDP(model, group, capacity_tokens=1500 // num_ranks)
+        hdp.adamw(lr=0.0)
+        given = BatchToPlan.of(hdp, batch, shift_labels=False, per_document=())
+        alone = make_planner(num_ranks=1, capacity_tokens=4096)
+        whole, trees = shared_plan(given.documents, alone)
+        assert trees is not None
+        longest, alone = np.maximum.reduceat(trees.lengths, trees.offsets[:-1]), np.diff(trees.offsets) == 1
+        short, lone = np.flatnonzero((longest <= 40) & ~alone), np.flatnonzero(alone)
+        long = np.setdiff1d(np.arange(whole.num_sequences), [*short, *lone])
+        assert len(short)
+        assert len(long)
+        by_hand = Plan.build(
+            lengths=whole.lengths,
+            capacity_tokens=[4096] * num_ranks,
+            groups=[
+                GroupSpec(sequences=short.tolist(), ranks=range(num_ranks)),
+                GroupSpec(sequences=lone.tolist(), ranks=range(num_ranks)),
+                *(GroupSpec(sequences=[at], ranks=[0]) for at in long),
+            ],
+            schedule=[[[0, 2], [1, *range(3, 2 + len(long))]], *[[[0], [1]]] * (num_ranks - 1)],
+        )
+        found = []
+        with wide_parts():
+            for plan, forest in (given.plan(), (by_hand, trees)):
+                planned, share = given.part(plan, forest), 0.0
+                for micro in planned:
+                    with torch.no_grad():
+                        planned.collect(micro, micro.logprobs(model))
+                    loss = micro.loss_sum(model)
+                    loss.backward()
+                    share += float(loss.detach())
+                found.append((share, hdp.gradients(), planned.collected()))
+                hdp.step()
+        return found
+
+    results = on_ranks(num_ranks, model, work)
+    for number in range(2):
+        assert sum(found[number][0] for found in results) == pytest.approx(wanted, rel=EXACT)
+        assert_equal(results[0][number][1], gradients)
+        for ours, own in zip(results[0][number][2], logprobs, strict=True):
+            torch.testing.assert_close(ours, own, rtol=0, atol=EXACT)
+
+
+def test_trees_that_are_longer_than_a_window_are_not_shared_by_ranks() -> None:
+    """The planner keeps them whole, or the documents apart; a plan that shares them is refused."""
+    model = small_model("mistral", sliding_window=40, max_position_embeddings=256)
+
+    def work(group: Any, model: nn.Module) -> None:
+        hdp = bytescale.HDP(model, group, capacity_tokens=100)
+        given = BatchToPlan.of(hdp, tree(), shift_labels=False, per_document=())
+        plan, forest = given.plan()
+        if forest is not None:
+            sizes = np.repeat(plan.group_sizes, np.diff(plan.group_sequence_offsets))[np.argsort(plan.group_sequences)]
+            assert (sizes[np.diff(forest.offsets) > 1] == 1).all()
+        whole, trees = shared_plan(given.documents, make_planner(num_ranks=1, capacity_tokens=4096))
+        shared = Plan.build(
+            lengths=whole.lengths, capacity_tokens=[4096] * 2, schedule=[[[0]]] * 2,
+            groups=[GroupSpec(sequences=range(whole.num_sequences), ranks=[0, 1])],
+        )  # fmt: skip
+        (micro,) = given.part(shared, trees)
+        with pytest.raises(PlanError, match="a layer has a window of 40"), torch.no_grad():
+            micro.logprobs(model)
+
+    on_ranks(2, model, work)
 
 
 def test_rows_of_other_documents_are_found(llama: nn.Module) -> None:

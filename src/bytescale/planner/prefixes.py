@@ -45,19 +45,16 @@ class Prefixes:
     common: IntArray  # [D] first rows that each has in common with the one before it
 
     @staticmethod
-    def of(rows: Sequence[bytes], row_bytes: int, labels: Sequence[Hashable] | None, longest: int | None) -> Prefixes:
+    def of(rows: Sequence[bytes], row_bytes: int, labels: Sequence[Hashable] | None = None) -> Prefixes:
         """Sort documents.
 
         Args:
             rows: by document all its rows, ``row_bytes`` bytes each. Rows with equal bytes may be shared.
             labels: documents of one label alone share rows; None: all.
-            longest: documents of more tokens share nothing; None: all may.
         """
         lengths = np.array([len(own) // row_bytes for own in rows], dtype=np.int64)
         numbers: dict[Hashable, int] = {}
         kinds = [0] * len(rows) if labels is None else [numbers.setdefault(one, len(numbers)) for one in labels]
-        if longest is not None:
-            kinds = [-1 - at if length > longest else kinds[at] for at, length in enumerate(lengths.tolist())]
         order = sorted(range(len(rows)), key=lambda at: (kinds[at], rows[at]), reverse=True)
         common = np.zeros(len(rows), dtype=np.int64)
         for place, (before, own) in enumerate(pairwise(order), start=1):
@@ -114,11 +111,18 @@ class Prefixes:
 
 
 def plan_prefixes(
-    planner: VerifiedPlanner, prefixes: Prefixes, labels: Sequence[Hashable] | None = None
+    planner: VerifiedPlanner,
+    prefixes: Prefixes,
+    labels: Sequence[Hashable] | None = None,
+    window: int | None = None,
 ) -> tuple[Plan, Forest | None]:
     """The plan that ends first, and the trees that are its sequences; None: no document shares anything.
 
-    ``labels``: see ``VerifiedPlanner``, of documents in the batch's order. Raises ``PlanError`` if there is no plan.
+    Args:
+        labels: see ``VerifiedPlanner``, of documents in the batch's order.
+        window: the shortest of the model; None: there is none. With longer documents, trees are whole on one rank.
+
+    Raises ``PlanError`` if there is no plan.
     """
     cluster, cost = planner.cluster, planner.cost
     shared = prefixes.worthwhile(cost)
@@ -126,7 +130,7 @@ def plan_prefixes(
     limits = [cluster.room, int(cluster.capacity_tokens.min()), even, -(-even // 2), 0]
     best: tuple[float, Plan, Forest] | None = None
     tried, problem = set[bytes](), None
-    for limit in limits[1 if cluster.num_ranks == 1 else 0 :]:
+    for limit in limits:
         forest = prefixes.forest(shared, limit)
         if forest.shared.tobytes() in tried:
             continue
@@ -138,11 +142,13 @@ def plan_prefixes(
         except PlanError as error:
             problem = error
             continue
+        if window is not None and _cuts_longer(plan, forest, window):
+            continue
         seconds = evaluate(plan, cluster=cluster, cost=own.cost, num_stages=planner.num_stages).end_seconds
         if best is None or seconds < best[0]:
             best = seconds, plan, forest
     if best is None:
-        assert problem is not None, "at least one limit was tried"
+        assert problem is not None, "documents apart are among the limits"
         raise problem
     _, plan, forest = best
     forest.verify(prefixes.lengths[np.argsort(prefixes.order)].tolist())
@@ -159,6 +165,16 @@ def cost_of_trees(cost: CostModel, forest: Forest | None) -> CostModel:
     of_trees = np.unique(forest.sequence_lengths[np.diff(forest.offsets) > 1])
     known = np.searchsorted(lengths, of_trees)
     return replace(cost, tree_squares=tuple(zip(of_trees.tolist(), means[known].tolist(), strict=True)))
+
+
+def _cuts_longer(plan: Plan, forest: Forest, window: int) -> bool:
+    """Whether a group of several ranks has a tree, and documents that are longer than the window."""
+    longest, trees = np.maximum.reduceat(forest.lengths, forest.offsets[:-1]), np.diff(forest.offsets) > 1
+    starts, sequences = plan.group_sequence_offsets[:-1], plan.group_sequences
+    has_both = np.logical_or.reduceat(trees[sequences], starts) & (
+        np.maximum.reduceat(longest[sequences], starts) > window
+    )
+    return bool((has_both & (plan.group_sizes > 1)).any())
 
 
 def _common_bytes(first: bytes, second: bytes) -> int:

@@ -24,20 +24,21 @@ from bytescale.plan.trees import Forest
 from bytescale.planner.prefixes import Prefixes, plan_prefixes
 from bytescale.planner.verified import VerifiedPlanner
 
+
 def shared_plan(
     documents: Documents,
     planner: VerifiedPlanner,
     *,
     labels: Sequence[Hashable] | None = None,
     per_document: Collection[str] = (),
-    longest: int | None = None,
+    window: int | None = None,
 ) -> tuple[Plan, Forest | None]:
     """A plan whose sequences are trees of documents. None: nothing is shared, and its sequences are the documents.
 
     Args:
         labels: see ``HDP.plan``; documents of one label alone share rows.
         per_document: fields that keep no rows apart.
-        longest: documents of more tokens share nothing; None: all may.
+        window: the shortest of the models that run it; None: there is none.
 
     Raises ``DataError`` for fields that do not exist or are needed.
     """
@@ -51,8 +52,8 @@ def shared_plan(
         )
     fields = [values for name, values in sorted(documents.fields.items()) if name not in ("weights", *per_document)]
     rows = [np.concatenate([_bytes(values[at]) for values in fields], axis=1) for at in range(len(documents.lengths))]
-    prefixes = Prefixes.of([own.tobytes() for own in rows], rows[0].shape[1], labels, longest)
-    return plan_prefixes(planner, prefixes, labels)
+    prefixes = Prefixes.of([own.tobytes() for own in rows], rows[0].shape[1], labels)
+    return plan_prefixes(planner, prefixes, labels, window)
 
 
 def rows_of_sequences(

@@ -45,8 +45,8 @@ class BatchToPlan:
         planner = self.hdp.planner_of(capacity_tokens)
         if self.per_document is None:
             return planner(np.array(self.documents.lengths), labels), None
-        longest = _longest_path((self.hdp.engine.decoder, *self.hdp.engine.others))
-        return shared_plan(self.documents, planner, labels=labels, per_document=self.per_document, longest=longest)
+        window = _shortest_window((self.hdp.engine.decoder, *self.hdp.engine.others))
+        return shared_plan(self.documents, planner, labels=labels, per_document=self.per_document, window=window)
 
     def part(self, plan: Plan, forest: Forest | None = None, *, last: bool = False) -> PlannedBatch:
         """This rank's part of the batch under a plan. Raises as ``HDP.plan`` for a plan of other documents or ranks."""
@@ -68,8 +68,8 @@ class BatchToPlan:
         return PlannedBatch(hdp, RankBatch.of(rank_plan, rows, forest), last=last)
 
 
-def _longest_path(decoders: Sequence[AttachedDecoder]) -> int | None:
-    """Tokens of the longest documents that may share a prefix; None: any. Raises ``ConfigError`` for recurrences."""
+def _shortest_window(decoders: Sequence[AttachedDecoder]) -> int | None:
+    """Of all layers; None: they have none. Raises ``ConfigError`` for recurrent layers."""
     for decoder in decoders:
         if decoder.mixers:
             raise ConfigError(
