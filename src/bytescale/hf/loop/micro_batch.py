@@ -76,8 +76,7 @@ class Micro:
         device = group.device
         self._fields = {name: to_device(rows, device) for name, rows in fields.items()}
         tokens, self.position_ids = self._fields["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
-        ones = torch.ones(self.num_rows, dtype=torch.int64, device=device)
-        self.multiplicity: Tensor = self._fields.get("multiplicity", ones)
+        self.multiplicity: Tensor = self._fields.get("multiplicity", torch.ones_like(tokens))
         places = self._fields.get(POSITIONS, self.position_ids)
         if not self.num_rows:
             tokens, places = tokens.new_zeros(1), places.new_zeros(1, *places.shape[1:])
