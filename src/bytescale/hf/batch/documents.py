@@ -12,7 +12,7 @@ import hashlib
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX, MICRO_BATCH_NAMES
 from bytescale.plan import MicroBatch, Plan, RankPlan
+from bytescale.plan.trees import Forest, with_trees
 from bytescale.runtime import RankGroup
 
 Batch = Sequence[Mapping[str, Any]]
@@ -247,6 +248,7 @@ class RankBatch:
     no_rows: dict[str, Tensor]  # of every field, as a micro-batch without tokens has it
     num_documents: int  # in the global batch
     lengths: list[int] | None  # tokens of all documents of the global batch; None, then on every rank: not known
+    forest: Forest | None = None  # where prefixes are shared: what is called a document here is one of its sequences
 
     def all_lengths(self, group: RankGroup) -> list[int]:
         """Tokens of all documents of the global batch. Every rank calls it.
@@ -259,14 +261,17 @@ class RankBatch:
         return [int(end) for end in group.max_of(ends.tolist())] if self.lengths is None else self.lengths
 
     @staticmethod
-    def of(rank_plan: RankPlan, documents: Documents) -> RankBatch:
-        """The rows of ``documents`` that belong to a rank."""
+    def of(rank_plan: RankPlan, documents: Documents, forest: Forest | None = None) -> RankBatch:
+        """The rows of ``documents`` that belong to a rank; ``forest``: whose sequences they are."""
+        if forest is not None:
+            rank_plan = replace(rank_plan, micro_batches=tuple(with_trees(m, forest) for m in rank_plan.micro_batches))
         return RankBatch(
             rank_plan=rank_plan,
             rows=[documents.rows(micro_batch) for micro_batch in rank_plan.micro_batches],
             no_rows={name: values[0][:0] for name, values in documents.fields.items()},
             num_documents=len(documents.lengths),
             lengths=documents.lengths,
+            forest=forest,
         )
 
 
