@@ -179,6 +179,7 @@ def test_every_bad_input_is_one_clear_message(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("bytescale.storage.retry.FIRST_PAUSE_SECONDS", 0.001)  # bad archives are read four times
     assert len(cases()) >= 150
     complaints = [found for arguments in cases() if (found := complaint(arguments, capsys))]
     assert not complaints, "\n\n".join(complaints)
