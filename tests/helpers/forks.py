@@ -30,6 +30,10 @@ def run_forked(
     Raises ``AssertionError`` with the stack trace of every rank that failed, or that still ran at the end.
     """
     context = multiprocessing.get_context("fork")
+    # A failed run leaves its gloo groups in the cycle of its exception. Their end waits for their threads, which a fork
+    # does not copy: so they end here, before it, and nothing else that is left is collected in a rank.
+    gc.collect()
+    gc.freeze()
     reservation = reserve_port()
     port = reservation.getsockname()[1]
     processes, pipes = [], []
@@ -40,6 +44,7 @@ def run_forked(
         sender.close()
         processes.append(process)
         pipes.append(receiver)
+    gc.unfreeze()
     deadline = time.monotonic() + timeout_seconds
     first = _receive(pipes[0], deadline)
     if kill_with_first and first == DIED:
@@ -65,9 +70,6 @@ def _one_rank(rank: int, num_ranks: int, port: int, work: Callable[[int], Any], 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    # What the parent left to be collected must not be collected here: a gloo group's end would wait for its threads,
-    # and those were not forked.
-    gc.freeze()
     try:
         sender.send((True, work(rank)))
     except BaseException:
