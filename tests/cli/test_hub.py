@@ -24,6 +24,7 @@ from huggingface_hub import constants
 from bytescale.cli.main import main
 from bytescale.config import config_to_toml, load_config
 from bytescale.parity import small_model
+from tests.data.remote_files import LOOK_SECONDS
 from tests.data.support import write_jsonl
 from tests.helpers.effort import one_of
 from tests.train.runs import losses, on_ranks, small_run, write_corpus
@@ -141,7 +142,7 @@ def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
     (folder / "modeling_qwen3.py").write_text(SECRET_CODE)
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder=folder))
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(LOOK_SECONDS,), daemon=True).start()
     yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home")}
     server.shutdown()
     server.server_close()
@@ -220,9 +221,7 @@ def test_plan_downloads_no_weights(tmp_path: Path, hub: dict[str, str]) -> None:
     ),
 )
 @pytest.mark.usefixtures("here")
-def test_a_name_that_cannot_be_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
-) -> None:
+def test_a_name_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str) -> None:
     assert main(["train", str(written_config(tmp_path)), "--init", f"hf:{name}"]) == 2
     told = capsys.readouterr().err
     assert "Traceback" not in told
