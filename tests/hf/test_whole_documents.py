@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import bytescale
 from bytescale.common.errors import DataError, NonFiniteError, PlanError
 from bytescale.parity.compare import random_plan
-
 from tests.helpers.effort import pairs
 
 from .support import documents, on_ranks, small_model
