@@ -54,8 +54,12 @@ def test_the_bubbles_of_one_pipeline(lengths: list[int], num_stages: int) -> Non
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @examples(8, 25)
-@given(lengths=st.lists(st.integers(1, RANKS * CAPACITY), min_size=1, max_size=20))
-def test_equal_ends_with_ideal_links_and_no_later_ones_with_real(planner: str, lengths: list[int]) -> None:
+@given(
+    lengths=st.lists(st.integers(1, RANKS * CAPACITY), min_size=1, max_size=20), recurrent=st.sampled_from([0.0, 0.75])
+)
+def test_equal_ends_with_ideal_links_and_no_later_ones_with_real(
+    planner: str, lengths: list[int], recurrent: float
+) -> None:
     """With real links the simulator may end earlier: it hides the first transfer behind local attention as well."""
     cluster = Cluster.uniform(RANKS, CAPACITY)
     devices = ClusterConfig(num_gpus=RANKS, gpus_per_node=NODE)
@@ -64,6 +68,7 @@ def test_equal_ends_with_ideal_links_and_no_later_ones_with_real(planner: str, l
         (Links(intra_node_bytes_per_second=0.5, inter_node_bytes_per_second=0.1), False),
     ):
         model = in_proportion(links=links)
+        model = replace(model, recurrent_share=recurrent, state_bytes=0.0 if ideal else 3.0 * recurrent)
         cost = model.cost_model(ranks_per_node=NODE)
         plan = PLANNERS[planner](np.array(lengths), cluster=cluster, cost=cost)
         outcome = evaluate(plan, cluster=cluster, cost=cost)

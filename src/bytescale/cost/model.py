@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError
 from bytescale.cost.flops import BACKWARD_ATTENTION_RATIO
-from bytescale.cost.visible import num_messages, visible_seconds
+from bytescale.cost.visible import num_messages, state_rounds, visible_seconds
 
 COLUMNS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of columns that are tried, besides one."""
@@ -247,8 +247,8 @@ class CostModel:
         row = (self.row_bytes_per_token or 0.0) * load.slice / rows_rate
         exposed = num_messages(rows, columns) * rings * self.ring_message_seconds
         if self.recurrent_share:
-            rounds = np.where(load.degree > 1, np.ceil(np.log2(2 * load.degree)), 0.0)
-            exposed = exposed + rounds * (self.state_bytes / keys_rate + self.recurrent_share * latency)
+            of_round = self.state_bytes / keys_rate + self.recurrent_share * latency
+            exposed = exposed + state_rounds(load.degree) * of_round
         for one in self.passes:
             exposed = exposed + visible_seconds(
                 rows,

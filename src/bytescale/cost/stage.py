@@ -13,10 +13,13 @@ columns. Each of K shared and k local sequences adds e to a block of attention, 
     ring         visible(P, Q; c, x, y, z)            what no block hides (``cost.visible``)
                  - min(a q, max(0, first message - c))                  local attention hides some of the first message
                  + (P - 1 + 2 (Q - 1)) message                          what no compute hides
+    states       ceil(log2(2D)) (state bytes / bandwidth + rho latency)         of recurrent layers, hidden by nothing
     offload      max(0, r Act(n) / link - (rest + attention + ring))            exposed, for all layers but the last two
 
-Compute is divided by the rank's speed; the time of links is not. A stage takes the sum over its layers, and the last
-stage also has the head. In the planner's summary (``Profile.cost_model``), what a whole sequence adds is part of b.
+rho is the share of the layers that are recurrent; latencies and messages of rings count 1 - rho times, as all else is a
+mean over the layers. Compute is divided by the rank's speed; the time of links is not. A stage takes the sum over its
+layers, and the last stage also has the head. In the planner's summary (``Profile.cost_model``), what a whole sequence
+adds is part of b.
 
 Shape letters: M micro-batches (one per member for shared ones), 2 directions: forward, backward.
 """
@@ -30,7 +33,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import FloatArray
 from bytescale.cost.profile import Profile
-from bytescale.cost.visible import num_messages, visible_seconds
+from bytescale.cost.visible import num_messages, state_rounds, visible_seconds
 
 RESIDENT_LAYERS = 2
 """The last layers of a stage are never offloaded: backward needs them at once (paper section 5.2)."""
@@ -105,6 +108,7 @@ def stage_times(
         block = of_block / loads.speed
         local = attention.quadratic * loads.local_squares / loads.speed
         layer_ring = _exposed_ring(profile, block, local, ring_bytes[row], profile.row_bytes_per_token[row], loads)
+        layer_ring = layer_ring + _exposed_states(profile, loads)
         layer_offload = np.maximum(offloaded / offload_rate[row] - layer_compute - layer_ring, 0.0)
         compute[row] = num_layers * layer_compute
         if has_head:
@@ -122,10 +126,22 @@ def stage_times(
 def _transfer_seconds(
     profile: Profile, bytes_per_token: float, loads: Loads, leaves_node: NDArray[np.bool_]
 ) -> FloatArray:
+    rate, latency = _link(profile, leaves_node)
+    rings = 1.0 - profile.recurrent_share
+    return bytes_per_token * loads.largest_share * loads.shared_tokens / rate + rings * latency
+
+
+def _link(profile: Profile, leaves_node: NDArray[np.bool_]) -> tuple[FloatArray, FloatArray]:
+    """``[M]`` bytes a second and seconds of latency."""
     links = profile.links
     rate = np.where(leaves_node, links.ring_bytes_per_second(True), links.ring_bytes_per_second(False))
-    latency = np.where(leaves_node, links.ring_latency_seconds(True), links.ring_latency_seconds(False))
-    return bytes_per_token * loads.largest_share * loads.shared_tokens / rate + latency
+    return rate, np.where(leaves_node, links.ring_latency_seconds(True), links.ring_latency_seconds(False))
+
+
+def _exposed_states(profile: Profile, loads: Loads) -> FloatArray:
+    """``[M]`` seconds of the scan over the states of recurrent layers (``plan.states``), a mean over all layers."""
+    rate, latency = _link(profile, loads.inter_node)
+    return state_rounds(loads.degree) * (profile.state_bytes / rate + profile.recurrent_share * latency)
 
 
 def _exposed_ring(
@@ -143,5 +159,6 @@ def _exposed_ring(
     visible = visible_seconds(rows, columns, block, keys, there, home, np.maximum)
     first = np.where(columns > 1, there, keys)
     hidden_by_locals = np.minimum(np.maximum(first - block, 0.0), local)
-    messages = num_messages(rows, columns) * profile.links.message_seconds
+    rings = 1.0 - profile.recurrent_share
+    messages = num_messages(rows, columns) * rings * profile.links.message_seconds
     return np.where(loads.degree > 1, visible - hidden_by_locals + messages, 0.0)

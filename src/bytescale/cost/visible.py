@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 
 def visible_seconds(
     rows: Any, columns: Any, block: Any, keys: Any, there: Any, home: Any, maximum: Callable[[Any, Any], Any] = max
@@ -34,3 +36,8 @@ def visible_seconds(
 def num_messages(rows: Any, columns: Any) -> Any:
     """Messages that a member waits for in one pass: keys, queries and results. Numbers or arrays."""
     return rows - 1 + 2 * (columns - 1)
+
+
+def state_rounds(degree: Any) -> Any:
+    """Rounds of the scan over the states of recurrent layers in a group of ``degree`` members (``plan.states``)."""
+    return np.where(degree > 1, np.ceil(np.log2(2 * degree)), 0.0)

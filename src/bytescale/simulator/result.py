@@ -15,7 +15,7 @@ from bytescale.simulator.events import Events
 class Traffic:
     """Bytes that the devices of all ranks send together in one step. All tp devices of a rank are counted."""
 
-    ring_intra_node: float
+    ring_intra_node: float  # with the states of recurrent layers
     ring_inter_node: float
     pipeline: float
     gradient_sync: float

@@ -31,6 +31,7 @@ from bytescale.cost.gradient_sync import (
 from bytescale.cost.profile import Profile
 from bytescale.cost.split import split_layers
 from bytescale.cost.stage import Loads, StageTimes, movable_layers, stage_times
+from bytescale.cost.visible import state_rounds
 from bytescale.plan import Plan
 from bytescale.plan.last_message import silent_last_backwards
 from bytescale.planner.evaluate import run_in_order, run_rounds
@@ -281,9 +282,10 @@ def _traffic(done: _Executed, num_forwards: int) -> Traffic:
     ring = num_forwards * profile.ring_forward_bytes_per_token + profile.ring_backward_bytes_per_token
     forward, backward = profile.row_bytes_per_token
     row = events.row_tokens @ np.array([num_forwards * forward[place] + backward[place] for place in (0, 1)])
-    around = ring * events.ring_tokens
-    inside = np.where(events.ring_is_near, around, 0.0) + np.where(events.row_is_near, row, 0.0)
     loads: Loads = events.loads
+    states = (num_forwards + 1) * profile.state_bytes * state_rounds(loads.degree)
+    around = ring * events.ring_tokens + states
+    inside = np.where(events.ring_is_near, around, 0.0) + np.where(events.row_is_near, row, 0.0)
     parameters = [done.stage_parameters(stage) for stage in range(cluster.pp)]
     moved = loads.offload_ratio * profile.activation_bytes(loads.tokens)
     synced = sum(sync_bytes(profile, count, events.num_ranks) for count in parameters) * tp * events.num_ranks
