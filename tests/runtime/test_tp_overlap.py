@@ -10,7 +10,7 @@ import torch
 
 from bytescale.runtime import MeshShape, RankGroup, TokenShards
 from bytescale.train.parts import own_model
-from tests.helpers.effort import one_in, pairs
+from tests.helpers.effort import one_in, one_of, pairs
 from tests.helpers.steps import StepOutcome, random_batch, worst_relative_error
 from tests.nccl.recorder import Compute, Post, Wait
 from tests.nccl.steps import uneven
@@ -69,7 +69,9 @@ def test_overlap_keeps_the_bits(tp: int, dtype: torch.dtype, checkpointing: str,
     [
         (MeshShape(tp=2, pp=2, hdp=2), {"offload": True, "checkpointing": "attention"}),
         (MeshShape(hdp=1, tp=2), {"head_groups": 2, "shape": {"num_heads": 8, "num_kv_heads": 4}}),
-        (MeshShape(tp=2, hdp=2), {"shape": MIXTURE}),
+        *one_of(
+            [(MeshShape(tp=n, hdp=2), {"shape": MIXTURE}) for n in (2, 4)], (MeshShape(tp=2, hdp=2), {"shape": MIXTURE})
+        ),
         (MeshShape(hdp=1, tp=2), {"shape": {"tie_embeddings": True}}),
     ],
     ids=str,
