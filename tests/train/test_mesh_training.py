@@ -36,6 +36,7 @@ def deep_run(corpus: Path, run_dir: Path, **model: object) -> Config:
 def on_mesh(
     config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, virtual_stages: int = 1, domain: int = 1
 ) -> Config:
+    """Where there is nothing to choose, the cheapest planner: the usual one tries many plans of a pipeline."""
     parallel = replace(
         config.parallel,
         ranks=tp * pp * hdp,
@@ -46,7 +47,7 @@ def on_mesh(
         shard="parameters" if domain > 1 else "optimizer",
         domain=0 if domain == 1 else domain,
     )
-    return replace(config, parallel=parallel)
+    return replace(config, parallel=parallel, planner=replace(config.planner, name="adaptive" if hdp > 1 else "naive"))
 
 
 FAMILIES = {"llama": {}, "tied": {"tie_embeddings": True}, "mixtral": {"num_experts": 4, "experts_per_token": 2}}
