@@ -36,12 +36,14 @@ def training_step(
     bucket_bytes: int = 0,
     window: int | None = None,
     recurrence: str = "",
+    on_host: bool = False,
 ) -> Callable[[Mesh], None]:
     """What one rank does in one step, all its collectives included.
 
     ``bucket_bytes``: of gradients that are reduced while ranks compute. Then there are two steps, since parameters are
     gathered during the second one's forwards. ``window``: of every second layer's attention. ``recurrence``:
-    ``matrix`` or ``number``, how states decay in every other layer.
+    ``matrix`` or ``number``, how states decay in every other layer. ``on_host``: whether the optimizer is in host
+    memory.
     """
     batch = random_batch(plan.lengths.tolist(), architecture.vocab_size, 0, masked_share=0.0)
 
@@ -50,7 +52,9 @@ def training_step(
         own = build_own_model(
             architecture, mesh, virtual_stages=num_chunks, dtype=torch.float32, seed=0, bucket_bytes=bucket_bytes
         )
-        optimizer = ShardedOptimizer.of_config(own.parameters, OptimizerConfig(), mesh, own.tied_head)
+        optimizer = ShardedOptimizer.of_config(
+            own.parameters, OptimizerConfig(offload=on_host), mesh, own.tied_head, more=own.more, units=own.units
+        )
         if bucket_bytes:
             optimizer.overlap_with([(chunk, list(chunk.layers)) for chunk in own.chunks])
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
@@ -73,7 +77,7 @@ def training_step(
         for _ in range(2 if bucket_bytes else 1):
             mesh.world.agree("the plan", rank_plan.digest)
             optimizer.begin_step(rank_plan)
-            Executor(parts=parts, kernel=ZeroKernel(), mesh=mesh).run(
+            Executor(parts=parts, kernel=ZeroKernel(), mesh=mesh, units=own.units).run(
                 rank_plan,
                 [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
                 num_global_targets=batch.num_targets,

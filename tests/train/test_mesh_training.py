@@ -33,7 +33,9 @@ def deep_run(corpus: Path, run_dir: Path, **model: object) -> Config:
     return replace(config, model=ModelConfig(preset="tiny-moe" if "num_experts" in model else "tiny", **shape))  # type: ignore[arg-type]
 
 
-def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, virtual_stages: int = 1) -> Config:
+def on_mesh(
+    config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, virtual_stages: int = 1, domain: int = 1
+) -> Config:
     """Where there is nothing to choose, the cheapest planner: the usual one tries many plans of a pipeline."""
     parallel = replace(
         config.parallel,
@@ -42,6 +44,8 @@ def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, virtual_s
         pp=pp,
         virtual_stages=virtual_stages,
         capacity_tokens=256 if hdp == 1 else 128,
+        shard="parameters" if domain > 1 else "optimizer",
+        domain=0 if domain == 1 else domain,
     )
     return replace(config, parallel=parallel, planner=replace(config.planner, name="adaptive" if hdp > 1 else "naive"))
 
@@ -94,6 +98,18 @@ def test_a_checkpoint_moves_between_meshes(corpus: Path, tmp_path: Path, family:
     np.testing.assert_allclose(run(on_mesh(config, tp=2, hdp=2)), alone, rtol=SAME_LOSSES)
 
 
+@pytest.mark.parametrize("family", one_of(list(FAMILIES), "mixtral"), indirect=True)
+def test_ranks_that_share_layers_continue_what_others_have_begun(corpus: Path, tmp_path: Path, family: tuple) -> None:
+    """From (tp, hdp) = (2, 2) in one domain, with the optimizer in host memory, to two domains of two, to two ranks."""
+    settings, alone = family
+    config = with_trainer(deep_run(corpus, tmp_path / "run", **settings), resume=True)
+    config = replace(config, checkpoint=replace(config.checkpoint, every=1))
+    on_host = replace(config, optimizer=replace(config.optimizer, offload=True))
+    interrupt(with_trainer(on_mesh(on_host, tp=2, hdp=2, domain=2), resume=False), after_step=1)
+    interrupt(on_mesh(config, hdp=4, domain=2), after_step=2)
+    np.testing.assert_allclose(run(on_mesh(config, hdp=2)), alone, rtol=SAME_LOSSES)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", one_of([{"pp": 2}, {"tp": 2, "pp": 2}], {"pp": 2}), ids=str)
 def test_a_resume_on_the_same_mesh_is_exact(corpus: Path, tmp_path: Path, mesh: dict) -> None:
@@ -106,14 +122,17 @@ def test_a_resume_on_the_same_mesh_is_exact(corpus: Path, tmp_path: Path, mesh: 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES, indirect=True)
-def test_weights_from_hugging_face_go_to_the_ranks_that_need_them(corpus: Path, tmp_path: Path, family: tuple) -> None:
+@pytest.mark.parametrize("mesh", [{"tp": 2, "pp": 2}, {"tp": 2, "hdp": 2, "domain": 2}], ids=str)
+def test_weights_from_hugging_face_go_to_the_ranks_that_need_them(
+    corpus: Path, tmp_path: Path, family: tuple, mesh: dict
+) -> None:
     """Trained in one process, exported, and started from on a mesh: the losses of starting from it in one process."""
     settings, _ = family
     run(on_mesh(deep_run(corpus, tmp_path / "first", **settings)))
     export_checkpoint(complete_checkpoints(tmp_path / "first" / "checkpoints")[-1], tmp_path / "hf")
     started = with_trainer(deep_run(corpus, tmp_path / "alone", **settings), init=f"hf:{tmp_path / 'hf'}")
     alone = run(on_mesh(started))
-    ours = run(on_mesh(with_trainer(started, run_dir=str(tmp_path / "mesh")), tp=2, pp=2))
+    ours = run(on_mesh(with_trainer(started, run_dir=str(tmp_path / "mesh")), **mesh))
     np.testing.assert_allclose(ours, alone, rtol=SAME_LOSSES)
 
 
@@ -133,6 +152,7 @@ def test_a_run_on_a_mesh_counts_every_token_once(corpus: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("mesh", "model", "message"),
     [
+        ({"pp": 2, "hdp": 2, "domain": 2}, {}, "shard is .parameters., and parallel.pp is 2"),
         ({"tp": 3}, {}, "num_heads = 4 is no multiple of parallel.tp = 3"),
         ({"pp": 5}, {}, "makes 5 parts of 4 layers"),
         ({"pp": 2, "virtual_stages": 3}, {}, "makes 6 parts of 4 layers"),

@@ -14,7 +14,7 @@ from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, Architecture, Config,
 from bytescale.models import build_model
 from bytescale.models.hf import HFTensor, pieces_of
 from bytescale.models.hf_folder import check_pieces, read_pieces
-from bytescale.runtime import FlatParameters, ShardedOptimizer
+from bytescale.runtime import ShardedOptimizer
 from bytescale.storage.place import Place, place_at
 
 
@@ -32,7 +32,6 @@ def check_initial_weights(config: Config) -> None:
 def load_initial_weights(
     source: str,
     architecture: Architecture,
-    parameters: FlatParameters,
     optimizer: ShardedOptimizer,
     group: dist.ProcessGroup,
 ) -> None:
@@ -49,21 +48,20 @@ def load_initial_weights(
     if source.startswith(CHECKPOINT_PREFIX):
         load_master_weights(source, architecture.as_dict(), optimizer, group)
         return
-    entries = {entry.name: entry for entry in parameters.entries}
+    placed = [(offset, entry) for zero, offset in optimizer.offsets.items() for entry in zero.parameters.entries]
+    entries = {entry.name: (offset, entry) for offset, entry in placed}
     masters = optimizer.states()["master"]
     pieces = [piece for piece in architecture_pieces(architecture) if piece.name in entries]
     for piece, tensor in read_pieces(folder_of(source), pieces, whole_model=False):
-        entry = entries[piece.name]
+        offset, entry = entries[piece.name]
         cut = entry.cut if piece.expert is None else entry.cut.of_row()
         flat = cut.of(tensor).flatten()
-        start = entry.start + (piece.expert or 0) * len(flat)
-        parameters.values[start : start + len(flat)] = flat.to(parameters.values)
+        start = offset + entry.start + (piece.expert or 0) * len(flat)
         for own in masters:
             low, high = max(start, own.start), min(start + len(flat), own.start + len(own.values))
             if low < high:
                 own.values[low - own.start : high - own.start] = flat[low - start : high - start].to(own.values)
-    if optimizer.tied_head is not None:
-        optimizer.tied_head.lend()
+    optimizer.finish_restore(0, {})
 
 
 def load_master_weights(

@@ -174,8 +174,8 @@ class ParallelConfig:
     """How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died."""
     shard: Shard = "optimizer"
     """What is divided among ranks. optimizer: its states, among all HDP ranks. parameters: the weights and gradients of
-    the layers, too, among the ranks of a domain, which gather a layer when it computes and run in lockstep. For models
-    on transformers' code."""
+    the layers, too, among the ranks of a domain, which gather a layer when it computes and run in lockstep; not with
+    pp."""
     domain: int = field(default=AUTO_DOMAIN, metadata=limits(least=0, auto=AUTO_DOMAIN))
     """Consecutive HDP ranks that share parameters; `auto` (or 0): those of a node."""
     gradient_bucket_mib: float = field(default=1.0, metadata=limits(least=0))

@@ -55,7 +55,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
             f'least {-(-data.context_length // ranks)}, a shorter context, or memory.offload = "on"',
         )
     _check_optimizer(config)
-    _check_sharing(config, shape, ranks)
+    _check_sharing(config, ranks)
     if (config.eval.keep_best or config.eval.patience) and not config.eval.sources:
         name = "eval.keep_best" if config.eval.keep_best else "eval.patience"
         raise ConfigError(f"{name} is set, but eval.sources is empty", so="no loss would be lower than another",
@@ -270,15 +270,15 @@ def _check_weights(data: DataConfig) -> None:
         )
 
 
-def _check_sharing(config: Config, shape: Architecture | AttachedArchitecture, ranks: int) -> None:
+def _check_sharing(config: Config, ranks: int) -> None:
     parallel = config.parallel
     if sharing_domain(parallel.shard, parallel.domain, ranks, ranks) == 1:
         return
-    if isinstance(shape, Architecture):
+    if parallel.pp > 1:
         raise ConfigError(
-            'parallel.shard is "parameters", and the model is our own Llama or Mixtral',
-            so="only the layers of transformers' models are gathered so far",
-            fix="train it with parallel.tp, or from a Hugging Face folder of another family",
+            f'parallel.shard is "parameters", and parallel.pp is {parallel.pp}',
+            so="stages would gather their layers for one micro-batch in flight after the other",
+            fix='set parallel.pp to 1 (parallel.tp may be any), or parallel.shard to "optimizer"',
         )
     if config.optimizer.name == "muon":
         raise ConfigError(

@@ -76,17 +76,16 @@ class MemoryModel(CountedMemory):
         element_bytes: int,
         num_ranks: int,
         device_bytes: float,
-        domain: int | None = None,
+        domain: int = 1,
     ) -> DeviceMemory:
         """Return the memory of a run, in as many groups of heads as ``config`` says or as ``device_bytes`` need.
 
         ``counted``: the shape of the model; or its memory, if that was measured, which is returned. ``domain``: HDP
-        ranks that share the weights of layers; None: as it was measured.
+        ranks that share the weights of layers.
         """
         if isinstance(counted, MeasuredMemory):
             states = counted.states
-            states = replace(states, domain=domain or states.domain, on_host=config.optimizer.offload)
-            return replace(counted, states=states)
+            return replace(counted, states=replace(states, domain=domain, on_host=config.optimizer.offload))
         parallel, memory = config.parallel, config.memory
         whole = MemoryModel.on_device(
             ModelShare(
@@ -102,7 +101,7 @@ class MemoryModel(CountedMemory):
             attention=config.kernels.attention,
             ring_gradients=parallel.ring_gradients,
         )
-        whole = replace(whole, domain=domain or 1, optimizer_on_host=config.optimizer.offload)
+        whole = replace(whole, domain=domain, optimizer_on_host=config.optimizer.offload)
         if memory.head_groups != AUTO_HEAD_GROUPS:
             return replace(whole, head_groups=memory.head_groups)
         tokens = parallel.capacity_tokens or None
@@ -137,7 +136,10 @@ class MemoryModel(CountedMemory):
 
     @property
     def states(self) -> States:
-        layer = flops.layer_parameters(self.share.architecture, tensor_parallel=self.share.tensor_parallel)
+        shape, parts = self.share.architecture, self.share.tensor_parallel
+        layer = flops.layer_parameters(shape, tensor_parallel=parts)
+        if parts > 1:  # norms and routers, which tensor-parallel ranks hold alike, are not shared
+            layer -= (2 + shape.num_experts) * shape.hidden_size
         return States(
             num_parameters=self.share.num_parameters,
             element_bytes=self.element_bytes,

@@ -85,12 +85,8 @@ def measured_memory(
     kind: DeviceKind,
     num_ranks: int,
     ring_gradients: RingGradients = "wide",
-    domain: int = 1,
 ) -> MeasuredMemory:
-    """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows.
-
-    ``domain``: consecutive ranks that share the parameters of layers.
-    """
+    """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
     trained, frozen = [0] * len(decoder.layers), [0] * len(decoder.layers)
     unit_of = layer_of(decoder.layers)
     for parameter in decoder.parameters():
@@ -104,7 +100,6 @@ def measured_memory(
             num_frozen=sum(parameter.numel() for parameter in parameters if not parameter.requires_grad),
             element_bytes=element_bytes,
             num_ranks=num_ranks,
-            domain=domain,
             trained_of_layers=tuple(trained),
             frozen_of_layers=tuple(frozen),
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.runtime.group import PendingCollective
 from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.flat import Entry
 from bytescale.runtime.optimizer.units import Named, UnitParameters
 
 
@@ -187,20 +189,35 @@ def layer_of(layers: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def shard_layers(
-    named: Sequence[Named], layers: Sequence[nn.Module], mesh: Mesh, *, dtype: torch.dtype | None = None
+    named: Sequence[Named],
+    layers: Sequence[nn.Module],
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype | None = None,
+    late: Collection[str] = (),
+    cuts: Mapping[str, Cut] | None = None,
+    initial: Callable[[Entry], Tensor] | None = None,
 ) -> tuple[list[Named], list[UnitParameters], Units]:
     """Let the ranks of ``mesh.domain`` share the parameters of ``layers``.
 
-    Returns the parameters that stay whole, what is trained of the others, and what opens the layers. Parameters that
-    belong to several layers stay whole. ``dtype``: of the parameters; None: the one that each of them has.
+    Returns the parameters that stay whole, what is trained of the others, and what opens the layers. Parameters stay
+    whole that belong to several layers, that tensor-parallel ranks hold alike, and ``late`` ones, whose gradients come
+    after the layers' backward. ``dtype``: of the parameters; None: the one that each of them has. ``cuts, initial``:
+    see ``UnitParameters``.
     """
     unit_of = layer_of(layers)
+    for name, parameter in named:
+        if name in late or (cuts is not None and cuts[name].replicas > 1):
+            unit_of.pop(id(parameter), None)
     rest = [item for item in named if id(item[1]) not in unit_of]
     units: dict[tuple[bool, torch.dtype], list[list[Named]]] = {}
     for name, parameter in named:
         if id(parameter) in unit_of:
             key = parameter.requires_grad, dtype or parameter.dtype
             units.setdefault(key, [[] for _ in layers])[unit_of[id(parameter)]].append((name, parameter))
-    stores = {key: UnitParameters(units[key], mesh, dtype=key[1], trained=key[0]) for key in sorted(units, key=str)}
+    stores = {
+        key: UnitParameters(units[key], mesh, dtype=key[1], trained=key[0], cuts=cuts, initial=initial)
+        for key in sorted(units, key=str)
+    }
     trained = [store for (is_trained, _), store in stores.items() if is_trained]
     return rest, trained, Units(layers, list(stores.values()))

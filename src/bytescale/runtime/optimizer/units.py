@@ -24,7 +24,7 @@ A closed parameter is NaN in its own shape and has no memory. So nobody computes
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -55,12 +55,23 @@ class UnitParameters(FlatParameters):
     """
 
     def __init__(
-        self, units: Sequence[Sequence[Named]], mesh: Mesh, *, dtype: torch.dtype, trained: bool = True
+        self,
+        units: Sequence[Sequence[Named]],
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype,
+        trained: bool = True,
+        cuts: Mapping[str, Cut] | None = None,
+        initial: Callable[[Entry], Tensor] | None = None,
     ) -> None:
         """Take over parameters, one unit after the other, so that one of them at a time exists twice.
 
-        ``units``: of every layer, in the order of forward; a layer may have no such parameter. ``mesh``: on whose
-        device they are from now on. ``trained``: whether their gradients are summed.
+        Args:
+            units: of every layer, in the order of forward; a layer may have no such parameter.
+            mesh: on whose device they are from now on.
+            trained: whether their gradients are summed.
+            cuts: as in ``FlatParameters``.
+            initial: the values of a parameter; None: those that it has.
         """
         self.trained = trained
         self.domain, self.num_domains = mesh.domain, mesh.replicas.size
@@ -70,7 +81,7 @@ class UnitParameters(FlatParameters):
         for unit, named in enumerate(units):
             start, first = stop, len(self.entries)
             for name, parameter in named:
-                self.entries.append(Entry(name, Cut(shape=tuple(parameter.shape)), stop))
+                self.entries.append(Entry(name, cuts[name] if cuts else Cut(shape=tuple(parameter.shape)), stop))
                 self.parameters.append(parameter)
                 stop += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
             stop = -(-stop // quantum) * quantum
@@ -91,7 +102,8 @@ class UnitParameters(FlatParameters):
             self._full[bucket] = full, gradients
             with torch.no_grad():
                 for place in places:
-                    self.value_of(self.entries[place]).copy_(self.parameters[place])
+                    entry = self.entries[place]
+                    self.value_of(entry).copy_(initial(entry) if initial else self.parameters[place])
                 self.values[self.held(bucket)] = self._own(full)
             for place in places if trained else ():
                 entry, parameter = self.entries[place], self.parameters[place]

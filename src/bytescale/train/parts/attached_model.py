@@ -53,13 +53,9 @@ class HFModel:
     def layers(self) -> list[Chunk]:
         return [(self.part, self.part.layers)]
 
-    def memory(
-        self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients, domain: int = 1
-    ) -> MeasuredMemory:
+    def memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> MeasuredMemory:
         """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
-        return measured_memory(
-            self.part, self.rows, kind=kind, num_ranks=num_ranks, ring_gradients=ring_gradients, domain=domain
-        )
+        return measured_memory(self.part, self.rows, kind=kind, num_ranks=num_ranks, ring_gradients=ring_gradients)
 
     def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
         """Give the optimizer the initial weights in full precision."""

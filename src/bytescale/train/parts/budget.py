@@ -90,6 +90,7 @@ def memory_budget(
     dtype: torch.dtype,
     devices: Devices,
     profile: Profile,
+    domain: int = 1,
 ) -> MemoryBudget:
     """The budget of a run.
 
@@ -97,6 +98,7 @@ def memory_budget(
         counted: as ``MemoryModel.of_config`` takes it, the same on all ranks.
         devices: of all HDP ranks.
         profile: times for Eq. 3.
+        domain: HDP ranks that share the weights of layers.
 
     Raises:
         ConfigError: the capacity does not fit into a device, the optimizer not into host memory, or the context not
@@ -106,7 +108,7 @@ def memory_budget(
     rooms, kind = devices.device_bytes, kind_of(device)
     least = min(rooms)
     whole = MemoryModel.of_config(
-        config, counted, kind, element_bytes=dtype.itemsize, num_ranks=hdp, device_bytes=least
+        config, counted, kind, element_bytes=dtype.itemsize, num_ranks=hdp, device_bytes=least, domain=domain
     )
     model = whole.fullest_stage(least)
     host = host_bytes_left(model.states, devices.host_bytes)

@@ -114,7 +114,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     planning = plan_of_run(
         config,
         spec,
-        model.memory(kind_of(ranks.device), hdp, config.parallel.ring_gradients, ranks.mesh.domain.size),
+        model.memory(kind_of(ranks.device), hdp, config.parallel.ring_gradients),
         Devices.of_mesh(everyone, ranks.mesh.shape),
         device=ranks.device,
         dtype=ranks.dtype,
@@ -190,8 +190,8 @@ def plan_of_run(
         gradient_bucket_mib=mesh.gradient_bucket_mib,
     )
     times = StepTimes(profile=profile, devices=cluster, recompute=config.memory.checkpointing == "full")
-    budget = memory_budget(config, memory, device=device, dtype=dtype, devices=devices, profile=profile)
     domain = sharing_domain(mesh.shard, mesh.domain, hdp, ranks_per_node)
+    budget = memory_budget(config, memory, device=device, dtype=dtype, devices=devices, profile=profile, domain=domain)
     a_round = round_seconds(profile, domain=domain, ranks_per_node=ranks_per_node)
     planner = VerifiedPlanner(
         config.planner,

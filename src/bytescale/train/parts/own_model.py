@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from bytescale.checkpoint.initial_weights import load_initial_weights
 from bytescale.common.cut import Cut
@@ -29,6 +31,7 @@ from bytescale.runtime import (
     TokenShards,
 )
 from bytescale.runtime.optimizer.buckets import Chunk
+from bytescale.runtime.optimizer.lockstep import Units, shard_layers
 from bytescale.train.parts.budget import MemoryBudget
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
@@ -43,10 +46,9 @@ class OwnModel:
     architecture: Architecture  # of the whole model
     chunks: Sequence[Llama]  # of layers; several where stages are interleaved
     parameters: FlatParameters  # of all chunks, in flat buffers
+    more: Sequence[FlatParameters]  # further ones, where ranks share layers
+    units: Units | None  # open these layers
     tied_head: TiedHead | None  # where the embedding is the head too, and another stage's rank has one of the two
-
-    more = ()
-    units = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -56,15 +58,13 @@ class OwnModel:
     def layers(self) -> list[Chunk]:
         return [(chunk, list(chunk.layers)) for chunk in self.chunks]
 
-    def memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients, domain: int = 1) -> Architecture:
+    def memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> Architecture:
         """What ``budget.memory_budget`` is to count the memory of."""
         return self.architecture
 
     def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
         if config.trainer.init:
-            load_initial_weights(
-                config.trainer.init, self.architecture, self.parameters, optimizer, ranks.checkpoint_group
-            )
+            load_initial_weights(config.trainer.init, self.architecture, optimizer, ranks.checkpoint_group)
 
     def decoders(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> list[Decoder]:
         """Apply kernels, head groups, checkpointing and offloading to the model."""
@@ -111,15 +111,28 @@ def build_own_model(
                 cuts.update(apply_tensor_parallelism(chunk, TokenShards(mesh.tp)))
             else:
                 cuts.update({name: Cut(shape=tuple(p.shape)) for name, p in chunk.named_parameters()})
-        chunks.append(chunk.to(dtype).to_empty(device=mesh.world.device))
+        chunk.to(dtype)._apply(partial(_without_memory, mesh.world.device))
+        chunks.append(chunk)
 
-    # 2. Flat buffers. A borrowed head is not in them: the first stage keeps it up to date.
+    # 2. Flat buffers; ranks of a domain share those of layers. A borrowed head is not in them: the first stage keeps it
+    #    up to date.
     named = [item for chunk in chunks for item in chunk.named_parameters()]
     borrows = architecture.tie_embeddings and mesh.shape.pp > 1
     borrowed = [(name, parameter) for name, parameter in named if borrows and name == _HEAD]
     own = [(name, parameter) for name, parameter in named if not (borrows and name == _HEAD)]
     at_the_end = {id(p) for chunk in chunks if isinstance(chunk, HasBatchLoss) for p in chunk.batch_parameters()}
     late = {name for name, parameter in own if id(parameter) in at_the_end or (borrows and name == _EMBEDDING)}
+    more, units = list[FlatParameters](), None
+    if mesh.domain.size > 1:  # without a pipeline, so there is one chunk
+        own, sharing, units = shard_layers(
+            own,
+            list(chunks[0].layers),
+            mesh,
+            late=late,
+            cuts=cuts,
+            initial=lambda entry: initial_values(entry.name, entry.cut, architecture, seed),
+        )
+        more += sharing
     parameters = FlatParameters(own, mesh.hdp.size, cuts, bucket_bytes=bucket_bytes, late=late)
     lent = FlatParameters(borrowed, 1, cuts) if borrowed else parameters
     shared = [entry for entry in lent.entries if borrows and entry.name in (_HEAD, _EMBEDDING)]
@@ -130,4 +143,11 @@ def build_own_model(
         parameters.value_of(entry).copy_(initial_values(entry.name, entry.cut, architecture, seed))
     if tied_head is not None:
         tied_head.lend()
-    return OwnModel(architecture=architecture, chunks=chunks, parameters=parameters, tied_head=tied_head)
+    return OwnModel(
+        architecture=architecture, chunks=chunks, parameters=parameters, more=more, units=units, tied_head=tied_head
+    )
+
+
+def _without_memory(device: torch.device, parameter: Tensor) -> Tensor:
+    """Of the same shape and dtype: the memory comes with the flat buffers."""
+    return torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)

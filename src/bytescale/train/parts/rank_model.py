@@ -13,7 +13,7 @@ import torch
 from bytescale.attention import AttentionKernel
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes, format_si
-from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model, sharing_domain
+from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
 from bytescale.config.attached import check_attached
 from bytescale.config.validate import check_mesh, hdp_ranks
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, ModelShare, States, host_bytes_left
@@ -91,9 +91,7 @@ def describe_model(
             fix="plan on a machine with more memory, or name a preset of about the same shape, such as 70b",
         )
     model = build_attached_model(config, architecture, kernel, device=device, dtype=dtype, num_shards=1)
-    parallel = config.parallel
-    domain = sharing_domain(parallel.shard, parallel.domain, num_ranks, min(parallel.ranks, num_ranks))
-    return model.spec, model.memory(kind, num_ranks, parallel.ring_gradients, domain)
+    return model.spec, model.memory(kind, num_ranks, config.parallel.ring_gradients)
 
 
 def check_host_room(config: Config) -> None:

@@ -1,0 +1,65 @@
+"""The longest document that 8 GPUs of 80 GB hold for large models of our own, by the memory model.
+
+::
+
+    PYTHONPATH=src python benchmarks/large_models.py
+
+In BF16, with full checkpointing and as much offloading as there is, whatever the host's memory; the table says how much
+that is. Nothing runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bytescale.config import AUTO_CAPACITY, PRESETS, Config
+from bytescale.cost.memory import MemoryModel
+
+GIB = 2**30
+NUM_GPUS, USABLE_BYTES = 8, 0.92 * 79.1 * GIB  # of an H100 with 80 GB
+SHAPES = {
+    "8B": PRESETS["7b"],
+    "32B": replace(
+        PRESETS["7b"], num_layers=64, hidden_size=5120, num_heads=64, ffn_hidden_size=25600, vocab_size=151936
+    ),
+    "30B-A3B": replace(
+        PRESETS["7b"], num_layers=48, hidden_size=2048, num_kv_heads=4, ffn_hidden_size=768, vocab_size=151936,
+        num_experts=128, experts_per_token=8,
+    ),
+    "70B": PRESETS["70b"],
+}  # fmt: skip
+"""Llama 3's 8B and 70B, and decoders of the sizes of Qwen3-32B and Qwen3-30B-A3B."""
+MODES = ((1, 1, False), (1, 1, True), (1, 8, False), (1, 8, True), (2, 4, True), (4, 2, True), (8, 1, True))
+"""Tensor parallelism, ranks that share layers, and whether the optimizer is in host memory."""
+
+
+def line(name: str, tp: int, domain: int, on_host: bool) -> str:
+    """One row of the table."""
+    config = Config()
+    config = replace(
+        config,
+        memory=replace(config.memory, checkpointing="full", offload="on"),
+        optimizer=replace(config.optimizer, offload=on_host),
+        parallel=replace(config.parallel, tp=tp, capacity_tokens=AUTO_CAPACITY, ring_gradients="bf16"),
+    )
+    num_ranks = NUM_GPUS // tp
+    memory = MemoryModel.of_config(
+        config, SHAPES[name], "cuda", element_bytes=2, num_ranks=num_ranks, device_bytes=USABLE_BYTES, domain=domain
+    )
+    offloaded, plain = memory.capacity_tokens(USABLE_BYTES, 1.0), memory.capacity_tokens(USABLE_BYTES)
+    host = memory.states.host_bytes / GIB, offloaded * memory.movable_bytes_per_token / GIB
+    return (
+        f"{name:8} tp {tp}, domain {domain}, optimizer {'on the host' if on_host else 'on the GPU '}: "
+        f"{memory.states.device_bytes / GIB:5.1f} GiB of states a GPU; {num_ranks * offloaded / 1000:5.0f}K tokens "
+        f"({num_ranks * plain / 1000:.0f}K without offloading), host memory a GPU {host[0]:.0f} + {host[1]:.0f} GiB"
+    )
+
+
+def main() -> None:
+    for name in SHAPES:
+        for mode in MODES:
+            print(line(name, *mode))
+
+
+if __name__ == "__main__":
+    main()
