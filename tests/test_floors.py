@@ -33,7 +33,7 @@ BUDGET = {
     "runtime": 4500,  # optimizers in host memory
     "simulator": 1200,
     "storage": 650,
-    "train": 4250,
+    "train": 4260,  # our own layers are shared, too
 }
 """Lines of Python that each package may have. Beside a budget stands what it was last raised for."""
 SLACK = 150
