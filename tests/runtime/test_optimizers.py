@@ -14,6 +14,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.config import OptimizerConfig, validate
 from bytescale.cost.memory import States
 from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedOptimizer
+from bytescale.runtime.optimizer.take_over import require_elementwise
 from bytescale.train.parts.rank_model import check_host_room
 from tests.helpers.effort import one_of
 from tests.helpers.lazy_lanes import use_lazy_lanes
@@ -161,3 +162,21 @@ def test_overrides_that_cannot_be_read(tmp_path: Path, override: str) -> None:
     config = small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run")
     with pytest.raises(ConfigError, match=r"optimizer\.overrides has"):
         validate(replace(config, optimizer=replace(config.optimizer, overrides=(override,))))
+
+
+class CountingSGD(torch.optim.SGD):
+    """Its rate falls with the number of calls, whatever it updates."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["lr"] /= 2
+        super().step()
+
+
+def test_optimizers_that_host_memory_cannot_have(tmp_path: Path) -> None:
+    require_elementwise(CountingSGD, {"lr": 1.0})
+    with pytest.raises(ConfigError, match="CountingSGD computes something else if it updates"):
+        require_elementwise(CountingSGD, {"lr": 1.0}, one_by_one=True)
+    config = small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"optimizer\.name is muon, and optimizer\.offload is true"):
+        validate(replace(config, optimizer=OptimizerConfig(name="muon", offload=True)))

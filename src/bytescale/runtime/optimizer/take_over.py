@@ -100,6 +100,13 @@ def require_elementwise(cls: type[torch.optim.Optimizer], options: dict[str, Any
                     fix="use an elementwise optimizer with valid options, such as torch.optim.AdamW")
         ) from error  # fmt: skip
     if not torch.allclose(whole[0].flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
+        if one_by_one:
+            require_elementwise(cls, options)  # it may be wrong on a device, too
+            raise ConfigError(
+                f"{cls.__name__} computes something else if it updates a part of the parameters alone",
+                so="in host memory, one part is updated after the other",
+                fix="leave offload out, or use another optimizer, such as torch.optim.AdamW",
+            )
         raise ConfigError(
             problem(
                 f"{cls.__name__} is not elementwise: the update of a number depends on other numbers of its matrix",
