@@ -155,6 +155,8 @@ def test_a_wrong_forest_is_found() -> None:
         forest.verify([3, 3, 5, 1])
     with pytest.raises(PlanError, match="are not its"):
         replace(forest, lengths=forest.lengths + np.eye(4, dtype=int)[1]).verify(lengths)
+    with pytest.raises(PlanError, match="are not its"):
+        replace(forest, shared=forest.shared + 2 * np.eye(4, dtype=int)[1]).verify(lengths)  # longer than that path
     with pytest.raises(PlanError, match="every document once"):
         forest.of(np.arange(1)).verify(lengths)
 

@@ -110,7 +110,8 @@ class Forest:
         """Raise ``PlanError`` unless every token of the documents of these ``lengths`` has one row.
 
         A row stands for one token of each document whose path it is on; a token of a prefix that several sequences
-        have is computed once in each of them.
+        have is computed once in each of them. A document's own rows are at positions ``shared`` to its length, and the
+        first ``shared`` rows of the path before it are at positions 0 to ``shared``, if that path is long enough.
         """
         numbers = np.argsort(self.documents, kind="stable")
         if not np.array_equal(self.documents[numbers], np.arange(len(lengths))):
@@ -118,14 +119,16 @@ class Forest:
                 "the sequences of a plan with shared prefixes do not have every document once",
                 so="documents would be left out, or counted twice",
             )
-        positions = self.positions()
-        starts = np.repeat(offsets_of(self.sequence_lengths)[:-1], np.diff(self.offsets))
-        for document, start, path in zip(self.documents.tolist(), starts.tolist(), self.paths, strict=True):
-            if not np.array_equal(positions[start + path], np.arange(lengths[document])):
-                raise PlanError(
-                    f"the rows of document {document} are not its {lengths[document]} tokens in order",
-                    so="its tokens would see others than those before them",
-                )
+        before = np.concatenate([[0], self.lengths[:-1]])
+        before[self.offsets[:-1]] = 0
+        wrong = (self.lengths != np.asarray(lengths)[self.documents]) | (self.shared < 0)
+        wrong |= self.shared > np.minimum(before, self.lengths)
+        if wrong.any():
+            document = int(self.documents[wrong.argmax()])
+            raise PlanError(
+                f"the rows of document {document} are not its {lengths[document]} tokens in order",
+                so="its tokens would see others than those before them",
+            )
 
 
 def with_trees(micro_batch: MicroBatch, forest: Forest) -> MicroBatch:
