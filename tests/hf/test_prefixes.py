@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -360,3 +360,40 @@ def test_rows_of_other_documents_are_found(llama: nn.Module) -> None:
     wrong = replace(forest, shared=forest.shared + (forest.shared > 0) * (forest.shared < forest.lengths))
     with pytest.raises(PlanError, match="are not those of its field"):
         rows_of_sequences(given.documents, wrong, (), torch.float64)
+
+
+@pytest.mark.parametrize(
+    "options",
+    one_of(
+        [
+            {"checkpointing": "full"},
+            {"checkpointing": "attention"},
+            {"host_gib": 0.01},
+            {"shard": "parameters", "domain": 2},
+            {"equal_counts": True},
+        ],
+        quick={"checkpointing": "attention"},
+    ),
+)
+def test_trees_with_other_ways_to_hold_activations_and_parameters(options: dict[str, Any]) -> None:
+    """Gradients are those of the same trees without them, and the loss is that of documents one by one."""
+    batch, model = tree(), small_model("llama", max_position_embeddings=256, num_hidden_layers=5)
+    computes_again = "checkpointing" in options  # in backward, which does not know that fp32 is to be fp64
+
+    def work(group: Any, model: nn.Module, options: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+        hdp = bytescale.HDP(model, group, capacity_tokens=300, **options)
+        hdp.adamw(lr=0.0)
+        planned, share = hdp.plan(batch, share_prefixes=True), 0.0
+        assert planned.forest is not None
+        with nullcontext() if computes_again else wide_parts():
+            for micro in planned:
+                loss = micro.loss_sum(model)
+                loss.backward()
+                share += float(loss.detach())
+        return share, hdp.gradients()
+
+    plain, ours = (on_ranks(2, model, lambda *given, own=own: work(*given, own)) for own in ({}, options))
+    loss = sum(share for share, _ in ours)
+    assert loss == pytest.approx(sum(share for share, _ in plain), rel=EXACT)
+    assert loss == pytest.approx(one_by_one(model, batch)[0], rel=1e-6)
+    assert_equal(ours[0][1], plain[0][1])

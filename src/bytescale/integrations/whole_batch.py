@@ -70,12 +70,14 @@ class WholeBatch:
         trains = torch.is_grad_enabled() and self._num_trained > 0
         guess = guess if trains else 0.0
         first, documents = self._documents_of_all(sequences, guess)
-        planned = self.hdp.plan(documents, capacity_tokens=capacity_tokens)
+        share = self.hdp.can_share_prefixes
+        planned = self.hdp.plan(documents, capacity_tokens=capacity_tokens, share_prefixes=share)
         with torch.set_grad_enabled(bool(guess)):
             for micro in planned:
                 columns = self._columns(micro)
                 if guess:
-                    (columns[:, 0] * micro.guess.to(columns)).sum().backward()
+                    guesses = micro.guess.to(columns) * micro.multiplicity
+                    (columns[:, 0] * guesses).sum().backward()
                 self.hdp.collect(micro, columns)
         found = self.hdp.collected()[first : first + len(sequences.tokens)]
         rows = torch.cat(found) if found else torch.zeros(0, self._num_trained, device=self.hdp.group.device)

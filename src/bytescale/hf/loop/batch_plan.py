@@ -12,7 +12,6 @@ from bytescale.common.errors import ConfigError, PlanError
 from bytescale.hf.batch.documents import Batch, Documents, RankBatch
 from bytescale.hf.batch.prefixes import rows_of_sequences, shared_plan
 from bytescale.hf.loop.planned_batch import PlannedBatch
-from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.head import require_words
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.trees import Forest
@@ -45,7 +44,15 @@ class BatchToPlan:
         planner = self.hdp.planner_of(capacity_tokens)
         if self.per_document is None:
             return planner(np.array(self.documents.lengths), labels), None
-        window = _shortest_window((self.hdp.engine.decoder, *self.hdp.engine.others))
+        if not self.hdp.can_share_prefixes:
+            raise ConfigError(
+                "share_prefixes = True, but the model or a second one has recurrent layers",
+                so="a branch would have to begin with the state at the end of its prefix, which is not built",
+                fix="leave share_prefixes out for this model",
+            )
+        decoders = (self.hdp.engine.decoder, *self.hdp.engine.others)
+        windows = [layer.rules.window for decoder in decoders for layer in decoder.facts.layers]
+        window = min((window for window in windows if window is not None), default=None)
         return shared_plan(self.documents, planner, labels=labels, per_document=self.per_document, window=window)
 
     def part(self, plan: Plan, forest: Forest | None = None, *, last: bool = False) -> PlannedBatch:
@@ -66,16 +73,3 @@ class BatchToPlan:
         rank_plan = RankPlan.of(plan, hdp.group.rank)
         hdp.group.agree("the documents of a batch, or its plan", digest ^ rank_plan.digest)
         return PlannedBatch(hdp, RankBatch.of(rank_plan, rows, forest), last=last)
-
-
-def _shortest_window(decoders: Sequence[AttachedDecoder]) -> int | None:
-    """Of all layers; None: they have none. Raises ``ConfigError`` for recurrent layers."""
-    for decoder in decoders:
-        if decoder.mixers:
-            raise ConfigError(
-                f"share_prefixes = True, but {type(decoder.model).__name__} has recurrent layers",
-                so="a branch would have to begin with the state at the end of its prefix, which is not built",
-                fix="leave share_prefixes out for this model",
-            )
-    windows = [layer.rules.window for decoder in decoders for layer in decoder.facts.layers]
-    return min((window for window in windows if window is not None), default=None)

@@ -210,6 +210,11 @@ class HDP(Updates):
         self._looped = None
         return given.part(plan, forest, last=last)
 
+    @property
+    def can_share_prefixes(self) -> bool:
+        """Whether ``share_prefixes`` is possible: neither the model nor a second one has recurrent layers."""
+        return not any(decoder.mixers for decoder in (self.engine.decoder, *self.engine.others))
+
     def planner_of(self, capacity_tokens: int | None) -> VerifiedPlanner:
         """The planner for another capacity; of passes without backward, where gradients are disabled."""
         if capacity_tokens is None:
