@@ -42,6 +42,9 @@ from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from bytescale.integrations.verl import BytescaleEngineConfig
 
 WORDS, LR, CLIP, UPDATES = 64, 1e-2, 0.5, 10
+FIRST, LAST = 1e-5, {"sft": 1e-5, "ppo": 1e-4, "gspo": 1e-4, "critic": 1e-3}
+"""Relative, of fp32 with sums in another order: at the first update, and over all, as AdamW makes more of it. A critic
+of fp64 stays within 1e-7, the precision of its loss."""
 PROMPTS, RESPONSES = (3, 9, 2, 5), (40, 4, 17, 2)
 FSDP_ENGINE: dict[str, Any] = {
     "strategy": "fsdp2", "model_dtype": "fp32", "dtype": "float32", "use_torch_compile": False,
@@ -233,8 +236,8 @@ def compare(kind: str, folder: Path, out: Path) -> list[str]:
             pairs = zip(found, other.update(data.clone()), strict=True)
             apart[name].append(max(abs(own - wanted) / max(abs(wanted), 1e-3) for own, wanted in pairs))
     for name, every in apart.items():
-        assert every[0] < 1e-5, f"{kind}: the first loss or norm differs from that of {name} by {every[0]}"
-        assert max(every) < 1e-3, f"{kind}: losses or norms differ from those of {name} by {max(every)}"
+        assert every[0] < FIRST, f"{kind}: the first loss or norm differs from that of {name} by {every[0]}"
+        assert max(every) < LAST[kind], f"{kind}: losses or norms differ from those of {name} by {max(every)}"
     told = f"{kind}: {UPDATES} updates, losses and gradient norms"
     return [
         f"{told} within {max(every):.1e} of those of {name} ({every[0]:.1e} the first)" for name, every in apart.items()
