@@ -6,6 +6,9 @@ JOBS   ?= 3
 READY  := $(VENV)/.ready
 DOCS   := $(VENV)/.docs-ready
 
+# Tests start many processes. Without files of bytecode, each of them would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-rest test-all coverage lint docs docs-serve setup check-cuda check-trl check-verl clean
 
 train: setup  ## train a small Llama on 8 ranks, measure the planners, simulate 512 GPUs

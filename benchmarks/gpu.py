@@ -340,7 +340,7 @@ def step_figures(
         make_pages(pool, estimate.movable_bytes_per_token * int(ratio * tokens))
     step = Step(device, shape, lengths, checkpointing, pool, ratio, head_groups=estimate.head_groups)
     figures = device.figures(step, sizes.steps)
-    peak = float(estimate.limits().device_peak(tokens, int(ratio * tokens), 0)) - estimate.states_bytes
+    peak = float(estimate.limits().device_peak(tokens, int(ratio * tokens), 0)) - estimate.states.device_bytes
     figures |= {"head_groups": estimate.head_groups}
     return figures | {"estimated_gib": peak / GIB, "host_gib": 0.0 if pool is None else pool.peak_bytes / GIB}
 
@@ -482,7 +482,7 @@ def longest_figures(
     }
     try:
         step = Step(device, shape, [tokens], "full", pool, ratio, kernel, estimate.head_groups)
-        states = torch.cuda.memory_allocated(device.device) if device.on_gpu else estimate.states_bytes
+        states = torch.cuda.memory_allocated(device.device) if device.on_gpu else estimate.states.device_bytes
         make_pages(pool, estimate.movable_bytes_per_token * int(ratio * tokens))
         if device.on_gpu:
             torch.cuda.reset_peak_memory_stats(device.device)

@@ -15,6 +15,7 @@ from benchmarks.cluster import network
 from benchmarks.cluster.network import HOSTS, NAMESPACES, Link, Network, Node, missing, missing_for_quotas
 
 from bytescale.common.errors import ConfigError
+from tests.helpers.effort import one_of
 
 ROOT = Path(__file__).parents[1]
 needs_cluster = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()))
@@ -84,7 +85,7 @@ esac
 
 
 @needs_cluster
-@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("slow", one_of([False, True], True))
 def test_everything_is_removed_when_the_owner_is_killed(tmp_path: Path, slow: bool) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     if slow:

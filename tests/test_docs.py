@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 import re
@@ -53,10 +54,11 @@ def commands_of(text: str) -> Iterator[list[str]]:
                 yield words
 
 
-def check_command(arguments: list[str]) -> None:
+@functools.cache
+def check_command(*arguments: str) -> None:
     """Let the command's own parser read the arguments. Raises ``SystemExit`` or ``ConfigError`` where it refuses."""
     name = " ".join(arguments[:2]) if arguments[0] in ("data", "checkpoint") else arguments[0]
-    rest = arguments[len(name.split()) :]
+    rest = list(arguments[len(name.split()) :])
     if not {"--help", "--help-all"}.isdisjoint(rest) or rest == ["--version"]:
         return
     assert name in GENERATE.OPTIONS, f"`bytescale {name}` is no command"
@@ -75,7 +77,7 @@ def test_commands_in_the_documents_have_options_that_exist(page: Path, monkeypat
     monkeypatch.setattr(cli_options, "local_folder", lambda model, **_: model)  # nothing is downloaded
     for arguments in commands_of(page.read_text(encoding="utf-8")):
         try:
-            check_command(arguments)
+            check_command(*arguments)
         except SystemExit as error:
             pytest.fail(f"{page.name}: bytescale {shlex.join(arguments)} is refused ({error})")
 
@@ -113,24 +115,24 @@ def test_commands_that_are_printed_have_options_that_exist(monkeypatch: pytest.M
         for arguments in commands_in(path.read_text(encoding="utf-8")):
             try:
                 if len(arguments) > 1:
-                    check_command(arguments)
+                    check_command(*arguments)
                 assert arguments[0] in {name.split()[0] for name in GENERATE.OPTIONS}
             except (SystemExit, AssertionError, ValueError) as error:
                 pytest.fail(f"{path.name}: bytescale {shlex.join(arguments)} is refused ({error})")
             suggested.append(shlex.join(arguments))
     assert {"init", "train --resume 2", "train CONFIG.toml --cost.profile 2"} <= set(suggested)
     with pytest.raises(ValueError, match="did you mean"):
-        check_command(next(commands_in('print(f"next: bytescale train {path} --trainer.step 1")')))
+        check_command(*next(commands_in('print(f"next: bytescale train {path} --trainer.step 1")')))
 
 
 def test_a_wrong_option_would_be_found() -> None:
     assert list(commands_of("```sh\nbytescale plan --rank 4  # no\n```")) == [["plan", "--rank", "4"]]
     with pytest.raises(ValueError, match=r"did you mean --parallel.ranks"):
-        check_command(["plan", "--rank", "4"])
+        check_command("plan", "--rank", "4")
     with pytest.raises(SystemExit):
-        check_command(["plan", "--planners", "best"])
+        check_command("plan", "--planners", "best")
     with pytest.raises(ValueError, match=r"did you mean --data.batch-tokens"):
-        check_command(["train", "CONFIG.toml", "--data.batch-token", "4K"])
+        check_command("train", "CONFIG.toml", "--data.batch-token", "4K")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -199,15 +201,15 @@ def test_example_scripts_are_valid_shell_and_start_what_exists(script: Path) -> 
     for check, lines in ((check_torchrun, torchruns), (check_command, trains)):
         for line in lines:
             line = re.sub(r'"\$\{what\[@\]\}"', "--resume FOLDER", line)
-            check(shlex.split(re.sub(r"\$\{?\w+(:-\w+)?\}?", "2", line)))
+            check(*shlex.split(re.sub(r"\$\{?\w+(:-\w+)?\}?", "2", line)))
 
 
-def check_torchrun(arguments: list[str]) -> None:
+def check_torchrun(*arguments: str) -> None:
     """torchrun's own parser takes its options, and ours those of what it starts."""
-    options = get_args_parser().parse_args(arguments)
+    options = get_args_parser().parse_args(list(arguments))
     assert options.module
     assert options.training_script == "bytescale"
-    check_command(options.training_script_args)
+    check_command(*options.training_script_args)
 
 
 def test_the_slurm_script_joins_nodes_and_resumes(tmp_path: Path) -> None:
@@ -235,12 +237,12 @@ def test_the_slurm_script_joins_nodes_and_resumes(tmp_path: Path) -> None:
     options = get_args_parser().parse_args(first[1:])
     assert (options.nnodes, options.nproc_per_node, options.rdzv_endpoint) == ("4", "8", "node7:29500")
     assert options.training_script_args == ["train", "my.toml", "--trainer.run-dir", str(tmp_path / "run")]
-    check_torchrun(first[1:])
+    check_torchrun(*first[1:])
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.toml").touch()
     again = started()
     assert again[-3:] == ["train", "--resume", str(tmp_path / "run")]
-    check_torchrun(again[1:])
+    check_torchrun(*again[1:])
 
 
 def test_the_kubernetes_manifest_names_options_that_exist() -> None:
@@ -252,7 +254,7 @@ def test_the_kubernetes_manifest_names_options_that_exist() -> None:
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}, "Kubernetes labels a job's pods so"
     assert pod["subdomain"] == service["metadata"]["name"], "or pods have no names"
     assert container["command"][0] == "torchrun"
-    check_torchrun(container["command"][1:])
+    check_torchrun(*container["command"][1:])
     options = get_args_parser().parse_args(container["command"][1:])
     assert int(options.nnodes) == spec["completions"] == spec["parallelism"]
     assert int(options.nproc_per_node) == int(container["resources"]["limits"]["nvidia.com/gpu"])

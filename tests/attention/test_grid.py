@@ -99,10 +99,13 @@ def test_gathering_everything_and_computing_every_tile_alone_gives_the_same(size
         torch.testing.assert_close(own, slow_twin(data, micro_batch.shared), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("size", "columns"), one_in(13, SHAPES))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_grid_sends_what_the_formula_says_to_the_byte(size: int, columns: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    one_in(27, [(shape, dtype) for dtype in (torch.float32, torch.bfloat16) for shape in SHAPES]),
+)
+def test_a_grid_sends_what_the_formula_says_to_the_byte(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """The docstring of ``attention.rings.grid``, summed over slices: each is as long as it is."""
+    size, columns = shape
     rows, b, w = size // columns, dtype.itemsize, 4
     for narrow in (None, torch.bfloat16):
         _, sent = attend(grid_plan([103], size, columns), inputs([103], dtype), ring_gradients=narrow)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -30,27 +27,24 @@ SMALL += ["--data.batch-tokens", "2K", "--parallel.ranks", "2", "--parallel.capa
 SMALL += ["--trainer.device", "cpu", "--trainer.steps", "2"]
 
 
-def run(command: str, folder: Path) -> str:
-    """What ``bytescale`` prints. It must succeed."""
+def run(command: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """What ``bytescale`` and its ranks print. It must succeed."""
     program, *arguments = shlex.split(command)
     assert program == "bytescale"
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys; from bytescale.cli.main import main; sys.exit(main())", *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    code = main(arguments)
+    printed = capfd.readouterr()
+    assert code == 0, printed.out + printed.err
+    return printed.out
 
 
-def test_the_demo_and_all_that_it_suggests(tmp_path: Path) -> None:
+def test_the_demo_and_all_that_it_suggests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """On little text: planners are measured and simulated, losses are equal, and what is printed can be run."""
     write_corpus(tmp_path / "text", 80)
     (tmp_path / "text" / "long.txt").write_text("every rank waits for none of them " * 40, encoding="utf-8")
-    printed = run(shlex.join(["bytescale", "demo", "--data.sources", "text", *SMALL]), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    printed = run(shlex.join(["bytescale", "demo", "--data.sources", "text", *SMALL]), capfd)
     rows = COMPARED.findall(printed)
     assert [name for name, _, _ in rows] == ["static", "naive", "adaptive"]
     losses = [list(map(float, row.split())) for _, _, row in rows]
@@ -67,7 +61,7 @@ def test_the_demo_and_all_that_it_suggests(tmp_path: Path) -> None:
 
     suggested = re.findall(r"^ {10}(bytescale .*)$", printed, re.MULTILINE)
     assert [command.split()[1] for command in suggested] == ["train", "report", "init"]
-    resume, report, init = (run(command, tmp_path) for command in suggested)
+    resume, report, init = (run(command, capfd) for command in suggested)
     assert "a rank holds 1024 tokens instead of 512" in resume
     assert len(metrics(folder)) == 4
     assert "report.html" in report

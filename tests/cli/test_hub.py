@@ -19,9 +19,12 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from huggingface_hub import constants
 
+from bytescale.cli.main import main
 from bytescale.config import config_to_toml, load_config
 from bytescale.parity import small_model
+from tests.data.remote_files import LOOK_SECONDS
 from tests.data.support import write_jsonl
 from tests.helpers.effort import one_of
 from tests.train.runs import losses, on_ranks, small_run, write_corpus
@@ -139,7 +142,7 @@ def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
     (folder / "modeling_qwen3.py").write_text(SECRET_CODE)
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder=folder))
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(LOOK_SECONDS,), daemon=True).start()
     yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home")}
     server.shutdown()
     server.server_close()
@@ -152,18 +155,36 @@ def bytescale(*arguments: str, hub: dict[str, str]) -> subprocess.CompletedProce
     )
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, hub: dict[str, str]) -> None:
+    """This process uses the server, as if it had been started with these variables."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+    for name, value in {
+        "ENDPOINT": hub["HF_ENDPOINT"],
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub["HF_ENDPOINT"] + template,
+        "HF_HUB_CACHE": f"{hub['HF_HOME']}/hub",
+        "HF_TOKEN_PATH": f"{hub['HF_HOME']}/token",
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        assert hasattr(constants, name)
+        monkeypatch.setattr(constants, name, value)
+
+
 def written_config(tmp_path: Path) -> Path:
     config = on_ranks(small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run", steps=2), 1, 256)
     (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
     return tmp_path / "config.toml"
 
 
-def test_train_downloads_a_model_by_name_and_pins_its_commit(tmp_path: Path, hub: dict[str, str]) -> None:
-    told = bytescale("train", str(written_config(tmp_path)), "--init", "hf:acme/tiny", hub=hub)
-    assert told.returncode == 0, told.stderr
+@pytest.mark.usefixtures("here")
+def test_train_downloads_a_model_by_name_and_pins_its_commit(tmp_path: Path) -> None:
+    assert main(["train", str(written_config(tmp_path)), "--init", "hf:acme/tiny"]) == 0
     init = load_config(tmp_path / "run" / "config.toml").trainer.init
     assert init.endswith(f"snapshots/{COMMIT}")
     folder = Path(init.removeprefix("hf:"))
+    assert folder.is_relative_to(tmp_path / "home")
     assert {file.name for file in folder.iterdir()} == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json",
@@ -199,26 +220,27 @@ def test_plan_downloads_no_weights(tmp_path: Path, hub: dict[str, str]) -> None:
         ("acme/gated", "acme/gated is a gated model.*hf auth login"),
     ),
 )
-def test_a_name_that_cannot_be_read(tmp_path: Path, hub: dict[str, str], name: str, said: str) -> None:
-    told = bytescale("train", str(written_config(tmp_path)), "--init", f"hf:{name}", hub=hub)
-    assert told.returncode == 2
-    assert "Traceback" not in told.stderr
-    assert re.search(said, told.stderr.replace("\n", " ")), told.stderr
+@pytest.mark.usefixtures("here")
+def test_a_name_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str) -> None:
+    assert main(["train", str(written_config(tmp_path)), "--init", f"hf:{name}"]) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    assert re.search(said, told.replace("\n", " ")), told
 
 
-def test_an_export_is_uploaded_on_request(tmp_path: Path, hub: dict[str, str]) -> None:
+@pytest.mark.usefixtures("here")
+def test_an_export_is_uploaded_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With its model card; without a token that may write, the folder stays, and one message says what to do."""
-    told = bytescale("train", str(written_config(tmp_path)), hub=hub)
-    assert told.returncode == 0, told.stderr
+    assert main(["train", str(written_config(tmp_path))]) == 0
     checkpoint = str(tmp_path / "run" / "checkpoints" / "step-000002")
-    refused = bytescale("convert", checkpoint, str(tmp_path / "out"), "--push", "acme/new", hub=hub)
-    assert refused.returncode == 2
-    assert re.search(r"out was written, but acme/new was not uploaded.*hf upload acme/new", refused.stderr, re.S)
+    assert main(["convert", checkpoint, str(tmp_path / "out"), "--push", "acme/new"]) == 2
+    refused = capsys.readouterr().err
+    assert re.search(r"out was written, but acme/new was not uploaded.*hf upload acme/new", refused, re.S)
     assert (tmp_path / "out" / "model.safetensors").is_file()
-    told = bytescale(
-        "convert", checkpoint, str(tmp_path / "again"), "--push", "acme/new", hub=hub | {"HF_TOKEN": "may-write"}
-    )
-    assert told.returncode == 0, told.stderr
+    monkeypatch.setenv("HF_TOKEN", "may-write")
+    assert main(["convert", checkpoint, str(tmp_path / "again"), "--push", "acme/new"]) == 0
     pushed, local = tmp_path / "pushed", tmp_path / "again"
     assert {file.name: file.read_bytes() for file in pushed.iterdir()} == {
         file.name: file.read_bytes() for file in local.iterdir()

@@ -55,22 +55,22 @@ def test_train_then_resume_on_one_rank(folder: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_epochs_become_steps(folder: Path, tmp_path: Path) -> None:
+def test_epochs_become_steps(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two passes over the corpus: its batches until the third pass begins. A resumed run may add a pass."""
     run = tmp_path / "run"
-    told = bytescale("train", str(folder / "config.toml"), "--trainer.run-dir", str(run), "--trainer.epochs", "2",
-                     "--parallel.ranks", "1", "--parallel.capacity-tokens", "256")  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    steps = int(re.search(r"epochs  2 of the data are (\d+) steps", told.stdout)[1])
+    assert main(["train", str(folder / "config.toml"), "--trainer.run-dir", str(run), "--trainer.epochs", "2",
+                 "--parallel.ranks", "1", "--parallel.capacity-tokens", "256"]) == 0  # fmt: skip
+    steps = int(re.search(r"epochs  2 of the data are (\d+) steps", capsys.readouterr().out)[1])
     lines = metrics(run)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     per_epoch = sum(len(file.read_bytes()) + 1 for file in (folder / "corpus").iterdir())
     seen = sum(line["num_tokens"] for line in lines)
     assert 2 * per_epoch <= seen < 2 * per_epoch + 640, "the last batch is filled up"
-    longer = bytescale("train", "--resume", str(run), "--trainer.epochs", "3", "--dry-run")
-    more = int(re.search(r"epochs  3 of the data are (\d+) steps", longer.stdout)[1])
+    assert main(["train", "--resume", str(run), "--trainer.epochs", "3", "--dry-run"]) == 0
+    longer = capsys.readouterr().out
+    more = int(re.search(r"epochs  3 of the data are (\d+) steps", longer)[1])
     assert more > steps
-    assert f"run     {more} steps into {run}" in longer.stdout
+    assert f"run     {more} steps into {run}" in longer
 
 
 @pytest.mark.exhaustive

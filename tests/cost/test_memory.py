@@ -152,7 +152,7 @@ def test_saved_bytes_and_peak_within_ten_per_cent(shape: Architecture, dtype: to
     saved, peak = measured(shape, dtype, mode, tokens)
     model = model_of(shape, dtype, mode)
     assert model.saved_bytes_per_token * tokens == pytest.approx(saved, rel=0.02)
-    estimate = float(model.limits().device_peak(tokens, 0, 0)) - model.states_bytes
+    estimate = float(model.limits().device_peak(tokens, 0, 0)) - model.states.device_bytes
     assert estimate == pytest.approx(peak, rel=0.1)
 
 
@@ -166,7 +166,7 @@ def test_peak_of_a_large_head_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_kernels(model_of(shape, torch.bfloat16, "full"), loss_chunk_tokens=2**4, head_chunk_numbers=numbers)
     head = shape.vocab_size * shape.hidden_size
     assert peak < 5.5 * head < 6 * head < at_once
-    assert float(model.limits().device_peak(512, 0, 0)) - model.states_bytes == pytest.approx(peak, rel=0.1)
+    assert float(model.limits().device_peak(512, 0, 0)) - model.states.device_bytes == pytest.approx(peak, rel=0.1)
 
 
 def test_a_tied_heads_gradient_is_gone_when_the_layers_come() -> None:
@@ -186,7 +186,7 @@ def test_a_tied_heads_gradient_is_gone_when_the_layers_come() -> None:
             )
         peaks.append(live.peak)
         model_of_it = model_of(shape, dtype, "full")
-        estimate = float(model_of_it.limits().device_peak(2048, 0, 0)) - model_of_it.states_bytes
+        estimate = float(model_of_it.limits().device_peak(2048, 0, 0)) - model_of_it.states.device_bytes
         assert estimate == pytest.approx(live.peak, rel=0.06)
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
 
@@ -197,7 +197,7 @@ def test_peak_with_a_ring(mode: str, ring_gradients: Literal["wide", "bf16"]) ->
     travel = torch.bfloat16 if ring_gradients == "bf16" else None
     _, peak = measured(NARROW_HEAD, torch.float32, mode, tokens, num_ranks=2, ring_gradients=travel)
     model = replace(model_of(NARROW_HEAD, torch.float32, mode), ring_gradients=ring_gradients)
-    estimate = float(model.limits().device_peak(tokens, 0, tokens)) - model.states_bytes
+    estimate = float(model.limits().device_peak(tokens, 0, tokens)) - model.states.device_bytes
     assert estimate == pytest.approx(peak, rel=0.1)
 
 
@@ -206,7 +206,7 @@ def test_peak_with_offloading(ratio: float) -> None:
     tokens = 2048
     _, peak = measured(NARROW_HEAD, torch.float32, "none", tokens, ratio=ratio)
     model = model_of(NARROW_HEAD, torch.float32, "none")
-    estimate = float(model.limits().device_peak(tokens, int(ratio * tokens), 0)) - model.states_bytes
+    estimate = float(model.limits().device_peak(tokens, int(ratio * tokens), 0)) - model.states.device_bytes
     assert estimate == pytest.approx(peak, rel=0.1)
 
 
@@ -219,7 +219,7 @@ def test_peak_with_feed_forward_in_chunks(shape: Architecture, mode: str) -> Non
     _, whole = measured(shape, torch.float32, mode, tokens)
     _, peak = measured(shape, torch.float32, mode, tokens, chunk_rows=rows)
     model = with_kernels(model_of(shape, torch.float32, mode), feed_forward_rows=rows)
-    estimate = float(model.limits().device_peak(tokens, 0, 0)) - model.states_bytes
+    estimate = float(model.limits().device_peak(tokens, 0, 0)) - model.states.device_bytes
     assert peak < 0.8 * whole
     assert estimate == pytest.approx(peak, rel=0.1)
 
@@ -237,7 +237,7 @@ def test_peak_with_attention_in_groups_of_heads(
     _, peak = measured(NARROW_HEAD, torch.float32, mode, tokens, head_groups=head_groups, **sizes)  # type: ignore[arg-type]
     model = replace(model_of(NARROW_HEAD, torch.float32, mode), head_groups=head_groups)
     model = with_kernels(model, feed_forward_rows=rows)
-    estimate = float(model.limits().device_peak(tokens, 0, tokens if num_ranks > 1 else 0)) - model.states_bytes
+    estimate = float(model.limits().device_peak(tokens, 0, tokens if num_ranks > 1 else 0)) - model.states.device_bytes
     assert peak < 0.9 * at_once
     assert estimate == pytest.approx(peak, rel=0.1)
 
@@ -346,7 +346,7 @@ def test_peak_with_cudas_kernels(
         feed_forward_rows=rows if mode != "none" else math.inf,
     )
     shared = tokens if num_ranks > 1 else 0
-    estimate = float(model.limits().device_peak(tokens, int(ratio * tokens), shared)) - model.states_bytes
+    estimate = float(model.limits().device_peak(tokens, int(ratio * tokens), shared)) - model.states.device_bytes
     assert estimate == pytest.approx(peak, rel=0.1)
 
 
@@ -446,8 +446,8 @@ def test_a_pipeline_holds_as_much_as_its_fullest_stage() -> None:
     split = with_share(whole, num_stages=4)
     assert sum(stage.share.num_layers for stage in split.stages()) == 80
     assert sum(stage.share.num_parameters for stage in split.stages()) == whole.share.num_parameters
-    room = whole.states_bytes + 40e9
-    least = min(stage.capacity_tokens(stage.states_bytes + 40e9) for stage in split.stages())
+    room = whole.states.device_bytes + 40e9
+    least = min(stage.capacity_tokens(stage.states.device_bytes + 40e9) for stage in split.stages())
     assert 0.9 * whole.capacity_tokens(room) < least < 1.1 * whole.capacity_tokens(room)
 
 
@@ -488,5 +488,5 @@ def test_peak_of_a_grid_within_ten_per_cent(num_ranks: int, columns: int, dtype:
     shape, tokens = replace(TINY, vocab_size=64, num_layers=3), 768
     _, peak = measured(shape, dtype, mode, tokens, num_ranks=num_ranks, columns=columns)
     model = model_of(shape, dtype, mode, num_ranks)
-    estimate = float(model.limits().device_peak(tokens, 0, tokens, (columns - 1) * tokens)) - model.states_bytes
+    estimate = float(model.limits().device_peak(tokens, 0, tokens, (columns - 1) * tokens)) - model.states.device_bytes
     assert estimate == pytest.approx(peak, rel=0.1)

@@ -19,10 +19,14 @@ from tests.data.support import config, texts_of, write_pair
 TEXTS = ["plain", "one", "two", "row one", "row two", "ab"]
 
 
+LOOK_SECONDS = 0.01
+"""How often a server looks whether it is to end. The default of 0.5 s would be the end of every test."""
+
+
 @contextmanager
 def serving(*servers: BaseServer) -> Iterator[None]:
     """Each server in a thread of its own, until the block is left."""
-    threads = [threading.Thread(target=server.serve_forever) for server in servers]
+    threads = [threading.Thread(target=server.serve_forever, args=(LOOK_SECONDS,)) for server in servers]
     for thread in threads:
         thread.start()
     yield

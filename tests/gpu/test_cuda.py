@@ -85,7 +85,7 @@ def assert_peak(device: gpu.Device, tokens: int, checkpointing: str, head_groups
     shape = replace(PRESETS["1b"], num_layers=5, num_kv_heads=8, vocab_size=8192)
     model = gpu.memory_model(device, shape, checkpointing, head_groups)
     step = gpu.Step(device, shape, [tokens], checkpointing, head_groups=head_groups)
-    estimate = float(model.limits().device_peak(tokens, 0, 0)) - model.states_bytes
+    estimate = float(model.limits().device_peak(tokens, 0, 0)) - model.states.device_bytes
     assert estimate == pytest.approx(device.figures(step, 1)["peak_gib"] * gpu.GIB, rel=0.1)
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bytescale.runtime.optimizer import host_states
 from bytescale.runtime.saved import offload
 
 
@@ -24,6 +25,9 @@ class LazyEvent:
 
     lane: LazyLane
     count: int
+
+    def synchronize(self) -> None:
+        self.lane.run(self.count)
 
 
 class LazyLane:
@@ -58,9 +62,10 @@ def wait(event: LazyEvent | None, device: torch.device | None = None) -> None:
 
 
 def use_lazy_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For offloads made during a test."""
-    monkeypatch.setattr(offload, "CopyLane", LazyLane)
-    monkeypatch.setattr(offload, "compute_waits", wait)
+    """For offloads, and optimizers in host memory, made during a test."""
+    for module in (offload, host_states):
+        monkeypatch.setattr(module, "CopyLane", LazyLane)
+        monkeypatch.setattr(module, "compute_waits", wait)
 
 
 class _Region:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
+
+from tests.helpers.forks import run_forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +33,23 @@ def test_both_pages_print_the_same_loop() -> None:
 
 
 def test_the_loop_runs_as_it_is_printed(tmp_path: Path) -> None:
-    """In a file of its own, under torchrun on two ranks: it prints a loss that falls, and saves the trained weights."""
+    """In torchrun's environment on two ranks: it prints a loss that falls, and saves the trained weights."""
+    code = compile(printed_loop("README.md"), "loop.py", "exec")
+
+    def work(rank: int) -> str:
+        os.chdir(tmp_path)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, {"__name__": "__main__"})
+        return printed.getvalue()
+
+    first, second = run_forked(2, work)
+    assert second == ""
+    assert_learned(first, tmp_path / "trained")
+
+
+@pytest.mark.exhaustive
+def test_the_loop_runs_under_torchrun(tmp_path: Path) -> None:
+    """The real one, and the loop in a file of its own."""
     (tmp_path / "loop.py").write_text(printed_loop("README.md"), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "loop.py"],
@@ -39,9 +60,13 @@ def test_the_loop_runs_as_it_is_printed(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"^loss (\d+\.\d+)$", done.stdout, re.MULTILINE)]
+    assert_learned(done.stdout, tmp_path / "trained")
+
+
+def assert_learned(printed: str, folder: Path) -> None:
+    losses = [float(loss) for loss in re.findall(r"^loss (\d+\.\d+)$", printed, re.MULTILINE)]
     assert len(losses) == 5
     assert losses == sorted(losses, reverse=True)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    saved = AutoModelForCausalLM.from_pretrained(folder)
     tokens = torch.arange(150)[None] % 256
     assert saved(tokens, labels=tokens).loss.item() < losses[-1] + 0.1

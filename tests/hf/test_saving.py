@@ -20,7 +20,7 @@ from .support import documents, printed_loop, small_model
 
 
 def train(
-    folder: Path, num_ranks: int, *, updates: int, save: bool, load: bool, domain: int = 1
+    folder: Path, num_ranks: int, *, updates: int, save: bool, load: bool, domain: int = 1, offload: bool = False
 ) -> list[dict[str, Any]]:
     """Train on ``num_ranks`` processes; every rank's weights as arrays, and what ``load`` gave back."""
     llama = small_model("llama")
@@ -33,7 +33,10 @@ def train(
         shard: Any = "parameters" if domain > 1 else "optimizer"
         hdp = bytescale.HDP(model, capacity_tokens=120 // num_ranks, shard=shard, domain=domain)
         hdp.optimizer(
-            torch.optim.AdamW, lr=1e-2, group_options=lambda name, p: {"weight_decay": 0.0} if p.dim() < 2 else {}
+            torch.optim.AdamW,
+            lr=1e-2,
+            offload=offload,
+            group_options=lambda name, p: {"weight_decay": 0.0} if p.dim() < 2 else {},
         )
         extra = hdp.load(folder) if load else {}
         for _ in range(updates):
@@ -50,9 +53,9 @@ def train(
 
 @pytest.mark.parametrize("domain", one_of([1, 3], 3))
 def test_a_run_continues_exactly_on_other_ranks(tmp_path: Path, domain: int) -> None:
-    """Three ranks, which may share parameters, then two that do not."""
+    """Three ranks, which may share parameters and have the optimizer in host memory, then two without either."""
     straight = train(tmp_path / "none", 2, updates=3, save=False, load=False)[0]
-    train(tmp_path / "saved", 3, updates=2, save=True, load=False, domain=domain)
+    train(tmp_path / "saved", 3, updates=2, save=True, load=False, domain=domain, offload=domain > 1)
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-000002"]
     for continued in train(tmp_path / "saved", 2, updates=1, save=False, load=True):
         assert continued.pop("extra") == {"place": [1, 2]}

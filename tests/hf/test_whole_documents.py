@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import bytescale
 from bytescale.common.errors import DataError, NonFiniteError, PlanError
 from bytescale.parity.compare import random_plan
+from tests.helpers.effort import pairs
 
 from .support import documents, on_ranks, small_model
 
@@ -98,8 +99,7 @@ def assert_gradients(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-10 * max(1.0, largest))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("loss", [gspo, length_normalised])
+@pytest.mark.parametrize(("loss", "num_ranks"), pairs([gspo, length_normalised], [1, 2, 3, 4]))
 def test_a_loss_per_document(llama: nn.Module, loss: Any, num_ranks: int) -> None:
     """Under random plans, in which any ranks share any documents in grids of any shape."""
     batch = rollouts()
@@ -133,10 +133,12 @@ def test_a_loss_per_document(llama: nn.Module, loss: Any, num_ranks: int) -> Non
         assert_gradients(results[-1][1][seed], gradients)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize(("loss", "labels"), [(dpo, PAIRS), (group_advantages, [0, 1, 0, 1, 1, 0])])
-def test_a_loss_that_couples_documents(llama: nn.Module, loss: Any, labels: list[int], num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("loss_and_labels", "num_ranks"), pairs([(dpo, PAIRS), (group_advantages, [0, 1, 0, 1, 1, 0])], [4, 3, 2, 1])
+)
+def test_a_loss_that_couples_documents(llama: nn.Module, loss_and_labels: tuple, num_ranks: int) -> None:
     """In one pass and in two, loss, gradients and metrics are those of one process."""
+    loss, labels = loss_and_labels
     batch = rollouts()
     wanted, gradients, metrics = one_process(llama, batch, by_labels(batch, labels, loss))
 

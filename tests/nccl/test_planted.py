@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bytescale.plan import RankPlan
 from bytescale.runtime import Mesh, MeshShape, RankGroup, token_shards
-from bytescale.runtime.optimizer.buckets import BucketCollectives
+from bytescale.runtime.optimizer.buckets import Bucket, BucketCollectives
 from tests.nccl.recorder import Event, Log, RecordedGroup
 from tests.nccl.steps import uneven
 from tests.nccl.test_nccl import assert_finishes, recorded
@@ -70,9 +70,9 @@ def idle_without_gather() -> AbstractContextManager:
     """A rank that reduces without a forward before it takes no part in gathers of parameters."""
     gather = BucketCollectives.gather
 
-    def skipping(self: BucketCollectives) -> None:
+    def skipping(self: BucketCollectives, bucket: Bucket) -> None:
         if self.group.rank:
-            gather(self)
+            gather(self, bucket)
 
     return patch.object(BucketCollectives, "gather", skipping)
 

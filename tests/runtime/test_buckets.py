@@ -255,7 +255,7 @@ def recorded_events() -> Iterator[dict[int, list[tuple[str, Any]]]]:
         patch.setattr(Transfer, "wait", lambda self: (note("message"), wait(self))[1])
         patch.setattr(Overlap, "after_last_message", lambda self: (note("end"), after(self))[1])
         patch.setattr(BucketCollectives, "reduce_from", noted_reduce)
-        patch.setattr(BucketCollectives, "gather", lambda self: (note("gather"), gather(self))[1])
+        patch.setattr(BucketCollectives, "gather", lambda self, bucket: (note("gather"), gather(self, bucket))[1])
         yield events
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bytescale.common.errors import ConfigError
 from bytescale.config import OptimizerConfig, validate
+from bytescale.cost.memory import States
 from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedOptimizer
+from bytescale.train.parts.rank_model import check_host_room
 from tests.helpers.effort import one_of
+from tests.helpers.lazy_lanes import use_lazy_lanes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import make_model, small_shape
 from tests.train.runs import interrupt, on_ranks, run, small_run, with_trainer, write_corpus
@@ -73,15 +77,67 @@ def test_sharded_updates_follow_the_rule(name: str, num_ranks: int) -> None:
             torch.testing.assert_close(parameters[key], expected, rtol=1e-10, atol=1e-12, msg=key)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_updates_in_host_memory_are_those_of_the_device(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, with copies that are as late as CUDA allows, also from a state of the other kind.
+
+    Host memory holds as many bytes as the memory model says.
+    """
+    use_lazy_lanes(monkeypatch)
+
+    def train(hdp: RankGroup, on_host: bool, steps: range, state: Any = None) -> ShardedOptimizer:
+        model = make_model(small_shape(), dtype)
+        flat = FlatParameters(model.named_parameters(), hdp.size, bucket_bytes=4096)
+        optimizer = ShardedOptimizer.of_config(flat, replace(config_of(name), offload=on_host), Mesh.of_hdp(hdp))
+        if state is not None:
+            optimizer.load_state(state)
+        for step in steps:
+            flat.zero_gradients()
+            gradients = dict(zip(dict(model.named_parameters()), gradients_of(model, step, hdp.rank), strict=True))
+            for entry in flat.entries:
+                flat.gradient_of(entry).copy_(gradients[entry.name])
+            norm = sum(hdp.sum_of([optimizer.reduce_gradients()])) ** 0.5
+            optimizer.update(norm, 0.5, lr=RATES[step])
+        return optimizer
+
+    def one_rank(hdp: RankGroup) -> None:
+        device, host = train(hdp, False, range(3)), train(hdp, True, range(3))
+        resumed = [train(hdp, on, range(1, 3), train(hdp, not on, range(1)).state()) for on in (False, True)]
+        wanted = device.state()
+        for other in (host, *resumed):
+            assert torch.equal(other.parameters.values, device.parameters.values)
+            for key, states in other.state()["tensors"].items():
+                assert states.keys() == wanted["tensors"][key].keys()
+                assert all(torch.equal(value, wanted["tensors"][key][kind]) for kind, value in states.items())
+        number, transfers = len(host.parameters.values), host._host
+        assert transfers is not None
+        counted = States(num_parameters=number, element_bytes=dtype.itemsize, num_ranks=hdp.size, on_host=True)
+        held = [value for states in host.torch_optimizer.state.values() for value in states.values()]
+        held = [value for value in held if value is not None and value.dim()]
+        held += [shard.master for zero in host.zeros for shard in zero.shards] + transfers._buffers
+        assert name != "adamw" or sum(value.nbytes for value in held) == pytest.approx(counted.host_bytes, rel=0.05)
+
+    run_ranks(2, one_rank)
+
+
 @pytest.mark.parametrize("name", one_of(["lion", "sgd", "adamw"], "lion"))
 def test_a_run_is_the_same_on_any_ranks(tmp_path: Path, name: str) -> None:
-    """Killed on 2 ranks and resumed on 3, in FP64, with options of single parameters."""
+    """Killed on 2 ranks with the optimizer in host memory, and resumed on 3 without, in FP64, with options of its own.
+
+    ``bytescale train`` refuses a host memory that is too small before it starts ranks.
+    """
     config = small_run(write_corpus(tmp_path / "corpus"), tmp_path / "one", steps=6, dtype="fp64")
     optimizer = replace(config_of(name), lr=0.1 if name == "sgd" else 2e-3, warmup_steps=2)
     config = replace(config, optimizer=optimizer)
     whole = run(on_ranks(config, 1, 256))
     parts = on_ranks(with_trainer(config, run_dir=str(tmp_path / "parts")), 2, 128)
-    interrupt(parts, after_step=4)
+    on_host = replace(parts, optimizer=replace(optimizer, offload=True))
+    with pytest.raises(ConfigError, match=r"ost memory is too small: .* of 1 MiB that a rank may use"):
+        check_host_room(replace(on_host, memory=replace(parts.memory, host_gib=2**-10)))
+    interrupt(on_host, after_step=4)
     assert run(with_trainer(on_ranks(parts, 3, 128), resume=True)) == pytest.approx(whole, rel=1e-9)
     assert whole[-1] < whole[0] - 0.1
 

@@ -34,6 +34,7 @@ def deep_run(corpus: Path, run_dir: Path, **model: object) -> Config:
 
 
 def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, virtual_stages: int = 1) -> Config:
+    """Where there is nothing to choose, the cheapest planner: the usual one tries many plans of a pipeline."""
     parallel = replace(
         config.parallel,
         ranks=tp * pp * hdp,
@@ -42,7 +43,7 @@ def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, virtual_s
         virtual_stages=virtual_stages,
         capacity_tokens=256 if hdp == 1 else 128,
     )
-    return replace(config, parallel=parallel)
+    return replace(config, parallel=parallel, planner=replace(config.planner, name="adaptive" if hdp > 1 else "naive"))
 
 
 FAMILIES = {"llama": {}, "tied": {"tie_embeddings": True}, "mixtral": {"num_experts": 4, "experts_per_token": 2}}

@@ -86,7 +86,7 @@ def test_frozen_parts_stay_and_the_others_learn(corpus: Path, folder: Path, tmp_
 
 def test_adapters_go_on_on_other_ranks_and_become_folders(corpus: Path, folder: Path, tmp_path: Path) -> None:
     """Killed on 2 ranks and resumed on 3 by the command; then exported, merged and as an adapter that peft loads."""
-    whole = partly(run_from(folder, corpus, tmp_path / "whole", 2, steps=4), **LORA)
+    whole = partly(run_from(folder, corpus, tmp_path / "whole", 1, steps=4), **LORA)
     run(whole)
     config = partly(run_from(folder, corpus, tmp_path / "run", 2, steps=4), **LORA)
     config = replace(config, checkpoint=replace(config.checkpoint, every=2))

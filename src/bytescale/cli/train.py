@@ -206,6 +206,7 @@ def prepare_and_start(options: TrainOptions) -> None:
     from bytescale.train.launch.supervise import supervise
     from bytescale.train.parts.budget import check_room
     from bytescale.train.parts.devices import fit_to_gpus
+    from bytescale.train.parts.rank_model import check_host_room
     from bytescale.train.reporting.trackers import check_trackers
     from bytescale.train.run_folder import check_is_new
 
@@ -214,6 +215,7 @@ def prepare_and_start(options: TrainOptions) -> None:
     config = fit_to_gpus(options.config) if options.launch == "torchrun" else options.config
     if options.launch == "torchrun":
         check_room(config.parallel.ranks)
+        check_host_room(config)
     if not config.trainer.resume:
         check_is_new(Path(config.trainer.run_dir))
     _check_initial_weights(config)

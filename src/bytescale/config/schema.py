@@ -197,7 +197,8 @@ class MemoryConfig:
     device_gib: float | None = field(default=None, metadata=limits(above=0))
     """GiB of one rank's device that may be used; unset: 92 % of a GPU's, or of the machine's RAM over its ranks."""
     host_gib: float | None = field(default=None, metadata=limits(above=0))
-    """GiB of host memory for one rank's offloaded activations; unset: half of the machine's RAM over its ranks."""
+    """GiB of host memory for one rank's offloaded activations and optimizer; unset: half of the machine's RAM over its
+    ranks, or 80 % of it with `optimizer.offload`."""
     checkpointing: Literal["none", "full", "attention"] = "none"
     """Which activations backward computes again. full: all. attention: all except the result of attention, which is
     cheap to keep, O(s), and expensive to compute, O(s^2). none: it keeps all activations."""
@@ -256,6 +257,9 @@ class OptimizerConfig:
     sign of a momentum, half of AdamW's states; rates are 3 to 10 times lower. sgd: with momentum."""
     momentum: float = 0.95
     """Decay of the momentum of Muon and SGD."""
+    offload: bool = False
+    """Master weights and states are in host memory and updated there: 12 bytes of it for each parameter with AdamW,
+    over the number of ranks. Gradients go down and weights come up bucket by bucket. Not for muon."""
     overrides: tuple[str, ...] = ()
     """Options of single parameters by patterns of their names, such as "*.embed_tokens.*: lr_ratio=0.1, eps=1e-6".
     lr_ratio multiplies the learning rate; the others are weight_decay, eps, beta1 and beta2. Later ones win."""

@@ -104,10 +104,13 @@ class CostModel:
     """Bytes that pass a rank's link in such a round, all layers, forward and backward, however long the sequences."""
     windows: tuple[tuple[int, float], ...] = ()
     """Sliding windows in keys, each with its share of a: of all layers' attention, as it is for short sequences."""
+    tree_squares: tuple[tuple[int, float], ...] = ()
+    """Tokens, rising, of sequences that are trees of documents (``plan.trees``), and ``squares_of`` them: the mean of
+    all sequences of so many tokens. Planners know sequences by their lengths."""
 
     def __post_init__(self) -> None:
         for spec in fields(self):
-            if spec.name in ("windows", "passes"):
+            if spec.name in ("windows", "passes", "tree_squares"):
                 continue
             value = getattr(self, spec.name)
             if value is None:
@@ -126,7 +129,7 @@ class CostModel:
     def work_seconds(self, lengths: ArrayLike) -> FloatArray:
         """``[S]`` seconds of compute that each sequence costs one rank that runs it alone: a s^2 + b s, without g."""
         lengths = np.asarray(lengths, dtype=np.float64)
-        if self.windows:
+        if self.windows or self.tree_squares:
             return self.attention_seconds_per_pair * self.squares_of(lengths) + self.token_seconds * lengths
         return lengths * (self.attention_seconds_per_pair * lengths + self.token_seconds)
 
@@ -135,7 +138,12 @@ class CostModel:
 
         A query sees at most w keys of a window, so a layer with one has 2 w s - w^2 in the place of s^2 where s > w.
         """
-        return windowed_squares(lengths, self.windows)
+        squares = windowed_squares(lengths, self.windows)
+        if not self.tree_squares:
+            return squares
+        known, of_trees = (np.array(values) for values in zip(*self.tree_squares, strict=True))
+        places = np.minimum(np.searchsorted(known, lengths), len(known) - 1)
+        return np.where(known[places] == lengths, of_trees[places], squares)
 
     def compute_seconds(self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike = 1) -> FloatArray:
         """Compute of each of ``degree`` members, without g and without communication: (a S + b T) / D. Broadcasts."""
@@ -274,7 +282,7 @@ class CostModel:
 
         ``far``: whether the group leaves a node; None: if it has more ranks than a node.
         """
-        pairs = float(self.squares_of(length)) if self.windows else float(length) * length
+        pairs = float(self.squares_of(length)) if self.windows or self.tree_squares else float(length) * length
         load = _Load(degree, length / degree, self.attention_seconds_per_pair * pairs / (degree * degree))
         node = self.ranks_per_node
         far = degree > node if far is None else far

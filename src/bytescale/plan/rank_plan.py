@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bytescale.common.arrays import IntArray
 from bytescale.plan.layout import member_segments, segment_bounds
 from bytescale.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from bytescale.plan.trees import Forest
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class MicroBatch:
     segment_stops: IntArray  # [P] one past the last token
     local_lengths: IntArray  # [number of local sequences] tokens of each, in layout order
     offload_ratios: tuple[tuple[int, float], ...]  # (tokens, r) of each group, in layout order
+    trees: Forest | None = None  # of its sequences, shared ones first, where documents share prefixes (plan.trees)
 
     @staticmethod
     def of_documents(index: int, lengths: Sequence[int]) -> MicroBatch:
@@ -99,8 +104,14 @@ class MicroBatch:
         return list(zip(*(array.tolist() for array in bounds), strict=True))
 
     def position_ids(self) -> IntArray:
-        """``[num_tokens]`` place of each token inside its sequence."""
-        return concatenated_ranges(self.segment_starts, self.segment_stops)
+        """``[num_tokens]`` place of each token inside its sequence, or inside its documents where they share rows."""
+        if self.trees is None:
+            return concatenated_ranges(self.segment_starts, self.segment_stops)
+        per_sequence = np.split(self.trees.positions(), np.cumsum(self.trees.sequence_lengths)[:-1])
+        first = 0 if self.shared is None else len(self.shared.sequences)
+        places = [*np.repeat(np.arange(first), 2).tolist(), *range(first, len(per_sequence))]
+        bounds = zip(places, self.segment_starts.tolist(), self.segment_stops.tolist(), strict=True)
+        return np.concatenate([per_sequence[place][start:stop] for place, start, stop in bounds] or [np.zeros(0, int)])
 
 
 @dataclass(frozen=True)

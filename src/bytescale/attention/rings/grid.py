@@ -133,8 +133,7 @@ class _ForwardRow:
 
     def meet(self, a: int, b: int, keys: Tensor, values: Tensor) -> None:
         """Merge the result of the queries of step ``a`` and the keys of step ``b``. If it is complete, send it home."""
-        blocks = self.grid.blocks[a, b]
-        if blocks:
+        for blocks in filter(None, self.grid.blocks[a, b]):
             part_out, part_lse = self.work.forward(self.queries[a], keys, values, blocks)
             merge_rows(*self.running[a], blocks.query_rows(part_out.device), part_out, part_lse)
         if a and b == self.grid.last_step:
@@ -244,8 +243,7 @@ class _BackwardRow:
 
         The gradient of the keys joins ``share``. If that of the queries is complete, it is sent home.
         """
-        blocks = self.grid.blocks[a, b]
-        if blocks:
+        for blocks in filter(None, self.grid.blocks[a, b]):
             dq, dk, dv = self.work.backward(self.of_queries[a], keys, values, blocks)
             add_rows(self.dq[a], blocks.query_rows(dq.device), dq)
             share.add(blocks.key_rows(dk.device), dk, dv)
@@ -272,14 +270,14 @@ def _in_turn(grid: Grid, row: RowMessages, kv_buffers: Sequence[Tensor], kind: K
 class KeyGradients:
     """This member's share of the gradient of the keys that it holds, with a part from every column's queries.
 
-    With one column there is at most one part, and it is kept as it is. The parts of several columns are added up, in
+    With one column and without trees there is at most one part, and it is kept as it is. Several parts are added up, in
     the dtype of sums.
     """
 
     def __init__(self, grid: Grid, k: Tensor, v: Tensor, num_tokens: int) -> None:
         self._part: tuple[Rows, Tensor, Tensor] | None = None
         self._sums: tuple[Tensor, Tensor] | None = None
-        if grid.columns:
+        if grid.columns or any(len(blocks) > 1 for blocks in grid.blocks.values()):
             wide = lse_dtype(k.dtype)
             self._sums = (
                 k.new_zeros(num_tokens, *k.shape[1:], dtype=wide),

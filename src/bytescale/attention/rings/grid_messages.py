@@ -20,7 +20,14 @@ from bytescale.plan import SharedGroup
 class Grid:
     """One member's place in a shared group: its neighbours, what arrives at each step, and which blocks to compute."""
 
-    def __init__(self, shared: SharedGroup, exchange: Exchange, buffers: RingBuffers) -> None:
+    def __init__(
+        self,
+        shared: SharedGroup,
+        exchange: Exchange,
+        buffers: RingBuffers,
+        blocks_of: Callable[[int, int], list[BlockSet]] | None = None,
+    ) -> None:
+        """``blocks_of``: the blocks of a member's queries with another's keys; None: those of whole documents."""
         self.exchange = exchange
         self.buffers = buffers
         self.group = shared.group
@@ -33,8 +40,9 @@ class Grid:
         """The steps of the row and of the column, at which something arrives."""
         self.last_step = self.num_rows - 1
         self.tokens_per_member: list[int] = shared.tokens_per_member.tolist()
-        self.blocks: dict[tuple[int, int], BlockSet] = {
-            (a, b): blocks_between(shared.segments, self.query_source(a), self.key_source(b))
+        blocks_of = blocks_of or (lambda member, source: [blocks_between(shared.segments, member, source)])
+        self.blocks: dict[tuple[int, int], list[BlockSet]] = {
+            (a, b): blocks_of(self.query_source(a), self.key_source(b))
             for a in range(self.num_columns)
             for b in range(self.num_rows)
             if a or b

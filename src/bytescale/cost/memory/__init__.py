@@ -14,7 +14,7 @@ from bytescale.cost.memory.device_kernels import (
     loss_chunk_tokens,
     nccl_reserve_bytes,
 )
-from bytescale.cost.memory.device_memory import DeviceMemory, States, fitting_capacity
+from bytescale.cost.memory.device_memory import DeviceMemory, States, fitting_capacity, host_bytes_left
 from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
 from bytescale.cost.memory.model import Checkpointing, MemoryModel
 from bytescale.cost.memory.rows import ModelShare, RingWidths
@@ -35,6 +35,7 @@ __all__ = [
     "RingWidths",
     "States",
     "fitting_capacity",
+    "host_bytes_left",
     "is_row_wise",
     "loss_chunk_tokens",
     "nccl_reserve_bytes",

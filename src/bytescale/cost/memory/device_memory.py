@@ -11,6 +11,7 @@ from itertools import pairwise
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes
 from bytescale.config import AUTO_CAPACITY
+from bytescale.cost.gradient_sync import MOST_BUCKETS
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.cost.profile import Profile
 from bytescale.plan.limits import MemoryLimits, Phase
@@ -34,6 +35,8 @@ class States:
     """For each layer that they share, how many of ``num_parameters`` are in it."""
     frozen_of_layers: tuple[int, ...] = ()
     """The same of ``num_frozen``."""
+    on_host: bool = False
+    """Whether master weights and moments are in host memory (``runtime.optimizer.host_states``)."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -55,12 +58,23 @@ class States:
 
     @property
     def optimizer_bytes(self) -> int:
-        """This rank's shard: two moments, and master weights where parameters are narrower.
+        """This rank's shard: two moments, and master weights where parameters are narrower or elsewhere.
 
         Gradients are reduced in place.
         """
-        copies = 2 + int(self.element_bytes < self._wide)
+        copies = 2 + int(self.on_host or self.element_bytes < self._wide)
         return copies * self._wide * -(-self.num_parameters // self.num_ranks)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of this, what host memory holds, with two buffers for a rank's part of a bucket each."""
+        largest = max((-(-self.num_parameters // MOST_BUCKETS), *(self.trained_of_layers if self.domain > 1 else ())))
+        return self.on_host * (self.optimizer_bytes + 2 * self._wide * -(-largest // self.num_ranks))
+
+    @property
+    def device_bytes(self) -> int:
+        """Of everything, what the device holds between two micro-batches."""
+        return self.parameter_bytes + self.gradient_bytes + (0 if self.on_host else self.optimizer_bytes)
 
     @property
     def _wide(self) -> int:
@@ -115,15 +129,10 @@ class DeviceMemory(ABC):
         """The largest number of groups of heads that attention can take one after the other."""
         return 1
 
-    @property
-    def states_bytes(self) -> int:
-        """Parameters, gradients and this rank's shard of the optimizer."""
-        return self.states.parameter_bytes + self.states.gradient_bytes + self.states.optimizer_bytes
-
     def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
         """The same as plain numbers, for ``plan.verify``."""
         return MemoryLimits(
-            states_bytes=self.states_bytes + self.nccl_bytes,
+            states_bytes=self.states.device_bytes + self.nccl_bytes,
             saved_bytes_per_token=self.saved_bytes_per_token,
             movable_bytes_per_token=self.movable_bytes_per_token,
             phases=self.phases(),
@@ -145,13 +154,26 @@ class DeviceMemory(ABC):
         parts = {
             "parameters": states.parameter_bytes,
             "gradients": states.gradient_bytes,
-            "optimizer": states.optimizer_bytes,
+            **({} if states.on_host else {"optimizer": states.optimizer_bytes}),
             **({"NCCL": self.nccl_bytes} if self.nccl_bytes else {}),
             "activations": self.saved_bytes_per_token * tokens,
             phase.name: float(phase.bytes(tokens, shared)),
         }
         groups = f"; attention in {self.head_groups} groups of heads" if self.head_groups > 1 else ""
         return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items()) + groups
+
+
+def host_bytes_left(states: States, host_bytes: float, who: str = "a rank") -> float:
+    """What of ``host_bytes`` is left beside the optimizer. Raises ``ConfigError`` where it has no room."""
+    if states.host_bytes > host_bytes:
+        raise ConfigError(
+            f"host memory is too small: with optimizer.offload, master weights and states need "
+            f"{format_bytes(states.host_bytes)} a rank, of {format_bytes(host_bytes)} that {who} may use",
+            so="the system would kill the ranks, or swap",
+            fix="use more ranks (the optimizer is sharded over them), machines with more memory, or a larger "
+            "memory.host_gib",
+        )
+    return host_bytes - states.host_bytes
 
 
 def fitting_capacity(model: DeviceMemory, wanted: int, usable_bytes: float, who: str = "a rank") -> int:
@@ -169,11 +191,12 @@ def fitting_capacity(model: DeviceMemory, wanted: int, usable_bytes: float, who:
     if fits == 0:
         raise ConfigError(
             f"{'NCCL, ' if model.nccl_bytes else ''}parameters, gradients and optimizer need "
-            f"{format_bytes(model.states_bytes + model.nccl_bytes)} a rank, of "
+            f"{format_bytes(model.states.device_bytes + model.nccl_bytes)} a rank, of "
             f"{format_bytes(usable_bytes)} that {who} may use",
             so="not one token would fit beside them",
-            fix="use more ranks (the optimizer is sharded over them), more devices per rank (tp, pp), a smaller "
-            "model, or a larger device_gib",
+            fix="use more ranks (the optimizer is sharded over them), more devices per rank (tp, pp), "
+            + ("" if model.states.on_host else "optimizer.offload, ")
+            + 'parallel.shard = "parameters", a smaller model, or a larger device_gib',
         )
     if wanted == AUTO_CAPACITY:
         return fits

@@ -31,6 +31,7 @@ class MemoryModel(CountedMemory):
     """HDP ranks, over which the optimizer's states are sharded."""
     domain: int = 1
     """HDP ranks that share the weights of layers."""
+    optimizer_on_host: bool = False
     nccl_bytes: int = 0
     """What NCCL holds beside everything that is counted here."""
 
@@ -84,7 +85,8 @@ class MemoryModel(CountedMemory):
         """
         if isinstance(counted, MeasuredMemory):
             states = counted.states
-            return replace(counted, states=replace(states, domain=domain or states.domain))
+            states = replace(states, domain=domain or states.domain, on_host=config.optimizer.offload)
+            return replace(counted, states=states)
         parallel, memory = config.parallel, config.memory
         whole = MemoryModel.on_device(
             ModelShare(
@@ -100,7 +102,7 @@ class MemoryModel(CountedMemory):
             attention=config.kernels.attention,
             ring_gradients=parallel.ring_gradients,
         )
-        whole = replace(whole, domain=domain or 1)
+        whole = replace(whole, domain=domain or 1, optimizer_on_host=config.optimizer.offload)
         if memory.head_groups != AUTO_HEAD_GROUPS:
             return replace(whole, head_groups=memory.head_groups)
         tokens = parallel.capacity_tokens or None
@@ -143,6 +145,7 @@ class MemoryModel(CountedMemory):
             domain=self.domain,
             trained_of_layers=(layer,) * self.share.num_layers,
             frozen_of_layers=(0,) * self.share.num_layers,
+            on_host=self.optimizer_on_host,
         )
 
     @property

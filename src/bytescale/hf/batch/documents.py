@@ -1,8 +1,9 @@
 """A global batch as the caller has it: a list of documents, each a mapping from names to fields.
 
 A *field* is a tensor, an array or a list with one entry per token of its document, ``[S]`` or ``[S, ...]``. A number
-that holds for the whole document (an advantage, a reward) is repeated for every token. All fields are cut alike: a rank
-gets the rows of its slices of all of them.
+that holds for the whole document (an advantage, a reward) is repeated for every token. All fields are cut alike: a
+rank gets the rows of its slices of all of them. The field ``position_ids [S, 3]`` holds places in time, height and
+width, for models whose rotary positions have three (mRoPE); otherwise tokens are at places 0 to S - 1.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,13 @@ from torch import Tensor
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX, MICRO_BATCH_NAMES
 from bytescale.plan import MicroBatch, Plan, RankPlan
+from bytescale.plan.trees import Forest, with_trees
 from bytescale.runtime import RankGroup
 
 Batch = Sequence[Mapping[str, Any]]
 
 TOKEN_NAMES = ("tokens", "input_ids")
+POSITIONS = "position_ids"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ class Documents:
         _require_same_fields(renamed)
         fields: dict[str, list[Tensor]] = {}
         for name in renamed[0]:
-            if name in MICRO_BATCH_NAMES:
+            if name in MICRO_BATCH_NAMES and name != POSITIONS:
                 raise DataError(
                     f"a field is called {name!r}, which a micro-batch has itself", fix="give it another name"
                 )
@@ -79,6 +82,8 @@ class Documents:
             held = [value for value in values if value is not None]
             if len(held) == len(values):
                 fields[name] = _token_aligned(name, held, fields)
+                if name == POSITIONS:
+                    _require_three_places(fields[name][0])
         _complete(fields, shift_labels)
         return Documents(fields=fields)
 
@@ -99,6 +104,15 @@ class Documents:
                 packed = value.cpu().clone(memory_format=torch.contiguous_format)
                 content.update(packed.flatten().view(torch.uint8).numpy().tobytes())
         return int.from_bytes(content.digest(), "little") >> 1
+
+
+def _require_three_places(positions: Tensor) -> None:
+    if positions.shape[1:] != (3,) or positions.dtype.is_floating_point:
+        raise DataError(
+            f"field {POSITIONS!r} of document 0 has shape {list(positions.shape)} and dtype {positions.dtype}",
+            so="places of tokens are counted from 0 in every document, unless a model has three of them (mRoPE)",
+            fix="leave it out, or give whole numbers [S, 3]: places in time, height and width",
+        )
 
 
 def _with_tokens(document: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -234,6 +248,7 @@ class RankBatch:
     no_rows: dict[str, Tensor]  # of every field, as a micro-batch without tokens has it
     num_documents: int  # in the global batch
     lengths: list[int] | None  # tokens of all documents of the global batch; None, then on every rank: not known
+    forest: Forest | None = None  # where prefixes are shared: what is called a document here is one of its sequences
 
     def all_lengths(self, group: RankGroup) -> list[int]:
         """Tokens of all documents of the global batch. Every rank calls it.
@@ -246,14 +261,17 @@ class RankBatch:
         return [int(end) for end in group.max_of(ends.tolist())] if self.lengths is None else self.lengths
 
     @staticmethod
-    def of(rank_plan: RankPlan, documents: Documents) -> RankBatch:
-        """The rows of ``documents`` that belong to a rank."""
+    def of(rank_plan: RankPlan, documents: Documents, forest: Forest | None = None) -> RankBatch:
+        """The rows of ``documents`` that belong to a rank; ``forest``: whose sequences they are."""
+        if forest is not None:
+            rank_plan = replace(rank_plan, micro_batches=tuple(with_trees(m, forest) for m in rank_plan.micro_batches))
         return RankBatch(
             rank_plan=rank_plan,
             rows=[documents.rows(micro_batch) for micro_batch in rank_plan.micro_batches],
             no_rows={name: values[0][:0] for name, values in documents.fields.items()},
             num_documents=len(documents.lengths),
             lengths=documents.lengths,
+            forest=forest,
         )
 
 

@@ -15,22 +15,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bytescale.common.errors import NonFiniteError, PlanError
+from bytescale.cost import CostModel
 from bytescale.hf.batch.documents import Batch
+from bytescale.hf.batch.prefixes import add_up
+from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.plan import Plan
+from bytescale.plan.trees import Forest
 from bytescale.planner.evaluate import evaluate
+from bytescale.planner.prefixes import cost_of_trees
 from bytescale.runtime.plain_data import all_gather_json
-
-if TYPE_CHECKING:
-    from bytescale.hf.loop.hdp import HDP
 
 Loss = Callable[[list[Mapping[str, Any]], list[Tensor]], Any]
 """From the documents of a label and their values to a scalar, or to a scalar and metrics by name."""
@@ -52,22 +53,21 @@ class LossOfBatch:
 
 
 def backward_of(
-    hdp: HDP,
+    given: BatchToPlan,
     batch: Batch,
     loss: Loss,
     *,
     labels: Sequence[Hashable],
     values: Values | None,
     passes: int | None,
-    shift: bool,
 ) -> LossOfBatch:
     """``HDP.backward``."""
     of_labels: dict[Hashable, list[int]] = {}
     for number, label in enumerate(labels):
         of_labels.setdefault(label, []).append(number)
-    plan, passes = _cheaper(hdp, batch, labels, passes)
+    hdp = given.hdp
+    planned, passes = _cheaper(given, labels, passes)
     of_rows: Values = values or (lambda micro: micro.logprobs(hdp.model))
-    planned = hdp.plan(batch, plan=plan, shift_labels=shift)
     result, wrong = LossOfBatch(passes=passes), list[int]()
 
     def loss_of(numbers: list[int], value_of: Callable[[int], Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
@@ -80,8 +80,8 @@ def backward_of(
     if passes == 2:
         with torch.no_grad():
             for micro in planned:
-                hdp.collect(micro, of_rows(micro))
-        wholes = [whole.requires_grad_() for whole in hdp.collected()]
+                planned.collect(micro, of_rows(micro))
+        wholes = [whole.requires_grad_() for whole in planned.collected()]
         for numbers in of_labels.values():
             part, metrics = loss_of(numbers, wholes.__getitem__)
             result.add(float(part.detach()), metrics)
@@ -115,6 +115,8 @@ def backward_of(
 
 def backward_from(planned: PlannedBatch, gradients: Sequence[Tensor], of_rows: Values) -> None:
     """Run a batch and go backward from ``gradients [S, ...]`` of each document's values, which ``of_rows`` computes."""
+    if planned.forest is not None:
+        gradients = add_up(planned.forest, gradients)
     for micro in planned:
         rows = of_rows(micro)
         parts = [gradients[document][start:stop] for document, start, stop in micro.plan.runs]
@@ -142,13 +144,12 @@ def _require_finite(wrong: Sequence[int]) -> None:
         )
 
 
-def _cheaper(hdp: HDP, batch: Batch, labels: Sequence[Hashable], passes: int | None) -> tuple[Plan, int]:
-    lengths = np.array([len(document.get("tokens", document.get("input_ids", ()))) for document in batch])
+def _cheaper(given: BatchToPlan, labels: Sequence[Hashable], passes: int | None) -> tuple[PlannedBatch, int]:
     alone = len(set(labels)) == len(labels)
-    plans: dict[int, Plan] = {}
+    plans: dict[int, tuple[Plan, Forest | None]] = {}
     if passes != 2:
         try:
-            plans[1] = hdp.planner(lengths, labels)
+            plans[1] = given.plan(labels)
         except PlanError as error:
             if passes == 1 or alone:
                 raise PlanError(
@@ -156,12 +157,16 @@ def _cheaper(hdp: HDP, batch: Batch, labels: Sequence[Hashable], passes: int | N
                     fix="let hdp.backward take two passes, or give fewer documents one label",
                 ) from error
     if passes == 2 or (passes is None and not alone):
-        plans[2] = hdp.planner(lengths)
-    if len(plans) == 1:
-        ((number, plan),) = plans.items()
-        return plan, number
-    cluster = hdp.planner.cluster
-    seconds = {number: evaluate(plan, cluster=cluster, cost=hdp.cost).end_seconds for number, plan in plans.items()}
-    seconds[2] += evaluate(plans[2], cluster=cluster, cost=hdp.forward_cost()).end_seconds
-    best = min(seconds, key=lambda number: seconds[number])
-    return plans[best], best
+        plans[2] = given.plan()
+    best = next(iter(plans))
+    if len(plans) > 1:
+        hdp = given.hdp
+
+        def seconds_of(number: int, cost: CostModel) -> float:
+            plan, forest = plans[number]
+            return evaluate(plan, cluster=hdp.planner.cluster, cost=cost_of_trees(cost, forest)).end_seconds
+
+        seconds = {number: seconds_of(number, hdp.cost) for number in plans}
+        seconds[2] += seconds_of(2, hdp.forward_cost())
+        best = min(seconds, key=lambda number: seconds[number])
+    return given.part(*plans[best]), best

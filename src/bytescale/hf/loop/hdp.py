@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,8 +32,9 @@ from bytescale.config import DataConfig, PlannerName, Shard, sharing_domain
 from bytescale.cost import Cluster, CostModel
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.memory import DeviceKind
-from bytescale.hf.batch.documents import Batch, Documents, RankBatch
+from bytescale.hf.batch.documents import Batch, RankBatch
 from bytescale.hf.batch.planning import make_planner
+from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values, backward_of
 from bytescale.hf.loop.micro_batch import Engine, Micro, require_use_of_host_memory
 from bytescale.hf.loop.planned_batch import LoadedBatches, PlannedBatch, loaded_batches
@@ -43,7 +43,7 @@ from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.decoder import AttachedDecoder, second_model
 from bytescale.hf.model.head import require_words
 from bytescale.hf.model.probe import ModelFacts
-from bytescale.plan import Plan, RankPlan
+from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import RankGroup
 from bytescale.runtime.saved.checkpointing import Checkpointing
@@ -172,6 +172,8 @@ class HDP(Updates):
         together: Sequence[Hashable] | None = None,
         capacity_tokens: int | None = None,
         last: bool = False,
+        share_prefixes: bool = False,
+        per_document: Collection[str] = (),
     ) -> PlannedBatch:
         """Plan a global batch. Returns this rank's micro-batches, to be run in order. Every rank calls it.
 
@@ -185,32 +187,28 @@ class HDP(Updates):
                 Under ``torch.no_grad()``, the plan is then one for forward alone, which holds more.
             last: promises that ``step()`` follows the loop over this batch. Ranks then reduce gradients while others
                 still compute (``hf.loop.planned_batch``).
+            share_prefixes: whether prefixes that documents have in common are computed once, where that saves time
+                (``hf.batch.prefixes`` says which rows are shared).
+            per_document: with it, fields that keep no rows apart; micro-batches do not have them.
 
         Raises:
-            ConfigError: with ``last``, where nothing can overlap; or before the ``step()`` that was promised.
+            ConfigError: with ``last``, where nothing can overlap; before the ``step()`` that was promised; with
+                ``share_prefixes``, for a plan that was given, and for models with recurrent layers.
             DataError: for documents that cannot be used, see ``Documents.of``.
             PlanError: if no plan can be made, or the given plan is of other documents or ranks.
             RankFailure: if ranks have different documents or plans.
         """
-        self.require_no_reduction("a batch was planned")
-        documents = Documents.of(batch, shift_labels=shift_labels)
-        for model in (self.model, *(other.model for other in self.engine.others)):
-            require_words(documents.fields, model)
-        if plan is None:
-            plan = self.planner_of(capacity_tokens)(np.array(documents.lengths), together)
-        lengths, ranks = documents.lengths, self.group.size
-        if plan.lengths.tolist() != lengths or plan.num_ranks != ranks:
-            raise PlanError(
-                f"the plan is of {plan.num_sequences} documents with {plan.num_tokens} tokens on {plan.num_ranks} "
-                f"ranks; the batch has {len(lengths)} documents with {sum(lengths)} tokens, and there are {ranks} "
-                "ranks",
-                so="rows would go to wrong places",
-                fix="give the plan that was made for these documents, in the same order",
+        if share_prefixes and plan is not None:
+            raise ConfigError(
+                "hdp.plan() got share_prefixes = True and a plan",
+                so="the plan is of documents, and not of the trees that they make",
+                fix="leave one of them out",
             )
-        rank_plan = RankPlan.of(plan, self.group.rank)
-        self.group.agree("the documents of a batch, or its plan", documents.digest() ^ rank_plan.digest)
+        of_documents = tuple(per_document) if share_prefixes else None
+        given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=of_documents)
+        plan, forest = given.plan(together, capacity_tokens) if plan is None else (plan, None)
         self._looped = None
-        return PlannedBatch(self, RankBatch.of(rank_plan, documents), last=last)
+        return given.part(plan, forest, last=last)
 
     def planner_of(self, capacity_tokens: int | None) -> VerifiedPlanner:
         """The planner for another capacity; of passes without backward, where gradients are disabled."""
@@ -235,6 +233,7 @@ class HDP(Updates):
         values: Values | None = None,
         passes: int | None = None,
         shift_labels: bool = False,
+        share_prefixes: bool = False,
     ) -> LossOfBatch:
         """Run a batch forward and backward under a loss that looks at several whole documents (``hf.loop.coupled``).
 
@@ -249,12 +248,18 @@ class HDP(Updates):
             passes: 1 keeps the documents of a label in one micro-batch; 2 computes the values of all documents in a
                 pass without gradients first; None: whatever takes less time. The numbers are the same.
             shift_labels: see ``Documents.of``.
+            share_prefixes: see ``plan``. Documents of one label share rows. Without ``values``, only tokens and labels
+                keep rows apart: the loss sees all other fields as they are in ``batch``.
 
         Raises as ``plan``; ``PlanError`` where one pass is asked for and no plan keeps a label's documents together;
         ``NonFiniteError`` if a loss is not a number. The gradients are then zero, where this object has an optimizer.
         """
         labels = [0] * len(batch) if together is None else list(together)
-        return backward_of(self, batch, loss, labels=labels, values=values, passes=passes, shift=shift_labels)
+        given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=() if share_prefixes else None)
+        if share_prefixes and values is None:
+            given = replace(given, per_document=set(given.documents.fields) - {"tokens", "labels", "weights"})
+        self._looped = None
+        return backward_of(given, batch, loss, labels=labels, values=values, passes=passes)
 
     def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
         """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``); ``last``: see ``plan``."""

@@ -28,10 +28,12 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.memory import DeviceKind
 from bytescale.cost.offload_rule import OffloadRule
+from bytescale.hf.batch.documents import POSITIONS
+from bytescale.hf.batch.prefixes import of_documents
 from bytescale.hf.costs.measure import check_widths, measure_rows, measured_memory
 from bytescale.hf.model.decoder import AttachedDecoder, MicroBatchPass
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
-from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
+from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model, require_three_places
 from bytescale.plan import MicroBatch
 from bytescale.plan.layout import segment_bounds
 from bytescale.plan.rank_plan import SharedGroup, concatenated_ranges
@@ -48,9 +50,12 @@ class Micro:
 
     Attributes:
         index: its place in this rank's order.
-        inputs: keyword arguments of the model: ``input_ids`` and ``position_ids`` ``[1, max(T, 1)]``, and what reaches
-            attention; a model that is not attached refuses them. A rank that takes part in a ring without a token gets
-            one row that stands for none.
+        inputs: keyword arguments of the model: ``input_ids`` and ``position_ids`` ``[1, max(T, 1)]`` (``[3, 1, max(T,
+            1)]`` if the documents have the field), and what reaches attention; a model that is not attached refuses
+            them. A rank that takes part in a ring without a token gets one row that stands for none.
+        position_ids: ``[T]`` place of each row's token in its document.
+        multiplicity: ``[T]`` int64: how many documents have each row, 1 unless prefixes are shared. A loss of rows that
+            does not weigh them by ``weights``, which are sums, multiplies by it.
         num_rows: T. The model's output may have one row more: use ``logits[0, :micro.num_rows]``.
         plan: the plan's view of this micro-batch.
     """
@@ -70,21 +75,18 @@ class Micro:
         self._given, self._exchange, self._others = fields, group.exchange, others
         device = group.device
         self._fields = {name: to_device(rows, device) for name, rows in fields.items()}
-        tokens, position_ids = self._fields["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
+        tokens, self.position_ids = self._fields["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
+        self.multiplicity: Tensor = self._fields.get("multiplicity", torch.ones_like(tokens))
+        places = self._fields.get(POSITIONS, self.position_ids)
         if not self.num_rows:
-            tokens, position_ids = tokens.new_zeros(1), position_ids.new_zeros(1)
+            tokens, places = tokens.new_zeros(1), places.new_zeros(1, *places.shape[1:])
         self.inputs: dict[str, Any] = {
             "input_ids": tokens[None],
-            "position_ids": position_ids[None],
+            "position_ids": places.movedim(0, -1).unsqueeze(-2),
             "use_cache": False,
             "attention_mask": OnlyAttached(foreign_model("a model that is on no HDP's attention")),
             KEYWORD: target,
         }
-
-    @property
-    def position_ids(self) -> Tensor:
-        """``[T]`` place of each row's token in its document."""
-        return self.inputs["position_ids"][0, : self.num_rows]
 
     @property
     def segments(self) -> list[tuple[int, int, int]]:
@@ -92,6 +94,12 @@ class Micro:
 
         Raises ``PlanError`` where ranks share documents: a sum or mean over such a run is not the document's.
         """
+        if self.plan.trees is not None:
+            raise PlanError(
+                f"micro-batch {self.index} has rows that several documents share",
+                so="a run of rows would not be a document, and its loss not the document's",
+                fix="take whole documents, micro.documents(values), or leave share_prefixes out",
+            )
         if self.plan.shared is not None:
             raise PlanError(
                 f"micro-batch {self.index} has parts of documents that {self.plan.shared.size} ranks share",
@@ -229,6 +237,11 @@ class WholeDocuments(Sequence[Tensor]):
             self.numbers = shared.sequences.tolist() + self.numbers
             self.counted = [shared.member == 0] * len(shared.sequences) + self.counted
             self._values = [*whole.split(shared.lengths.tolist()), *self._values]
+        if plan.trees is not None:
+            places = plan.trees.sequence_of.tolist()
+            self.numbers = plan.trees.documents.tolist()
+            self.counted = [self.counted[place] for place in places]
+            self._values = of_documents(plan.trees, self._values)
         self._index = plan.index
         self._rows = values
 
@@ -341,7 +354,10 @@ class Engine:
         self.activations = Activations(layers, checkpointing=checkpointing, pool=self._pool, device=group.device)
 
     def micro(self, plan: MicroBatch, fields: dict[str, Tensor], buffers: RingBuffers) -> Micro:
-        """The micro-batch of a plan with its rows ``fields``."""
+        """The micro-batch of a plan with its rows ``fields``. Raises ``ConfigError`` for places a model cannot have."""
+        if POSITIONS in fields:
+            for decoder in (self.decoder, *self.others):
+                require_three_places(decoder.model)
         # Without a ring, the row that stands for no token is a document of its own.
         attended = plan if plan.num_tokens or plan.shared is not None else MicroBatch.of_documents(0, [1])
         exchange = self.group.exchange

@@ -29,6 +29,7 @@ from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Reader, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.hf.batch.documents import RankBatch
+from bytescale.hf.batch.prefixes import of_documents
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.decoder import MicroBatchPass
 from bytescale.hf.model.head import embeddings_of
@@ -119,7 +120,7 @@ class PlannedBatch:
     def __init__(self, hdp: HDP, part: RankBatch, *, last: bool = False) -> None:
         self.hdp = hdp
         self.number = next(hdp.handed_out.numbers)
-        self.rank_plan = part.rank_plan
+        self.rank_plan, self.forest = part.rank_plan, part.forest
         self._part = part
         self._last = last
         self._kept: list[tuple[Micro, Tensor]] = []
@@ -198,7 +199,11 @@ class PlannedBatch:
             runs = micro.plan.runs
             for (document, start, stop), own in zip(runs, values.split([b - a for _, a, b in runs]), strict=True):
                 flat[starts[document] + start : starts[document] + stop] = own.to(wide)
-        return list(group.all_reduce(flat).to(dtype).split(lengths))
+        of_sequences = list(group.all_reduce(flat).to(dtype).split(lengths))
+        if (forest := self.forest) is None:
+            return of_sequences
+        of_all = dict(zip(forest.documents.tolist(), of_documents(forest, of_sequences), strict=True))
+        return [of_all[number] for number in range(len(of_all))]
 
 
 _NO_TOKENS = np.zeros(0, dtype=np.int64)

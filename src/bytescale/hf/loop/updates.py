@@ -50,15 +50,21 @@ class Updates:
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         group_options: GroupOptions | None = None,
+        offload: bool = False,
     ) -> torch.optim.Optimizer:
         """``optimizer`` with ``torch.optim.AdamW`` and its defaults."""
         return self.optimizer(
             torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True,
-            group_options=group_options,
+            group_options=group_options, offload=offload,
         )  # fmt: skip
 
     def optimizer(
-        self, cls: type[torch.optim.Optimizer], *, group_options: GroupOptions | None = None, **options: Any
+        self,
+        cls: type[torch.optim.Optimizer],
+        *,
+        group_options: GroupOptions | None = None,
+        offload: bool = False,
+        **options: Any,
     ) -> torch.optim.Optimizer:
         """Train all parameters that require a gradient with any elementwise optimizer of PyTorch.
 
@@ -69,6 +75,9 @@ class Updates:
             cls: such as ``torch.optim.SGD``; called with ``options``.
             group_options: ``(name, parameter) -> options`` of single parameters, such as
                 ``lambda name, p: {} if p.dim() > 1 else {"weight_decay": 0.0}``.
+            offload: whether master weights and states are in host memory and updated there: 12 bytes of it a parameter
+                with AdamW, over the number of ranks. ``step()`` of ``cls`` is called for one part of the parameters
+                after the other.
 
         Returns the optimizer of this rank's shards, for learning-rate schedulers. ``step()`` of this object calls it.
         Raises ``ConfigError`` if nothing is trainable, if the optimizer is not elementwise, or if there is one already.
@@ -83,7 +92,14 @@ class Updates:
         if self.sharing > 1:
             _ = decoder.layers, decoder.head  # raises where there are none; the head is found by a pass
         self._optimizer = take_over(
-            named, self.group, cls, options, group_options, domain=self.sharing, **_layers_of(decoder)
+            named,
+            self.group,
+            cls,
+            options,
+            group_options,
+            domain=self.sharing,
+            on_host=offload,
+            **_layers_of(decoder),
         )
         self._optimizer.join(self.model)
         return self._optimizer.torch_optimizer
@@ -272,6 +288,8 @@ class Updates:
         if kind == "gradients":
             flat = [zero.parameters.gradients for zero in zeros]
             return flat + [p.grad for p in self.model.parameters() if p.grad is not None]
+        if any(zero.on_host for zero in zeros):
+            return []
         states = [] if self._optimizer is None else self._optimizer.torch_optimizer.state.values()
         held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         masters = [shard.master.data for zero in zeros for shard in zero.shards if shard.master is not shard.value]

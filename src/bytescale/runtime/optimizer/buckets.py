@@ -70,11 +70,11 @@ class BucketCollectives:
             yield bucket
         self._to_reduce = list(self.parameters.buckets)
 
-    def gather(self) -> None:
-        assert not self._gathering, "parameters are gathered once, after an update"
-        for bucket in self.parameters.buckets:
-            held = self.parameters.values[self.parameters.held(bucket)]
-            self._gathering.append((bucket, self.group.start_all_gather(held)))
+    def gather(self, bucket: Bucket) -> None:
+        """Start to gather a bucket. All ranks take the buckets in order."""
+        assert not self._gathering or self._gathering[-1][0].start < bucket.start, "parameters are gathered in order"
+        held = self.parameters.values[self.parameters.held(bucket)]
+        self._gathering.append((bucket, self.group.start_all_gather(held)))
 
     def wait_for_parameters(self, stop: int | None = None) -> None:
         """Wait until all parameters that lie before ``stop`` are gathered. None: until all parameters are."""

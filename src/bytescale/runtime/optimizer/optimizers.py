@@ -33,7 +33,7 @@ class Lion(torch.optim.Optimizer):
         """One update: ``w -= lr (sign(beta1 m + (1 - beta1) g) + decay w)``, then ``m = beta2 m + (1 - beta2) g``."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            for weight in group["params"]:
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
                 state = self.state[weight]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(weight)

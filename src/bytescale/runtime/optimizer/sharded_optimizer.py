@@ -21,9 +21,10 @@ from bytescale.plan import RankPlan
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.runtime.optimizer.flat import FlatParameters, Range, values_of
+from bytescale.runtime.optimizer.host_states import HostTransfers
 from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.optimizer.optimizers import LR_RATIO, GroupOptions, named_optimizer
-from bytescale.runtime.optimizer.zero import TiedHead, ZeroShards
+from bytescale.runtime.optimizer.zero import OptimizerShard, TiedHead, ZeroShards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class ShardedOptimizer:
         """``cls`` is called as ``cls(parameter groups, **options)``; it has to be elementwise.
 
         ``group_options``: options of single parameters; None: all have the same. ``units``: open shared layers.
+        Shards in host memory are updated one after the other.
         """
         self.zeros = list(zeros)
         self.units = units
@@ -72,6 +74,8 @@ class ShardedOptimizer:
         }
         self._made_with = cls, options
         self.torch_optimizer = cls(self._parameter_groups(), **options)
+        shards = [shard for zero in self.zeros for shard in zero.shards]
+        self._host = HostTransfers(shards, self.group.device) if zeros[0].on_host else None
         self.num_updates = 0
         self._has_left = False
 
@@ -87,7 +91,9 @@ class ShardedOptimizer:
     ) -> ShardedOptimizer:
         """The optimizer of the trainer (``optimizers.named_optimizer``). ``more``: parameters in other buffers."""
         cls, options, own_options = named_optimizer(config, [parameters, *more], mesh.gradients)
-        zeros = [ZeroShards(parameters, mesh, tied_head), *(ZeroShards(own, mesh) for own in more)]
+        heads = [tied_head, *(None for _ in more)]
+        flat = zip([parameters, *more], heads, strict=True)
+        zeros = [ZeroShards(own, mesh, head, on_host=config.offload) for own, head in flat]
         return ShardedOptimizer(zeros, cls, options, own_options, units=units)
 
     @property
@@ -226,12 +232,28 @@ class ShardedOptimizer:
         for zero in self.zeros:
             zero.follow_changes()
             zero.clip(grad_norm, largest_norm)
-        self._attach_gradients()
-        self.torch_optimizer.step()
+        if self._host is None:
+            self._attach_gradients()
+            self.torch_optimizer.step()
+            for zero in self.zeros:
+                zero.publish()
+        else:
+            self._update_on_host(self._host)
         self.num_updates += 1
-        for zero in self.zeros:
-            zero.publish()
         return Update(num_updates=self.num_updates, grad_norm=grad_norm)
+
+    def _update_on_host(self, host: HostTransfers) -> None:
+        """Bucket by bucket, while neighbouring ones travel."""
+        host.begin()
+        for zero in self.zeros:
+            for bucket, shard in zip(zero.parameters.buckets, zero.shards, strict=True):
+                gradient = host.fetch()
+                for piece, (owner, own) in zip(self._pieces, self._parts, strict=True):
+                    piece.grad = gradient[own] if owner is shard else None
+                self.torch_optimizer.step()
+                host.send()
+                zero.collectives.gather(bucket)
+            zero.end_publishing()
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Sums over ranks of all parameters' gradients, by name. Copies."""
@@ -347,11 +369,12 @@ class ShardedOptimizer:
             )
 
     def _attach_gradients(self) -> None:
-        for piece, gradient in zip(self._pieces, self._gradients, strict=True):  # the optimizer's zero_grad drops them
-            piece.grad = gradient
+        for piece, (shard, own) in zip(self._pieces, self._parts, strict=True):  # the optimizer's zero_grad drops them
+            piece.grad = shard.gradient[own].to(piece.device)
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        self._pieces: list[Tensor] = []
+        self._pieces: list[Tensor] = []  # leaf tensors that share the memory of parts of shards' masters
+        self._parts: list[tuple[OptimizerShard, slice]] = []  # which parts these are
         self._places: list[tuple[ZeroShards, int]] = []  # where each piece begins in the flat buffers
         groups: list[tuple[dict[str, Any], list[Tensor]]] = []
         for zero in self.zeros:
@@ -360,14 +383,14 @@ class ShardedOptimizer:
                 # A shard of nothing but padding is one range.
                 runs = zero.parameters.runs(place, lambda entry: self._options[entry.name])
                 for own, options in runs or [(slice(0, place.stop - place.start), {})]:
-                    piece = shard.piece(own)
+                    piece = shard.master.detach()[own]
                     self._pieces.append(piece)
+                    self._parts.append((shard, own))
                     self._places.append((zero, place.start + own.start))
                     members = next((members for known, members in groups if known == options), None)
                     if members is None:
                         groups.append((options, members := []))
                     members.append(piece)
-        self._gradients = [piece.grad for piece in self._pieces]
         return [{"params": members, **options} for options, members in groups]
 
 

@@ -34,6 +34,7 @@ def take_over(
     chunk: Chunk | None = None,
     late: Collection[str] = (),
     domain: int = 1,
+    on_host: bool = False,
 ) -> ShardedOptimizer:
     """Move all parameters that require a gradient into flat memory, one buffer for each dtype.
 
@@ -44,6 +45,7 @@ def take_over(
         chunk: the model and its layers, so that gradients of one dtype can be reduced during backward.
         late: names of parameters whose gradients are complete at the end alone (``FlatParameters``).
         domain: consecutive ranks that share the parameters of the chunk's layers (``units``).
+        on_host: whether master weights and states are in host memory, and updated there (``host_states``).
 
     Raises:
         ConfigError: if nothing is trainable, or the optimizer is not elementwise.
@@ -53,7 +55,7 @@ def take_over(
             problem("no parameter of the model requires a gradient", so="there is nothing to train",
                     fix="set requires_grad on the parameters that shall be trained, before this call")
         )  # fmt: skip
-    require_elementwise(cls, options)
+    require_elementwise(cls, options, one_by_one=on_host)
     mesh = Mesh.of_hdp(group, domain)
     shared: list[UnitParameters] = []
     units = None
@@ -67,14 +69,17 @@ def take_over(
         FlatParameters(own, group.size, bucket_bytes=size, late=late)
         for own in ([item for item in trainable if item[1].dtype == dtype] for dtype in dtypes)
     ]
-    zeros = [ZeroShards(parameters, mesh) for parameters in (*whole, *shared)]
+    zeros = [ZeroShards(parameters, mesh, on_host=on_host) for parameters in (*whole, *shared)]
     if chunk is not None and size and units is None:
         zeros[0].overlap_with([chunk], in_steps=False)
     return ShardedOptimizer(zeros, cls, options, group_options, units=units)
 
 
-def require_elementwise(cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    """Raise ``ConfigError`` unless ``cls`` does the same to a matrix as to two halves of its numbers."""
+def require_elementwise(cls: type[torch.optim.Optimizer], options: dict[str, Any], *, one_by_one: bool = False) -> None:
+    """Raise ``ConfigError`` unless ``cls`` does the same to a matrix as to two halves of its numbers.
+
+    ``one_by_one``: also if a ``step()`` updates one half alone, as in host memory.
+    """
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(4, 6, generator=generator) + 0.5
     whole, halves = [values.clone()], [half.clone() for half in values.flatten().split(12)]
@@ -83,10 +88,12 @@ def require_elementwise(cls: type[torch.optim.Optimizer], options: dict[str, Any
         for _ in range(3):
             gradient = torch.randn(4, 6, generator=generator)
             whole[0].grad = gradient.clone()
-            for half, part in zip(halves, gradient.flatten().split(12), strict=True):
-                half.grad = part.clone()
-            for optimizer in optimizers:
-                optimizer.step()
+            optimizers[0].step()
+            parts = [part.clone() for part in gradient.flatten().split(12)]
+            for given in ([parts[0], None], [None, parts[1]]) if one_by_one else [parts]:
+                for half, part in zip(halves, given, strict=True):
+                    half.grad = part
+                optimizers[1].step()
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         raise ConfigError(
             problem(f"{cls.__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())}) does not run: {error}",

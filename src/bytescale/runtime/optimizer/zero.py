@@ -28,9 +28,9 @@ class OptimizerShard:
     """This rank's part of one bucket.
 
     Attributes:
-        master: ``[n]`` weights in at least fp32.
+        master: ``[n]`` weights in at least fp32, on the device or in host memory.
         gradient: ``[n]``, reduced in place.
-        value: ``[n]`` of the parameters' buffer; the same tensor as ``master`` if the dtypes are the same.
+        value: ``[n]`` of the parameters' buffer; the same tensor as ``master`` if dtype and memory are the same.
         counted: ranges of the shard, each with the number of ranks that hold the same parameters.
     """
 
@@ -40,18 +40,13 @@ class OptimizerShard:
     counted: Sequence[tuple[slice, int]]
 
     @staticmethod
-    def of(parameters: FlatParameters, place: slice) -> OptimizerShard:
+    def of(parameters: FlatParameters, place: slice, *, on_host: bool = False) -> OptimizerShard:
         own = parameters.own(place)
         value = parameters.values[own]
-        master = value if value.dtype == parameters.master_dtype else value.to(parameters.master_dtype)
+        wide = parameters.master_dtype
+        master = value.to("cpu", wide, copy=True) if on_host else value if value.dtype == wide else value.to(wide)
         counted = parameters.runs(place, lambda entry: entry.cut.replicas)
         return OptimizerShard(master, parameters.gradients[own], value, counted)
-
-    def piece(self, own: slice) -> Tensor:
-        """A leaf tensor that shares the memory of a part of the shard, with that part's gradient."""
-        piece = self.master.detach()[own]
-        piece.grad = self.gradient[own]
-        return piece
 
     def add_squares(self, total: Tensor) -> None:
         """Add the gradient's sum of squares to ``total`` (fp64). What several ranks hold counts once over all ranks."""
@@ -69,14 +64,19 @@ class ZeroShards:
         shards: one per bucket, in the order of ``parameters.shards``.
     """
 
-    def __init__(self, parameters: FlatParameters, mesh: Mesh, tied_head: TiedHead | None = None) -> None:
+    def __init__(
+        self, parameters: FlatParameters, mesh: Mesh, tied_head: TiedHead | None = None, *, on_host: bool = False
+    ) -> None:
+        """``on_host``: whether master weights and states are in host memory (``host_states``)."""
         self.parameters = parameters
+        self.on_host = on_host
         self.mesh = mesh
         self.hdp = mesh.hdp
         self.tied_head = tied_head
         self.collectives = BucketCollectives(parameters, parameters.holders(mesh))
         self.overlap: Overlap | None = None
-        self.shards = [OptimizerShard.of(parameters, place) for place in parameters.shards(mesh.hdp.rank)]
+        places = parameters.shards(mesh.hdp.rank)
+        self.shards = [OptimizerShard.of(parameters, place, on_host=on_host) for place in places]
         self._shard_of: dict[Bucket, OptimizerShard] = dict(zip(parameters.buckets, self.shards, strict=True))
 
     def overlap_with(self, chunks: Sequence[Chunk], *, in_steps: bool = True) -> None:
@@ -123,12 +123,16 @@ class ZeroShards:
             shard.gradient.mul_(largest / (grad_norm + 1e-6))
 
     def publish(self) -> None:
-        """Give the updated parameters to all ranks. Autocast forgets its copies of the old ones."""
-        torch.clear_autocast_cache()
-        for shard in self.shards:
+        """Give the updated parameters to all ranks."""
+        for bucket, shard in self._shard_of.items():
             if shard.value.data_ptr() != shard.master.data_ptr():
                 shard.value.copy_(shard.master)
-        self.collectives.gather()
+            self.collectives.gather(bucket)
+        self.end_publishing()
+
+    def end_publishing(self) -> None:
+        """After the last bucket has begun to be gathered. Autocast forgets its copies of the old parameters."""
+        torch.clear_autocast_cache()
         if self.overlap is None or not self.overlap.gathers:
             self.collectives.wait_for_parameters()
         if self.tied_head is not None:

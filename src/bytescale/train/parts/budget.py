@@ -15,7 +15,14 @@ from bytescale.common.units import GIBI, format_bytes, format_count
 from bytescale.config import Architecture, Config
 from bytescale.config.validate import kind_of_ranks, may_offload
 from bytescale.cost import Cluster, Profile
-from bytescale.cost.memory import DeviceKind, DeviceMemory, MeasuredMemory, MemoryModel, fitting_capacity
+from bytescale.cost.memory import (
+    DeviceKind,
+    DeviceMemory,
+    MeasuredMemory,
+    MemoryModel,
+    fitting_capacity,
+    host_bytes_left,
+)
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
 from bytescale.train.parts.devices import Devices, RankDevice
@@ -23,6 +30,7 @@ from bytescale.train.profiling.peak import device_name, known_peak
 
 USABLE_SHARE = 0.92  # of a device: the rest is for libraries' workspaces and fragments
 HOST_SHARE = 0.5  # of the machine's memory, for offloaded activations
+HOST_SHARE_WITH_OPTIMIZER = 0.8  # the same, where the optimizer is in host memory, too
 _PROCESS_BYTES = 340e6
 """What a rank has in memory before its first tensor: Python, PyTorch and their libraries (measured, torch 2.13)."""
 
@@ -63,6 +71,8 @@ class MemoryBudget:
                 f"offload up to {format_bytes(self.limits.host_bytes)} of host memory a rank, which makes room for "
                 f"slices of {format_count(cluster.offload.largest_slice(tokens))} tokens"
             )
+        if self.model.states.on_host:
+            lines.append(f"host    {format_bytes(self.model.states.host_bytes)} a rank for the optimizer")
         if not cluster.is_uniform:
             most = int(cluster.capacity_tokens.max())
             lines.append(
@@ -89,8 +99,8 @@ def memory_budget(
         profile: times for Eq. 3.
 
     Raises:
-        ConfigError: the capacity does not fit into a device, or the context not into all ranks; or activations shall be
-            offloaded, and none can be.
+        ConfigError: the capacity does not fit into a device, the optimizer not into host memory, or the context not
+            into all ranks; or activations shall be offloaded, and none can be.
     """
     hdp, wanted = len(devices.of_ranks), config.parallel.capacity_tokens
     rooms, kind = devices.device_bytes, kind_of(device)
@@ -99,6 +109,7 @@ def memory_budget(
         config, counted, kind, element_bytes=dtype.itemsize, num_ranks=hdp, device_bytes=least
     )
     model = whole.fullest_stage(least)
+    host = host_bytes_left(model.states, devices.host_bytes)
     cluster = Cluster.uniform(hdp, fitting_capacity(model, wanted, least, f"rank {devices.smallest}"))
     if config.planner.name == "adaptive":  # the only planner for ranks that differ
         capacity = [fitting_capacity(whole.fullest_stage(room), wanted, room) for room in rooms]
@@ -108,8 +119,8 @@ def memory_budget(
     if may_offload(config, device.type) and (
         model.movable_bytes_per_token or (model is counted and config.memory.offload == "on")
     ):
-        cluster = replace(cluster, offload=model.offload_rule(profile, devices.host_bytes))
-    host_bytes = devices.host_bytes if cluster.offload else 0.0
+        cluster = replace(cluster, offload=model.offload_rule(profile, host))
+    host_bytes = host if cluster.offload else 0.0
     room = least if cluster.is_uniform else rooms
     limits = replace(model.limits(device_bytes=least, host_bytes=host_bytes), device_bytes=room)
     budget = MemoryBudget(model=model, cluster=cluster, limits=limits, device_bytes=least)
@@ -141,10 +152,11 @@ def usable_device_bytes(config: Config, device: torch.device, num_ranks: int) ->
 
 
 def usable_host_bytes(config: Config, num_ranks: int) -> float:
-    """What one rank may use of host memory for activations."""
+    """What one rank may use of host memory for activations and the optimizer."""
     if config.memory.host_gib is not None:
         return config.memory.host_gib * GIBI
-    return HOST_SHARE * machine_bytes() / _ranks_here(num_ranks)
+    share = HOST_SHARE_WITH_OPTIMIZER if config.optimizer.offload else HOST_SHARE
+    return share * machine_bytes() / _ranks_here(num_ranks)
 
 
 def machine_bytes() -> float:

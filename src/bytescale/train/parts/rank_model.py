@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +15,10 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes, format_si
 from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model, sharing_domain
 from bytescale.config.attached import check_attached
-from bytescale.config.validate import check_mesh
-from bytescale.cost.memory import DeviceKind, MeasuredMemory
+from bytescale.config.validate import check_mesh, hdp_ranks
+from bytescale.cost.memory import DeviceKind, MeasuredMemory, ModelShare, States, host_bytes_left
 from bytescale.cost.spec import ModelSpec
-from bytescale.train.parts.budget import machine_bytes
+from bytescale.train.parts.budget import machine_bytes, usable_host_bytes
 from bytescale.train.parts.own_model import OwnModel, build_own_model
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
@@ -93,6 +94,25 @@ def describe_model(
     parallel = config.parallel
     domain = sharing_domain(parallel.shard, parallel.domain, num_ranks, min(parallel.ranks, num_ranks))
     return model.spec, model.memory(kind, num_ranks, parallel.ring_gradients, domain)
+
+
+def check_host_room(config: Config) -> None:
+    """Raise ``ConfigError`` if the optimizer has no room in this machine's memory, before ranks are started.
+
+    The vocabulary is the one that the model's section or its folder says. The ranks check it again with the corpus's.
+    """
+    shape, parallel = resolve_model(config.model), config.parallel
+    if not config.optimizer.offload or (isinstance(shape, AttachedArchitecture) and shape.trained):
+        return
+    if isinstance(shape, Architecture):
+        share = ModelShare(architecture=shape, tensor_parallel=parallel.tp, num_stages=parallel.pp)
+        number = max(replace(share, stage=stage).num_parameters for stage in range(parallel.pp))
+    else:
+        from bytescale.hf.files.folder import parameters_of
+
+        number = sum(value.numel() for value in parameters_of(shape.content).values())
+    states = States(num_parameters=number, element_bytes=4, num_ranks=hdp_ranks(parallel), on_host=True)
+    host_bytes_left(states, usable_host_bytes(config, parallel.ranks))
 
 
 def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) -> Architecture | AttachedDecoder:

@@ -9,6 +9,7 @@ Every rank calls every function here, and all get the same numbers: the slowest 
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -179,7 +180,7 @@ def _ring_attention(hdp: RankGroup, measurer: Measurer, tokens: int) -> tuple[fl
     )
     ring = PackedAttention(RankPlan.of(plan, hdp.rank).micro_batches[0], measurer.kernel, hdp.exchange)
     assert ring.grid is not None, "the only sequence is shared"
-    parts = [ring.triangles, *ring.grid.blocks.values()]
+    parts = [ring.triangles, *itertools.chain.from_iterable(ring.grid.blocks.values())]
     q = measurer.random(tokens, shape.num_heads, shape.head_dim).requires_grad_()
     k, v = (measurer.random(tokens, shape.num_kv_heads, shape.head_dim).requires_grad_() for _ in range(2))
     scale = shape.head_dim**-0.5

@@ -1,0 +1,129 @@
+"""Attention of trees of documents (``plan.trees``): the blocks of a member's rows, and partial results merged.
+
+A member of a group holds a front and a back segment of every sequence, and of a sequence that it has alone all rows. A
+range of rows of a sequence is one range of the rows that a member holds of it, because both have the same order. So the
+blocks of any queries with any keys are those of the whole sequence, cut to what is held.
+
+With a window that is shorter than a path, a block is what one document adds: its keys are its own rows and, copied
+before them, the last ones of its prefix. Trees of such documents are whole on one rank (``planner.prefixes``).
+
+Shape letters: T rows of the micro-batch, S sequences, B blocks, H query heads, G key/value heads, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bytescale.attention.blocks import BlockSet
+from bytescale.attention.kernels import OfQueries, add_rows, merge_rows
+from bytescale.attention.rings.grid import BlockWork
+from bytescale.common.arrays import IntArray
+from bytescale.plan import MicroBatch, SharedGroup
+from bytescale.plan.layout import segment_bounds
+from bytescale.plan.trees import Forest
+
+
+class _Held:
+    """What a rank holds of some sequences: ``bounds [S, 2, 2]`` of two segments each, one behind the other."""
+
+    def __init__(self, bounds: IntArray) -> None:
+        counts = (bounds[:, :, 1] - bounds[:, :, 0]).sum(axis=1)
+        self.bounds, self.first = bounds, np.cumsum(counts) - counts
+
+    def rows(self, sequence: IntArray, ranges: IntArray) -> IntArray:
+        """``[B, 2]`` rows of the rank, from ranges ``[B, 2]`` of rows of ``sequence [B]``."""
+        bounds = self.bounds[sequence][:, None]
+        inside = np.clip(ranges[:, :, None], bounds[..., 0], bounds[..., 1]) - bounds[..., 0]
+        return inside.sum(axis=2) + self.first[sequence][:, None]
+
+
+def own_blocks(micro_batch: MicroBatch, trees: Forest) -> tuple[BlockSet, list[BlockSet]]:
+    """The blocks of a rank's own rows: the triangles of documents, and by depth the rectangles of nodes."""
+    shared, alone = micro_batch.shared, micro_batch.local_lengths
+    bounds = [np.stack([alone * 0, alone, alone, alone], axis=1).reshape(-1, 2, 2)]
+    if shared is not None:
+        bounds.insert(0, segment_bounds(shared.lengths, shared.weights, shared.member))
+    held = _Held(np.concatenate(bounds))
+    triangles = held.rows(trees.sequence_of, trees.triangles)
+    return BlockSet.of(triangles, triangles, causal=True), _rectangles(trees, held, held)
+
+
+def blocks_between_members(shared: SharedGroup, trees: Forest, member: int, source: int) -> list[BlockSet]:
+    """The blocks in which queries of ``member`` see keys of ``source``, another one; the twin of ``blocks_between``."""
+    queries, keys = (_Held(segment_bounds(shared.lengths, shared.weights, one)) for one in (member, source))
+    sequence, ranges = trees.sequence_of, trees.triangles
+    # Rows that one document adds: both segments see the front of a member before; the back sees all of one behind.
+    seeing, seen = ranges.copy(), ranges.copy()
+    if source < member:
+        seen[:] = np.minimum(seen, keys.bounds[sequence, 0, 1][:, None])
+    else:
+        seeing[:] = np.maximum(seeing, queries.bounds[sequence, 1, 0][:, None])
+    own = BlockSet.of(queries.rows(sequence, seeing), keys.rows(sequence, seen), causal=False)
+    return [own, *_rectangles(trees, queries, keys)]
+
+
+def _rectangles(trees: Forest, queries: _Held, keys: _Held) -> list[BlockSet]:
+    found = [
+        BlockSet.of(queries.rows(sequence, seeing), keys.rows(sequence, seen), causal=False)
+        for sequence, seeing, seen in trees.nodes
+    ]
+    return [blocks for blocks in found if blocks]
+
+
+class WindowedTrees:
+    """Attention with a window of the trees that a rank has alone, ``[T, ...]`` rows of theirs."""
+
+    def __init__(self, trees: Forest, window: int, device: torch.device) -> None:
+        first = np.cumsum(trees.sequence_lengths) - trees.sequence_lengths
+        starts = np.maximum(0, trees.shared - window + 1)
+        at = first[trees.sequence_of]
+        keys = [path[start:] + row for path, start, row in zip(trees.paths, starts, at, strict=True)]
+        stops = np.cumsum(trees.lengths - starts)
+        ranges = np.stack([stops - (trees.lengths - starts), stops], axis=1)
+        self.blocks = BlockSet.of(trees.triangles + at[:, None], ranges, causal=True, window=window)
+        self.keys = torch.as_tensor(np.concatenate([np.zeros(0, np.int64), *keys]), device=device)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, work: BlockWork) -> tuple[Tensor, Tensor]:
+        return work.forward(q, k[self.keys], v[self.keys], self.blocks)
+
+    def backward(self, queries: OfQueries, k: Tensor, v: Tensor, work: BlockWork) -> tuple[Tensor, Tensor, Tensor]:
+        """``dq, dk, dv``; what a key has from several documents is added up in the dtype of sums."""
+        dq, dk, dv = work.backward(queries, k[self.keys], v[self.keys], self.blocks)
+        places, wide = self.keys[self.blocks.key_rows(k.device)], queries.lse.dtype
+        of_keys = torch.zeros_like(k, dtype=wide).index_add_(0, places, dk.to(wide))
+        of_values = torch.zeros_like(v, dtype=wide).index_add_(0, places, dv.to(wide))
+        return dq, of_keys.to(k.dtype), of_values.to(v.dtype)
+
+
+def add_nodes(
+    results: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor, Tensor], nodes: Sequence[BlockSet], work: BlockWork
+) -> tuple[Tensor, Tensor]:
+    """Merge the rectangles of ``nodes`` into ``out [T, H, Dv]`` and ``lse [T, H]``, in the dtype of sums."""
+    out, lse = results
+    wide = out.to(lse.dtype)
+    for blocks in nodes:
+        part_out, part_lse = work.forward(*inputs, blocks)
+        merge_rows(wide, lse, blocks.query_rows(lse.device), part_out, part_lse)
+    return wide.to(out.dtype), lse
+
+
+def add_node_gradients(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    queries: OfQueries,
+    keys: tuple[Tensor, Tensor],
+    nodes: Sequence[BlockSet],
+    work: BlockWork,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add the rectangles' gradients to ``dq, dk, dv``, in the dtype of sums. ``queries``: of the whole softmax."""
+    dq, dk, dv = (gradient.to(queries.lse.dtype) for gradient in gradients)
+    for blocks in nodes:
+        of_queries, of_keys, of_values = work.backward(queries, *keys, blocks)
+        add_rows(dq, blocks.query_rows(dq.device), of_queries)
+        rows = blocks.key_rows(dk.device)
+        add_rows(dk, rows, of_keys)
+        add_rows(dv, rows, of_values)
+    return dq.to(gradients[0].dtype), dk.to(gradients[1].dtype), dv.to(gradients[2].dtype)

@@ -1,0 +1,111 @@
+"""Documents whose common prefixes are computed once: their rows, and values from rows to documents and back.
+
+**Which rows are shared.** Two documents share their first rows as long as these are equal in *every field* of the batch
+but ``weights``: tokens, labels, and whatever a loss may look at, such as old log-probabilities or an advantage for each
+token. So the last token of a prefix has a row in each branch, because the branches have different labels there. A
+shared row has the sum of its documents' weights, and ``multiplicity`` says how many documents have it. Fields that the
+caller names as those of whole documents (a reward) keep no rows apart; micro-batches do not have them.
+
+Shape letters: D documents, S sequences, U rows of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bytescale.common.errors import DataError, PlanError
+from bytescale.hf.batch.documents import Documents
+from bytescale.plan import Plan
+from bytescale.plan.trees import Forest
+from bytescale.planner.prefixes import Prefixes, plan_prefixes
+from bytescale.planner.verified import VerifiedPlanner
+
+
+def shared_plan(
+    documents: Documents,
+    planner: VerifiedPlanner,
+    *,
+    labels: Sequence[Hashable] | None = None,
+    per_document: Collection[str] = (),
+    window: int | None = None,
+) -> tuple[Plan, Forest | None]:
+    """A plan whose sequences are trees of documents. None: nothing is shared, and its sequences are the documents.
+
+    Args:
+        labels: see ``HDP.plan``; documents of one label alone share rows.
+        per_document: fields that keep no rows apart.
+        window: the shortest of the models that run it; None: there is none.
+
+    Raises ``DataError`` for fields that do not exist or are needed.
+    """
+    needed = {"tokens", "labels", "weights"} & set(per_document)
+    unknown = sorted({*per_document} - set(documents.fields)) if not needed else sorted(needed)
+    if unknown:
+        raise DataError(
+            f"per_document names {', '.join(map(repr, unknown))}; the batch has {sorted(documents.fields)}",
+            so="rows with different values would be shared" if needed else "",
+            fix="name fields of the batch that the loss does not look at row by row",
+        )
+    fields = [values for name, values in sorted(documents.fields.items()) if name not in ("weights", *per_document)]
+    rows = [np.concatenate([_bytes(values[at]) for values in fields], axis=1) for at in range(len(documents.lengths))]
+    prefixes = Prefixes.of([own.tobytes() for own in rows], rows[0].shape[1], labels)
+    return plan_prefixes(planner, prefixes, labels, window)
+
+
+def rows_of_sequences(
+    documents: Documents, forest: Forest, per_document: Collection[str], dtype: torch.dtype
+) -> Documents:
+    """The sequences of ``forest`` as documents, with ``multiplicity``.
+
+    Weights are added up in fp64, and kept in their own dtype or a wider one: at least fp32, and ``dtype`` if that is
+    fp64 as the model's.
+    """
+    fields = {name: values for name, values in documents.fields.items() if name not in ("weights", *per_document)}
+    starts, stops, numbers = (array.tolist() for array in (forest.shared, forest.lengths, forest.documents))
+    edges = list(zip(forest.offsets[:-1].tolist(), forest.offsets[1:].tolist(), strict=True))
+    of_sequences = {
+        name: [torch.cat([values[numbers[at]][starts[at] : stops[at]] for at in range(*edge)]) for edge in edges]
+        for name, values in fields.items()
+    }
+    for name, values in fields.items():
+        for number, rows in zip(numbers, of_documents(forest, of_sequences[name]), strict=True):
+            if not torch.equal(rows, values[number]):
+                raise PlanError(
+                    f"the rows of document {number} under a plan of trees are not those of its field {name!r}",
+                    so="rows of other documents would be trained on in its place",
+                    fix="report this, with the documents",
+                )
+    weights = documents.fields["weights"]
+    kept = torch.promote_types(weights[0].dtype, torch.promote_types(dtype, torch.float32))
+    of_sequences["weights"] = [total.to(kept) for total in add_up(forest, [own.double() for own in weights])]
+    of_sequences["multiplicity"] = add_up(forest, [torch.ones_like(own, dtype=torch.int64) for own in weights])
+    return Documents(fields=of_sequences)
+
+
+def add_up(forest: Forest, values: Sequence[Tensor]) -> list[Tensor]:
+    """``[S]`` tensors ``[U, ...]``: for each row the sum of ``values``, ``[length, ...]`` of each document in order."""
+    sums = [values[0].new_zeros(rows, *values[0].shape[1:]) for rows in forest.sequence_lengths.tolist()]
+    for sequence, document, path in _places(forest):
+        sums[sequence].index_add_(0, torch.as_tensor(path, device=sums[sequence].device), values[document])
+    return sums
+
+
+def of_documents(forest: Forest, values: Sequence[Tensor]) -> list[Tensor]:
+    """``[D]`` tensors ``[length, ...]`` in the order of ``forest.documents``, from ``[U, ...]`` of each sequence."""
+    return [
+        values[sequence][torch.as_tensor(path, device=values[sequence].device)] for sequence, _, path in _places(forest)
+    ]
+
+
+def _places(forest: Forest) -> list[tuple[int, int, np.ndarray]]:
+    return list(zip(forest.sequence_of.tolist(), forest.documents.tolist(), forest.paths, strict=True))
+
+
+def _bytes(values: Tensor) -> np.ndarray:
+    """``[S, bytes of a row]``."""
+    packed = values.cpu().clone(memory_format=torch.contiguous_format)
+    return packed.view(len(packed), -1).view(torch.uint8).numpy()

@@ -1,0 +1,146 @@
+"""Trees of documents: prefixes that documents share are rows that exist once.
+
+Documents in depth-first order are **one sequence of their unique rows**. Each document adds the rows behind the prefix
+that it shares with the document before it::
+
+    a b c d e     5 rows       document 0
+    a b c x       1 row  x     shares 3
+    a b y z       2 rows y z   shares 2
+                               the sequence: a b c d e x y z, at positions 0 1 2 3 4 3 2 3
+
+A row of one document sees the rows of its **path**: the row at each position up to its own. The document's own rows are
+a causal triangle. Where documents branch off, the rows of the path between two branches are a **node**: all rows behind
+the triangle that holds the node, up to the end of its subtree, see all of it. That is a rectangle of queries and keys.
+Nodes of one depth have neither a query nor a key in common.
+
+Shape letters: D documents, S sequences, B nodes of one depth, T rows of all sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from bytescale.common.arrays import IntArray
+from bytescale.common.errors import PlanError
+from bytescale.plan.plan import offsets_of, segment_sums
+from bytescale.plan.rank_plan import MicroBatch, concatenated_ranges
+
+
+class Nodes(NamedTuple):
+    """The nodes of one depth. Rows are counted from the start of their sequence."""
+
+    sequence: IntArray  # [B]
+    queries: IntArray  # [B, 2] rows ``[start, stop)`` that see all keys; may be empty
+    keys: IntArray  # [B, 2] rows of the node
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """Documents as sequences of their unique rows. A sequence of one document has it as it is."""
+
+    documents: IntArray  # [D] their numbers in the batch, sequence by sequence, each sequence in depth-first order
+    lengths: IntArray  # [D] tokens of each
+    shared: IntArray  # [D] how many of its first rows are those of the document before; 0 for a sequence's first
+    offsets: IntArray  # [S + 1] of the sequences
+
+    @cached_property
+    def sequence_lengths(self) -> IntArray:
+        """``[S]`` rows of each sequence."""
+        return segment_sums(self.lengths - self.shared, self.offsets)
+
+    @cached_property
+    def sequence_of(self) -> IntArray:
+        """``[D]`` the sequence of each document."""
+        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+
+    @cached_property
+    def triangles(self) -> IntArray:
+        """``[D, 2]`` the rows that each document adds, counted from the start of its sequence."""
+        stops = np.cumsum(self.lengths - self.shared)
+        first = np.repeat(offsets_of(self.sequence_lengths)[:-1], np.diff(self.offsets))
+        return np.stack([stops - (self.lengths - self.shared), stops], axis=1) - first[:, None]
+
+    def positions(self) -> IntArray:
+        """``[T]`` the place of each row in its documents."""
+        return concatenated_ranges(self.shared, self.lengths)
+
+    @cached_property
+    def paths(self) -> list[IntArray]:
+        """``[D]`` arrays ``[length]``: the rows of each document, counted from the start of its sequence."""
+        paths: list[IntArray] = []
+        for shared, (start, stop) in zip(self.shared.tolist(), self.triangles.tolist(), strict=True):
+            own = np.arange(start, stop)
+            paths.append(np.concatenate([paths[-1][:shared], own]) if shared else own)
+        return paths
+
+    def of(self, sequences: IntArray) -> Forest:
+        """The forest of some sequences, in their order."""
+        places = concatenated_ranges(self.offsets[sequences], self.offsets[sequences + 1])
+        counts = np.diff(self.offsets)[sequences]
+        return Forest(self.documents[places], self.lengths[places], self.shared[places], offsets_of(counts))
+
+    @cached_property
+    def nodes(self) -> list[Nodes]:
+        """The nodes, by depth."""
+        found: list[list[tuple[int, tuple[int, int], tuple[int, int]]]] = []
+        for sequence, (low, high) in enumerate(zip(self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)):
+            # Subtrees of the documents low .. high - 1, whose path up to ``above`` is known; the last is the next one.
+            subtrees = [(low, high, 0, 0)]
+            while subtrees:
+                low, high, above, depth = subtrees.pop()
+                if high - low < 2:
+                    continue
+                branches, least = branches_of(self.shared, low, high)
+                start, stop = self.triangles[low].tolist()
+                first = start - int(self.shared[low])  # where position 0 would be, counted back along the triangle
+                end = int(self.triangles[high - 1, 1])
+                found.extend([] for _ in range(depth + 1 - len(found)))
+                found[depth].append((sequence, (stop, end), (first + above, first + least)))
+                edges = [low, *branches, high]
+                subtrees += [(a, b, least, depth + 1) for a, b in pairwise(edges)][::-1]
+        return [Nodes(*(np.array(part, dtype=np.int64) for part in zip(*nodes, strict=True))) for nodes in found]
+
+    def verify(self, lengths: Sequence[int]) -> None:
+        """Raise ``PlanError`` unless every token of the documents of these ``lengths`` has one row.
+
+        A row stands for one token of each document whose path it is on; a token of a prefix that several sequences
+        have is computed once in each of them. A document's own rows are at positions ``shared`` to its length, and the
+        first ``shared`` rows of the path before it are at positions 0 to ``shared``, if that path is long enough.
+        """
+        numbers = np.argsort(self.documents, kind="stable")
+        if not np.array_equal(self.documents[numbers], np.arange(len(lengths))):
+            raise PlanError(
+                "the sequences of a plan with shared prefixes do not have every document once",
+                so="documents would be left out, or counted twice",
+            )
+        before = np.concatenate([[0], self.lengths[:-1]])
+        before[self.offsets[:-1]] = 0
+        wrong = (self.lengths != np.asarray(lengths)[self.documents]) | (self.shared < 0)
+        wrong |= self.shared > np.minimum(before, self.lengths)
+        if wrong.any():
+            document = int(self.documents[wrong.argmax()])
+            raise PlanError(
+                f"the rows of document {document} are not its {lengths[document]} tokens in order",
+                so="its tokens would see others than those before them",
+            )
+
+
+def with_trees(micro_batch: MicroBatch, forest: Forest) -> MicroBatch:
+    """The micro-batch of a plan of the sequences of ``forest``, which knows the trees that it has."""
+    shared = micro_batch.shared
+    local = micro_batch.segment_sequences[len(micro_batch.segment_sequences) - len(micro_batch.local_lengths) :]
+    sequences = local if shared is None else np.concatenate([shared.sequences, local])
+    return replace(micro_batch, trees=forest.of(sequences))
+
+
+def branches_of(shared: IntArray, low: int, high: int) -> tuple[list[int], int]:
+    """Of the subtree of documents ``low .. high - 1``: who branches off at its first branch, and at which position."""
+    within = shared[low + 1 : high]
+    least = int(within.min())
+    return (np.flatnonzero(within == least) + low + 1).tolist(), least

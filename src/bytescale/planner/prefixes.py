@@ -1,0 +1,183 @@
+"""Which documents share prefixes: trees of them, as long as that pays, and a plan of the trees.
+
+Documents are sorted by their rows; one that is a prefix of others comes behind them. Neighbours then have the longest
+prefixes in common, and every subtree is a run of neighbours. Three things are decided here, by the cost model:
+
+1. **Nodes.** A prefix is shared where computing it again would take longer than the blocks of attention that it adds,
+   and than merging their results into the rows that see it (``LEAST_ROWS``, ``MERGED_SHARE``).
+2. **Cuts.** Trees of more rows than a limit are cut at the branches that are nearest to the root, as few as possible.
+   Each part computes the prefix again.
+3. **The limit**: all ranks together, one rank's capacity, an equal share of all rows, half of that, or nothing shared;
+   the one whose plan ends first.
+
+Shape letters: D documents, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from bytescale.common.arrays import IntArray
+from bytescale.common.errors import PlanError
+from bytescale.cost import CostModel
+from bytescale.plan import Plan
+from bytescale.plan.plan import segment_sums
+from bytescale.plan.trees import Forest, branches_of
+from bytescale.planner.evaluate import evaluate
+from bytescale.planner.verified import VerifiedPlanner
+
+LEAST_ROWS = 16
+"""A node has to save as much time as so many tokens take, for the blocks that it adds."""
+MERGED_SHARE = 1 / 32
+"""And as much as this share of the tokens that see it: their results are merged once more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefixes:
+    """Documents in depth-first order, and what neighbours have in common."""
+
+    order: IntArray  # [D] numbers of documents
+    lengths: IntArray  # [D] tokens, in this order
+    common: IntArray  # [D] first rows that each has in common with the one before it
+
+    @staticmethod
+    def of(rows: Sequence[bytes], row_bytes: int, labels: Sequence[Hashable] | None = None) -> Prefixes:
+        """Sort documents.
+
+        Args:
+            rows: by document all its rows, ``row_bytes`` bytes each. Rows with equal bytes may be shared.
+            labels: documents of one label alone share rows; None: all.
+        """
+        lengths = np.array([len(own) // row_bytes for own in rows], dtype=np.int64)
+        numbers: dict[Hashable, int] = {}
+        kinds = [0] * len(rows) if labels is None else [numbers.setdefault(one, len(numbers)) for one in labels]
+        order = sorted(range(len(rows)), key=lambda at: (kinds[at], rows[at]), reverse=True)
+        common = np.zeros(len(rows), dtype=np.int64)
+        for place, (before, own) in enumerate(pairwise(order), start=1):
+            if kinds[before] == kinds[own]:
+                common[place] = _common_bytes(rows[before], rows[own]) // row_bytes
+        return Prefixes(order=np.array(order, dtype=np.int64), lengths=lengths[order], common=common)
+
+    def worthwhile(self, cost: CostModel) -> IntArray:
+        """``[D]`` the rows in common that are shared because that saves time."""
+        shared, rows = self.common.copy(), np.concatenate([[0], np.cumsum(self.lengths - self.common)])
+        subtrees = [(0, len(shared), 0)]
+        while subtrees:
+            low, high, above = subtrees.pop()
+            if high - low < 2:
+                continue
+            branches, position = branches_of(shared, low, high)
+            saved = float(np.diff(cost.work_seconds([above, position]))[0]) * len(branches)
+            merged = LEAST_ROWS + MERGED_SHARE * float(rows[high] - rows[low + 1])
+            if saved < cost.token_seconds * merged + cost.attention_block_seconds * (len(branches) + 1):
+                shared[branches] = position = above
+            edges = [low, *branches, high]
+            subtrees += [(a, b, position) for a, b in pairwise(edges)]
+        return shared
+
+    def forest(self, shared: IntArray, limit: int) -> Forest:
+        """The trees in which documents share ``shared [D]`` rows, cut so that they have at most ``limit`` rows.
+
+        Sequences are in the order of their lowest document. A document of more rows is a sequence alone.
+        """
+        shared, sums = shared.copy(), np.concatenate([[0], np.cumsum(self.lengths - shared)])
+
+        def num_rows(low: int, high: int) -> int:
+            return int(self.lengths[low] + sums[high] - sums[low + 1])
+
+        firsts = np.flatnonzero(shared == 0)
+        trees = list(zip(firsts.tolist(), [*firsts[1:].tolist(), len(shared)], strict=True))
+        while trees:
+            low, high = trees.pop()
+            if high - low < 2 or num_rows(low, high) <= limit:
+                continue
+            branches, position = branches_of(shared, low, high)
+            first, held, edges = low, 0, [low, *branches, high]
+            for a, b in pairwise(edges):
+                joined = held + num_rows(a, b) - position
+                if a > first and joined > limit:
+                    trees.append((first, a))
+                    shared[a], first, joined = 0, a, num_rows(a, b)
+                held = joined if a > first else num_rows(a, b)
+            if first > low:
+                trees.append((first, high))
+        offsets = np.append(np.flatnonzero(shared == 0), len(shared))
+        forest = Forest(self.order, self.lengths, shared, offsets)
+        return forest.of(np.argsort(np.minimum.reduceat(self.order, offsets[:-1]), kind="stable"))
+
+
+def plan_prefixes(
+    planner: VerifiedPlanner,
+    prefixes: Prefixes,
+    labels: Sequence[Hashable] | None = None,
+    window: int | None = None,
+) -> tuple[Plan, Forest | None]:
+    """The plan that ends first, and the trees that are its sequences; None: no document shares anything.
+
+    Args:
+        labels: see ``VerifiedPlanner``, of documents in the batch's order.
+        window: the shortest of the model; None: there is none. With longer documents, trees are whole on one rank.
+
+    Raises ``PlanError`` if there is no plan.
+    """
+    cluster, cost = planner.cluster, planner.cost
+    shared = prefixes.worthwhile(cost)
+    even = -(-int((prefixes.lengths - shared).sum()) // cluster.num_ranks)
+    limits = [cluster.room, int(cluster.capacity_tokens.min()), even, -(-even // 2), 0]
+    best: tuple[float, Plan, Forest] | None = None
+    tried, problem = set[bytes](), None
+    for limit in limits:
+        forest = prefixes.forest(shared, limit)
+        if forest.shared.tobytes() in tried:
+            continue
+        tried.add(forest.shared.tobytes())
+        own = replace(planner, cost=cost_of_trees(cost, forest))
+        of_sequences = None if labels is None else [labels[at] for at in forest.documents[forest.offsets[:-1]].tolist()]
+        try:
+            plan = own(forest.sequence_lengths, of_sequences)
+        except PlanError as error:
+            problem = error
+            continue
+        if window is not None and _cuts_longer(plan, forest, window):
+            continue
+        seconds = evaluate(plan, cluster=cluster, cost=own.cost, num_stages=planner.num_stages).end_seconds
+        if best is None or seconds < best[0]:
+            best = seconds, plan, forest
+    if best is None:
+        assert problem is not None, "documents apart are among the limits"
+        raise problem
+    _, plan, forest = best
+    forest.verify(prefixes.lengths[np.argsort(prefixes.order)].tolist())
+    return plan, forest if forest.shared.any() else None
+
+
+def cost_of_trees(cost: CostModel, forest: Forest | None) -> CostModel:
+    """The cost model that knows the work of these trees, which have fewer pairs than documents as long as they are."""
+    if forest is None or not forest.shared.any():
+        return cost
+    squares = segment_sums(cost.squares_of(forest.lengths) - cost.squares_of(forest.shared), forest.offsets)
+    lengths, places, counts = np.unique(forest.sequence_lengths, return_inverse=True, return_counts=True)
+    means = np.bincount(places, squares) / counts
+    of_trees = np.unique(forest.sequence_lengths[np.diff(forest.offsets) > 1])
+    known = np.searchsorted(lengths, of_trees)
+    return replace(cost, tree_squares=tuple(zip(of_trees.tolist(), means[known].tolist(), strict=True)))
+
+
+def _cuts_longer(plan: Plan, forest: Forest, window: int) -> bool:
+    """Whether a group of several ranks has a tree, and documents that are longer than the window."""
+    longest, trees = np.maximum.reduceat(forest.lengths, forest.offsets[:-1]), np.diff(forest.offsets) > 1
+    starts, sequences = plan.group_sequence_offsets[:-1], plan.group_sequences
+    has_both = np.logical_or.reduceat(trees[sequences], starts) & (
+        np.maximum.reduceat(longest[sequences], starts) > window
+    )
+    return bool((has_both & (plan.group_sizes > 1)).any())
+
+
+def _common_bytes(first: bytes, second: bytes) -> int:
+    count = min(len(first), len(second))
+    differs = np.frombuffer(first, np.uint8, count) != np.frombuffer(second, np.uint8, count)
+    return int(differs.argmax()) if differs.any() else count
