@@ -1,8 +1,9 @@
 """What ``make check-trl`` runs in an environment of its own: TRL's trainers alone, under DDP, and over HDP.
 
-torchrun --nproc-per-node N check.py KIND FOLDER OUT [--plain]
+torchrun --nproc-per-node N check.py KIND OUT [--plain] [--stop] [--resume]
 
-Writes the log of every update, and the trained weights, to OUT.
+Writes the log of every update, and the trained weights, to OUT. Of the kind "global", ranks share batches of a fixed
+size: ``--stop`` ends such a run with a checkpoint after two updates, and ``--resume`` goes on from it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 import trl
 from bytescale.integrations.trl import HDPDPOTrainer, HDPGRPOTrainer, HDPSFTTrainer
 
-STEPS = 4
+STEPS, STOP = 4, 2
 WORDS = ["<pad>", "<eos>", *(f"w{n}" for n in range(62))]
 
 
@@ -67,6 +68,13 @@ def reward(completion_ids: list[list[int]], **more: Any) -> list[float]:
     return [sum(1.0 - token % 2 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
+class Stop(TrainerCallback):
+    """Ends a run early, whose schedule goes on."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        control.should_save = control.should_training_stop = state.global_step == STOP
+
+
 def trainer(kind: str, out: Path, plain: bool) -> Any:
     common: dict[str, Any] = {
         "output_dir": str(out / "trainer"), "max_steps": STEPS, "per_device_train_batch_size": 4,
@@ -80,6 +88,11 @@ def trainer(kind: str, out: Path, plain: bool) -> Any:
     if kind == "sft":
         made = trl.SFTTrainer if plain else HDPSFTTrainer
         return made(model(), args=trl.SFTConfig(**common, max_length=128, gradient_accumulation_steps=2), **options)
+    if kind == "global":
+        common["per_device_train_batch_size"] = 8 // dist.get_world_size()
+        options["train_dataset"] = rows("sft")
+        args = trl.SFTConfig(**common, max_length=128, gradient_accumulation_steps=2)
+        return HDPSFTTrainer(model(), args=args, **options)
     if kind == "dft":
         made = trl.SFTTrainer if plain else HDPSFTTrainer
         options["train_dataset"] = rows("sft")
@@ -104,7 +117,9 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
     made = trainer(kind, out, plain)
-    made.train()
+    if "--stop" in sys.argv:
+        made.add_callback(Stop())
+    made.train(resume_from_checkpoint="--resume" in sys.argv)
     if dist.get_rank() == 0:
         (out / "log.json").write_text(json.dumps(made.state.log_history))
         torch.save({name: value.detach().clone() for name, value in made.model.named_parameters()}, out / "weights.pt")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = ROOT / ".trl"
-KINDS = ("sft", "dft", "dpo", "grpo")
+KINDS = ("sft", "dft", "dpo", "grpo", "resume")
 PACKAGES = ("trl==1.16.0", "peft>=0.15")
 TOLERANCE = 2e-4
 """Relative, of fp32 with sums in another order, over updates of AdamW; 1e-4 of sums over a document."""
@@ -28,14 +28,42 @@ def main() -> int:
     python = prepared()
     failed = 0
     for kind in sys.argv[1:] or KINDS:
+        if kind == "resume":
+            failed += resumed(python)
+            continue
         for ranks in (1, 2):
             with tempfile.TemporaryDirectory() as folder:
-                plain, ours = (run(python, kind, ranks, Path(folder) / name, name) for name in ("plain", "ours"))
+                plain = run(python, kind, ranks, Path(folder) / "plain", "--plain")
+                ours = run(python, kind, ranks, Path(folder) / "ours")
             differences = [told for a, b in zip(plain, ours, strict=True) for told in compared(a, b)]
             failed += bool(differences)
             result = "; ".join(differences[:6]) or f"{len(ours) - 1} updates are equal"
             print(f"{kind} on {ranks} rank(s): {result}", flush=True)
     return 1 if failed else 0
+
+
+def resumed(python: str) -> int:
+    """How many runs differ from one on two ranks that was not stopped, once they go on on another number of ranks."""
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        whole = run(python, "global", 2, Path(folder) / "whole")
+        for before, after in ((2, 1), (1, 2)):
+            out = Path(folder) / f"from-{before}"
+            run(python, "global", before, out, "--stop")
+            both = run(python, "global", after, out, "--resume")
+            wanted, found = (
+                [
+                    {name: value for name, value in line.items() if name != "num_tokens"}
+                    for line in lines
+                    if "loss" in line
+                ]
+                for lines in (whole, both)
+            )  # TRL counts tokens from the start of a process
+            differences = [told for a, b in zip(wanted, found, strict=True) for told in compared(a, b)]
+            failed += bool(differences)
+            result = "; ".join(differences[:6]) or f"{len(found)} updates are equal"
+            print(f"sft stopped on {before} rank(s) and resumed on {after}: {result}", flush=True)
+    return failed
 
 
 def prepared() -> str:
@@ -50,15 +78,15 @@ def prepared() -> str:
     return str(python)
 
 
-def run(python: str, kind: str, ranks: int, out: Path, name: str) -> list[dict[str, float]]:
+def run(python: str, kind: str, ranks: int, out: Path, *options: str) -> list[dict[str, float]]:
     """The log of every update."""
     port = 29400 + os.getpid() % 400
     command = [python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
-    command += [str(ROOT / "tests/trl/check.py"), kind, str(out), *(["--plain"] if name == "plain" else [])]
+    command += [str(ROOT / "tests/trl/check.py"), kind, str(out), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     if done.returncode:
-        raise SystemExit(f"{kind}, {name}, {ranks} rank(s) failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+        raise SystemExit(f"{kind}, {options}, {ranks} rank(s) failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
     logged: list[dict[str, float]] = json.loads((out / "log.json").read_text(encoding="utf-8"))
     return logged
 

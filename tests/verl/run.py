@@ -26,8 +26,13 @@ def main() -> int:
         environment |= {"PYTHONPATH": str(ROOT / "src"), "VERL_USE_EXTERNAL_MODULES": "bytescale.integrations.verl"}
     with tempfile.TemporaryDirectory() as out:
         command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command += [str(ROOT / "tests/verl/check.py"), out]
-        return subprocess.run(command, env=environment, timeout=900, check=False).returncode
+        codes = [
+            subprocess.run(
+                [*command, str(ROOT / "tests/verl" / name), out], env=environment, timeout=900, check=False
+            ).returncode
+            for name in ("check.py", "sft_trainer.py")
+        ]
+        return int(any(codes))
 
 
 def prepared() -> str:

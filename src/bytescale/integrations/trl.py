@@ -32,7 +32,7 @@ from bytescale.integrations.whole_batch import (
     MEAN_LOGITS,
     Sequences,
     WholeBatch,
-    set_rates,
+    load_schedule,
     word_columns,
 )
 
@@ -151,8 +151,7 @@ class HDPTrainerMixin:
         if checkpoint is not None and (Path(checkpoint) / _STATES).is_dir():
             self.hdp.load(Path(checkpoint) / _STATES)
             state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
-            self.lr_scheduler.load_state_dict(state)  # type: ignore[attr-defined]
-            set_rates(self.optimizer, self.lr_scheduler)  # type: ignore[attr-defined]
+            load_schedule(self.lr_scheduler, state)  # type: ignore[attr-defined]
 
 
 class HDPSFTTrainer(HDPTrainerMixin, trl.SFTTrainer):

@@ -168,7 +168,14 @@ def value_columns(model: nn.Module) -> Values:
     return columns
 
 
-def set_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
-    """Give an optimizer the rates of a schedule that was restored."""
-    for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
+def load_schedule(schedule: Any, state: dict[str, Any]) -> None:
+    """Restore a schedule of learning rates from another rank's, and give its optimizer the rate.
+
+    A schedule's lists have an entry for each group of options. A rank's shards may be of other groups than another's,
+    and all have the same rate.
+    """
+    own = schedule.state_dict()
+    schedule.load_state_dict({name: own[name] if isinstance(own[name], list) else state[name] for name in own})
+    schedule._last_lr = [state["_last_lr"][0]] * len(schedule.optimizer.param_groups)
+    for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
         group["lr"] = rate

@@ -34,7 +34,7 @@ from bytescale.integrations.whole_batch import (
     LOG_PROBS,
     Sequences,
     WholeBatch,
-    set_rates,
+    load_schedule,
     value_columns,
     word_columns,
 )
@@ -274,8 +274,7 @@ class BytescaleEngine(BaseEngine):
     ) -> None:
         extra = self.hdp.load(Path(local_path) / "bytescale")
         if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(extra["schedule"])
-            set_rates(self.lr_scheduler.optimizer, self.lr_scheduler)
+            load_schedule(self.lr_scheduler, extra["schedule"])
         dist.barrier()
 
     def get_data_parallel_rank(self) -> int:
