@@ -183,28 +183,35 @@ def test_losses_of_whole_documents_and_of_several(llama: nn.Module, num_ranks: i
     def work(group_of_ranks: Any, model: nn.Module) -> list[Any]:
         hdp = bytescale.HDP(model, group_of_ranks, capacity_tokens=600)
         hdp.adamw(lr=0.0)
+        given = BatchToPlan.of(hdp, batch, shift_labels=False, per_document=["reward"])
+        plan, trees = given.plan()
+        assert trees is not None
+        shares, found = [], []
         with wide_parts():
-            share = 0.0
-            planned = hdp.plan(batch, share_prefixes=True, per_document=["reward"])
-            assert planned.forest is not None
-            for micro in planned:
-                whole = micro.documents(micro.logprobs(model))
-                loss = whole.sum([gspo(v, batch[n]) for n, v in zip(whole.numbers, whole, strict=True)])
-                loss.backward()
-                share += float(loss.detach())
-            found = [hdp.gradients()]
-            hdp.step()
+            # Under our plan, and under one in which ranks share trees.
+            randoms = (random_plan(plan.lengths, num_ranks, seed) for seed in range(20))
+            for own in (plan, next(other for other in randoms if other.group_sizes.max() == num_ranks)):
+                shares.append(0.0)
+                for micro in given.part(own, trees):
+                    whole = micro.documents(micro.logprobs(model))
+                    loss = whole.sum([gspo(v, batch[n]) for n, v in zip(whole.numbers, whole, strict=True)])
+                    loss.backward()
+                    shares[-1] += float(loss.detach())
+                found.append(hdp.gradients())
+                hdp.step()
             for passes in (1, 2, None):
                 result = hdp.backward(batch, group, together=labels, passes=passes, share_prefixes=True)
                 assert result.loss == pytest.approx(coupled[0], rel=EXACT)
                 found.append(hdp.gradients())
                 hdp.step()
-        return [share, *found]
+        return [shares, *found]
 
     results = on_ranks(num_ranks, llama, work)
-    assert sum(result[0] for result in results) == pytest.approx(alone[0], rel=EXACT)
-    for _, own, *others in results:
+    for shares in zip(*(result[0] for result in results), strict=True):
+        assert sum(shares) == pytest.approx(alone[0], rel=EXACT)
+    for _, own, shared, *others in results:
         assert_equal(own, alone[1])
+        assert_equal(shared, alone[1])
         for gradients in others:
             assert_equal(gradients, coupled[1])
 

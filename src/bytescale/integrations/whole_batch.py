@@ -169,13 +169,14 @@ def value_columns(model: nn.Module) -> Values:
 
 
 def load_schedule(schedule: Any, state: dict[str, Any]) -> None:
-    """Restore a schedule of learning rates from another rank's, and give its optimizer the rate.
+    """Restore a schedule of learning rates from another rank's, and give its optimizer the rates.
 
     A schedule's lists have an entry for each group of options. A rank's shards may be of other groups than another's,
-    and all have the same rate.
+    whose rates are the same share of their first ones.
     """
     own = schedule.state_dict()
     schedule.load_state_dict({name: own[name] if isinstance(own[name], list) else state[name] for name in own})
-    schedule._last_lr = [state["_last_lr"][0]] * len(schedule.optimizer.param_groups)
+    share = next((now / first for now, first in zip(state["_last_lr"], state["base_lrs"], strict=True) if first), 0.0)
+    schedule._last_lr = [first * share for first in schedule.base_lrs]
     for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
         group["lr"] = rate
