@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from benchmarks.cluster.network import Link, Network, Node
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -57,7 +57,7 @@ SIDES = ("one pass", "two passes", "FSDP", "FSDP, tuned")
 Batch = list[dict[str, Any]]
 
 
-def make_model() -> nn.Module:
+def make_model() -> Any:
     """The same on every rank."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -173,7 +173,8 @@ class Fsdp:
         self.degree = -(-LONGEST // CAPACITY)
         self.tuned, self.replicas = tuned, world // self.degree
         mesh = init_device_mesh("cpu", (self.replicas, self.degree), mesh_dim_names=("dp", "sp"))
-        self.group, self.replica, self.place = mesh["sp"].get_group(), *mesh.get_coordinate()
+        self.group: Any = mesh["sp"].get_group()
+        self.replica, self.place = mesh.get_local_rank("dp"), mesh.get_local_rank("sp")
         name = f"ulysses {tuned}"
         ALL_ATTENTION_FUNCTIONS.register(name, self._attention)
         self.model: Any = make_model()
