@@ -96,6 +96,18 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+def numbers_of(hdp: bytescale.HDP, planned: Any) -> tuple[float, dict[str, Tensor], list[Tensor]]:
+    """This rank's share of the loss, all gradients, and the log-probabilities of all documents."""
+    share = 0.0
+    for micro in planned:
+        with torch.no_grad():
+            planned.collect(micro, micro.logprobs(hdp.model))
+        loss = micro.loss_sum(hdp.model)
+        loss.backward()
+        share += float(loss.detach())
+    return share, hdp.gradients(), planned.collected()
+
+
 @pytest.mark.parametrize("num_ranks", one_of([1, 2, 3, 4], quick=2))
 @pytest.mark.parametrize(("family", "changes"), one_of(FAMILIES, quick=FAMILIES[1]))
 def test_trees_are_the_documents_one_by_one(family: str, changes: dict[str, Any], num_ranks: int) -> None:
@@ -114,14 +126,7 @@ def test_trees_are_the_documents_one_by_one(family: str, changes: dict[str, Any]
         plans += [(random_plan(whole.lengths, num_ranks, seed, weighted=seed == 1), trees) for seed in range(3)]
         with wide_parts():
             for plan, forest in plans:
-                planned, share = given.part(plan, forest), 0.0
-                for micro in planned:
-                    with torch.no_grad():
-                        planned.collect(micro, micro.logprobs(model))
-                    loss = micro.loss_sum(model)
-                    loss.backward()
-                    share += float(loss.detach())
-                found.append((share, hdp.gradients(), planned.collected()))
+                found.append(numbers_of(hdp, given.part(plan, forest)))
                 hdp.step()
         return [sum(len(d["tokens"]) for d in batch) / whole.num_tokens, found]
 
@@ -315,14 +320,7 @@ def test_windows_that_are_shorter_than_the_documents(family: str, num_ranks: int
         found = []
         with wide_parts():
             for plan, forest in (given.plan(), (by_hand, trees)):
-                planned, share = given.part(plan, forest), 0.0
-                for micro in planned:
-                    with torch.no_grad():
-                        planned.collect(micro, micro.logprobs(model))
-                    loss = micro.loss_sum(model)
-                    loss.backward()
-                    share += float(loss.detach())
-                found.append((share, hdp.gradients(), planned.collected()))
+                found.append(numbers_of(hdp, given.part(plan, forest)))
                 hdp.step()
         return found
 

@@ -33,7 +33,7 @@ from bytescale.hf.batch.prefixes import of_documents
 from bytescale.hf.costs.measure import check_widths, measure_rows, measured_memory
 from bytescale.hf.model.decoder import AttachedDecoder, MicroBatchPass
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
-from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model, require_three_places
+from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
 from bytescale.plan import MicroBatch
 from bytescale.plan.layout import segment_bounds
 from bytescale.plan.rank_plan import SharedGroup, concatenated_ranges
@@ -54,8 +54,6 @@ class Micro:
             1)]`` if the documents have the field), and what reaches attention; a model that is not attached refuses
             them. A rank that takes part in a ring without a token gets one row that stands for none.
         position_ids: ``[T]`` place of each row's token in its document.
-        multiplicity: ``[T]`` int64: how many documents have each row, 1 unless prefixes are shared. A loss of rows that
-            does not weigh them by ``weights``, which are sums, multiplies by it.
         num_rows: T. The model's output may have one row more: use ``logits[0, :micro.num_rows]``.
         plan: the plan's view of this micro-batch.
     """
@@ -76,7 +74,6 @@ class Micro:
         device = group.device
         self._fields = {name: to_device(rows, device) for name, rows in fields.items()}
         tokens, self.position_ids = self._fields["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
-        self.multiplicity: Tensor = self._fields.get("multiplicity", torch.ones_like(tokens))
         places = self._fields.get(POSITIONS, self.position_ids)
         if not self.num_rows:
             tokens, places = tokens.new_zeros(1), places.new_zeros(1, *places.shape[1:])
@@ -87,6 +84,12 @@ class Micro:
             "attention_mask": OnlyAttached(foreign_model("a model that is on no HDP's attention")),
             KEYWORD: target,
         }
+
+    @property
+    def multiplicity(self) -> Tensor:
+        """``[T]`` int64: documents that have each row. A loss that is not weighed by ``weights`` multiplies by it."""
+        held: Tensor | None = self._fields.get("multiplicity")
+        return torch.ones_like(self.tokens) if held is None else held
 
     @property
     def segments(self) -> list[tuple[int, int, int]]:
@@ -354,10 +357,7 @@ class Engine:
         self.activations = Activations(layers, checkpointing=checkpointing, pool=self._pool, device=group.device)
 
     def micro(self, plan: MicroBatch, fields: dict[str, Tensor], buffers: RingBuffers) -> Micro:
-        """The micro-batch of a plan with its rows ``fields``. Raises ``ConfigError`` for places a model cannot have."""
-        if POSITIONS in fields:
-            for decoder in (self.decoder, *self.others):
-                require_three_places(decoder.model)
+        """The micro-batch of a plan with its rows ``fields``."""
         # Without a ring, the row that stands for no token is a document of its own.
         attended = plan if plan.num_tokens or plan.shared is not None else MicroBatch.of_documents(0, [1])
         exchange = self.group.exchange
