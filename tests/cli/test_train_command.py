@@ -18,7 +18,7 @@ import pytest
 
 from bytescale.cli.main import main
 from bytescale.cli.options import _OTHER_WORDS
-from bytescale.cli.train import _prepare_data
+from bytescale.cli.train import _prepare_data, read_options
 from bytescale.config import config_to_toml
 from tests.train.runs import losses, metrics, on_ranks, small_run, write_corpus
 
@@ -53,6 +53,21 @@ def test_train_then_resume_on_one_rank(folder: Path, tmp_path: Path) -> None:
     assert second.returncode == 0, second.stderr
     assert f"resuming after step 4 from {run}/checkpoints/step-000004" in second.stdout
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_resumed_run_fits_itself_to_other_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the suggestion at a run's end promises. What the command line says is taken as it is."""
+    run = folder / "shared"
+    run.mkdir()
+    config = on_ranks(small_run(folder / "corpus", run, shard="parameters", domain=4), 4, capacity_tokens=64)
+    (run / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+    resume = ["--resume", str(run), "--parallel.ranks"]
+    for ranks, domain, capacity in ((4, 4, 64), (6, 2, 64), (3, 1, 86), (1, 1, 256)):
+        fitted = read_options([*resume, str(ranks)]).config.parallel
+        assert (fitted.domain, fitted.capacity_tokens) == (domain, capacity)
+    assert "1 instead of 4 ranks share parameters, which divides 3 ranks" in capsys.readouterr().out
+    asked = read_options([*resume, "3", "--parallel.domain", "2", "--parallel.capacity-tokens", "64"]).config.parallel
+    assert (asked.domain, asked.capacity_tokens) == (2, 64)
 
 
 def test_epochs_become_steps(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

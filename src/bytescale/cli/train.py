@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -119,7 +120,7 @@ def read_options(
     config = _with_its_tokenizer(_started_from(options.init, options.config))
     trainer = config.trainer
     if resumed is not None:
-        config = _holding_the_context(_from_checkpoint(config, resumed), rest)
+        config = _fitted_to_ranks(_from_checkpoint(config, resumed), rest)
         trainer = replace(config.trainer, run_dir=str(resumed), resume=True)
     if not trainer.run_dir:
         if ranks_of_torchrun() is not None:
@@ -177,18 +178,26 @@ def _from_checkpoint(config: Config, run: Path) -> Config:
     return replace(config, model=model, trainer=replace(config.trainer, init=""))
 
 
-def _holding_the_context(config: Config, arguments: Sequence[str]) -> Config:
-    """A resumed run on fewer ranks: each holds more tokens than before, unless the command line says how many."""
+def _fitted_to_ranks(config: Config, arguments: Sequence[str]) -> Config:
+    """A resumed run on other ranks: fewer of them hold more tokens each, and domains divide them.
+
+    What the command line says stays as it is.
+    """
+    given = [argument.replace("_", "-") for argument in arguments]
     parallel, ranks = config.parallel, hdp_ranks(config.parallel)
+    if ranks % max(1, parallel.domain) and not any(one.startswith("--parallel.domain") for one in given):
+        domain = math.gcd(ranks, parallel.domain)
+        print(f"resume  {domain} instead of {parallel.domain} ranks share parameters, which divides {ranks} ranks")
+        parallel = replace(parallel, domain=domain)
+    is_given = any(one.startswith("--parallel.capacity-tokens") for one in given)
     needed = -(-config.data.context_length // ranks)
-    is_given = any(argument.replace("_", "-").startswith("--parallel.capacity-tokens") for argument in arguments)
-    if is_given or not 0 < parallel.capacity_tokens < needed or may_offload(config, config.trainer.device):
-        return config
-    print(
-        f"resume  a rank holds {needed} tokens instead of {parallel.capacity_tokens}, so that {ranks} can hold a "
-        f"sequence of {config.data.context_length}"
-    )
-    return replace(config, parallel=replace(parallel, capacity_tokens=needed))
+    if not is_given and 0 < parallel.capacity_tokens < needed and not may_offload(config, config.trainer.device):
+        print(
+            f"resume  a rank holds {needed} tokens instead of {parallel.capacity_tokens}, so that {ranks} can hold a "
+            f"sequence of {config.data.context_length}"
+        )
+        parallel = replace(parallel, capacity_tokens=needed)
+    return replace(config, parallel=parallel)
 
 
 def _newest_checkpoint(config: Config, run: Path) -> Path | None:
