@@ -66,6 +66,8 @@ def run(arguments: Sequence[str]) -> int:
 def start_training(options: TrainOptions) -> None:
     """Train with these options, in this process or in ranks that run the same command."""
     use_expandable_segments()  # has to come before torch is imported; the ranks started from here inherit it
+    if os.environ.get("RANK", "0") != "0":
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of, the first rank's says for all
     config = options.config
     validate(config, num_ranks=ranks_of_torchrun())
     if config.trainer.epochs:
