@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from bytescale.recurrence.cuts import Cuts, act
 
 Stock = Callable[..., Any]
+_HOST = torch.device("cpu")
 
 
 def installed(stock: Stock) -> Stock | None:
@@ -151,8 +152,9 @@ def delta_rule(
     def together(parts: list[slice], alone: bool) -> list[Run]:
         lengths, rows = _extent(parts)
         q, k, v, decay, rate = (part[:, rows] for part in (query, key, value, g, beta))
-        pack = {"cu_seqlens": _pack(cuts, parts, v.device)[0]} if len(parts) > 1 else {}
-        entry = None
+        pack, entry = {}, None
+        if len(parts) > 1:  # with the places on the host, too, fla does not wait for the device
+            pack["cu_seqlens"], pack["cu_seqlens_cpu"] = (_pack(cuts, parts, place)[0] for place in (v.device, _HOST))
         if not alone:
             v, entry = F.pad(v, (0, width)), F.pad(identity.expand(len(parts), *identity.shape), (columns, 0))
         out, after = stock(q, k, v, g=decay, beta=rate, initial_state=entry, output_final_state=True, **pack, **options)
@@ -262,9 +264,9 @@ def _pack(cuts: Cuts, parts: list[slice], device: torch.device) -> list[Tensor]:
     """``cu_seqlens [N + 1]`` and ``seq_idx [n]`` of runs that follow each other."""
 
     def make() -> list[Tensor]:
-        lengths = torch.tensor(_extent(parts)[0])
-        numbers = torch.arange(len(parts), dtype=torch.int32)
-        return [F.pad(lengths.cumsum(0), (1, 0)), numbers.repeat_interleave(lengths)]
+        lengths, numbers = torch.tensor(_extent(parts)[0]), torch.arange(len(parts), dtype=torch.int32)
+        num_rows = parts[-1].stop - parts[0].start
+        return [F.pad(lengths.cumsum(0), (1, 0)), numbers.repeat_interleave(lengths, output_size=num_rows)]
 
     return cuts.on_device(("pack", parts[0].start), device, make)
 
