@@ -40,10 +40,12 @@ from bytescale.models.rope import rope_rotation
 from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_parts
 from bytescale.plan import MicroBatch, Plan, RankPlan, member_segments
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import FlatParameters, HostPool, Mesh, RankGroup, ShardedOptimizer, TokenShards, zero
+from bytescale.runtime import FlatParameters, HostPool, Mesh, RankGroup, ShardedOptimizer, TokenShards
 from bytescale.runtime.loss import accumulated_at_once, linear_cross_entropy
+from bytescale.runtime.optimizer import zero
 from bytescale.runtime.saved.activations import Activations
 from tests.cuda import fake
+from tests.cuda.recurrences import fla_packs
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPE = replace(
@@ -302,7 +304,7 @@ def triton_cubins() -> str:
 
 CHECKS: tuple[Callable[[], str], ...] = (
     *(flash_calls, registered_implementations, flash_4_compiles, ring, loss),
-    *(head_groups, offload, tensor_parallel, optimizer, triton_cubins),
+    *(head_groups, offload, tensor_parallel, optimizer, triton_cubins, fla_packs),
 )
 OUR_FA4 = "bytescale.attention.flash_4"
 
@@ -434,8 +436,8 @@ def main() -> int:
     options = parser.parse_args()
     rows = []
     for check in CHECKS:
-        if check.__name__ not in options.only if options.only else check is flash_4_compiles:
-            continue  # FlashAttention 4 is a package of its own, and told by the environment which GPU to compile for
+        if check.__name__ not in options.only if options.only else check in (flash_4_compiles, fla_packs):
+            continue  # packages of their own; FlashAttention 4 is told by the environment for which GPU to compile
         started = time.perf_counter()
         try:
             result, passed = check(), True

@@ -27,6 +27,7 @@ BEGIN, END = "<!-- make check-cuda: begin -->", "<!-- make check-cuda: end -->"
 OLDEST_TORCH = "2.11.0"  # the oldest that pyproject.toml allows; the newest is what constraints.txt pins
 FLASH_4 = "flash-attn-4===4.0.0b36"
 FLASH_4_GPUS = ("90", "100")
+FLA = "fla-core===0.6.0"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def main() -> int:
 
 
 def planned_runs(constraints: str) -> list[Run]:
-    """The oldest and the newest torch; and FlashAttention 4 beside the newest, for each kind of GPU that it is for."""
+    """The oldest and the newest torch; and beside the newest FlashAttention 4, for each kind of GPU that it is for, and
+    flash-linear-attention."""
     pins = dict(re.findall(r"^(torch|numpy)==(\S+)$", constraints, flags=re.MULTILINE))
     numpy = f"numpy==={pins['numpy']}"
     newest = (f"torch==={pins['torch']}", numpy)
@@ -67,7 +69,8 @@ def planned_runs(constraints: str) -> list[Run]:
         )
         for gpu in FLASH_4_GPUS
     ]
-    return [Run((f"torch==={OLDEST_TORCH}", numpy)), Run(newest), *flash_4]
+    fla = Run(packages=(*newest, FLA), only=("fla_packs",))
+    return [Run((f"torch==={OLDEST_TORCH}", numpy)), Run(newest), *flash_4, fla]
 
 
 def prepared(packages: tuple[str, ...]) -> Path:

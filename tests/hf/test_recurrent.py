@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 import bytescale
 from bytescale.attention import PackedAttention
@@ -25,6 +26,7 @@ from bytescale.parity.compare import StepNumbers, WideCasts, difference, plain_s
 from bytescale.recurrence import GroupCuts
 from tests.helpers.effort import examples, one_of
 from tests.hf.sweep import COMPOSITE
+from tests.recurrence import packages
 
 from .support import on_ranks, printed_loop
 
@@ -235,3 +237,32 @@ def test_wrong_places_are_told() -> None:
     places = torch.zeros(7, 3, dtype=torch.int64)
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no mrope_section.*reads one place"):
         next(iter(hdp.plan([{"tokens": tokens, "position_ids": places}])))
+
+
+def test_packs_of_a_kernel_package() -> None:
+    """One call for all documents of a micro-batch and one for its fragments; the reference computes without package."""
+    model, function = small_model("qwen3_next"), "torch_chunk_gated_delta_rule"
+    batch = random_documents(model, Setup(lengths=LENGTHS))
+    with WideCasts():
+        reference = plain_step(copy.deepcopy(model), batch)
+    with packages.installed_in(modeling_qwen3_next, function, packages.chunk_gated_delta_rule) as calls:
+        ours = gradients(model, 3)
+    found = StepNumbers(loss=sum(loss for loss, _, _ in ours), logprobs=reference.logprobs, gradients=ours[0][1])
+    assert difference(reference, found).worst <= 1e-10
+    assert max(count for _, count in calls) > 1
+
+
+def test_a_kernel_package_of_another_version_is_told() -> None:
+    def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, offsets: Any = None) -> None:
+        """As in the first versions of fla."""
+
+    function = "torch_chunk_gated_delta_rule"
+    old = packages.as_installed(chunk_gated_delta_rule, getattr(modeling_qwen3_next, function), version="0.1")
+    with patch.object(modeling_qwen3_next, function, old):
+        model = small_model("qwen3_next")
+        with pytest.raises(
+            ConfigError, match=r"layers\.0\.linear_attn \(Qwen3NextGatedDeltaNet\) .*takes no init.*0\.6"
+        ):
+            bytescale.HDP(model, capacity_tokens=100)
+        assert "forward" not in vars(model.model.layers[0].linear_attn), "the model is as it was"
+        assert model.config._attn_implementation == "sdpa"

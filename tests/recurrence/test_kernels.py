@@ -18,9 +18,10 @@ from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from bytescale.parity.compare import WideCasts
-from bytescale.recurrence import KERNELS, Cuts, OneProcessCuts
+from bytescale.recurrence import KERNELS, Cuts, OneProcessCuts, missing_arguments
 from bytescale.recurrence.kernels import lightning_attention as scan
 
+from . import packages
 from .reference import gated_delta_rule, lightning_attention, selective_scan
 
 Case = tuple[dict[str, Tensor], Callable[[Cuts | None, dict[str, Tensor]], Tensor], Callable[..., Tensor]]
@@ -29,11 +30,17 @@ Case = tuple[dict[str, Tensor], Callable[[Cuts | None, dict[str, Tensor]], Tenso
 H, K, V, N = 3, 4, 5, 2
 
 
-def delta(function: str, module: Any, *decays: int) -> Case:
+def stock_of(module: Any, name: str, package: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What a mixer calls by this name, without the kernel package or with it."""
+    stock: Callable[..., Any] = getattr(module, name)
+    return stock if package is None else packages.as_installed(package, stock)
+
+
+def delta(function: str, module: Any, *decays: int, package: Callable[..., Any] | None = None) -> Case:
     shapes = {"q": (2 * H, K), "k": (2 * H, K), "v": (2 * H, V), "g": (2 * H, *decays), "beta": (2 * H,)}
 
     def ours(cuts: Cuts | None, given: dict[str, Tensor]) -> Tensor:
-        stock = getattr(module, function)
+        stock = stock_of(module, function, package)
         q, k, v, g, beta = (given[name][None] for name in shapes)
         options = {"g": -g.square(), "beta": beta.sigmoid(), "use_qk_l2norm_in_kernel": True}
         out, _ = stock(q, k, v, **options) if cuts is None else KERNELS[function](cuts, stock, q, k, v, **options)
@@ -46,12 +53,12 @@ def delta(function: str, module: Any, *decays: int) -> Case:
     return shapes, ours, twin  # type: ignore[return-value]
 
 
-def mamba_2() -> Case:
+def mamba_2(package: Callable[..., Any] | None = None) -> Case:
     shapes = {"x": (2 * H, V), "dt": (2 * H,), "b": (2, N), "c": (2, N)}
     a, bias, d = -torch.arange(1.0, 2 * H + 1).double(), torch.linspace(-1, 1, 2 * H).double(), torch.ones(2 * H)
 
     def ours(cuts: Cuts | None, given: dict[str, Tensor]) -> Tensor:
-        stock = nemotron.mamba2_chunk_scan
+        stock = stock_of(nemotron, "mamba2_chunk_scan", package)
         x, dt, b, c = (given[name][None] for name in shapes)
         options = {"chunk_size": 4, "D": d.double(), "dt_bias": bias, "dt_softplus": True, "dt_limit": (0.1, 2.0)}
         if cuts is None:
@@ -91,7 +98,8 @@ def lightning() -> Case:
 
     def ours(cuts: Cuts | None, given: dict[str, Tensor]) -> Tensor:
         whole = OneProcessCuts([0], [slice(0, len(given["q"]))])
-        return scan(whole if cuts is None else cuts, *given.values(), slope)
+        rows = (given[name][None] for name in shapes)
+        return scan(whole if cuts is None else cuts, nemotron.mamba2_chunk_scan, *rows, slope)[0]
 
     def twin(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return lightning_attention(q, k, v, (-slope).exp(), q.new_zeros(H, K, V))[0]
@@ -118,7 +126,10 @@ def short_convolution() -> Case:
 CASES = {
     "gated delta rule": delta("torch_chunk_gated_delta_rule", qwen),
     "kimi delta attention": delta("chunk_kimi_delta_attention", kimi, K),
+    "gated delta rule of fla": delta("torch_chunk_gated_delta_rule", qwen, package=packages.chunk_gated_delta_rule),
+    "kimi delta attention of fla": delta("chunk_kimi_delta_attention", kimi, K, package=packages.chunk_kda),
     "mamba 2": mamba_2(),
+    "mamba 2 of mamba-ssm": mamba_2(packages.mamba_chunk_scan_combined),
     "mamba 1": mamba_1(),
     "lightning": lightning(),
     "convolution": short_convolution(),
@@ -156,3 +167,28 @@ def test_a_kernel_cut_anywhere_is_its_recurrence(name: str, edges: list[int], ta
     for found in (results(lambda leaves: ours(cuts, leaves)), results(by_document(lambda leaves: ours(None, leaves)))):
         for a, b in zip(found, expected, strict=True):
             assert float((a - b).detach().abs().max()) <= 1e-10 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if " of " in name])
+def test_a_package_computes_all_documents_in_one_call(name: str) -> None:
+    """fla all fragments, too; one that has no rows is left out. mamba-ssm: states inside of a pack have no gradient."""
+    shapes, ours, _ = CASES[name]
+    given_ = {key: torch.randn(20, *shape).double() for key, shape in shapes.items()}
+    packages.CALLS.clear()
+    ours(OneProcessCuts([0, 3, 3, 9, 11], [slice(11, 12), slice(12, 16), slice(16, 20)]), given_)
+    assert [count for _, count in packages.CALLS] == ([1, 1, 1, 3] if "mamba" in name else [3, 3])
+
+
+def test_the_arguments_of_a_package_are_looked_at() -> None:
+    """Transformers drops what a package's function does not take: the documents of a pack would become one."""
+
+    def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, offsets: Any = None) -> None:
+        """As before fla 0.2."""
+
+    old = packages.as_installed(chunk_gated_delta_rule, qwen.torch_chunk_gated_delta_rule)
+    assert (missing_arguments("torch_chunk_gated_delta_rule", old) or "").endswith(
+        "chunk_gated_delta_rule takes no initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens"
+    )
+    new = packages.as_installed(packages.chunk_gated_delta_rule, qwen.torch_chunk_gated_delta_rule)
+    assert missing_arguments("torch_chunk_gated_delta_rule", new) is None
+    assert missing_arguments("torch_chunk_gated_delta_rule", qwen.torch_chunk_gated_delta_rule) is None

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from bytescale.attention import PackedAttention
+from bytescale.attention.copies import to_device
 from bytescale.attention.kernels import add_rows
 from bytescale.attention.rings.exchange import Message, Transfer
 from bytescale.attention.rings.grid_messages import Grid
@@ -144,12 +145,27 @@ class EntryStates(torch.autograd.Function):
         return d_out, of_decay, after, None, None, None
 
 
-class GroupCuts:
+class _Tables:
+    """Numbers that the layers of a micro-batch look up rows by."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Any, list[Tensor]] = {}
+
+    def on_device(self, key: Any, device: torch.device, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """What ``make()`` returns, on ``device``: the same tensors in every layer (fla keeps what it derives of them).
+
+        ``key`` tells tables apart.
+        """
+        if (key, device) not in self._tables:
+            self._tables[key, device] = [to_device(table, device) for table in make()]
+        return self._tables[key, device]
+
+
+class GroupCuts(_Tables):
     """A micro-batch of a plan; its shared sequences' states and halos are exchanged with the other members.
 
     Attributes:
         fragments: rows of every fragment of a shared sequence; may be empty.
-        opens: by fragment, whether its sequence begins with it.
         documents: rows of every whole document.
         keep: called with what a cache holds after each of the runs, fragments first: ``"conv"``, the last inputs of a
             convolution ``[F, C, k]``, or ``"recurrent"``, the state ``[F, ...]``.
@@ -159,13 +175,12 @@ class GroupCuts:
 
     def __init__(self, attention: PackedAttention) -> None:
         """``attention``: of the same micro-batch, whose messages and memory are used."""
+        super().__init__()
         self._attention = attention
         shared, edges = attention.shared, [0]
-        self.opens = []
         if shared is not None:
             counts = np.stack([part[:, shared.member] for part in shared.segments], axis=1)
             edges = [0, *np.cumsum(counts.ravel()).tolist()]
-            self.opens = [shared.member == 0 and segment == 0 for _ in shared.lengths for segment in range(2)]
         self.fragments = [slice(*pair) for pair in pairwise(edges)]
         lengths = attention.local_lengths if attention.num_tokens else [1]  # the row that stands for no token
         ends = np.cumsum([edges[-1], *lengths]).tolist()
@@ -244,15 +259,15 @@ def _swap(messages: list[Tensor], room: list[Tensor], grid: Grid, kind: Kind, *,
         grid.exchange.start_all(sends, receives, tag=kind.tag(grid.group)).wait()
 
 
-class OneProcessCuts:
+class OneProcessCuts(_Tables):
     """One document, cut at some places: all its fragments are rows of this process. The slow twin of ``GroupCuts``."""
 
     keep = None
 
     def __init__(self, edges: Sequence[int], documents: Sequence[slice] = ()) -> None:
         """``edges``: ``[F + 1]``, from 0 to the number of rows, rising; equal ones make an empty fragment."""
+        super().__init__()
         self.fragments = [slice(*pair) for pair in pairwise(edges)]
-        self.opens = [number == 0 for number in range(len(self.fragments))]
         self.documents = list(documents)
         self._numbers: Counter[str] = Counter()
 

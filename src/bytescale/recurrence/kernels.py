@@ -8,24 +8,57 @@ A fragment of a shared sequence first runs from no state. What a state ``E`` bef
 not see each other, so that values ``[v | 0]`` and a state ``[0 | I]`` before the run give outputs ``[out | q M]`` and a
 state ``[S | M]`` after it, where M is the matrix that the run applies to a state. It costs at most twice the kernel.
 
+Kernels of packages keep the documents of a pack apart. fla's delta rules compute all documents in one call, and all
+fragments in another, with ``cu_seqlens`` and a state before and after each of them. mamba-ssm's chunk scan computes all
+documents in one call (``seq_idx``), and fragments one by one, because states inside of a pack have no gradient there.
+Transformers' own forms, and Mamba 1, compute a run at a time. A convolution is one call, with zeros between documents.
+
 Shape letters: T rows of the micro-batch, n of a run, H heads, K and V rows and columns of a delta rule's state, P and N
 of a Mamba state, C channels of a convolution, k its width, F fragments.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bytescale.attention.copies import to_device
 from bytescale.recurrence.cuts import Cuts, act
 
 Stock = Callable[..., Any]
+_HOST = torch.device("cpu")
+
+
+def installed(stock: Stock) -> Stock | None:
+    """The function of a kernel package that transformers calls in the place of its own; None: it calls its own."""
+    inside = inspect.getclosurevars(stock).nonlocals
+    return inside["implementation"] if inside.get("is_new_implementation") else None
+
+
+def missing_arguments(name: str, stock: Stock) -> str | None:
+    """What a kernel package of another version lacks, of which transformers would say nothing; None: nothing.
+
+    ``name``: of ``KERNELS``. Transformers leaves out the arguments that a package's function does not take.
+    """
+    function = installed(stock)
+    if function is None:
+        return None
+    missing = [word for word in _ARGUMENTS.get(name, ()) if word not in inspect.signature(function).parameters]
+    package = function.__module__.partition(".")[0]
+    version = getattr(sys.modules.get(package), "__version__", "of an unknown version")
+    return (
+        f"{package} {version} is installed, whose {function.__name__} takes no {', '.join(missing)}"
+        if missing
+        else None
+    )
 
 
 @dataclass(frozen=True)
@@ -34,8 +67,9 @@ class Run:
 
     Attributes:
         out: ``[n, ...]``.
-        effect: returns what the run does to a state: its decay and the state after it (``cuts``).
-        read: what a state before the run adds to ``out``.
+        effect: returns what the run does to a state: its decay and the state after it (``cuts``). A whole document's
+            decay only has the shape of one.
+        read: what a state before the run adds to ``out``; of fragments.
     """
 
     out: Tensor
@@ -43,35 +77,40 @@ class Run:
     read: Callable[[Tensor], Tensor]
 
 
-def carried(cuts: Cuts, run: Callable[[slice, bool], Run], *, matrix: bool = False) -> Tensor:
-    """``[T, ...]`` outputs of all rows. ``run(rows, alone)`` computes a run; ``alone``: no state comes before it."""
-    own = [None if rows.start == rows.stop else run(rows, opens)
-           for rows, opens in zip(cuts.fragments, cuts.opens, strict=True)]  # fmt: skip
-    documents = [run(rows, True) for rows in cuts.documents]
-    every = [one for one in own if one is not None]
-    out = torch.cat([one.out for one in every + documents])
+Runs = Callable[[list[slice], bool], list[Run]]
+"""Computes runs that follow each other, none of them empty. True: they are whole documents, no state is before them."""
+
+
+def each(run: Callable[[slice], Run]) -> Runs:
+    """One by one."""
+    return lambda parts, alone: [run(rows) for rows in parts]
+
+
+def carried(cuts: Cuts, runs: Runs, *, matrix: bool = False) -> Tensor:
+    """``[T, ...]`` outputs of all rows."""
+    has_rows = [rows.start < rows.stop for rows in cuts.fragments]
+    filled = list(compress(cuts.fragments, has_rows))
+    own, documents = runs(filled, False) if filled else [], runs(cuts.documents, True) if cuts.documents else []
+    out = torch.cat([one.out for one in own + documents])
     left = [one.effect()[1] for one in documents] if cuts.keep is not None else []
-    if not own:
+    if not has_rows:
         if cuts.keep is not None:
             cuts.keep("recurrent", torch.stack(left))
         return out
-    known = [None if one is None else one.effect() for one in own]
-    decay, state = next((pair for pair in known if pair is not None), None) or documents[0].effect()
+    known = [one.effect() for one in own]
+    decay, state = known[0] if known else documents[0].effect()
     same = torch.eye(decay.shape[-1]).to(decay).expand_as(decay) if matrix else torch.ones_like(decay)
     nothing = same, torch.zeros_like(state)  # what a fragment without rows does
-    decays, states = (
-        torch.stack(parts) for parts in zip(*(nothing if pair is None else pair for pair in known), strict=True)
-    )
+    following = iter(known)
+    pairs = [next(following) if some else nothing for some in has_rows]
+    decays, states = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     out, entry = cuts.entry(out, decays, states, matrix=matrix)
     if cuts.keep is not None:
         cuts.keep("recurrent", torch.cat([act(decays, entry, matrix=matrix) + states, *(one[None] for one in left)]))
-    rows = list(out.split([len(one.out) for one in every + documents]))
-    number = 0
-    for one, opens, before in zip(own, cuts.opens, entry, strict=True):
-        if one is not None:
-            rows[number] = rows[number] if opens else rows[number] + one.read(before).to(out.dtype)
-            number += 1
-    return torch.cat(rows)
+    pieces = list(out.split([len(one.out) for one in own + documents]))
+    for number, (one, before) in enumerate(zip(own, compress(entry, has_rows), strict=True)):
+        pieces[number] = pieces[number] + one.read(before).to(out.dtype)
+    return torch.cat(pieces)
 
 
 def convolution(
@@ -80,20 +119,23 @@ def convolution(
     """Depthwise causal convolution of ``x [1, C, T]`` with ``weight [C, k]``: one call, a halo before each run."""
     width = weight.shape[-1] - 1
     rows, arrived, places = cuts.halo(x[0].T, width)
-    absent = len(rows) + len(arrived)
-    picked: list[int] = []
-    kept: list[int] = []
-    ends: list[list[int]] = []
-    for number, run in enumerate([*cuts.fragments, *cuts.documents]):
-        before = places[number] if number < len(places) else [-1] * width
-        picked += [absent if at < 0 else at for at in before] + list(range(run.start, run.stop))
-        kept += range(len(picked) - (run.stop - run.start), len(picked))
-        ends.append(picked[len(picked) - width :])
-    index, inner = (to_device(torch.tensor(numbers), x.device) for numbers in (picked, kept))
+
+    def table() -> list[Tensor]:
+        absent = len(rows) + len(arrived)
+        picked: list[int] = []
+        kept: list[int] = []
+        ends: list[list[int]] = []
+        for number, run in enumerate([*cuts.fragments, *cuts.documents]):
+            before = places[number] if number < len(places) else [-1] * width
+            picked += [absent if at < 0 else at for at in before] + list(range(run.start, run.stop))
+            kept += range(len(picked) - (run.stop - run.start), len(picked))
+            ends.append(picked[len(picked) - width :])
+        return [torch.tensor(numbers, dtype=torch.int64) for numbers in (picked, kept, ends)]
+
+    index, inner, last = cuts.on_device(("convolution", width), x.device, table)
     known = torch.cat([rows, arrived, rows.new_zeros(1, rows.shape[1])])
     if cuts.keep is not None:
-        last = known[to_device(torch.tensor(ends), x.device)].transpose(1, 2)
-        cuts.keep("conv", F.pad(last, (1, 0)))  # caches have one more, which the next token no longer sees
+        cuts.keep("conv", F.pad(known[last].transpose(1, 2), (1, 0)))  # a cache's first is not seen by the next token
     out: Tensor = stock(known[index].T[None].contiguous(), weight, bias, **_without(options, "seq_idx"))
     return out[:, :, inner]
 
@@ -104,26 +146,30 @@ def delta_rule(
     """Gated delta rule and KDA: ``query, key [1, T, G, K]``, ``value [1, T, H, V]``, ``g [1, T, H]`` or of all keys."""
     num_heads, columns, width = value.shape[2], value.shape[3], key.shape[3]
     wide = torch.promote_types(value.dtype, torch.float32)
-    identity = torch.eye(width, dtype=wide, device=value.device).expand(1, num_heads, width, width)
+    identity = torch.eye(width, dtype=wide, device=value.device).expand(num_heads, width, width)
     options = _without(options, "initial_state", "output_final_state", "cu_seqlens")
 
-    def run(rows: slice, alone: bool) -> Run:
+    def together(parts: list[slice], alone: bool) -> list[Run]:
+        lengths, rows = _extent(parts)
         q, k, v, decay, rate = (part[:, rows] for part in (query, key, value, g, beta))
-        entry = None
+        pack, entry = {}, None
+        if len(parts) > 1:  # with the places on the host, too, fla does not wait for the device
+            pack["cu_seqlens"], pack["cu_seqlens_cpu"] = (_pack(cuts, parts, place)[0] for place in (v.device, _HOST))
         if not alone:
-            v, entry = F.pad(v, (0, width)), F.pad(identity, (columns, 0))
-        out, after = stock(q, k, v, g=decay, beta=rate, initial_state=entry, output_final_state=True, **options)
-        after = after[0].to(wide)
-        if alone:
-            return Run(out[0], lambda: (torch.zeros_like(identity[0]), after), torch.zeros_like)
-        read = out[0, ..., columns:].to(wide)
-        return Run(
-            out[0, ..., :columns],
-            lambda: (after[..., columns:], after[..., :columns]),
-            lambda before: torch.einsum("nhk,hkv->nhv", read, before),
-        )
+            v, entry = F.pad(v, (0, width)), F.pad(identity.expand(len(parts), *identity.shape), (columns, 0))
+        out, after = stock(q, k, v, g=decay, beta=rate, initial_state=entry, output_final_state=True, **pack, **options)
 
-    return carried(cuts, run, matrix=True)[None], None
+        def run(own: Tensor, after: Tensor) -> Run:
+            return Run(
+                own[..., :columns],
+                lambda: (identity if alone else after[..., columns:], after[..., :columns]),
+                lambda before: torch.einsum("nhk,hkv->nhv", own[..., columns:].to(wide), before),
+            )
+
+        return [run(own, left) for own, left in zip(out[0].split(lengths), after.to(wide), strict=True)]
+
+    runs = together if installed(stock) else lambda parts, alone: [together([rows], alone)[0] for rows in parts]
+    return carried(cuts, runs, matrix=True)[None], None
 
 
 def mamba2(
@@ -135,21 +181,34 @@ def mamba2(
     options = _without(options, "initial_states", "return_final_states", "seq_idx")
     wide = torch.promote_types(x.dtype, torch.float32)
 
-    def run(rows: slice, alone: bool) -> Run:
-        out, after = stock(
+    def scan(rows: slice, **more: Any) -> Any:
+        return stock(
             x[:, rows], dt[:, rows], A, B[:, rows], C[:, rows], dt_bias=dt_bias,
-            dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=True, **options,
+            dt_softplus=dt_softplus, dt_limit=dt_limit, **more, **options,
         )  # fmt: skip
+
+    def run(rows: slice) -> Run:
+        out, after = scan(rows, return_final_states=True)
         decays = (A * _steps(dt[0, rows], dt_bias, dt_softplus).clamp(*dt_limit)).to(wide).cumsum(0).exp()
 
         def read(before: Tensor) -> Tensor:
             seen = C[0, rows].to(wide).repeat_interleave(x.shape[2] // C.shape[2], dim=1)
             return torch.einsum("nhs,hps->nhp", seen, before) * decays[..., None]
 
-        left = decays[-1, :, None, None]
-        return Run(out[0], lambda: (torch.zeros_like(left) if alone else left, after[0].to(wide)), read)
+        return Run(out[0], lambda: (decays[-1, :, None, None], after[0].to(wide)), read)
 
-    return carried(cuts, run)[None]
+    def runs(parts: list[slice], alone: bool) -> list[Run]:
+        if not alone or len(parts) == 1 or not installed(stock):
+            return [run(rows) for rows in parts]
+        lengths, rows = _extent(parts)
+        out = scan(rows, seq_idx=_pack(cuts, parts, x.device)[1][None])
+        # A state, which prefill keeps, costs a document a second scan.
+        return [
+            Run(own, partial(lambda rows: run(rows).effect(), rows), torch.zeros_like)
+            for own, rows in zip(out[0].split(lengths), parts, strict=True)
+        ]
+
+    return carried(cuts, runs)[None]
 
 
 def mamba1(
@@ -164,7 +223,7 @@ def mamba1(
     options = _without(options, "return_last_state")
     wide = torch.promote_types(x.dtype, torch.float32)
 
-    def run(rows: slice, alone: bool) -> Run:
+    def run(rows: slice) -> Run:
         out = stock(
             x[..., rows], dt[..., rows], A, B[..., rows], C[..., rows], z=None, delta_bias=delta_bias,
             delta_softplus=delta_softplus, **options,
@@ -176,14 +235,14 @@ def mamba1(
             left = (A * time[-1, :, None]).exp()
             later = (A * (time[-1] - time)[..., None]).exp()  # [n, H, N]
             state = torch.einsum("nhs,nh,ns->hs", later, steps * x[0, :, rows].T, B[0, :, rows].T.to(wide))
-            return torch.zeros_like(left) if alone else left, state
+            return left, state
 
         def read(before: Tensor) -> Tensor:
             return torch.einsum("nhs,hs,ns->nh", (A * time[..., None]).exp(), before, C[0, :, rows].T.to(wide))
 
         return Run(out[0].T, effect, read)
 
-    out = carried(cuts, run).T[None]
+    out = carried(cuts, each(run)).T[None]
     return out if z is None else out * F.silu(z)
 
 
@@ -194,6 +253,22 @@ def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 def _not_fused(cuts: Cuts, stock: Stock, *args: Any, **options: Any) -> None:
     """The mixer goes on with its other kernels, as it does where the fused one is not installed."""
+
+
+def _extent(parts: list[slice]) -> tuple[list[int], slice]:
+    """The lengths of runs that follow each other, and all their rows."""
+    return [rows.stop - rows.start for rows in parts], slice(parts[0].start, parts[-1].stop)
+
+
+def _pack(cuts: Cuts, parts: list[slice], device: torch.device) -> list[Tensor]:
+    """``cu_seqlens [N + 1]`` and ``seq_idx [n]`` of runs that follow each other."""
+
+    def make() -> list[Tensor]:
+        lengths, numbers = torch.tensor(_extent(parts)[0]), torch.arange(len(parts), dtype=torch.int32)
+        num_rows = parts[-1].stop - parts[0].start
+        return [F.pad(lengths.cumsum(0), (1, 0)), numbers.repeat_interleave(lengths, output_size=num_rows)]
+
+    return cuts.on_device(("pack", parts[0].start), device, make)
 
 
 def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -212,44 +287,32 @@ KERNELS: dict[str, Callable[..., Any]] = {
 """By the name that a mixer's module gives to the stock function."""
 
 
-_BLOCK = 64
-"""Rows of lightning attention that are computed together."""
+_ARGUMENTS = dict.fromkeys(
+    ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"),
+    ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"),
+) | {
+    "mamba2_chunk_scan": ("dt_bias", "dt_softplus", "dt_limit", "return_final_states", "seq_idx"),
+    "mamba_selective_scan": ("delta_bias", "delta_softplus"),
+    "causal_conv1d_fn": ("weight", "bias", "activation"),
+}
+"""Those that are given by name, by the name of the stock function."""
 
 
-def lightning_mixer(cuts: Cuts, mixer: nn.Module, hidden_states: Tensor) -> tuple[Tensor, None]:
-    """``MiniMaxLightningAttention.forward`` of ``hidden_states [1, T, width]``: the mixer has no kernel of its own."""
+def lightning_mixer(cuts: Cuts, stock: Stock, mixer: nn.Module, hidden_states: Tensor) -> tuple[Tensor, None]:
+    """``MiniMaxLightningAttention.forward`` of ``hidden_states [1, T, width]``: the mixer has no kernel of its own.
+
+    ``stock``: Mamba 2's.
+    """
     own: Any = mixer
-    qkv = own.act_fn(own.qkv_proj(hidden_states))[0].unflatten(1, (own.num_attention_heads, -1))
-    q, k, v = qkv.split(own.head_dim, dim=2)
-    out = lightning_attention(cuts, q, k, v, own.slope_rate.flatten())
-    gated = own.output_gate(hidden_states).sigmoid() * own.norm(out.flatten(1))
-    return own.out_proj(gated), None
+    qkv = own.act_fn(own.qkv_proj(hidden_states)).unflatten(2, (own.num_attention_heads, -1))
+    q, k, v = qkv.split(own.head_dim, dim=3)
+    out = lightning_attention(cuts, stock, q, k, v, own.slope_rate.flatten())
+    return own.out_proj(own.output_gate(hidden_states).sigmoid() * own.norm(out.flatten(2))), None
 
 
-def lightning_attention(cuts: Cuts, q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Tensor:
-    """``q, k [T, H, K]``, ``v [T, H, V]``; a token multiplies the state by ``exp(-slope)``, ``slope [H]``."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+def lightning_attention(cuts: Cuts, stock: Stock, q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Tensor:
+    """``q, k [1, T, H, K]``, ``v [1, T, H, V]``; a token multiplies the state by ``exp(-slope)``, ``slope [H]``.
 
-    def run(rows: slice, alone: bool) -> Run:
-        num_rows = rows.stop - rows.start
-        ages = torch.arange(1, num_rows + 1, device=q.device)
-        decays = (-slope * ages[:, None]).exp().to(q.dtype)[..., None]  # [n, H, 1]
-        outs, state = [], q.new_zeros(q.shape[1], q.shape[2], v.shape[2])
-        for start in range(0, num_rows, _BLOCK):
-            stop = min(num_rows, start + _BLOCK)
-            at, size = slice(rows.start + start, rows.start + stop), stop - start
-            apart = ages[:size, None] - ages[:size]
-            seen = (-slope[:, None, None] * apart).exp().masked_fill(apart < 0, 0.0).to(q.dtype)
-            weights = torch.einsum("nhk,mhk->hnm", q[at], k[at]) * seen
-            inner = torch.einsum("hnm,mhv->nhv", weights, v[at])
-            outs.append(inner + torch.einsum("nhk,hkv->nhv", q[at] * decays[:size], state))
-            left = torch.cat([decays[: size - 1].flip(0), torch.ones_like(decays[:1])])  # of each row's share
-            state = state * decays[size - 1][..., None] + torch.einsum("nhk,nhv->hkv", k[at] * left, v[at])
-        gone = torch.zeros_like(decays[-1, :, :, None]) if alone else decays[-1, :, :, None]
-        return Run(
-            torch.cat(outs),
-            lambda: (gone.to(wide), state.to(wide)),
-            lambda before: torch.einsum("nhk,hkv->nhv", (q[rows] * decays).to(wide), before),
-        )
-
-    return carried(cuts, run)
+    It is Mamba 2 whose steps all are 1, and whose states are ``[H, V, K]``.
+    """
+    return mamba2(cuts, stock, v, torch.ones_like(v[..., 0]), -slope, k, q, chunk_size=64)

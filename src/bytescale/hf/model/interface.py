@@ -28,7 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bytescale.common.errors import ConfigError
-from bytescale.recurrence import KERNELS, Cuts, lightning_mixer
+from bytescale.recurrence import KERNELS, Cuts, lightning_mixer, missing_arguments
 
 
 def refusal(part: str, what: str, *, so: str, fix: str) -> ConfigError:
@@ -65,6 +65,20 @@ def _kernels(module: nn.Module) -> set[str]:
     if not isinstance(function, FunctionType):
         return set()
     return set(function.__code__.co_names) & {*KERNELS, _LIGHTNING}
+
+
+def _require_known_kernels(mixer: nn.Module, name: str) -> None:
+    """Raise ``ConfigError`` for a kernel package of another version."""
+    stock = inspect.unwrap(type(mixer).forward).__globals__
+    for kernel in sorted(_kernels(mixer) & KERNELS.keys()):
+        if missing := missing_arguments(kernel, stock[kernel]):
+            raise refusal(
+                f"{name} ({type(mixer).__name__})",
+                missing,
+                so="documents of a pack would see each other's states",
+                fix="install a version that takes it (fla-core 0.6.0, mamba-ssm 2.3.2 and causal-conv1d 1.7.0 do), or "
+                "uninstall the package: transformers' own form computes then",
+            )
 
 
 def _forward(function: FunctionType, names: set[str]) -> Callable[..., Any]:
@@ -111,7 +125,9 @@ def _carried(kernel: Callable[..., Any], stock: Callable[..., Any], *args: Any, 
 
 
 def _lightning(mixer: nn.Module, hidden_states: Any, *_: Any, **__: Any) -> Any:
-    return lightning_mixer(_cuts.get(), mixer, hidden_states)
+    from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+    return lightning_mixer(_cuts.get(), mamba2_chunk_scan, mixer, hidden_states)
 
 
 KEYWORD = "hdp_attention"
@@ -235,6 +251,10 @@ class Attachment:
                 so="it would attend to other documents' tokens",
                 fix="use another implementation of the model, or a newer version of transformers",
             )
+        mixers = {module: name for name, module in model.named_modules() if _kernels(module)}
+        for mixer, name in mixers.items():
+            _require_known_kernels(mixer, name)
+        self._mixers = list(mixers)
         self._is_detached = False
         self._before = [(part, part.config._attn_implementation) for part in self.parts]
         for part, name in self._before:
@@ -243,7 +263,6 @@ class Attachment:
                 AttentionInterface.register(PREFIX + original, partial(_attention, original))
                 AttentionMaskInterface.register(PREFIX + original, partial(_mask, original))
             part.config._attn_implementation_internal = PREFIX + original
-        self._mixers = [module for module in model.modules() if _kernels(module)]
         for mixer in self._mixers:
             mixer.forward = MethodType(_forward(inspect.unwrap(type(mixer).forward), _kernels(mixer)), mixer)
         self._hooks = []
