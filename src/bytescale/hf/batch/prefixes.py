@@ -24,6 +24,7 @@ from bytescale.plan import Plan
 from bytescale.plan.plan import offsets_of
 from bytescale.plan.trees import Forest
 from bytescale.planner.prefixes import Prefixes, plan_prefixes
+from bytescale.planner.tree_shares import with_equal_work
 from bytescale.planner.verified import VerifiedPlanner
 
 
@@ -56,7 +57,11 @@ def shared_plan(
     rows = np.concatenate([_bytes(torch.cat(values)) for values in fields], axis=1)
     content, edges = rows.tobytes(), (rows.shape[1] * offsets_of(documents.lengths)).tolist()
     prefixes = Prefixes.of([content[start:stop] for start, stop in pairwise(edges)], rows.shape[1], labels)
-    return plan_prefixes(planner, prefixes, labels, window)
+    plan, forest = plan_prefixes(planner, prefixes, labels, window)
+    if forest is not None and (plan.group_sizes > 1).any():
+        plan = with_equal_work(plan, forest, planner.cost)
+        planner.check(plan)
+    return plan, forest
 
 
 def rows_of_sequences(
