@@ -1,9 +1,9 @@
 """Shares of the members of groups that have trees: equal work, where equal rows would not be.
 
-Members hold segments from both ends of a sequence (``plan.layout``), whose attention is equal if every row sees all rows
-before it. A row of a tree sees its path alone. Whatever the tree, the work of its first and last h rows grows with h. So
-the shares are found from both ends to the middle: member by member, as far as its part of the group's work goes. A
-member gets more rows than before only as far as its capacity allows.
+Members hold segments from both ends of a sequence (``plan.layout``), whose attention is equal if every row sees all
+rows before it. A row of a tree sees its path alone. Whatever the tree, the work of its first and last h rows grows with
+h. So the shares are found from both ends to the middle: member by member, as far as its part of the group's work goes.
+A member gets more rows than before only as far as its capacity allows.
 
 In a ring, a member computes its own queries, so its work is known. In a grid of several columns, a row of members has
 equal work together, and its members have as much of it as their columns have keys of the row's paths.
