@@ -16,11 +16,14 @@ from bytescale.common.errors import PlanError
 from bytescale.cost import Cluster, CostModel
 from bytescale.hf.batch.planning import make_planner
 from bytescale.parity.compare import random_plan
-from bytescale.plan import RankPlan
+from bytescale.plan import Plan, RankPlan
 from bytescale.plan.layout import segment_bounds
+from bytescale.plan.plan import GroupSpec
 from bytescale.plan.trees import Forest, with_trees
+from bytescale.plan.verify import verify
 from bytescale.planner.evaluate import evaluate
 from bytescale.planner.prefixes import Prefixes, cost_of_trees, plan_prefixes
+from bytescale.planner.tree_shares import with_equal_work
 from tests.helpers.effort import examples
 
 CHEAP_NODES = CostModel(attention_seconds_per_pair=1.0, token_seconds=0.0)
@@ -136,6 +139,38 @@ def test_members_of_a_group_compute_every_pair_once(seed: int, num_ranks: int) -
                 for blocks in found:
                     add_pairs(counts, blocks, rows[member], rows[source])
             np.testing.assert_array_equal(counts, visible(trees))
+
+
+@examples(30, 500)
+@given(st.integers(0, 2**32), st.integers(2, 4), st.sampled_from([0.0, 5.0]))
+def test_members_of_a_ring_have_equal_work(seed: int, num_ranks: int, token_seconds: float) -> None:
+    """Counted by pairs: up to a few rows, because rows are not cut. Without room for more rows, nothing changes."""
+    documents = [document for _ in range(2) for document in random_tree(np.random.default_rng(seed), 12)]
+    forest = forest_of([[1] * 60 + document for document in documents], 10**6)
+    cost = CostModel(attention_seconds_per_pair=1.0, token_seconds=token_seconds)
+    total, group = int(forest.sequence_lengths.sum()), GroupSpec(sequences=[0], ranks=range(num_ranks))
+    full = -(-total // num_ranks)
+    plans = [
+        Plan.build(lengths=[total], capacity_tokens=[room] * num_ranks, groups=[group], schedule=[[[0]]] * num_ranks)
+        for room in (total, full)
+    ]
+    even, work = with_equal_work(plans[0], forest, cost), np.zeros(num_ranks)
+    for rank in range(num_ranks):
+        micro_batch = RankPlan.of(even, rank).micro_batches[0]
+        shared, trees = micro_batch.shared, forest.of(np.arange(1))
+        assert shared is not None
+        sets = [blocks_between_members(shared, trees, rank, other) for other in range(num_ranks) if other != rank]
+        triangles, nodes = own_blocks(replace(micro_batch, local_lengths=np.zeros(0, int)), trees)
+        for blocks in [triangles, *nodes, *itertools.chain.from_iterable(sets)]:
+            for (start, stop), (first, last) in zip(blocks.queries, blocks.keys, strict=True):
+                count = stop - start
+                work[rank] += count * (last - first) - (count * (count - 1) / 2 if blocks.causal else 0)
+        rows = int(shared.tokens_per_member[rank])
+        work[rank] = 2 * work[rank] + (token_seconds - 1) * rows  # s^2 counts the diagonal once
+    assert work.sum() == pytest.approx(cost_of_trees(cost, forest).work_seconds([total])[0])
+    of_a_row = 2 * int(forest.lengths.max()) + token_seconds
+    assert (abs(work - work.mean()) <= 3 * of_a_row).all()
+    (verify(even), verify(with_equal_work(plans[1], forest, cost)))
 
 
 def rows_of(lengths: np.ndarray, bounds: np.ndarray) -> np.ndarray:

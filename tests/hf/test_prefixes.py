@@ -23,6 +23,7 @@ from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.parity.compare import random_plan
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
+from bytescale.planner.tree_shares import with_equal_work
 from tests.helpers.effort import one_of
 
 from .support import documents, on_ranks, small_model
@@ -123,7 +124,8 @@ def test_trees_are_the_documents_one_by_one(family: str, changes: dict[str, Any]
         (whole, trees), found = shared_plan(given.documents, alone), []
         assert trees is not None
         plans = [given.plan()]
-        plans += [(random_plan(whole.lengths, num_ranks, seed, weighted=seed == 1), trees) for seed in range(3)]
+        plans += [(random_plan(whole.lengths, num_ranks, seed, weighted=seed == 1), trees) for seed in range(2)]
+        plans += [(with_equal_work(random_plan(whole.lengths, num_ranks, 2), trees, hdp.cost), trees)]
         with wide_parts():
             for plan, forest in plans:
                 found.append(numbers_of(hdp, given.part(plan, forest)))

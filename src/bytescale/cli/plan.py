@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,12 +19,15 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.common.units import format_bytes, format_count, format_seconds
 from bytescale.config import PlannerName
-from bytescale.cost import CostModel
+from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.summary import gist
 from bytescale.plan.verify import verify
+from bytescale.planner import evaluate
+from bytescale.planner.prefixes import Prefixes, cost_of_trees, plan_prefixes
+from bytescale.planner.verified import VerifiedPlanner
 from bytescale.simulator import SimulatedStep, simulate
 from bytescale.simulator.draw import draw_steps
 
@@ -79,13 +82,14 @@ def run(arguments: Sequence[str]) -> int:
     options = read_cost_options(PlanOptions, arguments, prog="bytescale plan")
     console = Console(soft_wrap=True, highlight=False, quiet=options.json)
     cluster = options.layout()
-    lengths, origin, vocab_size = read_batch(options.batch, options.config.data)
+    lengths, origin, vocab_size, trajectories = read_batch(options.batch, options.config.data)
     costs = costs_of(options, cluster, longest=int(lengths.max()), vocab_size=vocab_size)
     planned, refused = _plan_all(options, lengths, costs)
     ideal = float(costs.cost_model.work_seconds(lengths).sum()) / cluster.num_ranks
     chosen = list(planned)[-1]
+    saved = saved_by_prefixes(trajectories, costs) if trajectories else {}
     if options.json:
-        print(json.dumps(_as_dict(planned, ideal)))
+        print(json.dumps({**_as_dict(planned, ideal), **({"shared_prefixes": saved} if saved else {})}))
     layout = [f"{name} {number}" for name, number in (("tp", cluster.tp), ("pp", cluster.pp)) if number > 1]
     chunks = f", {cluster.virtual_stages} chunks of layers a stage" if cluster.virtual_stages > 1 else ""
     devices = f" ({' x '.join(layout)} devices each{chunks})" if layout else ""
@@ -98,6 +102,12 @@ def run(arguments: Sequence[str]) -> int:
     for name, why in refused.items():
         console.print(f"{name}: {why}")
     _print_details(console, chosen, planned, costs.cost_model)
+    if saved:
+        console.print(
+            f"  shared prefixes: {saved['rows']} rows in the place of {saved['tokens']} tokens; ranks end after "
+            f"{format_seconds(saved['seconds'])} instead of {format_seconds(saved['seconds_apart'])}, "
+            f"{saved['seconds_apart'] / saved['seconds']:.2f}x as fast"
+        )
     console.print(memory_in_words(planned[chosen].plan, costs))
     if options.save is not None:
         save_plan(planned[chosen].plan, options.save)
@@ -128,6 +138,30 @@ def _plan_all(options: PlanOptions, lengths: IntArray, costs: Costs) -> tuple[di
             if len(refused) == len(options.planners):
                 raise
     return planned, refused
+
+
+def saved_by_prefixes(trajectories: Sequence[IntArray], costs: Costs) -> dict[str, float]:
+    """What ``share_prefixes`` would save: tokens and the rows that are computed, and the makespans of both plans.
+
+    Rows are shared as in ``hf.batch.prefixes``: with their labels, which are the next tokens.
+    """
+    rows = [np.stack([own, np.append(own[1:], -1)], axis=1).tobytes() for own in trajectories]
+    planner = VerifiedPlanner(
+        replace(costs.config.planner, name="adaptive"),
+        Cluster.uniform(costs.cluster.num_ranks, costs.capacity_tokens),
+        costs.cost_model,
+        num_stages=costs.cluster.pp,
+        domain=costs.domain,
+    )
+    prefixes = Prefixes.of(rows, 2 * trajectories[0].itemsize)
+    window = min((window for window, _ in planner.cost.windows), default=None)
+    plan, forest = plan_prefixes(planner, prefixes, window=window)
+    apart = planner([len(own) for own in trajectories])
+    ends = [
+        evaluate(one, cluster=planner.cluster, cost=cost, num_stages=planner.num_stages).end_seconds
+        for one, cost in ((plan, cost_of_trees(planner.cost, forest)), (apart, planner.cost))
+    ]
+    return {"tokens": apart.num_tokens, "rows": plan.num_tokens, "seconds": ends[0], "seconds_apart": ends[1]}
 
 
 def _as_dict(planned: dict[str, Planned], ideal_seconds: float) -> dict[str, object]:

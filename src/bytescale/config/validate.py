@@ -62,6 +62,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
                                   fix="name the documents to evaluate on in eval.sources")  # fmt: skip
     check_content(data)
     _check_weights(data)
+    _check_prefixes(config, shape)
     check_batches(data)
     if planner.static_cp is not None and ranks % planner.static_cp:
         raise ConfigError(
@@ -268,6 +269,23 @@ def _check_weights(data: DataConfig) -> None:
             so="it is not clear what share of the tokens each source should give",
             fix="use numbers above 0 that sum to 1",
         )
+
+
+def _check_prefixes(config: Config, shape: Architecture | AttachedArchitecture) -> None:
+    """Shared rows need whole batches on every rank, and a loss that is a sum over rows."""
+    if not config.data.share_prefixes:
+        return
+    degree = config.parallel.tp * config.parallel.pp
+    balance = shape.router_aux_loss_weight if isinstance(shape, Architecture) else 0.0
+    for what, is_set, so, fix in (
+        ('data.loader is "ray"', config.data.loader == "ray", "who plans would not know the tokens", "use local"),
+        (f"tp x pp is {degree}", degree > 1, "plans of trees are not checked for such ranks", "set both to 1"),
+        (f"model.router_aux_loss_weight is {balance}", balance > 0, "a shared row would count once in it", "set 0"),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"data.share_prefixes is true, and {what}", so=so, fix=f"{fix}, or leave share_prefixes out"
+            )
 
 
 def _check_sharing(config: Config, ranks: int) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ class Shape(NamedTuple):
     down: NDArray[np.bool_]  # whether consecutive ranks stand below each other in a column, not side by side in a row
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CostModel:
     """One rank of reference speed, all its layers, forward and backward together. Times in seconds.
 
@@ -141,9 +142,14 @@ class CostModel:
         squares = windowed_squares(lengths, self.windows)
         if not self.tree_squares:
             return squares
-        known, of_trees = (np.array(values) for values in zip(*self.tree_squares, strict=True))
+        known, of_trees = self._known_trees
         places = np.minimum(np.searchsorted(known, lengths), len(known) - 1)
         return np.where(known[places] == lengths, of_trees[places], squares)
+
+    @cached_property
+    def _known_trees(self) -> tuple[IntArray, FloatArray]:
+        lengths, squares = zip(*self.tree_squares, strict=True)
+        return np.array(lengths, dtype=np.int64), np.array(squares, dtype=np.float64)
 
     def compute_seconds(self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike = 1) -> FloatArray:
         """Compute of each of ``degree`` members, without g and without communication: (a S + b T) / D. Broadcasts."""

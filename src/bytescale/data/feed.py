@@ -17,20 +17,27 @@ _SAY_SECONDS = 5.0
 
 
 @contextmanager
-def opened_feed(data: DataConfig, reader: Reader, say: Callable[[str], None] = lambda line: None) -> Iterator[Feed]:
+def opened_feed(
+    data: DataConfig,
+    reader: Reader,
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    local: type[LocalFeed] = LocalFeed,
+) -> Iterator[Feed]:
     """Open the feed of one process for the time of the block. Every process calls it.
 
     The first process to arrive makes the corpus. ``say`` is called with lines for people while somebody has to wait.
+    ``local``: what reads in this process.
 
     Raises ``ConfigError`` or ``DataError`` as ``prepare_corpus``, and if Ray is missing or does not answer.
     """
     if data.loader == "local":
         corpus = prepare_corpus(data, said_now_and_then(say), text_later=True, ahead=True)
-        local = LocalFeed(corpus, data, reader.hdp_rank)
+        feed: Feed = local(corpus, data, reader.hdp_rank)
         try:
-            yield local
+            yield feed
         finally:
-            local.close()
+            feed.close()
         return
     from bytescale.data.remote.ray_cluster import check_installed, joined_ray
 

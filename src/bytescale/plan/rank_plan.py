@@ -108,10 +108,29 @@ class MicroBatch:
         if self.trees is None:
             return concatenated_ranges(self.segment_starts, self.segment_stops)
         per_sequence = np.split(self.trees.positions(), np.cumsum(self.trees.sequence_lengths)[:-1])
+        parts = [per_sequence[place][start:stop] for place, start, stop in self._runs_of_trees(self.trees)]
+        return np.concatenate(parts or [np.zeros(0, int)])
+
+    def document_runs(self, trees: Forest) -> list[tuple[int, int, IntArray]]:
+        """``(document, first token, rows)`` of the runs of tokens of each document that the rank has.
+
+        ``document`` is a place in ``trees.documents``, of this micro-batch's ``trees``.
+        """
+        found, first = [], 0
+        for place, start, stop in self._runs_of_trees(trees):
+            for document in range(int(trees.offsets[place]), int(trees.offsets[place + 1])):
+                path = trees.paths[document]
+                low, high = np.searchsorted(path, [start, stop]).tolist()
+                if high > low:
+                    found.append((document, low, path[low:high] - start + first))
+            first += stop - start
+        return found
+
+    def _runs_of_trees(self, trees: Forest) -> list[tuple[int, int, int]]:
+        """``runs`` with the place of the sequence in ``trees``."""
         first = 0 if self.shared is None else len(self.shared.sequences)
-        places = [*np.repeat(np.arange(first), 2).tolist(), *range(first, len(per_sequence))]
-        bounds = zip(places, self.segment_starts.tolist(), self.segment_stops.tolist(), strict=True)
-        return np.concatenate([per_sequence[place][start:stop] for place, start, stop in bounds] or [np.zeros(0, int)])
+        places = [*np.repeat(np.arange(first), 2).tolist(), *range(first, len(trees.offsets) - 1)]
+        return [(place, start, stop) for place, (_, start, stop) in zip(places, self.runs, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -88,23 +87,19 @@ class Forest:
     @cached_property
     def nodes(self) -> list[Nodes]:
         """The nodes, by depth."""
-        found: list[list[tuple[int, tuple[int, int], tuple[int, int]]]] = []
-        for sequence, (low, high) in enumerate(zip(self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)):
-            # Subtrees of the documents low .. high - 1, whose path up to ``above`` is known; the last is the next one.
-            subtrees = [(low, high, 0, 0)]
-            while subtrees:
-                low, high, above, depth = subtrees.pop()
-                if high - low < 2:
-                    continue
-                branches, least = branches_of(self.shared, low, high)
-                start, stop = self.triangles[low].tolist()
-                first = start - int(self.shared[low])  # where position 0 would be, counted back along the triangle
-                end = int(self.triangles[high - 1, 1])
-                found.extend([] for _ in range(depth + 1 - len(found)))
-                found[depth].append((sequence, (stop, end), (first + above, first + least)))
-                edges = [low, *branches, high]
-                subtrees += [(a, b, least, depth + 1) for a, b in pairwise(edges)][::-1]
-        return [Nodes(*(np.array(part, dtype=np.int64) for part in zip(*nodes, strict=True))) for nodes in found]
+        found: list[Nodes] = []
+        low, high = self.offsets[:-1], self.offsets[1:]
+        above = np.zeros_like(low)
+        while (several := high - low > 1).any():
+            low, high, above = low[several], high[several], above[several]
+            branches = branches_of(self.shared, low, high)
+            start, stop = self.triangles[low].T
+            zero = start - self.shared[low]  # where position 0 would be, counted back along the triangle
+            seeing = np.stack([stop, self.triangles[high - 1, 1]], axis=1)
+            seen = np.stack([above, branches.position], axis=1) + zero[:, None]
+            found.append(Nodes(self.sequence_of[low], seeing, seen))
+            low, high, above = branches.low, branches.high, branches.position[branches.subtree]
+        return found
 
     def verify(self, lengths: Sequence[int]) -> None:
         """Raise ``PlanError`` unless every token of the documents of these ``lengths`` has one row.
@@ -139,8 +134,19 @@ def with_trees(micro_batch: MicroBatch, forest: Forest) -> MicroBatch:
     return replace(micro_batch, trees=forest.of(sequences))
 
 
-def branches_of(shared: IntArray, low: int, high: int) -> tuple[list[int], int]:
-    """Of the subtree of documents ``low .. high - 1``: who branches off at its first branch, and at which position."""
-    within = shared[low + 1 : high]
-    least = int(within.min())
-    return (np.flatnonzero(within == least) + low + 1).tolist(), least
+class Branches(NamedTuple):
+    """What subtrees of documents become at their first branch. P parts of all B subtrees, in order."""
+
+    position: IntArray  # [B] of the branch in its documents
+    low: IntArray  # [P] first document of each part
+    high: IntArray  # [P] one past the last
+    subtree: IntArray  # [P] which one the part is of
+
+
+def branches_of(shared: IntArray, low: IntArray, high: IntArray) -> Branches:
+    """Cut subtrees of documents ``low .. high - 1``, at least two each, ``[B]`` in order, at their first branches."""
+    inside, counts = concatenated_ranges(low + 1, high), high - low - 1
+    position = np.minimum.reduceat(shared[inside], offsets_of(counts)[:-1])
+    starts = np.sort(np.concatenate([low, inside[shared[inside] == np.repeat(position, counts)]]))
+    subtree = np.searchsorted(low, starts, side="right") - 1
+    return Branches(position, starts, np.minimum(np.append(starts[1:], high[-1]), high[subtree]), subtree)

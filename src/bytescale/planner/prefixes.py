@@ -25,8 +25,9 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.cost import CostModel
 from bytescale.plan import Plan
-from bytescale.plan.plan import segment_sums
+from bytescale.plan.plan import offsets_of, segment_sums
 from bytescale.plan.trees import Forest, branches_of
+from bytescale.planner.adaptive.effort import GOOD_ENOUGH
 from bytescale.planner.evaluate import evaluate
 from bytescale.planner.verified import VerifiedPlanner
 
@@ -58,25 +59,26 @@ class Prefixes:
         order = sorted(range(len(rows)), key=lambda at: (kinds[at], rows[at]), reverse=True)
         common = np.zeros(len(rows), dtype=np.int64)
         for place, (before, own) in enumerate(pairwise(order), start=1):
-            if kinds[before] == kinds[own]:
+            if kinds[before] == kinds[own] and rows[before][:row_bytes] == rows[own][:row_bytes]:
                 common[place] = _common_bytes(rows[before], rows[own]) // row_bytes
         return Prefixes(order=np.array(order, dtype=np.int64), lengths=lengths[order], common=common)
 
     def worthwhile(self, cost: CostModel) -> IntArray:
         """``[D]`` the rows in common that are shared because that saves time."""
-        shared, rows = self.common.copy(), np.concatenate([[0], np.cumsum(self.lengths - self.common)])
-        subtrees = [(0, len(shared), 0)]
-        while subtrees:
-            low, high, above = subtrees.pop()
-            if high - low < 2:
-                continue
-            branches, position = branches_of(shared, low, high)
-            saved = float(np.diff(cost.work_seconds([above, position]))[0]) * len(branches)
-            merged = LEAST_ROWS + MERGED_SHARE * float(rows[high] - rows[low + 1])
-            if saved < cost.token_seconds * merged + cost.attention_block_seconds * (len(branches) + 1):
-                shared[branches] = position = above
-            edges = [low, *branches, high]
-            subtrees += [(a, b, position) for a, b in pairwise(edges)]
+        shared, rows = self.common.copy(), offsets_of(self.lengths - self.common)
+        low, high, above = np.array([0]), np.array([len(shared)]), np.array([0])
+        while (several := high - low > 1).any():
+            low, high, above = low[several], high[several], above[several]
+            position, starts, stops, subtree = branches_of(shared, low, high)
+            counts = np.bincount(subtree)
+            saved = (cost.work_seconds(position) - cost.work_seconds(above)) * (counts - 1)
+            merged = LEAST_ROWS + MERGED_SHARE * (rows[high] - rows[low + 1])
+            position = np.where(
+                saved < cost.token_seconds * merged + cost.attention_block_seconds * counts, above, position
+            )
+            branches = starts != low[subtree]
+            shared[starts[branches]] = position[subtree[branches]]
+            low, high, above = starts, stops, position[subtree]
         return shared
 
     def forest(self, shared: IntArray, limit: int) -> Forest:
@@ -84,27 +86,21 @@ class Prefixes:
 
         Sequences are in the order of their lowest document. A document of more rows is a sequence alone.
         """
-        shared, sums = shared.copy(), np.concatenate([[0], np.cumsum(self.lengths - shared)])
-
-        def num_rows(low: int, high: int) -> int:
-            return int(self.lengths[low] + sums[high] - sums[low + 1])
-
-        firsts = np.flatnonzero(shared == 0)
-        trees = list(zip(firsts.tolist(), [*firsts[1:].tolist(), len(shared)], strict=True))
-        while trees:
-            low, high = trees.pop()
-            if high - low < 2 or num_rows(low, high) <= limit:
-                continue
-            branches, position = branches_of(shared, low, high)
-            first, held, edges = low, 0, [low, *branches, high]
-            for a, b in pairwise(edges):
-                joined = held + num_rows(a, b) - position
-                if a > first and joined > limit:
-                    trees.append((first, a))
-                    shared[a], first, joined = 0, a, num_rows(a, b)
-                held = joined if a > first else num_rows(a, b)
-            if first > low:
-                trees.append((first, high))
+        shared, sums = shared.copy(), offsets_of(self.lengths - shared)
+        behind = self.lengths - sums[1:]  # a tree of documents low .. high - 1 has behind[low] + sums[high] rows
+        low = np.flatnonzero(shared == 0)
+        high = np.append(low[1:], len(shared))
+        while (large := (high - low > 1) & (behind[low] + sums[high] > limit)).any():
+            parts, tree, room = branches_of(shared, low[large], high[large]), -1, 0
+            starts, subtrees, firsts = parts.low.tolist(), parts.subtree.tolist(), list[int]()
+            for start, subtree, rows in zip(starts, subtrees, sums[parts.high].tolist(), strict=True):
+                if subtree != tree or rows > room:
+                    tree, room = subtree, limit - int(behind[start])
+                    firsts.append(start)
+            ends = np.append(firsts[1:], len(shared))
+            trees = np.searchsorted(low[large], firsts, side="right") - 1
+            low, high, whole = np.array(firsts), np.minimum(ends, high[large][trees]), low[large][trees]
+            shared[low[low != whole]] = 0
         offsets = np.append(np.flatnonzero(shared == 0), len(shared))
         forest = Forest(self.order, self.lengths, shared, offsets)
         return forest.of(np.argsort(np.minimum.reduceat(self.order, offsets[:-1]), kind="stable"))
@@ -127,15 +123,18 @@ def plan_prefixes(
     cluster, cost = planner.cluster, planner.cost
     shared = prefixes.worthwhile(cost)
     even = -(-int((prefixes.lengths - shared).sum()) // cluster.num_ranks)
-    limits = [cluster.room, int(cluster.capacity_tokens.min()), even, -(-even // 2), 0]
+    limits = {cluster.room, int(cluster.capacity_tokens.min()), even, -(-even // 2), 0}
     best: tuple[float, Plan, Forest] | None = None
-    tried, problem = set[bytes](), None
-    for limit in limits:
+    problem, before, enough = None, None, 0.0
+    for limit in sorted(limits, reverse=True):
         forest = prefixes.forest(shared, limit)
-        if forest.shared.tobytes() in tried:
+        if before is not None and np.array_equal(forest.shared, before.shared):
             continue
-        tried.add(forest.shared.tobytes())
-        own = replace(planner, cost=cost_of_trees(cost, forest))
+        own, before = replace(planner, cost=cost_of_trees(cost, forest)), forest
+        ideal = float(own.cost.work_seconds(forest.sequence_lengths).sum() / cluster.speeds.sum())
+        enough = enough or GOOD_ENOUGH * ideal  # of the fewest rows
+        if best is not None and best[0] <= max(enough, ideal):
+            break
         of_sequences = None if labels is None else [labels[at] for at in forest.documents[forest.offsets[:-1]].tolist()]
         try:
             plan = own(forest.sequence_lengths, of_sequences)

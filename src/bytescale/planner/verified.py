@@ -81,16 +81,17 @@ class VerifiedPlanner:
         ``together``: labels ``[S]``; sequences of one label come into one micro-batch of one group. None: no matter.
         """
         if together is not None:
-            plan = plan_together(self._plan, np.asarray(lengths, dtype=np.int64), together, self._check)
+            plan = plan_together(self._plan, np.asarray(lengths, dtype=np.int64), together, self.check)
         else:
             plan = self._plan(lengths)
         if self.limits is not None and (plan.group_columns > 1).any():
             plan = self._in_memory(plan, self.limits)
         if self.config.verify != "off":
-            self._check(plan)
+            self.check(plan)
         return plan
 
-    def _check(self, plan: Plan) -> None:
+    def check(self, plan: Plan) -> None:
+        """Raise ``PlanError`` if a plan breaks a rule that ``config.verify`` has checked."""
         verify(
             plan,
             num_stages=self.num_stages,

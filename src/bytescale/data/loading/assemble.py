@@ -28,7 +28,8 @@ class MicroBatchData:
     tokens: IntArray  # [T] token ids
     labels: IntArray  # [T] next token of the same document, or what its record names; or IGNORE_INDEX
     position_ids: IntArray  # [T] place inside the sequence
-    segment_samples: IntArray  # [P] name of the sample that each segment is cut from (data.tokens.samples)
+    segment_samples: IntArray
+    """``[P]`` name of the sample that each segment is cut from (data.tokens.samples); of trees, of each document."""
     weights: NDArray[np.float64] | None = None  # [T] of each label's loss, scaled as data.loss_per says; None: all 1
     fields: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """``[T]`` by name, those of ``data.fields``: the number of the token that each label stands for, 0 without one."""

@@ -54,6 +54,11 @@ def segments_of(data: StepData) -> IntArray:
     """
     rows = []
     for wanted, given in zip(data.rank_plan.micro_batches, data.micro_batches, strict=True):
+        if wanted.trees is not None:
+            for document, start, places in wanted.document_runs(wanted.trees):
+                sample = given.segment_samples[document]
+                rows.append((sample, start, start + len(places), _checksum(given.tokens[places])))
+            continue
         ends = np.cumsum(wanted.segment_stops - wanted.segment_starts)
         columns = (given.segment_samples, wanted.segment_starts, wanted.segment_stops, ends)
         for sample, start, stop, end in zip(*(column.tolist() for column in columns), strict=True):

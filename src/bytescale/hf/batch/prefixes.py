@@ -12,6 +12,7 @@ Shape letters: D documents, S sequences, U rows of one sequence.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,8 +21,10 @@ from torch import Tensor
 from bytescale.common.errors import DataError, PlanError
 from bytescale.hf.batch.documents import Documents
 from bytescale.plan import Plan
+from bytescale.plan.plan import offsets_of
 from bytescale.plan.trees import Forest
 from bytescale.planner.prefixes import Prefixes, plan_prefixes
+from bytescale.planner.tree_shares import with_equal_work
 from bytescale.planner.verified import VerifiedPlanner
 
 
@@ -51,9 +54,14 @@ def shared_plan(
             fix="name fields of the batch that the loss does not look at row by row",
         )
     fields = [values for name, values in sorted(documents.fields.items()) if name not in ("weights", *per_document)]
-    rows = [np.concatenate([_bytes(values[at]) for values in fields], axis=1) for at in range(len(documents.lengths))]
-    prefixes = Prefixes.of([own.tobytes() for own in rows], rows[0].shape[1], labels)
-    return plan_prefixes(planner, prefixes, labels, window)
+    rows = np.concatenate([_bytes(torch.cat(values)) for values in fields], axis=1)
+    content, edges = rows.tobytes(), (rows.shape[1] * offsets_of(documents.lengths)).tolist()
+    prefixes = Prefixes.of([content[start:stop] for start, stop in pairwise(edges)], rows.shape[1], labels)
+    plan, forest = plan_prefixes(planner, prefixes, labels, window)
+    if forest is not None and (plan.group_sizes > 1).any():
+        plan = with_equal_work(plan, forest, planner.cost)
+        planner.check(plan)
+    return plan, forest
 
 
 def rows_of_sequences(
@@ -107,5 +115,5 @@ def _places(forest: Forest) -> list[tuple[int, int, np.ndarray]]:
 
 def _bytes(values: Tensor) -> np.ndarray:
     """``[S, bytes of a row]``."""
-    packed = values.cpu().clone(memory_format=torch.contiguous_format)
+    packed = values.cpu().contiguous()
     return packed.view(len(packed), -1).view(torch.uint8).numpy()

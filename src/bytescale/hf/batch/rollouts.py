@@ -81,6 +81,16 @@ def read_rollouts(*sources: str | Path) -> Iterator[dict[str, Any]]:
             yield dict(record.values)
 
 
+def tokens_of(trajectory: Mapping[str, Any], number: int) -> list[int]:
+    """The tokens of a trajectory, whoever has written them. Raises ``DataError`` if there are fewer than two."""
+    turns = trajectory.get("turns") or [{"tokens": trajectory.get("tokens", ())}]
+    parts = trajectory.get("prompt", ()), *(turn["tokens"] for turn in turns)
+    tokens = [int(token) for part in parts for token in part]
+    if len(tokens) < 2:
+        raise DataError(f"trajectory {number} has {len(tokens)} tokens", fix="give a prompt and what was written")
+    return tokens
+
+
 def _document(trajectory: Mapping[str, Any], number: int) -> dict[str, Any]:
     reward = trajectory.get("reward")
     if not isinstance(reward, (int, float)) or not math.isfinite(reward):
@@ -90,10 +100,11 @@ def _document(trajectory: Mapping[str, Any], number: int) -> dict[str, Any]:
             fix="give a finite number, or leave the trajectory out",
         )
     alone = {"tokens": trajectory.get("tokens", ()), "logprobs": trajectory.get("logprobs")}
-    tokens = [int(token) for token in trajectory.get("prompt", ())]
-    written, logprobs = [0.0] * len(tokens), [0.0] * len(tokens)
+    tokens = tokens_of(trajectory, number)
+    written = [0.0] * len(trajectory.get("prompt", ()))
+    logprobs = list(written)
     for turn in trajectory.get("turns") or [alone]:
-        own, given = [int(token) for token in turn["tokens"]], turn.get("logprobs")
+        own, given = turn["tokens"], turn.get("logprobs")
         trained = bool(turn.get("trained", True))
         if trained and (given is None or len(given) != len(own) or not all(map(math.isfinite, given))):
             raise DataError(
@@ -101,11 +112,8 @@ def _document(trajectory: Mapping[str, Any], number: int) -> dict[str, Any]:
                 so="the ratio to the policy that wrote it is not known",
                 fix="give one finite log-probability for each token, or trained: false for what it has only read",
             )
-        tokens += own
         written += [float(trained)] * len(own)
         logprobs += [float(value) for value in given] if trained and given is not None else [0.0] * len(own)
-    if len(tokens) < 2:
-        raise DataError(f"trajectory {number} has {len(tokens)} tokens", fix="give a prompt and what was written")
     # Row i predicts token i + 1.
     return {
         "tokens": torch.tensor(tokens),

@@ -176,13 +176,12 @@ def _multiples(degrees: IntArray, columns: IntArray) -> IntArray:
     return np.maximum(-(-degrees // columns), np.where(columns > 1, 2, 1)) * columns
 
 
-def grow(cost: CostModel, length: int, degree: int, most: int, room: float) -> tuple[int, float]:
+def grow(cost: CostModel, length: int, work: float, degree: int, most: int, room: float) -> tuple[int, float]:
     """The fewest ranks, more than ``degree`` and at most ``most``, that end within ``room`` seconds; the time there.
 
-    If none do, the faster of ``degree`` and ``most`` ranks.
+    If none do, the faster of ``degree`` and ``most`` ranks. ``work``: seconds of the sequence on one rank.
     """
     ideal, launch = is_ideal(cost), cost.micro_batch_seconds
-    work = float(cost.work_seconds(length))
     shapes = cost.shapes[:1] if ideal else cost.shapes
 
     def seconds_on(ranks: int, columns: int) -> float:
@@ -227,13 +226,13 @@ def equal_blocks(tried: DegreeGrid, lengths: IntArray, fewest: IntArray, longest
     degrees, seconds = degrees_within(tried, lengths, fewest, longest)
     order = rising(degrees.max(initial=1) - degrees)
     degrees, lengths = degrees[order], lengths[order]
-    tokens, widths = lengths.tolist(), degrees.tolist()
+    tokens, works, widths = lengths.tolist(), cost.work_seconds(lengths).tolist(), degrees.tolist()
     node = 1 if is_ideal(cost) else cost.ranks_per_node
 
     def wider(group: int, first: int, most: int, room: float | None) -> tuple[int, float]:
         del first  # equal ranks
         if room is None:
-            return grow(cost, tokens[group], most, most, 0.0)
-        return grow(cost, tokens[group], widths[group], most, room)
+            return grow(cost, tokens[group], works[group], most, most, 0.0)
+        return grow(cost, tokens[group], works[group], widths[group], most, room)
 
     return Rectangles(order, degrees, seconds[order], wider, range(num_ranks + 1), node)

@@ -9,9 +9,10 @@ from typing import Any
 
 from bytescale.config import Config
 from bytescale.data.feed import opened_feed
-from bytescale.data.loading.loader import Feed, Reader
+from bytescale.data.loading.loader import Feed, LocalFeed, Reader
 from bytescale.data.loading.record import new_attempt_folder, recorder
 from bytescale.runtime.plain_data import broadcast_json
+from bytescale.train.parts.prefix_feed import PrefixFeed
 from bytescale.train.ranks import Ranks
 from bytescale.train.run_folder import RunFolder
 
@@ -24,7 +25,8 @@ def open_feed(config: Config, ranks: Ranks, say: Callable[[str], None] = lambda 
         items[:] = broadcast_json(items, ranks.checkpoint_group)
 
     reader = Reader(hdp_rank=ranks.hdp.rank, num_processes=ranks.world.size, is_first=ranks.is_first, tell=tell)
-    with opened_feed(config.data, reader, say) as feed:
+    local = PrefixFeed if config.data.share_prefixes else LocalFeed
+    with opened_feed(config.data, reader, say, local=local) as feed:
         folder = RunFolder(Path(config.trainer.run_dir)).data
         about = {"num_ranks": ranks.hdp.size, "batch_tokens": config.data.batch_tokens}
         if config.data.record:

@@ -9,6 +9,7 @@ import torch
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
+from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model, sharing_domain
 from bytescale.cost import Profile, load_profile
 from bytescale.cost.assumed import ASSUMED, assumed_cost, times_of
@@ -123,6 +124,12 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     if ranks.is_first:
         warn_of_bad_fits(planning.measured)
     memory, planner = planning.memory, planning.planner
+    if config.data.share_prefixes and planner.cost.recurrent_share:
+        raise ConfigError(
+            "data.share_prefixes is true, but the model has recurrent layers",
+            so="a branch would have to begin with the state at the end of its prefix, which is not built",
+            fix="leave share_prefixes out for this model",
+        )
     return Job(
         config=config,
         ranks=ranks,
@@ -211,10 +218,11 @@ def run_calibration(config: Config, planner: VerifiedPlanner, ranks: Ranks, num_
     """The calibration of this run; None if it is switched off, or if no rank could be compared with another one.
 
     With tensor or pipeline parallelism, and where ranks gather parameters in every pass, the times of a rank are not
-    those of one model on one device, so costs stay.
+    those of one model on one device, so costs stay. So they do for trees of documents, whose pairs are not counted.
     """
     shape = ranks.mesh.shape
-    if not config.cost.calibrate or shape.hdp == 1 or shape.tp * shape.pp > 1 or planner.domain > 1:
+    one_model = shape.tp * shape.pp == 1 and planner.domain == 1
+    if not config.cost.calibrate or config.data.share_prefixes or shape.hdp == 1 or not one_model:
         return None
     speeds = () if planner.cluster.is_uniform else tuple(planner.cluster.speeds.tolist())
     calibrator = Calibrator(first=planner.cost, num_layers=num_layers, first_speeds=speeds)

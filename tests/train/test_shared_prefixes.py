@@ -1,0 +1,91 @@
+"""Runs with ``data.share_prefixes``: the losses, audits and order of data of runs without, for fewer rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bytescale.common.errors import ConfigError
+from bytescale.config import Config
+from bytescale.config.validate import validate
+from bytescale.data.loading.corpus import prepare_corpus
+from bytescale.data.loading.record import check_record
+from tests.helpers.effort import one_of
+from tests.train.runs import WORDS, interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
+
+STEPS = 3
+
+
+def write_samples(folder: Path) -> Path:
+    """Prompts that begin alike, with answers of which some weigh nothing in the loss, and documents of their own."""
+    random = np.random.default_rng(0)
+    folder.mkdir()
+
+    def words(count: int) -> str:
+        return " ".join(random.choice(WORDS, count))
+
+    system, records = words(12), []
+    for _ in range(8):
+        prompt = f"{system} {words(8)} "
+        records += [{"prompt": prompt, "completion": words(int(random.integers(1, 12)))} for _ in range(4)]
+    records += [{"prompt": words(5), "completion": words(20)} for _ in range(8)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return folder
+
+
+def pair(tmp_path: Path, ranks: int, **data: object) -> tuple[Config, Config]:
+    corpus = write_samples(tmp_path / "corpus")
+    config = on_ranks(small_run(corpus, tmp_path / "apart", steps=STEPS), ranks, 256)
+    own = replace(config.data, content="prompt", batch_tokens=2048, record=True, **data)
+    config = with_trainer(replace(config, data=own), dtype="fp64")
+    shared = with_trainer(replace(config, data=replace(own, share_prefixes=True)), run_dir=str(tmp_path / "shared"))
+    return config, shared
+
+
+@pytest.mark.parametrize("ranks", one_of([1, 2, 3], quick=2))
+@pytest.mark.parametrize("loss_per", one_of(["token", "sequence"], quick="sequence"))
+def test_a_run_has_the_losses_of_documents_apart(tmp_path: Path, ranks: int, loss_per: str) -> None:
+    """For two thirds of the rows, with the same record of the corpus, and through an interruption."""
+    config, shared = pair(tmp_path, ranks, loss_per=loss_per)
+    wanted = run(config)
+    if ranks == 3:
+        interrupt(shared, after_step=2)
+        shared = with_trainer(shared, resume=True)
+    np.testing.assert_allclose(run(shared), wanted, rtol=1e-10)
+    rows, tokens = ([line["num_tokens"] for line in metrics(Path(one.trainer.run_dir))] for one in (shared, config))
+    assert sum(rows) < 0.7 * sum(tokens)
+    corpus = prepare_corpus(config.data)
+    found = [check_record(Path(one.trainer.run_dir) / "data", STEPS, corpus, one.data) for one in (config, shared)]
+    assert found[0].state == found[1].state
+    assert found[0].num_tokens == found[1].num_tokens == sum(tokens)
+
+
+def test_without_common_prefixes_a_run_stays_as_it_is(tmp_path: Path) -> None:
+    config, shared = pair(tmp_path, 1)
+    for one in (tmp_path / "corpus").iterdir():
+        one.unlink()
+    lines = [{"prompt": f"{number} {word}", "completion": " ".join(WORDS)} for number, word in enumerate(WORDS)]
+    (tmp_path / "corpus" / "apart.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(shared) == run(config)
+    assert losses(Path(shared.trainer.run_dir))
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("data", {"loader": "ray"}, 'data.loader is "ray"'),
+        ("parallel", {"tp": 2, "ranks": 2}, "tp x pp is 2"),
+        ("model", {"preset": "tiny-moe"}, "model.router_aux_loss_weight is 0.02"),
+    ],
+)
+def test_what_trees_cannot_have_is_refused(
+    tmp_path: Path, section: str, change: dict[str, object], message: str
+) -> None:
+    _, shared = pair(tmp_path, 1)
+    shared = replace(shared, **{section: replace(getattr(shared, section), **change)})
+    with pytest.raises(ConfigError, match=f"data.share_prefixes is true, and {message}"):
+        validate(shared)
