@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from bytescale.parity import thread_ranks
 
 PROGRAM = """
@@ -37,6 +39,7 @@ print(run_ranks(4, work))
 """
 
 
+@pytest.mark.exhaustive
 def test_threads_under_a_dispatch_mode_do_not_crash() -> None:
     """PyTorch calls a freed operator when two threads are the first to use it, unless all operators exist already."""
     command = [sys.executable, "-X", "faulthandler", "-c", PROGRAM, thread_ranks.__file__]

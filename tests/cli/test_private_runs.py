@@ -31,10 +31,11 @@ LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     ("num_ranks", "launch"),
     [
         (2, "torchrun"),
-        pytest.param(1, "torchrun", marks=pytest.mark.exhaustive),
-        pytest.param(2, "ray", marks=pytest.mark.exhaustive),
+        (1, "torchrun"),
+        (2, "ray"),
     ],
 )
+@pytest.mark.exhaustive
 def test_a_run_listens_on_loopback_alone_and_ctrl_c_saves(tmp_path: Path, num_ranks: int, launch: str) -> None:
     config = on_ranks(small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run"), num_ranks, 256 // num_ranks)
     (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")

@@ -20,6 +20,7 @@ from bytescale.cli.main import main
 from bytescale.cli.options import _OTHER_WORDS
 from bytescale.cli.train import _prepare_data, read_options
 from bytescale.config import config_to_toml
+from tests.cli.test_private_runs import LOOPBACK, listening
 from tests.train.runs import losses, metrics, on_ranks, small_run, write_corpus
 
 COMMAND = [sys.executable, "-m", "bytescale"]
@@ -130,6 +131,9 @@ def test_a_rank_that_dies_stops_the_others_and_is_named(
         ranks = {int(rank.environ()["RANK"]): rank for rank in psutil.Process(launcher.pid).children(recursive=True)
                  if "RANK" in rank.environ()}  # fmt: skip
         assert sorted(ranks) == list(range(num_ranks))
+        places = listening([psutil.Process(launcher.pid), *ranks.values()])
+        assert len(places) >= num_ranks
+        assert {host for host, _ in places} <= LOOPBACK
         ranks[last].send_signal(signal.SIGKILL)
         _, errors = launcher.communicate(timeout=600)
     finally:
