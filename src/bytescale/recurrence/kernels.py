@@ -86,31 +86,31 @@ def each(run: Callable[[slice], Run]) -> Runs:
     return lambda parts, alone: [run(rows) for rows in parts]
 
 
-def carried(cuts: Cuts, runs: Runs, *, matrix: bool = False) -> Tensor:
-    """``[T, ...]`` outputs of all rows."""
+def carried(cuts: Cuts, runs: Runs, *, one_row: bool = False) -> Tensor:
+    """``[T, ...]`` outputs of all rows. ``one_row``: caches have states without their dimension of one row."""
     has_rows = [rows.start < rows.stop for rows in cuts.fragments]
     filled = list(compress(cuts.fragments, has_rows))
     own, documents = runs(filled, False) if filled else [], runs(cuts.documents, True) if cuts.documents else []
     out = torch.cat([one.out for one in own + documents])
-    left = [one.effect()[1] for one in documents] if cuts.keep is not None else []
-    if not has_rows:
-        if cuts.keep is not None:
-            cuts.keep("recurrent", torch.stack(left))
-        return out
-    known = [one.effect() for one in own]
-    decay, state = known[0] if known else documents[0].effect()
-    same = torch.eye(decay.shape[-1]).to(decay).expand_as(decay) if matrix else torch.ones_like(decay)
-    nothing = same, torch.zeros_like(state)  # what a fragment without rows does
-    following = iter(known)
-    pairs = [next(following) if some else nothing for some in has_rows]
-    decays, states = (torch.stack(parts) for parts in zip(*pairs, strict=True))
-    out, entry = cuts.entry(out, decays, states, matrix=matrix)
+    after = [one.effect()[1] for one in documents] if cuts.keep is not None else []
+    if has_rows:
+        known = [one.effect() for one in own]
+        decay, state = known[0] if known else documents[0].effect()
+        matrix = decay.shape[-1] == state.shape[-2]
+        same = torch.eye(decay.shape[-1]).to(decay).expand_as(decay) if matrix else torch.ones_like(decay)
+        nothing, following = (same, torch.zeros_like(state)), iter(known)  # what a fragment without rows does
+        pairs = [next(following) if some else nothing for some in has_rows]
+        decays, states = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+        out, entry = cuts.entry(out, decays, states)
+        after = [*(act(decays, entry) + states), *after]
+        pieces = list(out.split([len(one.out) for one in own + documents]))
+        for number, (one, before) in enumerate(zip(own, compress(entry, has_rows), strict=True)):
+            pieces[number] = pieces[number] + one.read(before).to(out.dtype)
+        out = torch.cat(pieces)
     if cuts.keep is not None:
-        cuts.keep("recurrent", torch.cat([act(decays, entry, matrix=matrix) + states, *(one[None] for one in left)]))
-    pieces = list(out.split([len(one.out) for one in own + documents]))
-    for number, (one, before) in enumerate(zip(own, compress(entry, has_rows), strict=True)):
-        pieces[number] = pieces[number] + one.read(before).to(out.dtype)
-    return torch.cat(pieces)
+        kept = torch.stack(after)
+        cuts.keep("recurrent", kept.squeeze(-2) if one_row else kept)
+    return out
 
 
 def convolution(
@@ -169,7 +169,7 @@ def delta_rule(
         return [run(own, left) for own, left in zip(out[0].split(lengths), after.to(wide), strict=True)]
 
     runs = together if installed(stock) else lambda parts, alone: [together([rows], alone)[0] for rows in parts]
-    return carried(cuts, runs, matrix=True)[None], None
+    return carried(cuts, runs)[None], None
 
 
 def mamba2(
@@ -215,7 +215,7 @@ def mamba1(
     cuts: Cuts, stock: Stock, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
     *, z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Mamba 1: ``x, dt, z [1, H, T]``, ``A [H, N]``, ``B, C [1, N, T]``. States are ``[H, N]``.
+    """Mamba 1: ``x, dt, z [1, H, T]``, ``A [H, N]``, ``B, C [1, N, T]``. States are ``[H, 1, N]``.
 
     The stock kernel takes no state, and mamba-ssm's gives no gradient of the one that it returns. So the state is
     summed here, for fragments alone. The gate ``z`` follows when outputs are complete.
@@ -232,17 +232,16 @@ def mamba1(
         time = steps.cumsum(0)  # [n, H]
 
         def effect() -> tuple[Tensor, Tensor]:
-            left = (A * time[-1, :, None]).exp()
             later = (A * (time[-1] - time)[..., None]).exp()  # [n, H, N]
             state = torch.einsum("nhs,nh,ns->hs", later, steps * x[0, :, rows].T, B[0, :, rows].T.to(wide))
-            return left, state
+            return (A * time[-1, :, None]).exp()[:, None], state[:, None]
 
         def read(before: Tensor) -> Tensor:
-            return torch.einsum("nhs,hs,ns->nh", (A * time[..., None]).exp(), before, C[0, :, rows].T.to(wide))
+            return torch.einsum("nhs,hs,ns->nh", (A * time[..., None]).exp(), before[:, 0], C[0, :, rows].T.to(wide))
 
         return Run(out[0].T, effect, read)
 
-    out = carried(cuts, each(run)).T[None]
+    out = carried(cuts, each(run), one_row=True).T[None]
     return out if z is None else out * F.silu(z)
 
 

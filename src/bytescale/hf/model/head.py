@@ -9,6 +9,8 @@ Shape letters: T rows, n rows of a chunk, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
@@ -167,8 +169,20 @@ def embeddings_of(model: Any) -> tuple[Any, Any]:
 def require_words(fields: Mapping[str, Sequence[Tensor]], model: nn.Module) -> None:
     """Raise ``DataError`` for tokens outside of the model's embedding, and labels outside of its head.
 
-    ``fields``: ``tokens`` and ``labels``, each a list of ``[S]`` numbers.
+    ``fields``: ``tokens`` and ``labels``, each a list of ``[S]`` numbers. A token that stands for an image is refused,
+    too: towers take no part.
     """
+    root = causal_model(model)
+    for kind, (name, tower) in itertools.product(("image", "video", "audio"), _towers(root)):
+        placeholder = getattr(getattr(root, "config", None), f"{kind}_token_id", None)
+        for number, values in enumerate(fields["tokens"] if placeholder is not None else ()):
+            if bool((values == placeholder).any()):
+                raise DataError(
+                    f"document {number} has a token of an {kind} ({placeholder}); {name} ({type(tower).__name__}) "
+                    "takes no part in a plan",
+                    so="the model would see a word without meaning in its place",
+                    fix="train on documents of text alone",
+                )
     for name, module in zip(("tokens", "labels"), embeddings_of(model), strict=True):
         weight = getattr(module, "weight", None)
         if weight is None:
@@ -185,6 +199,12 @@ def require_words(fields: Mapping[str, Sequence[Tensor]], model: nn.Module) -> N
                     fix="use the tokenizer that belongs to the model"
                     + (f"; {IGNORE_INDEX} marks a token without a label" if name == "labels" else ""),
                 )
+
+
+def _towers(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The model's first part for images, videos or sound, if it has one."""
+    named = (pair for pair in root.named_modules() if re.search("vis(ion|ual)|audio", pair[0].rpartition(".")[2]))
+    return list(itertools.islice(named, 1))
 
 
 class RowScores(NamedTuple):
