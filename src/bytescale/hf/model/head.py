@@ -9,7 +9,6 @@ Shape letters: T rows, n rows of a chunk, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
@@ -173,13 +172,13 @@ def require_words(fields: Mapping[str, Sequence[Tensor]], model: nn.Module) -> N
     too: towers take no part.
     """
     root = causal_model(model)
-    for kind, (name, tower) in itertools.product(("image", "video", "audio"), _towers(root)):
+    towers = [name for name, _ in root.named_modules() if re.search("vis(ion|ual)|audio", name.rpartition(".")[2])]
+    for kind in ("image", "video", "audio") if towers else ():
         placeholder = getattr(getattr(root, "config", None), f"{kind}_token_id", None)
         for number, values in enumerate(fields["tokens"] if placeholder is not None else ()):
             if bool((values == placeholder).any()):
                 raise DataError(
-                    f"document {number} has a token of an {kind} ({placeholder}); {name} ({type(tower).__name__}) "
-                    "takes no part in a plan",
+                    f"document {number} has a token of an {kind} ({placeholder}), and {towers[0]} takes no part here",
                     so="the model would see a word without meaning in its place",
                     fix="train on documents of text alone",
                 )
@@ -199,12 +198,6 @@ def require_words(fields: Mapping[str, Sequence[Tensor]], model: nn.Module) -> N
                     fix="use the tokenizer that belongs to the model"
                     + (f"; {IGNORE_INDEX} marks a token without a label" if name == "labels" else ""),
                 )
-
-
-def _towers(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The model's first part for images, videos or sound, if it has one."""
-    named = (pair for pair in root.named_modules() if re.search("vis(ion|ual)|audio", pair[0].rpartition(".")[2]))
-    return list(itertools.islice(named, 1))
 
 
 class RowScores(NamedTuple):
