@@ -176,7 +176,7 @@ def require_words(fields: Mapping[str, Sequence[Tensor]], model: nn.Module) -> N
     for kind in ("image", "video", "audio") if towers else ():
         placeholder = getattr(getattr(root, "config", None), f"{kind}_token_id", None)
         for number, values in enumerate(fields["tokens"] if placeholder is not None else ()):
-            if bool((values == placeholder).any()):
+            if placeholder in values:
                 raise DataError(
                     f"document {number} has a token of an {kind} ({placeholder}), and {towers[0]} takes no part here",
                     so="the model would see a word without meaning in its place",

@@ -60,7 +60,7 @@ class ModelFacts:
     @property
     def names(self) -> list[str]:
         """Names of all attentions and recurrences."""
-        return [part.name for part in (*self.layers, *self.mixers)]
+        return [layer.name for layer in self.layers] + [mixer.name for mixer in self.mixers]
 
 
 def probe(model: nn.Module) -> ModelFacts:
