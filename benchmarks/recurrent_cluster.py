@@ -3,7 +3,8 @@
     python -m benchmarks.recurrent_cluster layer [--ranks 2,4,8,16] [--mbit 100] [--rounds 5]       (Linux, root)
     python -m benchmarks.recurrent_cluster mixture [--ranks 8] [--mbit 100] [--rounds 5]
 
-Every rank is a node of its own (``benchmarks/cluster``), whose link has ``--mbit`` in each direction.
+Every rank is a node of its own (``benchmarks/cluster``), whose link has ``--mbit`` in each direction. Quotas give each
+the same part of ``--cpus`` cores, so that ranks which compute one after the other do not get those of the others.
 
 ``layer``: forward and backward of one gated delta net, transformers' code in fp32 with 16 heads of 32 x 32, on one
 document of ``--tokens``, of which each rank holds two segments as plans have it. The ways take turns:
@@ -14,7 +15,9 @@ document of ``--tokens``, of which each rank holds two segments as plans have it
     heads         rows are exchanged for heads (all-to-all), each rank runs all rows of its heads, and back
 
 Seconds are those of the slowest rank, medians of rounds. "Compute" is the CPU time of the layer on the rank that needs
-most, over the N-th part of what one rank needs for the whole document, which the same process measures in each round.
+most, over the N-th part of what one rank needs for the whole document, measured there in the first two rounds; and over
+what the same segments need as whole documents, without a state before them. (Transformers' form without kernels copies
+the gradient of all outputs for each 64 rows, so one rank's time for a whole document grows faster than its length.)
 
 ``mixture``: steps of a small Qwen3.5, three gated delta nets and one attention, on one long and many short documents.
 The sides take turns on the same batches, and losses are compared. ``static``: each document is shared by as many ranks
@@ -101,8 +104,7 @@ def in_sequence(own: Tensor) -> list[Tensor]:
 
 
 class GatheringCuts(GroupCuts):
-    def entry(self, out: Tensor, decay: Tensor, state: Tensor, *, matrix: bool) -> tuple[Tensor, Tensor]:
-        assert matrix
+    def entry(self, out: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = Gathered.apply(out, decay, state)
         return found
 
@@ -230,16 +232,20 @@ def layer_worker(arguments: argparse.Namespace) -> None:
         assert leaf.grad is not None
         return [*times, float(loss), float(leaf.grad.square().sum())]
 
-    found: dict[str, list[list[float]]] = {way: [] for way in (*WAYS, "one rank")}
-    for _ in range(arguments.rounds + 1):
-        if rank == 0:
+    found: dict[str, list[list[float]]] = {way: [] for way in (*WAYS, "one rank", "documents")}
+    half = len(own[0]) // 2
+    alone = OneProcessCuts([0], [slice(0, half), slice(half, 2 * half)])
+    for number in range(arguments.rounds + 1):
+        if rank == 0 and number < 2:
             found["one rank"].append(timed("ours", OneProcessCuts([0], [slice(0, len(whole))]), whole, weights))
-        for way in WAYS:
+        for way in (*WAYS, "documents"):
             attention = PackedAttention(micro_batch, select_kernel("math", group.device, torch.float32), group.exchange)
-            cuts = (GatheringCuts if way == "all-gather" else GroupCuts)(attention)
+            cuts: Cuts = (
+                alone if way == "documents" else (GatheringCuts if way == "all-gather" else GroupCuts)(attention)
+            )
             dist.barrier()
             sent = group.exchange.bytes_sent
-            seconds, compute, loss, squares = timed(way, cuts, *own)
+            seconds, compute, loss, squares = timed("ours" if way == "documents" else way, cuts, *own)
             sums = torch.tensor([loss, squares, group.exchange.bytes_sent - sent], dtype=torch.float64)
             worst = torch.tensor([seconds, compute], dtype=torch.float64)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -256,18 +262,15 @@ def report_layers(arguments: argparse.Namespace) -> None:
     for size in map(int, arguments.ranks.split(",")):
         found = measure(arguments, size)
         rounds = {way: rows[1:] for way, rows in found.items()}  # the first round connects the ranks
-        apart = max(
-            apart, *(abs(row[n] / one[n] - 1) for way in WAYS for row, one in zip(rounds[way], rounds["one rank"],
-                                                                                  strict=True) for n in (2, 3))
-        )  # fmt: skip
+        (one,) = rounds["one rank"]
+        apart = max(apart, *(abs(row[n] / one[n] - 1) for way in WAYS for row in rounds[way] for n in (2, 3)))
         seconds = {way: statistics.median(row[0] for row in rounds[way]) for way in WAYS}
         best = min(seconds[way] for way in WAYS if way != "ours")
-        compute = statistics.median(
-            row[1] / (one[1] / size) for row, one in zip(rounds["ours"], rounds["one rank"], strict=True)
-        )
+        mine, plain = (statistics.median(row[1] for row in rounds[way]) for way in ("ours", "documents"))
         table.add_row(
             str(size), *(f"{1e3 * seconds[way]:.0f}" for way in WAYS), f"{seconds['ours'] / best:.2f}",
-            f"{rounds['ours'][-1][4] / 1e6:.3f}", f"{expected_bytes(size) / 1e6:.3f}", f"{compute:.2f}",
+            f"{rounds['ours'][-1][4] / 1e6:.3f}", f"{expected_bytes(size) / 1e6:.3f}",
+            f"{mine * size / one[1]:.2f}, {mine / plain:.2f}",
         )  # fmt: skip
     table.title = f"{arguments.tokens} tokens, {arguments.mbit:g} Mbit/s, losses and gradients within {apart:.0e}"
     Console(width=140).print(table)
@@ -358,10 +361,10 @@ def report_mixture(arguments: argparse.Namespace) -> None:
 
 def measure(arguments: argparse.Namespace, size: int) -> dict[str, list[list[float]]]:
     """Run the ranks on nodes of their own."""
-    node = Node(link=Link(bytes_per_second=arguments.mbit * 1e6 / 8))
+    node = Node(link=Link(bytes_per_second=arguments.mbit * 1e6 / 8), cpus=arguments.cpus / size)
     with tempfile.TemporaryDirectory() as folder, Network([node] * size) as network:
         out = Path(folder) / "found.json"
-        given = {name: getattr(arguments, name) for name in ("mbit", "rounds", "tokens")}
+        given = {name: getattr(arguments, name) for name in ("mbit", "rounds", "tokens", "cpus")}
         options = [f"--{name}={value}" for name, value in given.items()]
         command = [sys.executable, "-m", "benchmarks.recurrent_cluster", arguments.what, *options, f"--out={out}"]
         environment = {
@@ -373,6 +376,8 @@ def measure(arguments: argparse.Namespace, size: int) -> dict[str, list[list[flo
             network.start(rank, command, environment=environment | {"RANK": str(rank)}, output=log)
             for rank, log in enumerate(logs)
         ]
+        for rank, process in enumerate(processes):
+            network.place(rank, 0, process.pid)
         deadline = time.monotonic() + SECONDS
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             if any(process.poll() for process in processes):
@@ -392,6 +397,7 @@ def main() -> None:
     parser.add_argument("what", choices=["layer", "mixture"])
     parser.add_argument("--ranks", help="of a layer several numbers, such as 2,4,8,16")
     parser.add_argument("--mbit", type=float, default=100.0, help="rate of every link, Mbit/s")
+    parser.add_argument("--cpus", type=float, default=1.6, help="cores of all ranks together")
     parser.add_argument("--tokens", type=int, help="of the document, or of a step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", help=argparse.SUPPRESS)

@@ -62,7 +62,7 @@ def counted(
     layer = LayerAttention(
         name="", num_heads=queries, num_kv_heads=keys, head_dim=width, value_dim=width, rules=AttentionRules()
     )
-    recurrence = LayerRecurrence(name="", state_numbers=mixer[0], decay_numbers=mixer[1], halo_numbers=0)
+    recurrence = LayerRecurrence(name="", state_numbers=mixer[0], decay_numbers=mixer[1])
     return spec_of(model, ModelFacts(layers=(layer,) * attention, random_parts=(), mixers=(recurrence,) * mixers))
 
 

@@ -27,7 +27,7 @@ BEGIN, END = "<!-- make check-cuda: begin -->", "<!-- make check-cuda: end -->"
 OLDEST_TORCH = "2.11.0"  # the oldest that pyproject.toml allows; the newest is what constraints.txt pins
 FLASH_4 = "flash-attn-4===4.0.0b36"
 FLASH_4_GPUS = ("90", "100")
-FLA = "fla-core===0.6.0"
+FLA = ("fla-core===0.6.0", "packaging")  # which it needs and does not name
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def planned_runs(constraints: str) -> list[Run]:
         )
         for gpu in FLASH_4_GPUS
     ]
-    fla = Run(packages=(*newest, FLA), only=("fla_packs",))
+    fla = Run(packages=(*newest, *FLA), only=("fla_packs",))
     return [Run((f"torch==={OLDEST_TORCH}", numpy)), Run(newest), *flash_4, fla]
 
 

@@ -55,7 +55,7 @@ def apply_recurrence(module: Attention, *, matrix: bool) -> None:
         rows = rows + arrived.sum()
         if cuts.fragments:
             states = torch.stack([rows[part].sum() * rows.new_ones(2, 3, 4) for part in cuts.fragments])
-            rows, entry = cuts.entry(rows, states[..., :3] if matrix else states[..., :1, :1], states, matrix=matrix)
+            rows, entry = cuts.entry(rows, states[..., :3] if matrix else states[..., :1, :1], states)
             rows = rows + entry.sum()
         return inner(rows, rotation, attention)
 

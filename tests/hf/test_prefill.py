@@ -135,9 +135,19 @@ def test_a_cache_stays_where_it_was_computed() -> None:
 
     def work(group: dist.ProcessGroup, own: nn.Module) -> list[list[tuple[int, int]]]:
         filled = HDP(own.eval(), group, capacity_tokens=40, forward_only=True).prefill(prompts())
-        held = [[(piece.start, piece.stop) for piece in filled.pieces.get(number, [])] for number in (0, 2)]
+        held = [
+            [
+                (start, start + len(part))
+                for (start, kind), part in filled.parts.get(number, {}).items()
+                if kind == "rows"
+            ]
+            for number in (0, 2)
+        ]
         filled.free(0)
-        assert 0 not in filled.pieces
+        with pytest.raises(DataError, match=r"No rank has the keys and values of prompt 0 any more \(model\.layers\.0"):
+            filled.cache(0)
+        with pytest.raises(ConfigError, match=r"model\.layers\.0.*prefill\.inputs\(prompt, rank\) on every rank"):
+            own.generate(prompts()[2][None], past_key_values=filled, max_new_tokens=1)
         return held
 
     ranks = on_ranks(3, small_model("llama").eval(), work)

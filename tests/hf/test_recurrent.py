@@ -21,6 +21,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 import bytescale
 from bytescale.attention import PackedAttention
 from bytescale.common.errors import ConfigError, DataError
+from bytescale.common.units import format_bytes
+from bytescale.hf.model.head import require_words
 from bytescale.parity import Setup, compare, small_model
 from bytescale.parity.compare import StepNumbers, WideCasts, difference, plain_step, random_documents
 from bytescale.recurrence import GroupCuts
@@ -121,7 +123,7 @@ def test_a_state_that_leaks_between_documents_would_show(name: str) -> None:
 
 @pytest.mark.parametrize("name", one_of(MODELS, "jamba"))
 def test_a_state_that_is_lost_between_ranks_would_show(name: str) -> None:
-    def forgetful(self: GroupCuts, out: Tensor, decay: Tensor, state: Tensor, *, matrix: bool) -> Any:
+    def forgetful(self: GroupCuts, out: Tensor, decay: Tensor, state: Tensor) -> Any:
         return out, torch.zeros_like(state)
 
     def without_halo(self: GroupCuts, rows: Tensor, width: int) -> Any:
@@ -266,3 +268,33 @@ def test_a_kernel_package_of_another_version_is_told() -> None:
             bytescale.HDP(model, capacity_tokens=100)
         assert "forward" not in vars(model.model.layers[0].linear_attn), "the model is as it was"
         assert model.config._attn_implementation == "sdpa"
+
+
+def test_memory_that_ends_in_a_recurrent_layer_is_told_with_its_states() -> None:
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def one_rank(group: dist.ProcessGroup, own: nn.Module) -> str:
+        hdp = bytescale.HDP(own, group, capacity_tokens=20)
+        with pytest.raises(ConfigError) as told:
+            printed_loop(hdp, own, [{"tokens": torch.arange(2, 32), "weights": torch.ones(30)}])
+        return str(told.value)
+
+    with patch.object(GroupCuts, "entry", full):
+        told = on_ranks(2, small_model("qwen3_next"), one_rank)
+    # 2 segments, each with states [4, 8, 6] before and after and a decay [4, 8, 8]
+    assert all(text.startswith("model.layers.0.linear_attn ran out of memory, where the 2 segments") for text in told)
+    assert all(f"need {format_bytes(4 * 2 * 4 * (2 * 8 * 6 + 8 * 8))} for the states" in text for text in told)
+
+
+def test_an_image_in_a_run_on_text_is_refused() -> None:
+    """The part for text alone has no tower, and so no such token."""
+    text = COMPOSITE["text_config"] | {"layer_types": ["linear_attention", "full_attention"]}
+    config = Qwen3_5Config(text_config=text, vision_config=COMPOSITE["vision_config"], image_token_id=7)
+    with torch.device("meta"):
+        model = Qwen3_5ForConditionalGeneration(config)
+    short, long = torch.arange(2, 6), torch.arange(2, 9)
+    require_words({"tokens": [short], "labels": [long]}, model)
+    require_words({"tokens": [long], "labels": [long]}, model.model.language_model)
+    with pytest.raises(DataError, match=r"Document 1 has a token of an image \(7\), and model\.visual takes no part"):
+        require_words({"tokens": [short, long], "labels": []}, model)

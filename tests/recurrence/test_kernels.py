@@ -17,9 +17,10 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
+from bytescale.common.errors import ConfigError
 from bytescale.parity.compare import WideCasts
-from bytescale.recurrence import KERNELS, Cuts, OneProcessCuts, missing_arguments
-from bytescale.recurrence.kernels import lightning_attention as scan
+from bytescale.recurrence import KERNELS, Cuts, OneProcessCuts, require_known_kernel
+from bytescale.recurrence.kernels import mamba2
 
 from . import packages
 from .reference import gated_delta_rule, lightning_attention, selective_scan
@@ -94,12 +95,14 @@ def mamba_1() -> Case:
 
 
 def lightning() -> Case:
+    """It is computed as Mamba 2."""
     shapes, slope = {"q": (H, K), "k": (H, K), "v": (H, V)}, torch.tensor([0.1, 0.5, 2.0]).double()
 
     def ours(cuts: Cuts | None, given: dict[str, Tensor]) -> Tensor:
         whole = OneProcessCuts([0], [slice(0, len(given["q"]))])
-        rows = (given[name][None] for name in shapes)
-        return scan(whole if cuts is None else cuts, nemotron.mamba2_chunk_scan, *rows, slope)[0]
+        q, k, v = (given[name][None] for name in shapes)
+        steps, stock = torch.ones_like(v[..., 0]), nemotron.mamba2_chunk_scan
+        return mamba2(whole if cuts is None else cuts, stock, v, steps, -slope, k, q, chunk_size=64)[0]
 
     def twin(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return lightning_attention(q, k, v, (-slope).exp(), q.new_zeros(H, K, V))[0]
@@ -185,10 +188,12 @@ def test_the_arguments_of_a_package_are_looked_at() -> None:
     def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, offsets: Any = None) -> None:
         """As before fla 0.2."""
 
+    name = "torch_chunk_gated_delta_rule"
     old = packages.as_installed(chunk_gated_delta_rule, qwen.torch_chunk_gated_delta_rule)
-    assert (missing_arguments("torch_chunk_gated_delta_rule", old) or "").endswith(
-        "chunk_gated_delta_rule takes no initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens"
-    )
+    with pytest.raises(
+        ConfigError, match=r"A layer .*takes no initial_state, output_final_state, use_qk.*, cu_seqlens"
+    ):
+        require_known_kernel(name, old, "a layer")
     new = packages.as_installed(packages.chunk_gated_delta_rule, qwen.torch_chunk_gated_delta_rule)
-    assert missing_arguments("torch_chunk_gated_delta_rule", new) is None
-    assert missing_arguments("torch_chunk_gated_delta_rule", qwen.torch_chunk_gated_delta_rule) is None
+    require_known_kernel(name, new, "a layer")
+    require_known_kernel(name, qwen.torch_chunk_gated_delta_rule, "a layer")

@@ -38,13 +38,13 @@ def shared_plan(lengths: Sequence[int], num_ranks: int, weights: Sequence[int], 
     )
 
 
-def layer(cuts: Cuts, rows: Tensor, runs: Callable[[slice], tuple[Tensor, Tensor]], *, matrix: bool) -> Tensor:
+def layer(cuts: Cuts, rows: Tensor, runs: Callable[[slice], tuple[Tensor, Tensor]]) -> Tensor:
     """Some function of all that a fragment gets from the tokens before it; ``runs`` says what rows do to a state."""
     rows, arrived, places = cuts.halo(rows, WIDTH)
     pool = torch.cat([rows, arrived, rows.new_zeros(1, rows.shape[1])])
     effects = [runs(part) for part in cuts.fragments]
     decay, state = (torch.stack(parts) for parts in zip(*effects, strict=True))
-    out, entry = cuts.entry(rows.sin(), decay, state, matrix=matrix)
+    out, entry = cuts.entry(rows.sin(), decay, state)
     nearness = torch.arange(1, WIDTH + 1).to(rows)[:, None]
     added = [
         out[part] * entry[number].sum() + (pool[places[number]] * nearness).sum(0).cos()
@@ -101,7 +101,7 @@ def test_members_get_the_states_of_one_process(
         rows = torch.cat([whole[s][part] for s, part in bounds] + [torch.zeros(int(empty), 16).double()])
         factor = torch.cat([factors[s][part] for s, part in bounds] + [torch.zeros(int(empty), 16).double()])
         rows.requires_grad_()
-        out = layer(GroupCuts(attention), rows, effects(rows, matrix=matrix), matrix=matrix)
+        out = layer(GroupCuts(attention), rows, effects(rows, matrix=matrix))
         (gradient,) = torch.autograd.grad((out * factor).sum(), rows)
         sizes = [stop.stop - stop.start for _, stop in bounds] + [int(empty)]
         parts = zip(bounds, out.detach().split(sizes), gradient.split(sizes), strict=False)
@@ -117,7 +117,7 @@ def test_members_get_the_states_of_one_process(
         if sequence == len(lengths):  # of rank 0's own
             out = leaf.sin()
         else:
-            out = layer(OneProcessCuts(edges), leaf, effects(leaf, matrix=matrix), matrix=matrix)
+            out = layer(OneProcessCuts(edges), leaf, effects(leaf, matrix=matrix))
         (gradient,) = torch.autograd.grad((out * factor).sum(), leaf)
         for one, part, values, of_values in found:
             if one == sequence:
@@ -135,7 +135,7 @@ def test_a_scan_sends_what_the_formula_says(size: int) -> None:
         exchange = Exchange(group, group.rank())
         kernel = select_kernel("math", torch.device("cpu"), torch.float32)
         cuts = GroupCuts(PackedAttention(micro_batch, kernel, exchange))
-        cuts.entry(torch.ones(1), torch.ones(2, 4, 3, 3), torch.ones(2, 4, 3, 5), matrix=True)
+        cuts.entry(torch.ones(1), torch.ones(2, 4, 3, 3), torch.ones(2, 4, 3, 5))
         return exchange.bytes_sent
 
     with patch("bytescale.recurrence.cuts.chain_is_faster", lambda *_: False):

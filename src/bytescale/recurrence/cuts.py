@@ -24,7 +24,6 @@ and C columns of a state.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -43,24 +42,24 @@ from bytescale.attention.rings.window import RowsBefore
 from bytescale.plan.states import chain_is_faster, holder
 
 
-def act(decay: Tensor, state: Tensor, *, matrix: bool) -> Tensor:
-    """``decay`` applied to a state ``[..., R, C]``, or to another decay: by rows ``[..., R, R]``, or elementwise."""
-    return decay @ state if matrix else decay * state
+def act(decay: Tensor, state: Tensor) -> Tensor:
+    """``decay`` applied to a state ``[..., R, C]``, or to another decay.
 
-
-def entry_states(decay: Tensor, state: Tensor, grid: Grid, kind: Kind, *, matrix: bool) -> Tensor:
-    """The state ``[2, K, H, R, C]`` before each of this member's positions, from what each does to a state.
-
-    ``decay``: ``[2, K, H, R, R]`` if ``matrix``, else anything that broadcasts to ``state [2, K, H, R, C]``.
+    A decay is a matrix ``[..., R, R]``, or numbers ``[..., 1, 1]`` or ``[..., R, 1]``. (With R = 1 it is one as both.)
     """
+    return decay @ state if decay.shape[-1] == state.shape[-2] else decay * state
+
+
+def entry_states(decay: Tensor, state: Tensor, grid: Grid, kind: Kind) -> Tensor:
+    """The state ``[2, K, H, R, C]`` before each of this member's positions, from what each does to a state."""
     assert decay.dtype == state.dtype, "both travel in one message"
     member, size = grid.member, grid.size
     sizes = (decay[0].numel() * decay.element_size(), state[0].numel() * state.element_size())
     function = _chain if chain_is_faster(size, *sizes) else _scan
-    return function(decay, state, (member, 2 * size - 1 - member), grid, kind, matrix)
+    return function(decay, state, (member, 2 * size - 1 - member), grid, kind)
 
 
-def _scan(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid, kind: Kind, matrix: bool) -> Tensor:
+def _scan(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid, kind: Kind) -> Tensor:
     before: list[Tensor | None] = [None, None]  # the decay of all maps that are known before a position
     entry = state.new_zeros(state.shape)
     distance, last = 1, 2 * grid.size - 1
@@ -71,10 +70,10 @@ def _scan(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid, 
         for slot, position in enumerate(positions):
             target, source = position + distance, position - distance
             if target <= last:
-                parts = [act(decay[slot], entry[slot], matrix=matrix) + state[slot]]
+                parts = [act(decay[slot], entry[slot]) + state[slot]]
                 if position >= distance:  # otherwise nothing lies before it
                     known = before[slot]
-                    parts.append(decay[slot] if known is None else act(decay[slot], known, matrix=matrix))
+                    parts.append(decay[slot] if known is None else act(decay[slot], known))
                 if holder(target, grid.size) == grid.member:
                     arrived[1] = parts  # the next position of the same member is its back segment
                 else:
@@ -89,21 +88,21 @@ def _scan(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid, 
             grid.exchange.start_all(sends, receives, tag=kind.tag(grid.group)).wait()
         for slot, parts in arrived.items():
             known = before[slot]
-            entry[slot] = parts[0] if known is None else entry[slot] + act(known, parts[0], matrix=matrix)
+            entry[slot] = parts[0] if known is None else entry[slot] + act(known, parts[0])
             if len(parts) == 2:
-                before[slot] = parts[1] if known is None else act(known, parts[1], matrix=matrix)
+                before[slot] = parts[1] if known is None else act(known, parts[1])
         distance *= 2
     return entry
 
 
-def _chain(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid, kind: Kind, matrix: bool) -> Tensor:
+def _chain(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid, kind: Kind) -> Tensor:
     entry = state.new_zeros(state.shape)
     sent: list[Transfer] = []
     for position in range(2 * grid.size - 1):
         source, target = holder(position, grid.size), holder(position + 1, grid.size)
         if source == grid.member:
             slot = positions.index(position)
-            after = (act(decay[slot], entry[slot], matrix=matrix) + state[slot]).contiguous()
+            after = (act(decay[slot], entry[slot]) + state[slot]).contiguous()
             if target == grid.member:
                 entry[1] = after
             else:
@@ -125,11 +124,13 @@ class EntryStates(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, out: Tensor, decay: Tensor, state: Tensor, grid: Grid, attention: PackedAttention, matrix: bool
+        ctx: Any, out: Tensor, decay: Tensor, state: Tensor, attention: PackedAttention
     ) -> tuple[Tensor, Tensor]:
         """``attention`` may remember the states, if this is a recomputation."""
-        (entry,) = attention.remembered(lambda: (entry_states(decay, state, grid, Kind.FORWARD_STATES, matrix=matrix),))
-        ctx.grid, ctx.matrix = grid, matrix
+        grid = attention.grid
+        assert grid is not None, "fragments are of shared sequences"
+        (entry,) = attention.remembered(lambda: (entry_states(decay, state, grid, Kind.FORWARD_STATES),))
+        ctx.grid = grid
         ctx.save_for_backward(decay, entry)
         return out.view_as(out), entry
 
@@ -137,12 +138,12 @@ class EntryStates(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         decay, entry = ctx.saved_tensors
         d_out, d_entry = gradients
-        turned = decay.mT if ctx.matrix else decay
-        after = entry_states(
-            turned.flip(0).contiguous(), d_entry.flip(0).contiguous(), ctx.grid, Kind.BACKWARD_STATES, matrix=ctx.matrix
+        turned = decay.mT if decay.shape[-1] == entry.shape[-2] else decay
+        reached = entry_states(
+            turned.flip(0).contiguous(), d_entry.flip(0).contiguous(), ctx.grid, Kind.BACKWARD_STATES
         ).flip(0)
-        of_decay = after @ entry.mT if ctx.matrix else (after * entry).sum_to_size(decay.shape)
-        return d_out, of_decay, after, None, None, None
+        of_decay = reached @ entry.mT if turned is not decay else (reached * entry).sum_to_size(decay.shape)
+        return d_out, of_decay, reached, None
 
 
 class _Tables:
@@ -197,27 +198,21 @@ class GroupCuts(_Tables):
         if shared is None or grid is None:
             return rows, rows[:0], []
         if width not in self._halos:
-            self._halos[width] = RowsBefore.of(shared, width)
-        halo = self._halos[width]
-        own, arrived = _Halo.apply(rows, halo, grid, self._attention)
-        num_shared = grid.num_tokens  # rows behind these are documents
-        places = [[at + len(rows) - num_shared if at >= num_shared else at for at in before] for before in halo.places]
-        return own, arrived, places
+            self._halos[width] = RowsBefore.of(shared, width, len(rows))
+        own, arrived = _Halo.apply(rows, self._halos[width], grid, self._attention)
+        return own, arrived, self._halos[width].places
 
-    def entry(self, out: Tensor, decay: Tensor, state: Tensor, *, matrix: bool) -> tuple[Tensor, Tensor]:
+    def entry(self, out: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The state before each fragment.
 
         Args:
             out: any tensor that the layer's output depends on. It is returned, and has to be used from there on.
             decay: ``[F, ...]`` and state: ``[F, H, R, C]``, what each fragment does to a state.
-            matrix: how decays act.
 
         Returns ``out`` and the states ``[F, H, R, C]``.
         """
-        grid = self._attention.grid
-        assert grid is not None, "fragments are of shared sequences"
         decay, state = (part.unflatten(0, (-1, 2)).transpose(0, 1).contiguous() for part in (decay, state))
-        out, entry = EntryStates.apply(out, decay, state, grid, self._attention, matrix)
+        out, entry = EntryStates.apply(out, decay, state, self._attention)
         return out, entry.transpose(0, 1).flatten(0, 1)
 
 
@@ -269,25 +264,19 @@ class OneProcessCuts(_Tables):
         super().__init__()
         self.fragments = [slice(*pair) for pair in pairwise(edges)]
         self.documents = list(documents)
-        self._numbers: Counter[str] = Counter()
-
-    def take_numbers(self) -> dict[str, int]:
-        """Numbers of states, decays and halo rows of a fragment since the last call (``hf.model.probe``)."""
-        taken, self._numbers = self._numbers, Counter()
-        return {name: taken[name] for name in ("state_numbers", "decay_numbers", "halo_numbers")}
+        self.numbers = [0, 0]
+        """Of states and of decays of a fragment, in all layers so far (``hf.model.probe``)."""
 
     def halo(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
         """See ``GroupCuts``."""
-        self._numbers["halo_numbers"] += width * rows.shape[1]
         return rows, rows[:0], [[max(-1, run.start + at) for at in range(-width, 0)] for run in self.fragments]
 
-    def entry(self, out: Tensor, decay: Tensor, state: Tensor, *, matrix: bool) -> tuple[Tensor, Tensor]:
+    def entry(self, out: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """See ``GroupCuts``."""
-        self._numbers["state_numbers"] += state[0].numel()
-        self._numbers["decay_numbers"] += decay[0].numel()
+        self.numbers = [known + one[0].numel() for known, one in zip(self.numbers, (state, decay), strict=True)]
         entry = [torch.zeros_like(state[0])]
         for one_decay, one_state in zip(decay[:-1], state[:-1], strict=True):
-            entry.append(act(one_decay, entry[-1], matrix=matrix) + one_state)
+            entry.append(act(one_decay, entry[-1]) + one_state)
         return out, torch.stack(entry)
 
 

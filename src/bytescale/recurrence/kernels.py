@@ -31,10 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bytescale.common.errors import ConfigError
 from bytescale.recurrence.cuts import Cuts, act
 
 Stock = Callable[..., Any]
-_HOST = torch.device("cpu")
 
 
 def installed(stock: Stock) -> Stock | None:
@@ -43,22 +43,26 @@ def installed(stock: Stock) -> Stock | None:
     return inside["implementation"] if inside.get("is_new_implementation") else None
 
 
-def missing_arguments(name: str, stock: Stock) -> str | None:
-    """What a kernel package of another version lacks, of which transformers would say nothing; None: nothing.
+def require_known_kernel(name: str, stock: Stock, layer: str) -> None:
+    """Raise ``ConfigError`` for a kernel package of another version, of which transformers would say nothing.
 
-    ``name``: of ``KERNELS``. Transformers leaves out the arguments that a package's function does not take.
+    Transformers leaves out the arguments that a package's function does not take. ``name``: of ``KERNELS``; ``layer``:
+    for the message.
     """
     function = installed(stock)
     if function is None:
-        return None
+        return
     missing = [word for word in _ARGUMENTS.get(name, ()) if word not in inspect.signature(function).parameters]
-    package = function.__module__.partition(".")[0]
-    version = getattr(sys.modules.get(package), "__version__", "of an unknown version")
-    return (
-        f"{package} {version} is installed, whose {function.__name__} takes no {', '.join(missing)}"
-        if missing
-        else None
-    )
+    if missing:
+        package = function.__module__.partition(".")[0]
+        version = getattr(sys.modules.get(package), "__version__", "of an unknown version")
+        raise ConfigError(
+            f"{layer} cannot be attached: {package} {version} is installed, whose {function.__name__} takes no "
+            f"{', '.join(missing)}",
+            so="documents of a pack would see each other's states",
+            fix="install a version that takes it (fla-core 0.6.0, mamba-ssm 2.3.2 and causal-conv1d 1.7.0 do), or "
+            "uninstall the package: transformers' own form computes then",
+        )
 
 
 @dataclass(frozen=True)
@@ -81,36 +85,31 @@ Runs = Callable[[list[slice], bool], list[Run]]
 """Computes runs that follow each other, none of them empty. True: they are whole documents, no state is before them."""
 
 
-def each(run: Callable[[slice], Run]) -> Runs:
-    """One by one."""
-    return lambda parts, alone: [run(rows) for rows in parts]
-
-
-def carried(cuts: Cuts, runs: Runs, *, matrix: bool = False) -> Tensor:
-    """``[T, ...]`` outputs of all rows."""
+def carried(cuts: Cuts, runs: Runs, *, one_row: bool = False) -> Tensor:
+    """``[T, ...]`` outputs of all rows. ``one_row``: caches have states without their dimension of one row."""
     has_rows = [rows.start < rows.stop for rows in cuts.fragments]
     filled = list(compress(cuts.fragments, has_rows))
     own, documents = runs(filled, False) if filled else [], runs(cuts.documents, True) if cuts.documents else []
     out = torch.cat([one.out for one in own + documents])
-    left = [one.effect()[1] for one in documents] if cuts.keep is not None else []
-    if not has_rows:
-        if cuts.keep is not None:
-            cuts.keep("recurrent", torch.stack(left))
-        return out
-    known = [one.effect() for one in own]
-    decay, state = known[0] if known else documents[0].effect()
-    same = torch.eye(decay.shape[-1]).to(decay).expand_as(decay) if matrix else torch.ones_like(decay)
-    nothing = same, torch.zeros_like(state)  # what a fragment without rows does
-    following = iter(known)
-    pairs = [next(following) if some else nothing for some in has_rows]
-    decays, states = (torch.stack(parts) for parts in zip(*pairs, strict=True))
-    out, entry = cuts.entry(out, decays, states, matrix=matrix)
+    after = [one.effect()[1] for one in documents] if cuts.keep is not None else []
+    if has_rows:
+        known = [one.effect() for one in own]
+        decay, state = known[0] if known else documents[0].effect()
+        matrix = decay.shape[-1] == state.shape[-2]
+        same = torch.eye(decay.shape[-1]).to(decay).expand_as(decay) if matrix else torch.ones_like(decay)
+        nothing, following = (same, torch.zeros_like(state)), iter(known)  # what a fragment without rows does
+        pairs = [next(following) if some else nothing for some in has_rows]
+        decays, states = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+        out, entry = cuts.entry(out, decays, states)
+        after = [*(act(decays, entry) + states), *after]
+        pieces = list(out.split([len(one.out) for one in own + documents]))
+        for number, (one, before) in enumerate(zip(own, compress(entry, has_rows), strict=True)):
+            pieces[number] = pieces[number] + one.read(before).to(out.dtype)
+        out = torch.cat(pieces)
     if cuts.keep is not None:
-        cuts.keep("recurrent", torch.cat([act(decays, entry, matrix=matrix) + states, *(one[None] for one in left)]))
-    pieces = list(out.split([len(one.out) for one in own + documents]))
-    for number, (one, before) in enumerate(zip(own, compress(entry, has_rows), strict=True)):
-        pieces[number] = pieces[number] + one.read(before).to(out.dtype)
-    return torch.cat(pieces)
+        kept = torch.stack(after)
+        cuts.keep("recurrent", kept.squeeze(-2) if one_row else kept)
+    return out
 
 
 def convolution(
@@ -154,7 +153,9 @@ def delta_rule(
         q, k, v, decay, rate = (part[:, rows] for part in (query, key, value, g, beta))
         pack, entry = {}, None
         if len(parts) > 1:  # with the places on the host, too, fla does not wait for the device
-            pack["cu_seqlens"], pack["cu_seqlens_cpu"] = (_pack(cuts, parts, place)[0] for place in (v.device, _HOST))
+            pack["cu_seqlens"], pack["cu_seqlens_cpu"] = (
+                _pack(cuts, parts, place)[0] for place in (v.device, torch.device("cpu"))
+            )
         if not alone:
             v, entry = F.pad(v, (0, width)), F.pad(identity.expand(len(parts), *identity.shape), (columns, 0))
         out, after = stock(q, k, v, g=decay, beta=rate, initial_state=entry, output_final_state=True, **pack, **options)
@@ -169,7 +170,7 @@ def delta_rule(
         return [run(own, left) for own, left in zip(out[0].split(lengths), after.to(wide), strict=True)]
 
     runs = together if installed(stock) else lambda parts, alone: [together([rows], alone)[0] for rows in parts]
-    return carried(cuts, runs, matrix=True)[None], None
+    return carried(cuts, runs)[None], None
 
 
 def mamba2(
@@ -189,13 +190,9 @@ def mamba2(
 
     def run(rows: slice) -> Run:
         out, after = scan(rows, return_final_states=True)
-        decays = (A * _steps(dt[0, rows], dt_bias, dt_softplus).clamp(*dt_limit)).to(wide).cumsum(0).exp()
-
-        def read(before: Tensor) -> Tensor:
-            seen = C[0, rows].to(wide).repeat_interleave(x.shape[2] // C.shape[2], dim=1)
-            return torch.einsum("nhs,hps->nhp", seen, before) * decays[..., None]
-
-        return Run(out[0], lambda: (decays[-1, :, None, None], after[0].to(wide)), read)
+        steps = _steps(dt[0, rows], dt_bias, dt_softplus).clamp(*dt_limit).to(wide)
+        seen = C[0, rows].to(wide).repeat_interleave(x.shape[2] // C.shape[2], dim=1)
+        return _selective(out[0], steps, A[:, None], seen, lambda time: after[0].to(wide))
 
     def runs(parts: list[slice], alone: bool) -> list[Run]:
         if not alone or len(parts) == 1 or not installed(stock):
@@ -215,7 +212,7 @@ def mamba1(
     cuts: Cuts, stock: Stock, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
     *, z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Mamba 1: ``x, dt, z [1, H, T]``, ``A [H, N]``, ``B, C [1, N, T]``. States are ``[H, N]``.
+    """Mamba 1: ``x, dt, z [1, H, T]``, ``A [H, N]``, ``B, C [1, N, T]``. States are ``[H, 1, N]``.
 
     The stock kernel takes no state, and mamba-ssm's gives no gradient of the one that it returns. So the state is
     summed here, for fragments alone. The gate ``z`` follows when outputs are complete.
@@ -229,21 +226,34 @@ def mamba1(
             delta_softplus=delta_softplus, **options,
         )  # fmt: skip
         steps = _steps(dt[0, :, rows].T, delta_bias, delta_softplus).to(wide)
-        time = steps.cumsum(0)  # [n, H]
 
-        def effect() -> tuple[Tensor, Tensor]:
-            left = (A * time[-1, :, None]).exp()
+        def after(time: Tensor) -> Tensor:
             later = (A * (time[-1] - time)[..., None]).exp()  # [n, H, N]
-            state = torch.einsum("nhs,nh,ns->hs", later, steps * x[0, :, rows].T, B[0, :, rows].T.to(wide))
-            return left, state
+            inputs = steps * x[0, :, rows].T
+            return torch.einsum("nhs,nh,ns->hs", later, inputs, B[0, :, rows].T.to(wide))[:, None]
 
-        def read(before: Tensor) -> Tensor:
-            return torch.einsum("nhs,hs,ns->nh", (A * time[..., None]).exp(), before, C[0, :, rows].T.to(wide))
+        return _selective(out[0].T[..., None], steps, A, C[0, :, rows].T.to(wide)[:, None], after)
 
-        return Run(out[0].T, effect, read)
-
-    out = carried(cuts, each(run)).T[None]
+    out = carried(cuts, lambda parts, alone: [run(rows) for rows in parts], one_row=True)[..., 0].T[None]
     return out if z is None else out * F.silu(z)
+
+
+def _selective(out: Tensor, steps: Tensor, A: Tensor, seen: Tensor, after: Callable[[Tensor], Tensor]) -> Run:
+    """A run of either Mamba.
+
+    Args:
+        out: ``[n, H, P]``.
+        steps: ``[n, H]``; time is their sum.
+        A: ``[H, N]``, or ``[H, 1]`` where it is one number a head.
+        seen: ``[n, H, N]`` what a row reads of a state; of H there may be 1.
+        after: from the time after each row, ``[n, H]``, to the state after the run, ``[H, P, N]``.
+    """
+    time = steps.cumsum(0)
+    return Run(
+        out,
+        lambda: ((A * time[-1, :, None]).exp()[:, None], after(time)),
+        lambda before: torch.einsum("nhs,hps->nhp", seen * (A * time[..., None]).exp(), before),
+    )
 
 
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
@@ -301,18 +311,11 @@ _ARGUMENTS = dict.fromkeys(
 def lightning_mixer(cuts: Cuts, stock: Stock, mixer: nn.Module, hidden_states: Tensor) -> tuple[Tensor, None]:
     """``MiniMaxLightningAttention.forward`` of ``hidden_states [1, T, width]``: the mixer has no kernel of its own.
 
-    ``stock``: Mamba 2's.
+    A token multiplies a head's state by ``exp(-slope)`` and adds ``k v``. So it is Mamba 2, whose kernel is ``stock``,
+    with steps of 1 and states ``[H, V, K]``.
     """
     own: Any = mixer
     qkv = own.act_fn(own.qkv_proj(hidden_states)).unflatten(2, (own.num_attention_heads, -1))
     q, k, v = qkv.split(own.head_dim, dim=3)
-    out = lightning_attention(cuts, stock, q, k, v, own.slope_rate.flatten())
+    out = mamba2(cuts, stock, v, torch.ones_like(v[..., 0]), -own.slope_rate.flatten(), k, q, chunk_size=64)
     return own.out_proj(own.output_gate(hidden_states).sigmoid() * own.norm(out.flatten(2))), None
-
-
-def lightning_attention(cuts: Cuts, stock: Stock, q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Tensor:
-    """``q, k [1, T, H, K]``, ``v [1, T, H, V]``; a token multiplies the state by ``exp(-slope)``, ``slope [H]``.
-
-    It is Mamba 2 whose steps all are 1, and whose states are ``[H, V, K]``.
-    """
-    return mamba2(cuts, stock, v, torch.ones_like(v[..., 0]), -slope, k, q, chunk_size=64)

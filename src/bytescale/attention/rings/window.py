@@ -68,11 +68,7 @@ class WindowLayout:
     @staticmethod
     def of(shared: SharedGroup, local_lengths: IntArray, window: int) -> WindowLayout:
         """``local_lengths``: of the sequences that follow the shared ones in the micro-batch's rows."""
-        held = [_Held.of(shared, member) for member in range(shared.size)]
-        own = held[shared.member]
-        others = [held[(shared.member + step) % shared.size] for step in range(1, shared.size)]
-        sent = [RowRanges(own.rows(*_overlaps(other.missing(window), own.bounds))) for other in others]
-        token_runs, arriving = _arrivals(own.missing(window), others[::-1])
+        own, sent, token_runs, arriving = _messages(shared, window)
         inner, outer, sources = _split(own, token_runs, window)
         num_shared = int((own.bounds[..., 1] - own.bounds[..., 0]).sum())
         edges = np.cumsum(np.concatenate([[num_shared], local_lengths])).tolist()
@@ -124,6 +120,15 @@ class _Held:
             else [_TokenRun(start, middle, row), _TokenRun(again, stop, back_row)]
         )
         return [run for run in runs if run.stop > run.start]
+
+
+def _messages(shared: SharedGroup, window: int) -> tuple[_Held, list[RowRanges], list[list[_TokenRun]], list[int]]:
+    """What this member holds, ``WindowLayout.sent``, by sequence what arrives, and ``WindowLayout.arriving``."""
+    held = [_Held.of(shared, member) for member in range(shared.size)]
+    own = held[shared.member]
+    others = [held[(shared.member + step) % shared.size] for step in range(1, shared.size)]
+    sent = [RowRanges(own.rows(*_overlaps(other.missing(window), own.bounds))) for other in others]
+    return own, sent, *_arrivals(own.missing(window), others[::-1])
 
 
 def _overlaps(wanted: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray]:
@@ -218,14 +223,10 @@ class RowsBefore:
     places: list[list[int]]
 
     @staticmethod
-    def of(shared: SharedGroup, width: int) -> RowsBefore:
-        """``width``: rows before a segment that are looked at."""
-        held = [_Held.of(shared, member) for member in range(shared.size)]
-        own = held[shared.member]
-        others = [held[(shared.member + step) % shared.size] for step in range(1, shared.size)]
-        sent = [RowRanges(own.rows(*_overlaps(other.missing(width + 1), own.bounds))) for other in others]
-        token_runs, arriving = _arrivals(own.missing(width + 1), others[::-1])
-        num_rows, places = int((own.bounds[..., 1] - own.bounds[..., 0]).sum()), []
+    def of(shared: SharedGroup, width: int, num_rows: int) -> RowsBefore:
+        """``width``: rows before a segment that are looked at; ``num_rows``: of the micro-batch."""
+        own, sent, token_runs, arriving = _messages(shared, width + 1)
+        places = []
         for sequence, starts in enumerate(own.bounds[..., 0].tolist()):
             known = {run.start + n: run.row + n for run in own.runs(sequence) for n in range(run.stop - run.start)}
             arrived = [(run.start + n, num_rows + run.row + n) for run in token_runs[sequence]

@@ -34,20 +34,10 @@ if TYPE_CHECKING:
 Ready = Callable[[int, Tensor], None]
 """Called with the number of a prompt and the logits ``[V]`` of its next token, in fp32 or wider."""
 
-States = dict[tuple[int, str], Tensor]
-"""By layer and ``"conv"`` or ``"recurrent"``: a state as transformers' caches have it, of one document."""
-
-_MOST_PIECES = 8
-"""Runs of one prompt's tokens that one rank may hold; a plan has two of them."""
-
-
-@dataclass(frozen=True)
-class PromptPart:
-    """Keys and values of a run of a prompt's tokens, on the rank that computed them."""
-
-    start: int
-    stop: int
-    rows: Tensor  # [stop - start, W]: of each layer the keys of all heads, and then the values
+Parts = dict[tuple[int, str], Tensor]
+"""What a rank has of a prompt. By the first token of a run and ``"rows"``: its keys and values ``[n, W]``, of each
+layer the keys of all heads, and then the values. By layer and ``"conv"`` or ``"recurrent"``: a state as transformers'
+caches have it, on the rank with the prompt's last token."""
 
 
 @dataclass
@@ -57,16 +47,26 @@ class Prefill:
     Attributes:
         prompts: ``[S]`` tokens of each prompt.
         next_tokens: ``[P]`` int64, the most probable next token of each prompt, the same on every rank.
-        pieces: by prompt, what this rank holds of its keys and values.
-        states: by prompt, what its recurrent layers leave behind, on the rank with its last token.
+        parts: by prompt, what this rank holds of it.
     """
 
     hdp: HDP
     prompts: list[Tensor]
     next_tokens: Tensor
-    pieces: dict[int, list[PromptPart]] = field(default_factory=dict)
-    states: dict[int, States] = field(default_factory=dict)
+    parts: dict[int, Parts] = field(default_factory=dict)
     _logits: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_compileable(self) -> bool:
+        """What ``generate`` asks of a cache. Raises ``ConfigError``: this is none."""
+        raise refusal(
+            self.hdp.facts.names[0],
+            "its keys, values and states are given to the model where several ranks have parts of them",
+            so="generate would go on without the parts of the others",
+            fix="call inputs = prefill.inputs(prompt, rank) on every rank, and model.generate(**inputs) on that one",
+        )
+
+    get_seq_length = is_compileable
 
     def next_logits(self, prompts: Sequence[int] | None = None) -> Tensor:
         """``[P, V]`` logits of the next tokens of all prompts, or of those with the given numbers, on every rank.
@@ -104,17 +104,17 @@ class Prefill:
                 so="generate could not go on from what prefill gathers",
                 fix="call model.generate without past_key_values; next tokens and logits are known without it",
             )
-        rows = self._gathered(prompt, rank)
-        states = self._gathered_states(prompt, rank) if decoder.mixers else {}
-        if rows is None:
+        held = self._gathered(prompt, rank)
+        if held is None:
             return None
+        rows = torch.cat([held.pop(key) for key in sorted(held) if key[1] == "rows"])
         cache = DynamicCache(config=causal_model(self.hdp.model).config)
         shapes = self._shapes()
         split = rows.split([math.prod(shape) for shape in shapes], dim=1)
         parts = [part.unflatten(1, shape).transpose(0, 1)[None] for part, shape in zip(split, shapes, strict=True)]
         for index, keys, values in zip(self._layers(), parts[::2], parts[1::2], strict=True):
             cache.update(keys, values, index)
-        for (index, kind), state in states.items():
+        for (index, kind), state in held.items():
             update = cache.update_conv_state if kind == "conv" else cache.update_recurrent_state
             update(state[None], index)
         return cache
@@ -133,8 +133,7 @@ class Prefill:
 
     def free(self, prompt: int) -> None:
         """Forget this rank's part of a prompt's cache."""
-        self.pieces.pop(prompt, None)
-        self.states.pop(prompt, None)
+        self.parts.pop(prompt, None)
 
     def add(self, micro: Micro, kept: dict[tuple[int, str], Tensor], logits: dict[int, Tensor]) -> None:
         """Keep the results of a micro-batch.
@@ -147,54 +146,34 @@ class Prefill:
         runs = micro.plan.runs
         for (prompt, start, stop), part in zip(runs, rows.split([b - a for _, a, b in runs]), strict=True):
             if stop > start:
-                self.pieces.setdefault(prompt, []).append(PromptPart(start, stop, part.clone()))
+                self.parts.setdefault(prompt, {})[start, "rows"] = part.clone()
         states = {key: part for key, part in kept.items() if key[1] in ("conv", "recurrent")}
         for number, (prompt, start, stop) in enumerate(runs):
             if start < stop == len(self.prompts[prompt]):
-                self.states[prompt] = {key: part[number].clone() for key, part in states.items()}
+                self.parts[prompt] |= {key: part[number].clone() for key, part in states.items()}
         self._logits.update(logits)
 
-    def _gathered(self, prompt: int, rank: int) -> Tensor | None:
-        """``[S, W]`` on ``rank``; None on the others."""
-        group, own = self.hdp.group, self.pieces.get(prompt, [])
-        assert len(own) <= _MOST_PIECES, "a member holds two runs of a sequence"
-        bounds = [float(edge) for piece in own for edge in (piece.start, piece.stop)]
-        table = group.share([*bounds, *[0.0] * (2 * _MOST_PIECES - len(bounds))])
-        if group.rank != rank:
-            for piece in own:
-                group.exchange.start(send=piece.rows, to=rank, receive=None, source=rank, tag=0).wait()
-            return None
-        width, dtype = sum(map(math.prod, self._shapes())), next(self.hdp.model.parameters()).dtype
-        whole = torch.zeros(len(self.prompts[prompt]), width, dtype=dtype, device=group.device)
-        for piece in own:
-            whole[piece.start : piece.stop] = piece.rows
-        for source, edges in enumerate(table):
-            runs = [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
-            for start, stop in runs if source != rank else ():
-                group.exchange.start(send=None, to=source, receive=whole[start:stop], source=source, tag=0).wait()
-        return whole
-
-    def _gathered_states(self, prompt: int, rank: int) -> States:
-        group, own = self.hdp.group, self.states.get(prompt)
-        told = None if own is None else [[*key, list(state.shape), str(state.dtype)] for key, state in own.items()]
+    def _gathered(self, prompt: int, rank: int) -> Parts | None:
+        """All parts of a prompt on ``rank``; None on the others."""
+        group, own = self.hdp.group, {**self.parts.get(prompt, {})}
+        told = [[*key, list(part.shape), str(part.dtype).removeprefix("torch.")] for key, part in own.items()]
         table = all_gather_json(told, group.group, group.device)
-        source = next(number for number, line in enumerate(table) if line is not None)
-        wide = torch.promote_types(next(self.hdp.model.parameters()).dtype, torch.float32)
-        if own is not None and source == rank:
-            return own
-        if own is not None:
-            message = torch.cat([state.flatten().to(wide) for state in own.values()])
-            group.exchange.start(send=message, to=rank, receive=None, source=rank, tag=1).wait()
-            return {}
+        if not any(table):
+            raise DataError(
+                f"no rank has the keys and values of prompt {prompt} any more ({self.hdp.facts.names[0]})",
+                so="generate could not go on from them",
+                fix="call free(prompt) after cache(prompt) and inputs(prompt), on every rank",
+            )
         if group.rank != rank:
-            return {}
-        sizes = [math.prod(shape) for _, _, shape, _ in table[source]]
-        message = torch.empty(sum(sizes), dtype=wide, device=group.device)
-        group.exchange.start(send=None, to=source, receive=message, source=source, tag=1).wait()
-        return {
-            (layer, kind): part.view(shape).to(getattr(torch, dtype.removeprefix("torch.")))
-            for (layer, kind, shape, dtype), part in zip(table[source], message.split(sizes), strict=True)
-        }
+            for part in own.values():
+                group.exchange.start(send=part.contiguous(), to=rank, receive=None, source=rank, tag=0).wait()
+            return None
+        for source, line in enumerate(table):
+            for place, kind, shape, dtype in line if source != rank else ():
+                part = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
+                group.exchange.start(send=None, to=source, receive=part, source=source, tag=0).wait()
+                own[place, kind] = part
+        return own
 
     def _layers(self) -> list[int]:
         """The place of every attention layer among the model's layers, in the order of their calls."""

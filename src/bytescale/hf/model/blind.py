@@ -29,7 +29,7 @@ class Blind(Target):
     )
     compares: bool = False
     """Whether mixers run a second time, as in one process."""
-    mixed: list[tuple[nn.Module, float, float, dict[str, int]]] = field(default_factory=list)
+    mixed: list[tuple[nn.Module, float, float, list[int]]] = field(default_factory=list)
     """Mixers that were called, how far both runs are apart and how far they may be, and the fragments' numbers."""
 
     def attend(self, call: Call) -> Tensor:
@@ -38,6 +38,7 @@ class Blind(Target):
         return call.value.new_zeros(batch, rows, heads, call.value.shape[-1])
 
     def mix(self, mixer: nn.Module, plain: Callable[[], Any], cut: Callable[[Cuts], Any]) -> Any:
+        self.cuts.numbers = [0, 0]
         result = cut(self.cuts)
         out, difference, limit = result[0] if isinstance(result, tuple) else result, 0.0, 0.0
         if self.compares:
@@ -45,7 +46,7 @@ class Blind(Target):
             whole = result[0] if isinstance(result, tuple) else result
             difference = float((out - whole).abs().max() / whole.abs().max())
             limit = max(1e-4, 4 * torch.finfo(whole.dtype).eps)
-        self.mixed.append((mixer, difference, limit, self.cuts.take_numbers()))
+        self.mixed.append((mixer, difference, limit, self.cuts.numbers))
         return result
 
     def mask(self, mask_function: Callable[..., Any]) -> MaskFunction:
@@ -94,18 +95,16 @@ def alike(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first.float(), second.float(), rtol=2e-2, atol=2e-2 * float(first.abs().max()))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayerRecurrence:
     """One mixer: a recurrence with its convolution, or a convolution alone, which has no state.
 
-    Numbers are of a state, of what a run of tokens does to it beside what it adds, and of the rows before a fragment
-    that convolutions look at.
+    Numbers are of a state, and of what a run of tokens does to it beside what it adds.
     """
 
     name: str
     state_numbers: int
     decay_numbers: int
-    halo_numbers: int
 
 
 def probe_mixers(model: nn.Module, names: dict[nn.Module, str]) -> tuple[LayerRecurrence, ...]:
@@ -128,4 +127,4 @@ def probe_mixers(model: nn.Module, names: dict[nn.Module, str]) -> tuple[LayerRe
                 so="its results would depend on the plan",
                 fix="use a model type whose recurrence takes the state before its tokens",
             )
-    return tuple(LayerRecurrence(name=names[mixer], **numbers) for mixer, _, _, numbers in blind.mixed)
+    return tuple(LayerRecurrence(names[mixer], *numbers) for mixer, _, _, numbers in blind.mixed)

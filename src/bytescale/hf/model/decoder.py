@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from bytescale.attention import PackedAttention
 from bytescale.attention.autocast import in_autocast
 from bytescale.common.errors import ConfigError, RankFailure
+from bytescale.common.units import format_bytes
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.model.costs import spec_of
 from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states
 from bytescale.hf.model.interface import KEYWORD, Attachment, Call, Target, foreign_model, refusal
 from bytescale.hf.model.long_rope import fix_rope, unfix_rope
-from bytescale.hf.model.probe import LayerAttention, LayerRecurrence, ModelFacts, probe
+from bytescale.hf.model.probe import ModelFacts, probe
 from bytescale.recurrence import Cuts, GroupCuts
 from bytescale.runtime.loss import Head, PlainHead
 
@@ -58,7 +59,7 @@ class AttachedDecoder(nn.Module):
             """Leaves the model as it was before."""
         modules = {name or type(module).__name__: module for name, module in model.named_modules()}
         self.attentions = {modules[layer.name]: layer for layer in self.facts.layers}
-        self.mixers = frozenset(modules[mixer.name] for mixer in self.facts.mixers)
+        self.mixers = {modules[mixer.name]: mixer for mixer in self.facts.mixers}
         self.num_calls = len(self.facts.layers) + len(self.facts.mixers)
         self.is_frozen = False
         self._random = {name: modules.get(name, model) for name in self.facts.random_parts}
@@ -66,7 +67,7 @@ class AttachedDecoder(nn.Module):
 
     def is_in(self, model: nn.Module) -> bool:
         """Whether ``model`` is the attached model or a module around it."""
-        return self.attentions.keys() | self.mixers <= set(model.modules())
+        return self.attentions.keys() | self.mixers.keys() <= set(model.modules())
 
     def require_no_randomness(self) -> None:
         """Raise ``ConfigError`` for a model that draws random numbers in the mode that it is in."""
@@ -87,12 +88,11 @@ class AttachedDecoder(nn.Module):
         """
         names: list[str] = []
         places = {name: place for place, (name, _) in enumerate(self.model.named_modules())}
-        parts: list[LayerAttention | LayerRecurrence] = [*self.facts.layers, *self.facts.mixers]
-        for layer in sorted(parts, key=lambda part: places[part.name]):
-            numbered = re.match(r"(.*?\.\d+)(\.|$)", layer.name)
+        for name in sorted(self.facts.names, key=places.__getitem__):
+            numbered = re.match(r"(.*?\.\d+)(\.|$)", name)
             if numbered is None:
                 raise refusal(
-                    layer.name,
+                    name,
                     "it does not lie in a numbered list of layers",
                     so="activation checkpointing could not tell where a layer begins",
                     fix="train it in a loop of your own with bytescale.HDP",
@@ -262,7 +262,17 @@ class MicroBatchPass(Target):
         attention = self._attention_of(in_autocast(next(mixer.parameters())).dtype)
         cuts = self._cuts.setdefault(id(attention), GroupCuts(attention))
         cuts.keep = None if self.keep is None else partial(self.keep, mixer)
-        out = cut(cuts)
+        try:
+            out = cut(cuts)
+        except torch.OutOfMemoryError as error:
+            layer = self.decoder.mixers[mixer]
+            numbers = len(cuts.fragments) * (2 * layer.state_numbers + layer.decay_numbers)
+            raise ConfigError(
+                f"{layer.name} ran out of memory, where the {len(cuts.fragments)} segments of documents that ranks "
+                f"share need {format_bytes(4 * numbers)} for the states before and after them, and what they do to one",
+                so="the pass cannot go on",
+                fix="lower capacity_tokens, so that fewer documents are in a micro-batch, or use checkpointing='full'",
+            ) from error
         self._counted(out[0] if isinstance(out, tuple) else out)
         return out
 

@@ -9,6 +9,7 @@ Shape letters: T rows, n rows of a chunk, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
@@ -167,8 +168,20 @@ def embeddings_of(model: Any) -> tuple[Any, Any]:
 def require_words(fields: Mapping[str, Sequence[Tensor]], model: nn.Module) -> None:
     """Raise ``DataError`` for tokens outside of the model's embedding, and labels outside of its head.
 
-    ``fields``: ``tokens`` and ``labels``, each a list of ``[S]`` numbers.
+    ``fields``: ``tokens`` and ``labels``, each a list of ``[S]`` numbers. A token that stands for an image is refused,
+    too: towers take no part.
     """
+    root = causal_model(model)
+    towers = [name for name, _ in root.named_modules() if re.search("vis(ion|ual)|audio", name.rpartition(".")[2])]
+    for kind in ("image", "video", "audio") if towers else ():
+        placeholder = getattr(getattr(root, "config", None), f"{kind}_token_id", None)
+        for number, values in enumerate(fields["tokens"] if placeholder is not None else ()):
+            if placeholder in values:
+                raise DataError(
+                    f"document {number} has a token of an {kind} ({placeholder}), and {towers[0]} takes no part here",
+                    so="the model would see a word without meaning in its place",
+                    fix="train on documents of text alone",
+                )
     for name, module in zip(("tokens", "labels"), embeddings_of(model), strict=True):
         weight = getattr(module, "weight", None)
         if weight is None:

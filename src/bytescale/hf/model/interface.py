@@ -28,7 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bytescale.common.errors import ConfigError
-from bytescale.recurrence import KERNELS, Cuts, lightning_mixer, missing_arguments
+from bytescale.recurrence import KERNELS, Cuts, lightning_mixer, require_known_kernel
 
 
 def refusal(part: str, what: str, *, so: str, fix: str) -> ConfigError:
@@ -65,20 +65,6 @@ def _kernels(module: nn.Module) -> set[str]:
     if not isinstance(function, FunctionType):
         return set()
     return set(function.__code__.co_names) & {*KERNELS, _LIGHTNING}
-
-
-def _require_known_kernels(mixer: nn.Module, name: str) -> None:
-    """Raise ``ConfigError`` for a kernel package of another version."""
-    stock = inspect.unwrap(type(mixer).forward).__globals__
-    for kernel in sorted(_kernels(mixer) & KERNELS.keys()):
-        if missing := missing_arguments(kernel, stock[kernel]):
-            raise refusal(
-                f"{name} ({type(mixer).__name__})",
-                missing,
-                so="documents of a pack would see each other's states",
-                fix="install a version that takes it (fla-core 0.6.0, mamba-ssm 2.3.2 and causal-conv1d 1.7.0 do), or "
-                "uninstall the package: transformers' own form computes then",
-            )
 
 
 def _forward(function: FunctionType, names: set[str]) -> Callable[..., Any]:
@@ -253,7 +239,9 @@ class Attachment:
             )
         mixers = {module: name for name, module in model.named_modules() if _kernels(module)}
         for mixer, name in mixers.items():
-            _require_known_kernels(mixer, name)
+            called = inspect.unwrap(type(mixer).forward).__globals__
+            for kernel in sorted(_kernels(mixer) & KERNELS.keys()):
+                require_known_kernel(kernel, called[kernel], f"{name} ({type(mixer).__name__})")
         self._mixers = list(mixers)
         self._is_detached = False
         self._before = [(part, part.config._attn_implementation) for part in self.parts]

@@ -57,6 +57,11 @@ class ModelFacts:
     random_parts: tuple[str, ...]
     mixers: tuple[LayerRecurrence, ...] = ()
 
+    @property
+    def names(self) -> list[str]:
+        """Names of all attentions and recurrences."""
+        return [layer.name for layer in self.layers] + [mixer.name for mixer in self.mixers]
+
 
 def probe(model: nn.Module) -> ModelFacts:
     """Run an attached model. Raises ``ConfigError`` where a plan would change its results."""
