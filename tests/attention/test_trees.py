@@ -22,8 +22,7 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.plan.trees import Forest, with_trees
 from bytescale.plan.verify import verify
 from bytescale.planner.evaluate import evaluate
-from bytescale.planner.prefixes import Prefixes, cost_of_trees, plan_prefixes
-from bytescale.planner.tree_shares import with_equal_work
+from bytescale.planner.prefixes import Prefixes, cost_of_trees, plan_prefixes, with_equal_work
 from tests.helpers.effort import examples
 
 CHEAP_NODES = CostModel(attention_seconds_per_pair=1.0, token_seconds=0.0)

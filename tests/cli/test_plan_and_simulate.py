@@ -133,7 +133,7 @@ def test_plan_of_rollouts_tells_what_shared_prefixes_save(tmp_path: Path, capsys
     ]
     path = tmp_path / "rollouts.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    arguments = [*SMALL, "--parallel.ranks", "2", "--batch.rollouts", str(path), "--planners", "adaptive"]
+    arguments = [*SMALL, "--parallel.ranks", "2", "--batch.lengths", str(path), "--planners", "adaptive"]
     assert plan.run([*arguments, "--json"]) == 0
     saved = json.loads(capsys.readouterr().out)["shared_prefixes"]
     assert (saved["tokens"], saved["rows"]) in {(4800, 899 + 4 * 301), (4800, 2 * 899 + 4 * 301)}

@@ -23,7 +23,7 @@ from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.parity.compare import random_plan
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
-from bytescale.planner.tree_shares import with_equal_work
+from bytescale.planner.prefixes import with_equal_work
 from tests.helpers.effort import one_of
 
 from .support import documents, on_ranks, small_model

@@ -77,9 +77,9 @@ def test_without_common_prefixes_a_run_stays_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "change", "message"),
     [
-        ("data", {"loader": "ray"}, 'data.loader is "ray"'),
-        ("parallel", {"tp": 2, "ranks": 2}, "tp x pp is 2"),
-        ("model", {"preset": "tiny-moe"}, "model.router_aux_loss_weight is 0.02"),
+        ("data", {"loader": "ray"}, 'with data.loader = "ray"'),
+        ("parallel", {"tp": 2, "ranks": 2}, ".*tp x pp = 2"),
+        ("model", {"preset": "tiny-moe"}, ".*router_aux_loss_weight = 0.02"),
     ],
 )
 def test_what_trees_cannot_have_is_refused(
@@ -87,5 +87,5 @@ def test_what_trees_cannot_have_is_refused(
 ) -> None:
     _, shared = pair(tmp_path, 1)
     shared = replace(shared, **{section: replace(getattr(shared, section), **change)})
-    with pytest.raises(ConfigError, match=f"data.share_prefixes is true, and {message}"):
+    with pytest.raises(ConfigError, match=f"data.share_prefixes is true, {message}"):
         validate(shared)

@@ -58,22 +58,16 @@ DEFAULTS = Config(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
-    """The sequences: from `lengths` or `rollouts` if set, else from `data.sources`, else from `distribution`."""
+    """The sequences: from `lengths` if set, else from `data.sources` if set, else from `distribution`."""
 
     lengths: Path | None = None
-    """A file of sequence lengths: .npy, .json (a list), or text with numbers."""
-    rollouts: str = ""
-    """A file, folder or URL of trajectories (docs/own_loop.md). What sharing their prefixes saves is told, too."""
+    """A file of sequence lengths: .npy, .json (a list), or text with numbers. Or of rollouts (.jsonl or .parquet): then
+    `bytescale plan` also tells what sharing their prefixes saves."""
     distribution: Literal["github", "byted"] = "github"
     """A length distribution of the paper. data.batch_tokens are drawn from it, and documents that are longer than
     data.context_length are split."""
     seed: int = field(default=0, metadata=limits(least=0))
     """Random seed for a distribution. For the corpus of a config, the number of the step."""
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the sequences are neither drawn nor those of a corpus."""
-        return bool(self.lengths or self.rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +102,7 @@ def read_cost_options(kind: type[Kind], arguments: Sequence[str], *, prog: str) 
     """Read the options of ``plan`` or ``simulate``. Raises ``ConfigError`` for a config without anything to plan."""
     options = read(kind, arguments, prog=prog, default=DEFAULTS)
     path, _ = leading_path(arguments)
-    if path and not options.config.data.sources and not options.batch.is_given and not getattr(options, "plan", None):
+    if path and not options.config.data.sources and not options.batch.lengths and not getattr(options, "plan", None):
         raise ConfigError(
             f"{path} names no data.sources",
             so="there is no batch to plan",
@@ -128,13 +122,13 @@ class SourceBatch(NamedTuple):
 
 def read_batch(source: BatchConfig, data: DataConfig) -> SourceBatch:
     """Read or draw the batch. Raises ``DataError`` for a file that does not hold lengths."""
-    if source.lengths is not None:
-        return SourceBatch(read_lengths(source.lengths), str(source.lengths))
-    if source.rollouts:
+    if source.lengths is not None and source.lengths.suffix in (".jsonl", ".parquet"):
         from bytescale.hf.batch.rollouts import read_rollouts, tokens_of
 
-        found = [np.array(tokens_of(one, number)) for number, one in enumerate(read_rollouts(source.rollouts))]
-        return SourceBatch(np.array([len(own) for own in found]), source.rollouts, trajectories=found)
+        found = [np.array(tokens_of(one, number)) for number, one in enumerate(read_rollouts(source.lengths))]
+        return SourceBatch(np.array([len(own) for own in found]), str(source.lengths), trajectories=found)
+    if source.lengths is not None:
+        return SourceBatch(read_lengths(source.lengths), str(source.lengths))
     if data.sources:
         batches, vocab_size = corpus_batches(data, first=source.seed, number=1)
         return SourceBatch(batches[0], f"step {source.seed} of {', '.join(data.sources)}", vocab_size)
@@ -253,7 +247,7 @@ class Costs:
             replace(self.config.planner, name=name),
             Cluster.uniform(self.cluster.num_ranks, self.capacity_tokens),
             self.cost_model,
-            context_length=0 if self.options.batch.is_given else self.config.data.context_length,
+            context_length=0 if self.options.batch.lengths else self.config.data.context_length,
             num_stages=self.cluster.pp,
             domain=self.domain,
             step_seconds=partial(step_seconds, profile=self.checkpointed_profile, cluster=self.cluster),

@@ -141,25 +141,19 @@ def _plan_all(options: PlanOptions, lengths: IntArray, costs: Costs) -> tuple[di
 
 
 def saved_by_prefixes(trajectories: Sequence[IntArray], costs: Costs) -> dict[str, float]:
-    """What ``share_prefixes`` would save: tokens and the rows that are computed, and the makespans of both plans.
+    """Tokens, the rows that ``share_prefixes`` computes (labels are the next tokens), and the makespans of both plans.
 
-    Rows are shared as in ``hf.batch.prefixes``: with their labels, which are the next tokens.
+    In a pipeline, they are those of one stage.
     """
     rows = [np.stack([own, np.append(own[1:], -1)], axis=1).tobytes() for own in trajectories]
-    planner = VerifiedPlanner(
-        replace(costs.config.planner, name="adaptive"),
-        Cluster.uniform(costs.cluster.num_ranks, costs.capacity_tokens),
-        costs.cost_model,
-        num_stages=costs.cluster.pp,
-        domain=costs.domain,
-    )
+    config, cluster = costs.config.planner, Cluster.uniform(costs.cluster.num_ranks, costs.capacity_tokens)
+    planner = VerifiedPlanner(replace(config, name="adaptive"), cluster, costs.cost_model, domain=costs.domain)
     prefixes = Prefixes.of(rows, 2 * trajectories[0].itemsize)
-    window = min((window for window, _ in planner.cost.windows), default=None)
-    plan, forest = plan_prefixes(planner, prefixes, window=window)
-    apart = planner([len(own) for own in trajectories])
+    plan, forest = plan_prefixes(planner, prefixes)
+    apart = planner(prefixes.lengths)
     ends = [
-        evaluate(one, cluster=planner.cluster, cost=cost, num_stages=planner.num_stages).end_seconds
-        for one, cost in ((plan, cost_of_trees(planner.cost, forest)), (apart, planner.cost))
+        evaluate(one, cluster=cluster, cost=cost_of_trees(planner.cost, trees)).end_seconds
+        for one, trees in ((plan, forest), (apart, None))
     ]
     return {"tokens": apart.num_tokens, "rows": plan.num_tokens, "seconds": ends[0], "seconds_apart": ends[1]}
 

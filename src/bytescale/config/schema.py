@@ -140,8 +140,8 @@ class DataConfig(CorpusConfig):
     prefetch_steps: int = field(default=2, metadata=limits(least=1))
     """Global batches that are read and planned ahead of the step that runs."""
     share_prefixes: bool = False
-    """Compute tokens once with which several sequences of a batch begin, where that saves time: the same loss and
-    gradients. Every rank reads the whole batch. Costs are not calibrated. Needs the local loader and tp = pp = 1."""
+    """Compute what several sequences of a batch begin with once, where that saves time, with the same gradients. Every
+    rank reads whole batches. Needs the local loader and tp = pp = 1; cost.calibrate has no effect."""
     record: bool = False
     """Write down what every rank is given in every step (data/ in the run folder), for `bytescale data audit`."""
     loader: Literal["local", "ray"] = "local"

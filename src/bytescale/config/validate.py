@@ -272,20 +272,12 @@ def _check_weights(data: DataConfig) -> None:
 
 
 def _check_prefixes(config: Config, shape: Architecture | AttachedArchitecture) -> None:
-    """Shared rows need whole batches on every rank, and a loss that is a sum over rows."""
-    if not config.data.share_prefixes:
-        return
-    degree = config.parallel.tp * config.parallel.pp
-    balance = shape.router_aux_loss_weight if isinstance(shape, Architecture) else 0.0
-    for what, is_set, so, fix in (
-        ('data.loader is "ray"', config.data.loader == "ray", "who plans would not know the tokens", "use local"),
-        (f"tp x pp is {degree}", degree > 1, "plans of trees are not checked for such ranks", "set both to 1"),
-        (f"model.router_aux_loss_weight is {balance}", balance > 0, "a shared row would count once in it", "set 0"),
-    ):
-        if is_set:
-            raise ConfigError(
-                f"data.share_prefixes is true, and {what}", so=so, fix=f"{fix}, or leave share_prefixes out"
-            )
+    degree, balance = config.parallel.tp * config.parallel.pp, getattr(shape, "router_aux_loss_weight", 0.0)
+    if config.data.share_prefixes and (config.data.loader == "ray" or degree > 1 or balance > 0):
+        raise ConfigError(f'data.share_prefixes is true, with data.loader = "{config.data.loader}", tp x pp = {degree} '
+                          f"and model.router_aux_loss_weight = {balance}",
+                          so="rows are shared by ranks that read whole batches, have whole layers, and add up losses",
+                          fix="use the local loader, tp = pp = 1 and a weight of 0, or leave it out")  # fmt: skip
 
 
 def _check_sharing(config: Config, ranks: int) -> None:

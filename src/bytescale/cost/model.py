@@ -147,9 +147,8 @@ class CostModel:
         return np.where(known[places] == lengths, of_trees[places], squares)
 
     @cached_property
-    def _known_trees(self) -> tuple[IntArray, FloatArray]:
-        lengths, squares = zip(*self.tree_squares, strict=True)
-        return np.array(lengths, dtype=np.int64), np.array(squares, dtype=np.float64)
+    def _known_trees(self) -> list[NDArray[Any]]:
+        return [np.array(values) for values in zip(*self.tree_squares, strict=True)]
 
     def compute_seconds(self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike = 1) -> FloatArray:
         """Compute of each of ``degree`` members, without g and without communication: (a S + b T) / D. Broadcasts."""

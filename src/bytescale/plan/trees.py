@@ -92,13 +92,13 @@ class Forest:
         above = np.zeros_like(low)
         while (several := high - low > 1).any():
             low, high, above = low[several], high[several], above[several]
-            branches = branches_of(self.shared, low, high)
+            position, starts, stops, subtree = branches_of(self.shared, low, high)
             start, stop = self.triangles[low].T
             zero = start - self.shared[low]  # where position 0 would be, counted back along the triangle
             seeing = np.stack([stop, self.triangles[high - 1, 1]], axis=1)
-            seen = np.stack([above, branches.position], axis=1) + zero[:, None]
+            seen = np.stack([above, position], axis=1) + zero[:, None]
             found.append(Nodes(self.sequence_of[low], seeing, seen))
-            low, high, above = branches.low, branches.high, branches.position[branches.subtree]
+            low, high, above = starts, stops, position[subtree]
         return found
 
     def verify(self, lengths: Sequence[int]) -> None:
@@ -134,19 +134,14 @@ def with_trees(micro_batch: MicroBatch, forest: Forest) -> MicroBatch:
     return replace(micro_batch, trees=forest.of(sequences))
 
 
-class Branches(NamedTuple):
-    """What subtrees of documents become at their first branch. P parts of all B subtrees, in order."""
+def branches_of(shared: IntArray, low: IntArray, high: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Cut subtrees of documents ``low .. high - 1``, at least two each, ``[B]`` in order, at their first branches.
 
-    position: IntArray  # [B] of the branch in its documents
-    low: IntArray  # [P] first document of each part
-    high: IntArray  # [P] one past the last
-    subtree: IntArray  # [P] which one the part is of
-
-
-def branches_of(shared: IntArray, low: IntArray, high: IntArray) -> Branches:
-    """Cut subtrees of documents ``low .. high - 1``, at least two each, ``[B]`` in order, at their first branches."""
+    Returns ``[B]`` positions of the branches in their documents; and of the parts ``[P]`` the first document, one past
+    the last, and the subtree that each is of.
+    """
     inside, counts = concatenated_ranges(low + 1, high), high - low - 1
     position = np.minimum.reduceat(shared[inside], offsets_of(counts)[:-1])
     starts = np.sort(np.concatenate([low, inside[shared[inside] == np.repeat(position, counts)]]))
     subtree = np.searchsorted(low, starts, side="right") - 1
-    return Branches(position, starts, np.minimum(np.append(starts[1:], high[-1]), high[subtree]), subtree)
+    return position, starts, np.minimum(np.append(starts[1:], high[-1]), high[subtree]), subtree

@@ -1,7 +1,7 @@
 """Which documents share prefixes: trees of them, as long as that pays, and a plan of the trees.
 
 Documents are sorted by their rows; one that is a prefix of others comes behind them. Neighbours then have the longest
-prefixes in common, and every subtree is a run of neighbours. Three things are decided here, by the cost model:
+prefixes in common, and every subtree is a run of neighbours. Four things are decided here, by the cost model:
 
 1. **Nodes.** A prefix is shared where computing it again would take longer than the blocks of attention that it adds,
    and than merging their results into the rows that see it (``LEAST_ROWS``, ``MERGED_SHARE``).
@@ -9,8 +9,14 @@ prefixes in common, and every subtree is a run of neighbours. Three things are d
    Each part computes the prefix again.
 3. **The limit**: all ranks together, one rank's capacity, an equal share of all rows, half of that, or nothing shared;
    the one whose plan ends first.
+4. **Shares** of members that have a tree together: equal work, where equal rows would not be. Members hold segments
+   from both ends of a sequence (``plan.layout``), whose attention is equal if every row sees all rows before it. A row
+   of a tree sees its path alone. Whatever the tree, the work of its first and last h rows grows with h. So the shares
+   are found from both ends to the middle: member by member, as far as its part of the group's work goes. A member gets
+   more rows only as far as its capacity allows. In a ring, a member computes its own queries. In a grid of several
+   columns, a row of members has equal work together; within it, work follows where the keys of the row's paths are.
 
-Shape letters: D documents, S sequences.
+Shape letters: D documents, S sequences, E members of all groups, P points at which work is known.
 """
 
 from __future__ import annotations
@@ -21,11 +27,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import PlanError
 from bytescale.cost import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import offsets_of, segment_sums
+from bytescale.plan.slices import member_places, micro_batch_tokens
 from bytescale.plan.trees import Forest, branches_of
 from bytescale.planner.adaptive.effort import GOOD_ENOUGH
 from bytescale.planner.evaluate import evaluate
@@ -35,6 +42,8 @@ LEAST_ROWS = 16
 """A node has to save as much time as so many tokens take, for the blocks that it adds."""
 MERGED_SHARE = 1 / 32
 """And as much as this share of the tokens that see it: their results are merged once more."""
+PARTS, POINTS = 2**24, 64
+"""The sum of the weights of a group's members, and points for each of them, between which work is taken to be even."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +100,9 @@ class Prefixes:
         low = np.flatnonzero(shared == 0)
         high = np.append(low[1:], len(shared))
         while (large := (high - low > 1) & (behind[low] + sums[high] > limit)).any():
-            parts, tree, room = branches_of(shared, low[large], high[large]), -1, 0
-            starts, subtrees, firsts = parts.low.tolist(), parts.subtree.tolist(), list[int]()
-            for start, subtree, rows in zip(starts, subtrees, sums[parts.high].tolist(), strict=True):
+            _, starts, stops, subtrees = branches_of(shared, low[large], high[large])
+            firsts, tree, room = list[int](), -1, 0
+            for start, subtree, rows in zip(starts.tolist(), subtrees.tolist(), sums[stops].tolist(), strict=True):
                 if subtree != tree or rows > room:
                     tree, room = subtree, limit - int(behind[start])
                     firsts.append(start)
@@ -116,11 +125,12 @@ def plan_prefixes(
 
     Args:
         labels: see ``VerifiedPlanner``, of documents in the batch's order.
-        window: the shortest of the model; None: there is none. With longer documents, trees are whole on one rank.
+        window: the shortest besides those of the costs. With longer documents, trees are whole on one rank.
 
     Raises ``PlanError`` if there is no plan.
     """
     cluster, cost = planner.cluster, planner.cost
+    windows = [own for own in (window, *(own for own, _ in cost.windows)) if own is not None]
     shared = prefixes.worthwhile(cost)
     even = -(-int((prefixes.lengths - shared).sum()) // cluster.num_ranks)
     limits = {cluster.room, int(cluster.capacity_tokens.min()), even, -(-even // 2), 0}
@@ -141,7 +151,7 @@ def plan_prefixes(
         except PlanError as error:
             problem = error
             continue
-        if window is not None and _cuts_longer(plan, forest, window):
+        if windows and _cuts_longer(plan, forest, min(windows)):
             continue
         seconds = evaluate(plan, cluster=cluster, cost=own.cost, num_stages=planner.num_stages).end_seconds
         if best is None or seconds < best[0]:
@@ -164,6 +174,51 @@ def cost_of_trees(cost: CostModel, forest: Forest | None) -> CostModel:
     of_trees = np.unique(forest.sequence_lengths[np.diff(forest.offsets) > 1])
     known = np.searchsorted(lengths, of_trees)
     return replace(cost, tree_squares=tuple(zip(of_trees.tolist(), means[known].tolist(), strict=True)))
+
+
+def with_equal_work(plan: Plan, forest: Forest, cost: CostModel) -> Plan:
+    """The plan of the sequences of ``forest`` in which members of groups with trees have equal work, not equal rows.
+
+    Members whose weights differ, because their ranks do, keep the ratios of their work.
+    """
+    weights, edges = plan.group_weights.copy(), plan.group_rank_offsets.tolist()
+    trees = np.logical_or.reduceat(np.diff(forest.offsets)[plan.group_sequences] > 1, plan.group_sequence_offsets[:-1])
+    tokens, free = micro_batch_tokens(plan), np.empty(len(plan.group_ranks))  # [E] tokens that a member may add
+    room = plan.capacity_tokens[plan.micro_batch_ranks] - (tokens.held - tokens.offloaded)
+    free[member_places(plan)] = np.repeat(room, np.diff(plan.micro_batch_group_offsets))
+    for group in np.flatnonzero((plan.group_sizes > 1) & trees).tolist():
+        members, sequences = slice(edges[group], edges[group + 1]), plan.sequences_of(group)
+        before = weights[members] / weights[members].sum()
+        points = np.linspace(0.0, 1.0, POINTS * len(before) + 1)
+        work = work_from_both_ends(forest.of(sequences), cost, points)
+        wanted = np.diff(np.interp(np.append(0.0, np.cumsum(before)) * work[-1], work, points))
+        more = (wanted - before) * float(plan.lengths[sequences].sum())
+        most = free[members] / (1.0 - plan.group_offload_ratio[group]) - len(sequences)  # each is rounded for itself
+        part = np.divide(most, more, out=np.where(most < 0, 0.0, 1.0), where=more > 0).clip(0.0, 1.0).min()
+        cuts = np.rint(PARTS * np.cumsum(before + part * (wanted - before)))
+        if part > 0:
+            weights[members] = np.maximum(1, np.diff(cuts, prepend=0.0))
+    return replace(plan, group_weights=weights)
+
+
+def work_from_both_ends(trees: Forest, cost: CostModel, points: FloatArray) -> FloatArray:
+    """``[P]`` seconds of the first and last rows of sequences, as much of each as ``points [P]`` says; 1: all of it.
+
+    A document adds the work of its whole length beyond that of the prefix that it shares.
+    """
+    sums = offsets_of(trees.lengths - trees.shared)
+    added = np.append(0.0, np.cumsum(cost.work_seconds(trees.lengths) - cost.work_seconds(trees.shared)))
+
+    def up_to(rows: FloatArray) -> FloatArray:
+        at = np.minimum(np.searchsorted(sums, rows, side="right") - 1, len(trees.lengths) - 1)
+        shared = trees.shared[at]
+        return added[at] + cost.work_seconds(shared + rows - sums[at]) - cost.work_seconds(shared)
+
+    total = np.zeros(len(points))
+    for first, last in pairwise(sums[trees.offsets].tolist()):
+        half = points * (last - first) / 2
+        total += up_to(first + half) - up_to(last - half)
+    return total - total[0]
 
 
 def _cuts_longer(plan: Plan, forest: Forest, window: int) -> bool:

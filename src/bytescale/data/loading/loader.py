@@ -88,7 +88,11 @@ class PlannedStep:
         """Draw the next batch and plan it with ``costs_of_step``."""
         batch = sampler.next_batch()
         started = time.perf_counter()
-        plan = plan_with_costs(planner, batch.lengths, costs)
+        return PlannedStep.of(batch, plan_with_costs(planner, batch.lengths, costs), sampler, loss_per, started)
+
+    @staticmethod
+    def of(batch: GlobalBatch, plan: Plan, sampler: BatchSampler, loss_per: LossPer, started: float) -> PlannedStep:
+        """The plan of a batch that ``sampler`` has drawn; ``started``: by ``time.perf_counter``, to plan."""
         return PlannedStep(
             batch=batch,
             plan=plan,

@@ -83,8 +83,8 @@ def read_rollouts(*sources: str | Path) -> Iterator[dict[str, Any]]:
 
 def tokens_of(trajectory: Mapping[str, Any], number: int) -> list[int]:
     """The tokens of a trajectory, whoever has written them. Raises ``DataError`` if there are fewer than two."""
-    turns = trajectory.get("turns") or [{"tokens": trajectory.get("tokens", ())}]
-    parts = trajectory.get("prompt", ()), *(turn["tokens"] for turn in turns)
+    turns = trajectory.get("turns") or [trajectory]
+    parts = trajectory.get("prompt", ()), *(turn.get("tokens", ()) for turn in turns)
     tokens = [int(token) for part in parts for token in part]
     if len(tokens) < 2:
         raise DataError(f"trajectory {number} has {len(tokens)} tokens", fix="give a prompt and what was written")
@@ -99,12 +99,10 @@ def _document(trajectory: Mapping[str, Any], number: int) -> dict[str, Any]:
             so="no advantage could be computed for any trajectory of its prompt",
             fix="give a finite number, or leave the trajectory out",
         )
-    alone = {"tokens": trajectory.get("tokens", ()), "logprobs": trajectory.get("logprobs")}
     tokens = tokens_of(trajectory, number)
-    written = [0.0] * len(trajectory.get("prompt", ()))
-    logprobs = list(written)
-    for turn in trajectory.get("turns") or [alone]:
-        own, given = turn["tokens"], turn.get("logprobs")
+    written, logprobs = ([0.0] * len(trajectory.get("prompt", ())) for _ in range(2))
+    for turn in trajectory.get("turns") or [trajectory]:
+        own, given = turn.get("tokens", ()), turn.get("logprobs")
         trained = bool(turn.get("trained", True))
         if trained and (given is None or len(given) != len(own) or not all(map(math.isfinite, given))):
             raise DataError(

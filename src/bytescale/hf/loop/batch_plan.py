@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bytescale.common.errors import ConfigError, PlanError
+from bytescale.common.errors import PlanError
 from bytescale.hf.batch.documents import Batch, Documents, RankBatch
-from bytescale.hf.batch.prefixes import rows_of_sequences, shared_plan
+from bytescale.hf.batch.prefixes import require_attention_alone, rows_of_sequences, shared_plan
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.model.head import require_words
 from bytescale.plan import Plan, RankPlan
@@ -44,12 +44,7 @@ class BatchToPlan:
         planner = self.hdp.planner_of(capacity_tokens)
         if self.per_document is None:
             return planner(np.array(self.documents.lengths), labels), None
-        if not self.hdp.can_share_prefixes:
-            raise ConfigError(
-                "share_prefixes = True, but the model or a second one has recurrent layers",
-                so="a branch would have to begin with the state at the end of its prefix, which is not built",
-                fix="leave share_prefixes out for this model",
-            )
+        require_attention_alone(not self.hdp.can_share_prefixes)
         decoders = (self.hdp.engine.decoder, *self.hdp.engine.others)
         windows = [layer.rules.window for decoder in decoders for layer in decoder.facts.layers]
         window = min((window for window in windows if window is not None), default=None)

@@ -257,6 +257,9 @@ def loaded_batches(
     hdp: HDP, data: DataConfig, state: SamplerState | None, stop_step: int | None, last: bool
 ) -> Iterator[LoadedBatches]:
     """Open the loader of one rank for the time of the block; see ``HDP.batches``."""
+    if data.share_prefixes:
+        raise ConfigError("hdp.batches does not know data.share_prefixes", so="it would have no effect",
+                          fix="leave it out, or call hdp.plan(documents, share_prefixes=True)")  # fmt: skip
     group = hdp.group
 
     def tell(items: list[Any]) -> None:

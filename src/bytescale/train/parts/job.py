@@ -9,7 +9,6 @@ import torch
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
-from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model, sharing_domain
 from bytescale.cost import Profile, load_profile
 from bytescale.cost.assumed import ASSUMED, assumed_cost, times_of
@@ -20,6 +19,7 @@ from bytescale.cost.profile_file import require_device, warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Feed, PrefetchedSteps, StepData
+from bytescale.hf.batch.prefixes import require_attention_alone
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Executor, ShardedOptimizer
@@ -124,12 +124,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     if ranks.is_first:
         warn_of_bad_fits(planning.measured)
     memory, planner = planning.memory, planning.planner
-    if config.data.share_prefixes and planner.cost.recurrent_share:
-        raise ConfigError(
-            "data.share_prefixes is true, but the model has recurrent layers",
-            so="a branch would have to begin with the state at the end of its prefix, which is not built",
-            fix="leave share_prefixes out for this model",
-        )
+    require_attention_alone(config.data.share_prefixes and planner.cost.recurrent_share > 0)
     return Job(
         config=config,
         ranks=ranks,
