@@ -111,6 +111,17 @@ def test_detaching_and_copies_leave_nothing_behind() -> None:
         assert len(layer._forward_pre_hooks) == len(bare._forward_pre_hooks)
 
 
+def test_an_optimizer_without_room_in_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deep_model()
+    hdp = bytescale.HDP(model, capacity_tokens=100)
+    monkeypatch.setattr("bytescale.hf.loop.updates.machine_bytes", lambda: 1000.0)
+    with pytest.raises(ConfigError, match=r"ost memory is too small.* 800 B that a rank may use"):
+        hdp.adamw(lr=1e-2, offload=True)
+    assert not hdp.has_optimizer
+    monkeypatch.undo()
+    hdp.adamw(lr=1e-2, offload=True)
+
+
 def test_what_cannot_be_offloaded_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"frees no memory of this model of 2 layers.*last two layers"):
         bytescale.HDP(deep_model(num_layers=2), capacity_tokens=100, host_gib=0.1)

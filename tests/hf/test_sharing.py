@@ -18,7 +18,7 @@ import bytescale
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.cost.memory import MeasuredRows, States
 from bytescale.hf.costs.measure import measured_memory
-from bytescale.parity.compare import Setup, compare, random_plan
+from bytescale.parity.compare import Setup, WideCasts, compare, random_plan
 from tests.helpers.effort import one_of
 
 from .support import documents, on_ranks, plain_update, printed_loop, small_model
@@ -164,6 +164,87 @@ def test_scoring_prefill_and_losses_of_whole_documents() -> None:
         torch.testing.assert_close(ours, value, rtol=1e-8, atol=1e-9)
 
 
+def with_head(kind: str) -> nn.Module:
+    """A model whose head is plain, tied, or the model's own code; trained, frozen, or with adapters."""
+    if kind in ("tied", "tied with a soft cap"):
+        return small_model("gemma2" if "soft" in kind else "llama", tie_word_embeddings=True)
+    model = small_model("gemma2" if kind == "soft cap" else "llama", tie_word_embeddings=False)
+    if kind == "frozen":
+        model.get_output_embeddings().requires_grad_(False)  # type: ignore[operator]
+        model.get_input_embeddings().requires_grad_(False)  # type: ignore[operator]
+    if kind == "trained alone":
+        model.requires_grad_(False)
+        model.get_output_embeddings().requires_grad_(True)  # type: ignore[operator]
+    if kind == "adapters":
+        modules = ["embed_tokens", "lm_head", "v_proj"]
+        model = get_peft_model(model, LoraConfig(r=2, lora_dropout=0.0, target_modules=modules))
+    if kind == "replaced":
+        more = ["embed_tokens", "lm_head"]
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["v_proj"], modules_to_save=more))
+    return model
+
+
+def losses_of(micro: Any, model: nn.Module, way: str) -> Tensor:
+    """The sum of a micro-batch's losses, which the head computes all at once, in chunks, or beside its own forward."""
+    if way == "loss_sum":
+        result: Tensor = micro.loss_sum(model)
+        return result
+    if way == "logprobs":
+        return -(micro.weights * micro.logprobs(model, rows_at_a_time=5)).sum()
+    if way == "own chunks":
+        hidden = model.model(**micro.inputs).last_hidden_state[0, : micro.num_rows]  # type: ignore[operator]
+        logits = torch.cat([model.lm_head(rows) for rows in hidden.split(5)])  # type: ignore[operator]
+    else:
+        logits = model(**micro.inputs).logits[0, : micro.num_rows]
+    losses = nn.functional.cross_entropy(logits, micro.labels, reduction="none", ignore_index=-100)
+    return (micro.weights * losses).sum()
+
+
+HEADS = ("plain", "tied", "soft cap", "tied with a soft cap", "frozen", "adapters", "replaced", "trained alone")
+WAYS = ("logits", "loss_sum", "logprobs", "own chunks")
+
+
+@pytest.mark.parametrize(
+    ("head", "way"),
+    [
+        ("tied", "loss_sum"),
+        ("plain", "logprobs"),
+        *(pytest.param(head, way, marks=pytest.mark.exhaustive) for head in HEADS for way in WAYS),
+    ],
+)
+def test_any_head_in_any_loop(head: str, way: str) -> None:
+    """One backward after each pass, after two passes, and one through two passes. No rank has a whole matrix."""
+    if way == "own chunks" and head in ("soft cap", "tied with a soft cap", "adapters", "replaced"):
+        pytest.skip("the loop would compute another head")
+    model = with_head(head)
+    batch = documents([20, 11, 4])
+
+    def work(group: Any, own: nn.Module, domain: int) -> tuple[dict[str, Tensor], list[str]]:
+        hdp = bytescale.HDP(own, group, capacity_tokens=60)
+        if domain > 1:
+            hdp = shared(own, group, domain)
+        hdp.adamw(lr=1e-2)
+        whole = [name for name, p in own.named_parameters() if p.dim() > 1 and not p.isnan().all()]
+        for micro in hdp.plan(batch):
+            losses_of(micro, own, way).backward()
+            first, second = losses_of(micro, own, way), 2 * losses_of(micro, own, way)
+            first.backward()
+            second.backward()
+            (3 * losses_of(micro, own, way) + 4 * losses_of(micro, own, way)).backward()
+        return hdp.gradients(), whole
+
+    def wide(group: Any, own: nn.Module, domain: int) -> tuple[dict[str, Tensor], list[str]]:
+        with WideCasts():
+            return work(group, own, domain)
+
+    (gradients, whole), *_ = on_ranks(2, model, lambda group, own: wide(group, own, 2))
+    wanted, _ = on_ranks(1, model, lambda group, own: wide(group, own, 1))[0]
+    assert gradients.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(gradients[name], value, rtol=1e-9, atol=1e-10)
+    assert whole == (["lm_head.weight"] if head == "trained alone" else [])
+
+
 def test_offloaded_activations_and_one_backward_through_two_passes() -> None:
     model = small_model("llama", num_hidden_layers=5)
     batch = documents([30, 11, 4, 35])
@@ -226,7 +307,7 @@ def test_a_rank_holds_what_the_memory_model_says(dtype: torch.dtype) -> None:
     results = on_ranks(4, model, work)
     states = results[0][1]
     padding = 64 * 4 * 6  # elements of each of the four layers, of the rest, and of what is open
-    assert states.num_frozen == states.frozen_of_layers[0] > 0
+    assert states.num_frozen == states.frozen_of_units[1] > 0
     for held, _ in results:
         assert 0 <= held[0] - states.parameter_bytes <= padding * states.element_bytes + 100
         assert 0 <= held[1] - states.gradient_bytes <= padding * 4

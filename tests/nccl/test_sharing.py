@@ -1,4 +1,4 @@
-"""Layers that a lockstep domain gathers amid rings, under NCCL's rules, and faults of their order."""
+"""Units that a lockstep domain gathers amid rings, under NCCL's rules, and faults of their order."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def part(self: RankGroup, name: str, ranks: Sequence[int]) -> RecordedGroup:
 
 
 def telling(name: str) -> Any:
-    """The method of ``UnitParameters``, whose collectives tell their layer, and which may wait for its device."""
+    """The method of ``UnitParameters``, whose collectives tell their unit, and which may wait for its device."""
     method = getattr(UnitParameters, name)
 
     def tells(self: UnitParameters, unit: int) -> Any:
         group: Any = self.domain.group
-        group.subject = f" of layer {unit}"
+        group.subject = f" of unit {unit}"
         group.log.compute()
         return method(self, unit)
 
@@ -163,8 +163,8 @@ def test_a_rank_that_gathers_layers_in_another_order_is_caught() -> None:
     step = Units._step_backward
 
     def hasty(self: Units) -> None:
-        if self.stores[0].domain.rank and self._backward == 2:
-            self._start(0)
+        if self.stores[0].domain.rank and self._backward == 3:
+            self._start([1])
         step(self)
 
     with patch.object(Units, "_step_backward", hasty):

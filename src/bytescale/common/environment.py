@@ -1,16 +1,33 @@
-"""Environment variables: what torchrun tells a process, and what PyTorch is told. Does not need torch."""
+"""What torchrun tells a process, what PyTorch is told, and the machine's memory. Does not need torch."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import MutableMapping
+from pathlib import Path
 
+HOST_SHARE_WITH_OPTIMIZER = 0.8
+"""Of a machine's memory, for an optimizer and activations."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second is the newer name of the first
 
 
 def ranks_of_torchrun() -> int | None:
     """How many ranks torchrun, or anything that speaks its variables, started in all; None when it started none."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
+def ranks_here(num_ranks: int) -> int:
+    """How many of the ranks are on this machine: all, unless torchrun says otherwise."""
+    return min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
+
+
+def machine_bytes() -> float:
+    """Memory of this machine, or of the container that limits it."""
+    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="ascii").strip() if limit.exists() else "max"
+    return min(total, math.inf if text == "max" else float(text))
 
 
 def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -224,8 +224,7 @@ class WideCasts(TorchFunctionMode):
     """Within it, a conversion of fp64 numbers to fp32 leaves them in fp64.
 
     Many norms, routers and recurrences compute in fp32. Sums in another order then differ by 1e-6, and a mistake of
-    that size would not show. A mode holds for one thread, hence for one rank of ``thread_ranks``. ``backward`` within
-    it is for losses, which are single numbers.
+    that size would not show. A mode holds for one thread, hence for one rank of ``thread_ranks``.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -234,9 +233,11 @@ class WideCasts(TorchFunctionMode):
         if func is Tensor.backward:
             # Layers may be computed again, for which the mode has to hold. Functions that it is asked about run
             # without it, hence the engine's own, which it is not asked about.
+            gradient = kwargs.get("gradient")
+            gradient = torch.ones_like(args[0]) if gradient is None else gradient
             with self:
                 return Variable._execution_engine.run_backward(
-                    (args[0],), (torch.ones_like(args[0]),), False, False, (), True, accumulate_grad=True
+                    (args[0],), (gradient,), False, False, (), True, accumulate_grad=True
                 )
         if any(isinstance(given, Tensor) and given.dtype == torch.float64 for given in (*args, *kwargs.values())):
             if func is Tensor.float:

@@ -177,9 +177,9 @@ def accumulated_at_once(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
     """Identity. In backward, the head's gradient is accumulated immediately, not when the tied embedding finishes.
 
     Otherwise the gradient ``[V, C]`` of a tied weight would be held until backward reaches the embedding. A weight
-    without a gradient (a frozen head) passes unchanged.
+    without a gradient (a frozen head) passes unchanged, and so does one that is trained alone.
     """
-    if not weight.requires_grad:
+    if not weight.requires_grad or not hidden.requires_grad:
         return hidden, weight
     result: tuple[Tensor, Tensor] = _AccumulatedAtOnce.apply(hidden, weight.detach(), weight.backward)
     return result

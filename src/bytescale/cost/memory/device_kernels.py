@@ -19,7 +19,7 @@ LOGITS_PER_CHUNK = {
 """Logits that exist at a time."""
 HEAD_NUMBERS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**26}
 """Numbers of the head's gradient that are converted between its sum's dtype and the weights' at a time."""
-ROWS_PER_CHUNK = {"cpu": 2**15, "cuda": 2**15}
+ROWS_PER_CHUNK = {"cpu": 2**15, "cuda": 2**14}
 """Rows of a feed-forward block that are recomputed at a time, with checkpointing. A 7B model takes 3.8 GB in BF16."""
 
 NCCL_BYTES_PER_NEIGHBOUR = 32 * (10 + 2) * 2**20

@@ -30,31 +30,32 @@ class States:
     num_frozen: int = 0
     """Further weights on this device, which are not trained."""
     domain: int = 1
-    """Ranks that share the weights of layers (``runtime.optimizer.units``)."""
-    trained_of_layers: tuple[int, ...] = ()
-    """For each layer that they share, how many of ``num_parameters`` are in it."""
-    frozen_of_layers: tuple[int, ...] = ()
+    """Ranks that share weights (``runtime.optimizer.units``)."""
+    trained_of_units: tuple[int, ...] = ()
+    """How many of ``num_parameters`` they share in the embedding, each layer, the head, and what is both ends."""
+    frozen_of_units: tuple[int, ...] = ()
     """The same of ``num_frozen``."""
     on_host: bool = False
     """Whether master weights and moments are in host memory (``runtime.optimizer.host_states``)."""
 
     @property
     def parameter_bytes(self) -> int:
-        """The weights that compute: a rank's part of the layers, and two neighbouring layers that are open."""
-        layers = [sum(both) for both in zip(self.trained_of_layers, self.frozen_of_layers, strict=True)]
-        return self._held(self.num_parameters + self.num_frozen, layers) * self.element_bytes
+        """The weights that compute: a rank's part of the units, and two neighbouring ones that are open."""
+        units = [sum(both) for both in zip(self.trained_of_units, self.frozen_of_units, strict=True)]
+        return self._held(self.num_parameters + self.num_frozen, units) * self.element_bytes
 
     @property
     def gradient_bytes(self) -> int:
         """Gradient sums of all weights that are trained, likewise."""
-        return self._held(self.num_parameters, self.trained_of_layers) * self._wide
+        return self._held(self.num_parameters, self.trained_of_units) * self._wide
 
-    def _held(self, total: int, of_layers: Sequence[int]) -> int:
+    def _held(self, total: int, of_units: Sequence[int]) -> int:
         """Of ``total`` weights, how many a rank has at a time."""
         if self.domain == 1:
             return total
-        most = max((a + b for a, b in pairwise(of_layers)), default=sum(of_layers))
-        return total - sum(of_layers) + sum(-(-own // self.domain) for own in of_layers) + most
+        embedding, *layers, head, tied = of_units
+        most = max(a + b for a, b in pairwise([embedding + tied, *layers, head + tied]))
+        return total - sum(of_units) + sum(-(-own // self.domain) for own in of_units) + most
 
     @property
     def optimizer_bytes(self) -> int:
@@ -68,7 +69,7 @@ class States:
     @property
     def host_bytes(self) -> int:
         """Of this, what host memory holds, with two buffers for a rank's part of a bucket each."""
-        largest = max((-(-self.num_parameters // MOST_BUCKETS), *(self.trained_of_layers if self.domain > 1 else ())))
+        largest = max((-(-self.num_parameters // MOST_BUCKETS), *(self.trained_of_units if self.domain > 1 else ())))
         return self.on_host * (self.optimizer_bytes + 2 * self._wide * -(-largest // self.num_ranks))
 
     @property
@@ -167,11 +168,11 @@ def host_bytes_left(states: States, host_bytes: float, who: str = "a rank") -> f
     """What of ``host_bytes`` is left beside the optimizer. Raises ``ConfigError`` where it has no room."""
     if states.host_bytes > host_bytes:
         raise ConfigError(
-            f"host memory is too small: with optimizer.offload, master weights and states need "
+            f"host memory is too small: with an optimizer that is offloaded, master weights and states need "
             f"{format_bytes(states.host_bytes)} a rank, of {format_bytes(host_bytes)} that {who} may use",
             so="the system would kill the ranks, or swap",
-            fix="use more ranks (the optimizer is sharded over them), machines with more memory, or a larger "
-            "memory.host_gib",
+            fix="use more ranks (the optimizer is sharded over them), machines with more memory, or more of "
+            "their memory (memory.host_gib; host_gib of HDP is for activations alone)",
         )
     return host_bytes - states.host_bytes
 

@@ -30,7 +30,7 @@ class MemoryModel(CountedMemory):
     num_ranks: int
     """HDP ranks, over which the optimizer's states are sharded."""
     domain: int = 1
-    """HDP ranks that share the weights of layers."""
+    """HDP ranks that share weights."""
     optimizer_on_host: bool = False
     nccl_bytes: int = 0
     """What NCCL holds beside everything that is counted here."""
@@ -81,7 +81,7 @@ class MemoryModel(CountedMemory):
         """Return the memory of a run, in as many groups of heads as ``config`` says or as ``device_bytes`` need.
 
         ``counted``: the shape of the model; or its memory, if that was measured, which is returned. ``domain``: HDP
-        ranks that share the weights of layers.
+        ranks that share weights.
         """
         if isinstance(counted, MeasuredMemory):
             states = counted.states
@@ -140,13 +140,16 @@ class MemoryModel(CountedMemory):
         layer = flops.layer_parameters(shape, tensor_parallel=parts)
         if parts > 1:  # norms and routers, which tensor-parallel ranks hold alike, are not shared
             layer -= (2 + shape.num_experts) * shape.hidden_size
+        words = flops.head_parameters(shape) // parts
+        ends = (0, 0, words) if shape.tie_embeddings else (words, words, 0)
+        units = (ends[0], *(layer,) * self.share.num_layers, *ends[1:])
         return States(
             num_parameters=self.share.num_parameters,
             element_bytes=self.element_bytes,
             num_ranks=self.num_ranks,
             domain=self.domain,
-            trained_of_layers=(layer,) * self.share.num_layers,
-            frozen_of_layers=(0,) * self.share.num_layers,
+            trained_of_units=units,
+            frozen_of_units=(0,) * len(units),
             on_host=self.optimizer_on_host,
         )
 

@@ -22,7 +22,7 @@ from bytescale.hf.model.probe import LayerAttention, ModelFacts
 from bytescale.plan import MicroBatch
 from bytescale.runtime import Activations, RankGroup
 from bytescale.runtime.loss import PlainHead
-from bytescale.runtime.optimizer.lockstep import layer_of
+from bytescale.runtime.optimizer.lockstep import units_of
 
 DOCUMENT_TOKENS = 32
 """Short enough for any model's positions."""
@@ -87,8 +87,8 @@ def measured_memory(
     ring_gradients: RingGradients = "wide",
 ) -> MeasuredMemory:
     """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
-    trained, frozen = [0] * len(decoder.layers), [0] * len(decoder.layers)
-    unit_of = layer_of(decoder.layers)
+    unit_of = units_of(decoder.parts)
+    trained, frozen = ([0] * (len(decoder.parts) + 1) for _ in range(2))
     for parameter in decoder.parameters():
         if id(parameter) in unit_of:
             (trained if parameter.requires_grad else frozen)[unit_of[id(parameter)]] += parameter.numel()
@@ -100,8 +100,8 @@ def measured_memory(
             num_frozen=sum(parameter.numel() for parameter in parameters if not parameter.requires_grad),
             element_bytes=element_bytes,
             num_ranks=num_ranks,
-            trained_of_layers=tuple(trained),
-            frozen_of_layers=tuple(frozen),
+            trained_of_units=tuple(trained),
+            frozen_of_units=tuple(frozen),
         ),
         rows=rows,
         rings=ring_widths(layers, element_bytes, ring_gradients),

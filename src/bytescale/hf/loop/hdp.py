@@ -17,7 +17,6 @@ rows, divided by something that all ranks know, therefore gives the gradients of
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bytescale.common.environment import ranks_here
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.config import DataConfig, PlannerName, Shard, sharing_domain
 from bytescale.cost import Cluster, CostModel
@@ -342,8 +342,7 @@ def _sharing(shard: Shard, domain: int | None, group: RankGroup, *, equal_counts
             so="two engines would shard the same parameters",
             fix="leave equal_counts out: ranks that share parameters run in lockstep",
         )
-    here = min(int(os.environ.get("LOCAL_WORLD_SIZE", group.size)), group.size)
-    return sharing_domain(shard, domain or 0, group.size, here)
+    return sharing_domain(shard, domain or 0, group.size, ranks_here(group.size))
 
 
 def _digest(*content: Any) -> int:

@@ -351,8 +351,8 @@ class Engine:
         self.decoder, self.group = decoder, group
         self._kernel = cache(lambda dtype: select_kernel(kernel, group.device, dtype))
         self.others: list[AttachedDecoder] = []
-        self._host_bytes = int(host_gib * _GIB)
-        self._pool = HostPool(self._host_bytes, pinned=group.device.type == "cuda") if host_gib else None
+        self.host_bytes = int(host_gib * _GIB)
+        self._pool = HostPool(self.host_bytes, pinned=group.device.type == "cuda") if host_gib else None
         layers = decoder.layers if host_gib or checkpointing != "none" else []
         self.activations = Activations(layers, checkpointing=checkpointing, pool=self._pool, device=group.device)
 
@@ -397,4 +397,4 @@ class Engine:
         rows = rows.of_all(lambda values: [-value for value in self.group.max_of([-value for value in values])])
         memory = measured_memory(self.decoder, rows, kind=kind, num_ranks=self.group.size)
         times = ASSUMED[kind].profile(self.decoder.spec, bytes_per_element=parameters[0].element_size())
-        return memory.offload_rule(times, -self.group.max_of([-float(self._host_bytes)])[0])
+        return memory.offload_rule(times, -self.group.max_of([-float(self.host_bytes)])[0])

@@ -15,8 +15,10 @@ from bytescale.checkpoint.agree import settle
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.checkpoint.manifest import RunState, read_manifest, step_name, step_of
+from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, machine_bytes, ranks_here
 from bytescale.common.errors import CheckpointError, ConfigError, NonFiniteError
 from bytescale.config import CheckpointConfig
+from bytescale.cost.memory import States, host_bytes_left
 from bytescale.hf.files.weight_stream import named_weights
 from bytescale.hf.loop.micro_batch import Engine
 from bytescale.hf.loop.planned_batch import HandedOut
@@ -80,12 +82,15 @@ class Updates:
                 after the other.
 
         Returns the optimizer of this rank's shards, for learning-rate schedulers. ``step()`` of this object calls it.
-        Raises ``ConfigError`` if nothing is trainable, if the optimizer is not elementwise, or if there is one already.
+        Raises ``ConfigError`` if nothing is trainable, if the optimizer is not elementwise, if there is one already, or
+        if host memory is too small for it.
         """
         if self._optimizer is not None:
             raise ConfigError(
                 "this HDP has an optimizer", so="two of them would update the same weights", fix="make one"
             )
+        if offload:
+            self._require_host_room()
         if former := ShardedOptimizer.of(self.model):
             former.leave(self.model)
         named, decoder = list(self.model.named_parameters()), self.engine.decoder
@@ -99,10 +104,21 @@ class Updates:
             group_options,
             domain=self.sharing,
             on_host=offload,
-            **_layers_of(decoder),
+            **_layers_of(decoder, shared=self.sharing > 1),
         )
         self._optimizer.join(self.model)
         return self._optimizer.torch_optimizer
+
+    def _require_host_room(self) -> None:
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        states = States(
+            num_parameters=sum(parameter.numel() for parameter in trained),
+            element_bytes=max((parameter.element_size() for parameter in trained), default=4),
+            num_ranks=self.group.size,
+            on_host=True,
+        )
+        room = HOST_SHARE_WITH_OPTIMIZER * machine_bytes() / ranks_here(self.group.size) - self.engine.host_bytes
+        host_bytes_left(states, -self.group.max_of([-room])[0])  # of the rank with the least, so that all ranks agree
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step. ``model.zero_grad()`` does the same once there is an optimizer."""
@@ -273,6 +289,8 @@ class Updates:
                 fix=f'call hdp.to("cpu") or hdp.to("{home.type}")',
             )
         asked = {"weights": weights, "gradients": gradients, "states": states}
+        if self._optimizer is not None and self._optimizer.units is not None:
+            self._optimizer.units.begin()  # the head is open after a forward without a backward
         for kind in [kind for kind, wanted in asked.items() if wanted]:
             if target.type == home.type:
                 self._parking.fetch(kind)
@@ -359,9 +377,12 @@ class HDPOptimizer(torch.optim.Optimizer):
         self.shards.load_state_dict(state_dict)
 
 
-def _layers_of(decoder: AttachedDecoder) -> dict[str, Any]:
+def _layers_of(decoder: AttachedDecoder, *, shared: bool) -> dict[str, Any]:
     """What ``take_over`` is told of the layers, in whose order gradients are complete; nothing if none has a number."""
     try:
-        return {"chunk": (decoder.model, decoder.layers), "late": decoder.late_parameters()}
+        return {
+            "chunk": (decoder.model, decoder.parts if shared else decoder.layers),
+            "late": decoder.late_parameters(),
+        }
     except ConfigError:
         return {}

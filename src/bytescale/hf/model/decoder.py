@@ -100,6 +100,12 @@ class AttachedDecoder(nn.Module):
             names.append(numbered[1])
         return [self.model.get_submodule(name) for name in dict.fromkeys(names)]
 
+    @property
+    def parts(self) -> list[nn.Module]:
+        """Embedding, layers and head (``lockstep.Units``), an empty module in place of one that does not exist."""
+        embedding, head = (module or nn.Module() for module in embeddings_of(self.model))
+        return [embedding, *self.layers, head]
+
     @cached_property
     def spec(self) -> ModelSpec:
         return spec_of(self.model, self.facts)

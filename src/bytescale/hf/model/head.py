@@ -25,6 +25,7 @@ from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory import loss_chunk_tokens
 from bytescale.hf.model.interface import KEYWORD, refusal, while_set
+from bytescale.runtime.optimizer.lockstep import AT_ONCE
 
 
 def has_plain_head(head: ModelHead, hidden_size: int) -> bool:
@@ -85,7 +86,8 @@ class ModelHead:
     def add_loss(
         self, rows: Tensor, targets: Tensor, factor: Tensor | None, z_loss: float, sums: Sequence[Tensor | None] | None
     ) -> tuple[Tensor, Tensor | None]:
-        with torch.enable_grad():
+        output = [module for module in embeddings_of(self.model)[1:] if module is not None]
+        with torch.enable_grad(), while_set(output, AT_ONCE, True):
             chunk, parameters = rows.detach().requires_grad_(), self.parameters()
             logits = _wide(self(chunk))
             losses = F.cross_entropy(logits, targets, reduction="none")

@@ -1,7 +1,13 @@
-"""Opens the layers of a model whose parameters a lockstep domain shares, and closes them behind (``units``)."""
+"""Opens the parts of a model whose parameters a lockstep domain shares, and closes them behind (``units``).
+
+A pass goes through the *parts*: the embedding, the layers and the head, in the order of forward. The head is open from
+the end of the last layer to the beginning of that layer's backward, whoever computes logits or a loss in between, and
+however often.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -18,38 +24,45 @@ from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.flat import Entry
 from bytescale.runtime.optimizer.units import Named, UnitParameters
 
+AT_ONCE = "is_differentiated_at_once"
+"""An attribute of a head whose gradients are computed in forward (``Head.add_loss``), when no backward runs."""
+
 
 class Units:
-    """Opens and closes the layers of a model while they compute, forward and backward."""
+    """Opens and closes the parts of a model while they compute, forward and backward."""
 
-    def __init__(self, layers: Sequence[nn.Module], stores: Sequence[UnitParameters]) -> None:
-        """Hook the layers. ``stores``: all of their parameters, by dtype and by whether they are trained."""
+    def __init__(self, parts: Sequence[nn.Module], stores: Sequence[UnitParameters]) -> None:
+        """Hook the parts. ``stores``: all of their parameters, by dtype and by whether they are trained."""
         self.stores = list(stores)
-        self._num_layers = len(layers)
+        self._unit_of = units_of(parts)
+        self._first, self._head = 0 if any(True for _ in parts[0].parameters()) else 1, len(parts) - 1
+        self._head_module, self._trains = parts[-1], _trains_layers(parts)
         self._gathering: dict[int, list[PendingCollective]] = {}
         self._open: set[int] = set()
         self._reducing: deque[tuple[PendingCollective, Callable[[], None]]] = deque()
-        self._entered = 0  # layers of the forward that runs
-        self._backward: int | None = None  # the layer that backward has come to; None: there is no backward
-        self._unit_of = {id(p): unit for unit, layer in enumerate(layers) for p in layer.parameters()}
+        self._entered = 0  # the part that comes next in the forward that runs
+        self._backward: int | None = None  # the part that backward has come to; None: there is no backward
+        self._is_queued = False  # whether autograd will tell that this backward has ended
         self._shared = {id(p) for store in stores for p in store.parameters}
-        self._hooks = [hook for unit, layer in enumerate(layers) for hook in self._hook(unit, layer)]
+        self._hooks = [hook for place, part in enumerate(parts[:-1]) for hook in self._hook(place, part)]
+        self._hooks += self._hook_head(parts[-1])
+        self._hooks += [hook for part in parts for hook in _refuse_states(part)]
 
     def begin(self) -> None:
         """Forget a pass that an error has ended. Called before the first pass of a step, and after the last one."""
         self._finish_reductions()
         self._backward = None
         for unit in [*self._gathering, *self._open]:
-            self._show(unit)
-            self._close(unit)
+            self._show([unit])
+            self._close([unit])
 
     def pass_without_work(self, *, backward: bool) -> None:
         """Take part in the gathers and reductions of a round in which this rank has no micro-batch."""
-        for unit in range(self._num_layers):
-            self._enter_forward(unit)
-            self._leave_forward(unit, backward=backward)
-        if backward:
-            self._backward = self._num_layers
+        for place in range(self._first, self._head):
+            self._enter_forward(place)
+            self._leave_forward(place, backward=backward)
+        if backward and self._trains:
+            self._backward = self._head + 1
             self._finish_backward()
 
     def whole(self, parameter: nn.Parameter) -> Tensor:
@@ -59,7 +72,7 @@ class Units:
         unit = self._unit_of[id(parameter)]
         if unit not in self._open:
             self.begin()
-            self._show(unit)
+            self._show([unit])
         return parameter.detach().clone()
 
     def dissolve(self) -> None:
@@ -67,61 +80,73 @@ class Units:
         self.begin()
         for hook in self._hooks:
             hook.remove()
-        for unit in range(self._num_layers):
-            self._show(unit)
+        self._show(sorted({*self._unit_of.values()}))
 
     # -- the order of operations, the same on all ranks of a domain ------------------------------------------------
 
-    def _enter_forward(self, unit: int) -> None:
-        if unit == 0:
+    def _units(self, place: int) -> list[int]:
+        """Those that are open in a part: its own, and, at both ends, the one of a tied embedding."""
+        if not 0 <= place <= self._head:
+            return []
+        return [place, self._head + 1] if place in (0, self._head) else [place]
+
+    def _enter_forward(self, place: int) -> None:
+        if place == self._first:
             self.begin()
-            self._entered = 0
-        if unit != self._entered:
+            self._entered = place
+        if place != self._entered:
             raise RankFailure(
-                f"layer {unit} of the model runs after {self._entered} layers of this pass",
-                so="ranks would gather the parameters of different layers",
-                fix='run every layer once, in order, or use shard = "optimizer"',
+                f"part {place} of the model runs after {self._entered} parts of this pass",
+                so="ranks would gather the parameters of different parts",
+                fix='run the embedding and every layer once, in order, or use shard = "optimizer"',
             )
         self._entered += 1
-        self._show(unit)
-        self._start(unit + 1)
+        self._show(self._units(place))
+        self._start(self._units(place + 1))
 
-    def _leave_forward(self, unit: int, *, backward: bool) -> None:
-        if not backward or unit + 1 < self._num_layers:  # backward begins with the last layer
-            self._close(unit)
+    def _leave_forward(self, place: int, *, backward: bool) -> None:
+        if not backward or place + 1 < self._head:  # backward comes back to the last layer soon
+            self._close(self._units(place))
+        if place + 1 == self._head:
+            self._show(self._units(self._head))
 
-    def _enter_backward(self, unit: int) -> None:
+    def _enter_backward(self, place: int, *, is_outermost: bool = True) -> None:
+        """``is_outermost``: whether no other backward is around the one that runs, so that its end is the end."""
+        if place == self._head and getattr(self._head_module, AT_ONCE, False):
+            return
         if self._backward is None:
-            self._backward = self._num_layers
+            self._backward = self._head + 1
+        if is_outermost and not self._is_queued:
+            self._is_queued = True
             Variable._execution_engine.queue_callback(self._finish_backward)
-        if unit > self._backward:  # one backward runs through two passes, the later one first
-            self._leave_layers()
-            self._backward = self._num_layers
-        while self._backward > unit:
+        if place > self._backward:  # one backward runs through two passes, the later one first
+            self._leave_parts()
+            self._backward = self._head + 1
+        while self._backward > place:
             self._step_backward()
 
     def _step_backward(self) -> None:
-        """Leave the layer that backward has come to, if it is one, and enter the one before it, if there is one."""
+        """Leave the part that backward has come to, if it is one, and enter the one before it, if there is one."""
         assert self._backward is not None, "a backward runs"
         self._backward -= 1
-        entered, left = self._backward, self._backward + 1
-        if left < self._num_layers:
-            self._finish_reductions()  # of the layer behind it, which had all of its backward for it
-            for store in self.stores:
-                self._reducing += store.start_reduction(left)
-            self._close(left)
-        if entered >= 0:
-            self._show(entered)
-            self._start(entered - 1)
-            for store in self.stores:
-                store.begin_gradients(entered)
+        entered, left = self._units(self._backward), self._units(self._backward + 1)
+        self._finish_reductions()  # of the part behind it, which had all of its backward for it
+        for store in self.stores:
+            for unit in left:
+                self._reducing += store.start_reduction(unit)
+        self._close(left)
+        self._show(entered)
+        self._start(self._units(self._backward - 1))
+        for store in self.stores:
+            for unit in entered:
+                store.begin_gradients(unit)
 
     def _finish_backward(self) -> None:
-        self._leave_layers()
+        self._leave_parts()
         self._finish_reductions()
-        self._backward = None
+        self._backward, self._is_queued = None, False
 
-    def _leave_layers(self) -> None:
+    def _leave_parts(self) -> None:
         while self._backward is not None and self._backward >= 0:
             self._step_backward()
 
@@ -131,66 +156,112 @@ class Units:
             pending.wait()
             finish()
 
-    def _start(self, unit: int) -> None:
-        if 0 <= unit < self._num_layers and unit not in self._open and unit not in self._gathering:
-            self._gathering[unit] = [pending for store in self.stores for pending in store.start_gather(unit)]
+    def _start(self, units: Collection[int]) -> None:
+        for unit in units:
+            if unit not in self._open and unit not in self._gathering:
+                self._gathering[unit] = [pending for store in self.stores for pending in store.start_gather(unit)]
 
-    def _show(self, unit: int) -> None:
-        self._start(unit)
-        if unit in self._gathering:
-            for pending in self._gathering.pop(unit):
-                pending.wait()
+    def _show(self, units: Collection[int]) -> None:
+        self._start(units)
+        for unit in units:
+            if unit in self._gathering:
+                for pending in self._gathering.pop(unit):
+                    pending.wait()
+                for store in self.stores:
+                    store.attach(unit)
+                self._open.add(unit)
+
+    def _close(self, units: Collection[int]) -> None:
+        for unit in units:
             for store in self.stores:
-                store.attach(unit)
-            self._open.add(unit)
-
-    def _close(self, unit: int) -> None:
-        for store in self.stores:
-            store.close(unit)
-        self._open.discard(unit)
+                store.close(unit)
+            self._open.discard(unit)
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 
-    def _hook(self, unit: int, layer: nn.Module) -> list[Any]:
+    def _hook(self, place: int, part: nn.Module) -> list[Any]:
         def enter(*_: object) -> None:
-            if self._backward is None:  # otherwise the layer is computed again
-                self._enter_forward(unit)
+            if self._backward is None:  # otherwise the part is computed again
+                self._enter_forward(place)
 
         def leave(module: nn.Module, args: object, output: object) -> None:
-            if self._backward is not None:
-                return
-            self._leave_forward(unit, backward=torch.is_grad_enabled())
-            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            for leaf in leaves[:1]:
-                leaf.register_hook(lambda _: self._enter_backward(unit))
+            if self._backward is None:
+                self._leave_forward(place, backward=torch.is_grad_enabled())
+                self._await_gradient(place, output)
 
-        def refuse(*_: object) -> None:
-            raise ConfigError(
-                "the parameters of the model's layers are shared by the ranks, and no rank has all of them",
-                so="a state_dict would hold numbers that mean nothing",
-                fix="use hdp.weights(), hdp.save() and hdp.load(), or load weights before hdp.adamw()",
-            )
+        return [part.register_forward_pre_hook(enter, prepend=True), part.register_forward_hook(leave)]
 
+    def _hook_head(self, head: nn.Module) -> list[Any]:
+        """A head is open in forward. In backward it is opened before it is computed with, or gets a gradient."""
+        units = weakref.ref(self)  # the hooks of a parameter keep nothing alive that has parameters (``buckets``)
+        tied = {key for key, unit in self._unit_of.items() if unit > self._head}
+
+        def enter(*_: object) -> None:
+            if torch._C._current_graph_task_id() != -1:  # computed again in backward
+                self._enter_backward(self._head, is_outermost=False)
+
+        def leave(module: nn.Module, args: object, output: object) -> None:
+            if self._backward is None:
+                self._await_gradient(self._head, output)
+
+        def gradient_hook(is_tied: bool) -> Callable[[Tensor], None]:
+            def comes(_: Tensor) -> None:
+                own = units()
+                if own is not None and (own._backward is None or not is_tied):  # otherwise it may be the embedding's
+                    own._enter_backward(own._head, is_outermost=False)
+
+            return comes
+
+        trained = [p for p in head.parameters() if p.requires_grad and id(p) in self._shared]
         return [
-            layer.register_forward_pre_hook(enter, prepend=True),
-            layer.register_forward_hook(leave),
-            layer.register_state_dict_pre_hook(refuse),
-            layer.register_load_state_dict_pre_hook(refuse),
+            head.register_forward_pre_hook(enter, prepend=True),
+            head.register_forward_hook(leave),
+            *(parameter.register_hook(gradient_hook(id(parameter) in tied)) for parameter in trained),
         ]
 
+    def _await_gradient(self, place: int, output: object) -> None:
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for leaf in leaves[:1]:
+            leaf.register_hook(lambda _: self._enter_backward(place))
 
-def layer_of(layers: Sequence[nn.Module]) -> dict[int, int]:
-    """By the id of a parameter that belongs to exactly one layer: the layer's number."""
+
+def _refuse_states(part: nn.Module) -> list[Any]:
+    def refuse(*_: object) -> None:
+        raise ConfigError(
+            "the parameters of the model are shared by the ranks, and no rank has all of them",
+            so="a state_dict would hold numbers that mean nothing",
+            fix="use hdp.weights(), hdp.save() and hdp.load(), or load weights before hdp.adamw()",
+        )
+
+    return [part.register_state_dict_pre_hook(refuse), part.register_load_state_dict_pre_hook(refuse)]
+
+
+def _trains_layers(parts: Sequence[nn.Module]) -> bool:
+    """Whether a backward comes through the parts in front of the head."""
+    return any(parameter.requires_grad for part in parts[:-1] for parameter in part.parameters())
+
+
+def units_of(parts: Sequence[nn.Module]) -> dict[int, int]:
+    """By the id of a parameter that ranks can share: its unit, which is the place of its part.
+
+    A tied embedding, which is in the first and the last part, is one unit more. Parameters of other parts together stay
+    whole, and so does a head that is trained alone: no backward comes behind it.
+    """
     uses: dict[int, list[int]] = {}
-    for unit, layer in enumerate(layers):
-        for parameter in layer.parameters():
-            uses.setdefault(id(parameter), []).append(unit)
-    return {key: units[0] for key, units in uses.items() if len(units) == 1}
+    for place, part in enumerate(parts if _trains_layers(parts) else parts[:-1]):
+        for parameter in part.parameters():
+            uses.setdefault(id(parameter), []).append(place)
+    both_ends = [0, len(parts) - 1]
+    return {
+        key: len(parts) if places == both_ends else places[0]
+        for key, places in uses.items()
+        if len(places) == 1 or places == both_ends
+    }
 
 
-def shard_layers(
+def shard_parts(
     named: Sequence[Named],
-    layers: Sequence[nn.Module],
+    parts: Sequence[nn.Module],
     mesh: Mesh,
     *,
     dtype: torch.dtype | None = None,
@@ -198,14 +269,14 @@ def shard_layers(
     cuts: Mapping[str, Cut] | None = None,
     initial: Callable[[Entry], Tensor] | None = None,
 ) -> tuple[list[Named], list[UnitParameters], Units]:
-    """Let the ranks of ``mesh.domain`` share the parameters of ``layers``.
+    """Let the ranks of ``mesh.domain`` share the parameters of ``parts``: the embedding, the layers and the head.
 
-    Returns the parameters that stay whole, what is trained of the others, and what opens the layers. Parameters stay
-    whole that belong to several layers, that tensor-parallel ranks hold alike, and ``late`` ones, whose gradients come
+    Returns the parameters that stay whole, what is trained of the others, and what opens the parts. Parameters stay
+    whole that ``units_of`` leaves out, that tensor-parallel ranks hold alike, and ``late`` ones, whose gradients come
     after the layers' backward. ``dtype``: of the parameters; None: the one that each of them has. ``cuts, initial``:
     see ``UnitParameters``.
     """
-    unit_of = layer_of(layers)
+    unit_of = units_of(parts)
     for name, parameter in named:
         if name in late or (cuts is not None and cuts[name].replicas > 1):
             unit_of.pop(id(parameter), None)
@@ -214,10 +285,10 @@ def shard_layers(
     for name, parameter in named:
         if id(parameter) in unit_of:
             key = parameter.requires_grad, dtype or parameter.dtype
-            units.setdefault(key, [[] for _ in layers])[unit_of[id(parameter)]].append((name, parameter))
+            units.setdefault(key, [[] for _ in range(len(parts) + 1)])[unit_of[id(parameter)]].append((name, parameter))
     stores = {
         key: UnitParameters(units[key], mesh, dtype=key[1], trained=key[0], cuts=cuts, initial=initial)
         for key in sorted(units, key=str)
     }
     trained = [store for (is_trained, _), store in stores.items() if is_trained]
-    return rest, trained, Units(layers, list(stores.values()))
+    return rest, trained, Units(parts, list(stores.values()))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import OptimizerConfig
 from bytescale.plan import RankPlan
 from bytescale.runtime.mesh import Mesh
@@ -138,29 +138,23 @@ class ShardedOptimizer:
         """Raise ``ConfigError`` if ``model`` has joined another optimizer, which has its weights now."""
         if self.of(model) not in (None, self):
             raise ConfigError(
-                problem(
-                    "the model was taken over: another HDP has made an optimizer for it",
-                    so="the weights and gradients of the model are in the other one",
-                    fix="use the other HDP, or make a new one",
-                )
+                "the model was taken over: another HDP has made an optimizer for it",
+                so="the weights and gradients of the model are in the other one",
+                fix="use the other HDP, or make a new one",
             )
 
     def require_parameters_of(self, model: nn.Module) -> None:
         """Raise ``ConfigError`` unless this optimizer has all gradients of ``model``."""
         if self._has_left:
-            raise ConfigError(
-                problem("this HDP was detached", so="gradients do not come here any more", fix="make a new HDP")
-            )
+            raise ConfigError("this HDP was detached", so="gradients do not come here any more", fix="make a new HDP")
         known = {id(parameter) for zero in self.zeros for parameter in zero.parameters.parameters}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise ConfigError(
-                    problem(
-                        f"parameter {name} requires a gradient, but the optimizer does not know it",
-                        so="it would not be trained",
-                        fix="replace, add or unfreeze parameters (load_state_dict(assign=True), adapters) before "
-                        "hdp.adamw() or hdp.optimizer()",
-                    )
+                    f"parameter {name} requires a gradient, but the optimizer does not know it",
+                    so="it would not be trained",
+                    fix="replace, add or unfreeze parameters (load_state_dict(assign=True), adapters) before "
+                    "hdp.adamw() or hdp.optimizer()",
                 )
 
     def require_adopted(self) -> None:
@@ -244,13 +238,17 @@ class ShardedOptimizer:
 
     def _update_on_host(self, host: HostTransfers) -> None:
         """Bucket by bucket, while neighbouring ones travel."""
+        self.torch_optimizer.zero_grad()
+        of_shards = itertools.groupby(zip(self._pieces, self._parts, strict=True), key=lambda item: id(item[1][0]))
         host.begin()
         for zero in self.zeros:
-            for bucket, shard in zip(zero.parameters.buckets, zero.shards, strict=True):
-                gradient = host.fetch()
-                for piece, (owner, own) in zip(self._pieces, self._parts, strict=True):
-                    piece.grad = gradient[own] if owner is shard else None
+            for bucket in zero.parameters.buckets:
+                gradient, own = host.fetch(), list(next(of_shards)[1])
+                for piece, (_, place) in own:
+                    piece.grad = gradient[place]
                 self.torch_optimizer.step()
+                for piece, _ in own:
+                    piece.grad = None
                 host.send()
                 zero.collectives.gather(bucket)
             zero.end_publishing()
@@ -360,12 +358,10 @@ class ShardedOptimizer:
         if ours != theirs:
             different = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
             raise CheckpointError(
-                problem(
-                    f"the state and the model differ in {len(different)} parameters, such as {different[0]}: "
-                    f"{theirs.get(different[0])} there, {ours.get(different[0])} here",
-                    so="nothing was loaded",
-                    fix="load a state of the same model with the same trainable parameters",
-                )
+                f"the state and the model differ in {len(different)} parameters, such as {different[0]}: "
+                f"{theirs.get(different[0])} there, {ours.get(different[0])} here",
+                so="nothing was loaded",
+                fix="load a state of the same model with the same trainable parameters",
             )
 
     def _attach_gradients(self) -> None:

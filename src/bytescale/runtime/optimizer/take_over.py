@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.config import ParallelConfig
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.runtime.optimizer.flat import FlatParameters
-from bytescale.runtime.optimizer.lockstep import shard_layers
+from bytescale.runtime.optimizer.lockstep import shard_parts
 from bytescale.runtime.optimizer.optimizers import GroupOptions
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.optimizer.units import UnitParameters
@@ -42,9 +42,10 @@ def take_over(
         named_parameters: in the order in which a forward needs them.
         group: the ranks that share the states.
         cls, options, group_options: as in ``ShardedOptimizer``.
-        chunk: the model and its layers, so that gradients of one dtype can be reduced during backward.
+        chunk: the model and its layers, so that gradients of one dtype can be reduced during backward; where ranks
+            share parameters, its parts (``lockstep.Units``).
         late: names of parameters whose gradients are complete at the end alone (``FlatParameters``).
-        domain: consecutive ranks that share the parameters of the chunk's layers (``units``).
+        domain: consecutive ranks that share the parameters of the chunk's parts (``units``).
         on_host: whether master weights and states are in host memory, and updated there (``host_states``).
 
     Raises:
@@ -52,16 +53,17 @@ def take_over(
     """
     if not any(p.requires_grad for _, p in named_parameters):
         raise ConfigError(
-            problem("no parameter of the model requires a gradient", so="there is nothing to train",
-                    fix="set requires_grad on the parameters that shall be trained, before this call")
-        )  # fmt: skip
+            "no parameter of the model requires a gradient",
+            so="there is nothing to train",
+            fix="set requires_grad on the parameters that shall be trained, before this call",
+        )
     require_elementwise(cls, options, one_by_one=on_host)
     mesh = Mesh.of_hdp(group, domain)
     shared: list[UnitParameters] = []
     units = None
     if domain > 1:
-        assert chunk is not None, "whoever shares layers knows them"
-        named_parameters, shared, units = shard_layers(named_parameters, chunk[1], mesh)
+        assert chunk is not None, "whoever shares parts knows them"
+        named_parameters, shared, units = shard_parts(named_parameters, chunk[1], mesh)
     trainable = [item for item in named_parameters if item[1].requires_grad]
     dtypes = sorted({p.dtype for _, p in trainable}, key=str)
     size = BUCKET_BYTES if chunk is not None and len(dtypes) == 1 else 0
@@ -96,9 +98,9 @@ def require_elementwise(cls: type[torch.optim.Optimizer], options: dict[str, Any
                 optimizers[1].step()
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            problem(f"{cls.__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())}) does not run: {error}",
-                    fix="use an elementwise optimizer with valid options, such as torch.optim.AdamW")
-        ) from error  # fmt: skip
+            f"{cls.__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())}) does not run: {error}",
+            fix="use an elementwise optimizer with valid options, such as torch.optim.AdamW",
+        ) from error
     if not torch.allclose(whole[0].flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
         if one_by_one:
             require_elementwise(cls, options)  # it may be wrong on a device, too
@@ -108,9 +110,7 @@ def require_elementwise(cls: type[torch.optim.Optimizer], options: dict[str, Any
                 fix="leave offload out, or use another optimizer, such as torch.optim.AdamW",
             )
         raise ConfigError(
-            problem(
-                f"{cls.__name__} is not elementwise: the update of a number depends on other numbers of its matrix",
-                so="on this rank's shards of the parameters it would compute something else than on whole matrices",
-                fix="use an elementwise optimizer, such as torch.optim.AdamW",
-            )
+            f"{cls.__name__} is not elementwise: the update of a number depends on other numbers of its matrix",
+            so="on this rank's shards of the parameters it would compute something else than on whole matrices",
+            fix="use an elementwise optimizer, such as torch.optim.AdamW",
         )

@@ -1,15 +1,17 @@
-"""Parameters of layers that the ranks of a lockstep domain share: gathered for a layer's time, and freed behind it.
+"""Parameters that the ranks of a lockstep domain share: gathered for the time of a unit, and freed behind it.
 
-A *unit* is one decoder layer. Each of the d ranks of a domain (``Mesh.domain``) keeps 1/d of every unit in ``values``,
-and 1/d of its gradient sums. A layer's full parameters and full gradients have memory only while the layer computes::
+A *unit* is the embedding, one decoder layer, or the head; a matrix that is embedding and head is a unit that is opened
+at both ends. Each of the d ranks of a domain (``Mesh.domain``) keeps 1/d of every unit in ``values``, and 1/d of its
+gradient sums. A unit's full parameters and full gradients have memory only while the unit computes::
 
-    domain's communicator  G0 G1   G2      ..  |  G2      G1     R3  G0     R2    R1     R0        G: gather, R: reduce
-    compute                   L0   L1   L2  L3 |  L3 back    L2 back    L1 back   L0 back
+    domain's communicator  GE G0   G1   GH         |         RH   GE    R1     R0     RE       G: gather, R: reduce
+    compute                   E    L0   L1    head | head back   L1 back   L0 back   E back
 
-A gather is posted one layer ahead. Behind a layer's backward its gradients are summed over the domain, and this rank's
-part is added to the sums of earlier rounds. All ranks of a domain post the same operations in the same order, in every
-round: a rank that has no work in a round goes through the same steps (``lockstep.Units.pass_without_work``). Parameters
-that do not belong to exactly one layer (embedding, last norm, head) are in ordinary flat buffers, and are always there.
+A gather is posted one unit ahead. The last layer and the head stay open until backward comes. Behind a unit's backward
+its gradients are summed over the domain, and this rank's part is added to the sums of earlier rounds. All ranks of a
+domain post the same operations in the same order, in every round: a rank that has no work in a round goes through the
+same steps (``lockstep.Units.pass_without_work``). Parameters outside of units (the last norm) are in ordinary flat
+buffers, and are always there.
 
 What lies between two steps is ZeRO-1 over the ranks with the same part (``Mesh.replicas``). Positions in the flat
 buffers are those of whole units, one bucket for each. Shard p m + g of a bucket belongs to place p of domain g, of m
@@ -47,7 +49,7 @@ Named = tuple[str, nn.Parameter]
 
 
 class UnitParameters(FlatParameters):
-    """The parameters of one dtype in the layers of a model, of which this rank keeps 1/d (``FlatParameters``).
+    """The parameters of one dtype in the units of a model, of which this rank keeps 1/d (``FlatParameters``).
 
     Attributes:
         values: ``[padded / d]`` this rank's parts, unit by unit.
@@ -67,7 +69,7 @@ class UnitParameters(FlatParameters):
         """Take over parameters, one unit after the other, so that one of them at a time exists twice.
 
         Args:
-            units: of every layer, in the order of forward; a layer may have no such parameter.
+            units: the parameters of each; there may be none.
             mesh: on whose device they are from now on.
             trained: whether their gradients are summed.
             cuts: as in ``FlatParameters``.
@@ -224,9 +226,9 @@ def _add_to(total: Tensor, name: str) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         if not total.untyped_storage().nbytes():
             raise RankFailure(
-                f"parameter {name} got a gradient outside of its layer's backward",
+                f"parameter {name} got a gradient outside of its unit's backward",
                 so="the sum over ranks would lack it",
-                fix='use shard = "optimizer" for a model that uses a layer\'s parameters elsewhere',
+                fix='use shard = "optimizer" for a model that uses the parameters of a layer or its head elsewhere',
             )
         add(parameter)
 

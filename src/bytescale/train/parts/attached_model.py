@@ -25,7 +25,7 @@ from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.models.hf_folder import exact_dtype
 from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, Mesh, ShardedOptimizer
 from bytescale.runtime.optimizer.buckets import Chunk
-from bytescale.runtime.optimizer.lockstep import Units, shard_layers
+from bytescale.runtime.optimizer.lockstep import Units, shard_parts
 from bytescale.train.parts.budget import MemoryBudget, usable_host_bytes
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
@@ -145,7 +145,7 @@ def _flat_buffers(
     named, flat, units = list(part.model.named_parameters()), list[FlatParameters](), None
     if mesh is not None and mesh.domain.size > 1:
         _ = part.head  # found by a pass
-        named, shared, units = shard_layers(named, part.layers, mesh, dtype=dtype)
+        named, shared, units = shard_parts(named, part.parts, mesh, dtype=dtype)
         flat += shared
         for _, parameter in named:
             parameter.data = parameter.data.to(device, dtype)

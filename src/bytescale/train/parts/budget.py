@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, machine_bytes, ranks_here
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import GIBI, format_bytes, format_count
 from bytescale.config import Architecture, Config
@@ -30,7 +28,6 @@ from bytescale.train.profiling.peak import device_name, known_peak
 
 USABLE_SHARE = 0.92  # of a device: the rest is for libraries' workspaces and fragments
 HOST_SHARE = 0.5  # of the machine's memory, for offloaded activations
-HOST_SHARE_WITH_OPTIMIZER = 0.8  # the same, where the optimizer is in host memory, too
 _PROCESS_BYTES = 340e6
 """What a rank has in memory before its first tensor: Python, PyTorch and their libraries (measured, torch 2.13)."""
 
@@ -150,7 +147,7 @@ def usable_device_bytes(config: Config, device: torch.device, num_ranks: int) ->
         return config.memory.device_gib * GIBI
     if device.type == "cuda":
         return USABLE_SHARE * torch.cuda.get_device_properties(device).total_memory
-    return USABLE_SHARE * machine_bytes() / _ranks_here(num_ranks)
+    return USABLE_SHARE * machine_bytes() / ranks_here(num_ranks)
 
 
 def usable_host_bytes(config: Config, num_ranks: int) -> float:
@@ -158,15 +155,7 @@ def usable_host_bytes(config: Config, num_ranks: int) -> float:
     if config.memory.host_gib is not None:
         return config.memory.host_gib * GIBI
     share = HOST_SHARE_WITH_OPTIMIZER if config.optimizer.offload else HOST_SHARE
-    return share * machine_bytes() / _ranks_here(num_ranks)
-
-
-def machine_bytes() -> float:
-    """Memory of this machine, or of the container that limits it."""
-    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text(encoding="ascii").strip() if limit.exists() else "max"
-    return min(total, math.inf if text == "max" else float(text))
+    return share * machine_bytes() / ranks_here(num_ranks)
 
 
 def check_room(num_ranks: int) -> None:
@@ -179,10 +168,6 @@ def check_room(num_ranks: int) -> None:
             so="the system would kill some of them",
             fix=f"use at most {int(there / _PROCESS_BYTES)} ranks, or several machines (torchrun, --launch ray)",
         )
-
-
-def _ranks_here(num_ranks: int) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
 
 
 def _check_context(config: Config, budget: MemoryBudget) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bytescale.checkpoint.initial_weights import load_initial_weights
 from bytescale.common.cut import Cut
@@ -31,7 +31,7 @@ from bytescale.runtime import (
     TokenShards,
 )
 from bytescale.runtime.optimizer.buckets import Chunk
-from bytescale.runtime.optimizer.lockstep import Units, shard_layers
+from bytescale.runtime.optimizer.lockstep import Units, shard_parts
 from bytescale.train.parts.budget import MemoryBudget
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
@@ -114,7 +114,7 @@ def build_own_model(
         chunk.to(dtype)._apply(partial(_without_memory, mesh.world.device))
         chunks.append(chunk)
 
-    # 2. Flat buffers; ranks of a domain share those of layers. A borrowed head is not in them: the first stage keeps it
+    # 2. Flat buffers; ranks of a domain share most of them. A borrowed head is not in them: the first stage keeps it
     #    up to date.
     named = [item for chunk in chunks for item in chunk.named_parameters()]
     borrows = architecture.tie_embeddings and mesh.shape.pp > 1
@@ -124,9 +124,9 @@ def build_own_model(
     late = {name for name, parameter in own if id(parameter) in at_the_end or (borrows and name == _EMBEDDING)}
     more, units = list[FlatParameters](), None
     if mesh.domain.size > 1:  # without a pipeline, so there is one chunk
-        own, sharing, units = shard_layers(
+        own, sharing, units = shard_parts(
             own,
-            list(chunks[0].layers),
+            _parts(chunks[0]),
             mesh,
             late=late,
             cuts=cuts,
@@ -146,6 +146,12 @@ def build_own_model(
     return OwnModel(
         architecture=architecture, chunks=chunks, parameters=parameters, more=more, units=units, tied_head=tied_head
     )
+
+
+def _parts(model: Llama) -> list[nn.Module]:
+    """Embedding, layers and head of a whole model (``lockstep.Units``)."""
+    assert model.embed_tokens is not None, "the first stage has the embedding"
+    return [model.embed_tokens, *model.layers, model.lm_head or nn.ParameterList([model.embed_tokens.weight])]
 
 
 def _without_memory(device: torch.device, parameter: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bytescale.attention import AttentionKernel
+from bytescale.common.environment import machine_bytes
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes, format_si
 from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
@@ -18,7 +19,7 @@ from bytescale.config.attached import check_attached
 from bytescale.config.validate import check_mesh, hdp_ranks
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, ModelShare, States, host_bytes_left
 from bytescale.cost.spec import ModelSpec
-from bytescale.train.parts.budget import machine_bytes, usable_host_bytes
+from bytescale.train.parts.budget import usable_host_bytes
 from bytescale.train.parts.own_model import OwnModel, build_own_model
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
