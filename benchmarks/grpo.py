@@ -8,8 +8,10 @@ model is a Llama of 3.4M parameters in fp32, and a rank's micro-batch holds 1024
 Recorded log-probabilities, the clipped loss of GRPO over tokens, clipping by norm, AdamW. The sides take turns, update
 by update, on the same rollouts, and their losses and gradient norms are compared:
 
-    one pass      ``hdp.plan(batch, last=True)``, the loss on each micro-batch
-    two passes    what the engine of ``bytescale.integrations.verl`` does for losses of any kind: ``WholeBatch``
+    loop          a loop over ``hdp.plan(batch, last=True)``, the loss on each micro-batch
+    engine        what the engine of ``bytescale.integrations.verl`` does for a loss that is a sum over documents:
+                  ``WholeBatch``, given the loss; each rank has every n-th rollout, as verl deals them
+    two passes    what it does for others
     FSDP          verl's scheme with its defaults: FSDP2, whose gradients are reduced in each micro-batch and whose
                   weights are gathered for each forward and backward; Ulysses, whose degree is the smallest that holds
                   the longest rollout; micro-batches of at most capacity times degree tokens, balanced by work, equally
@@ -30,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +49,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import bytescale
 from bytescale.cost.assumed import Rates
-from bytescale.integrations.whole_batch import LOG_PROBS, Sequences, WholeBatch, word_columns
+from bytescale.integrations.whole_batch import LOG_PROBS, WholeBatch, word_columns
 
 PORT, SECONDS = 29583, 520
 VOCABULARY, HEADS, KEY_HEADS, LAYERS = 1024, 8, 4, 4
 SHORTEST, LONGEST, CAPACITY = 64, 4096, 1024
 CLIP, LR, MAX_NORM = 0.2, 1e-3, 1.0
 FLOPS_PER_CORE = 3e10
-SIDES = ("one pass", "two passes", "FSDP", "FSDP, tuned")
+SIDES = ("loop", "engine", "two passes", "FSDP", "FSDP, tuned")
+NAMES = ("old_logprobs", "advantage", "weights")
 Batch = list[dict[str, Any]]
 
 
@@ -101,10 +105,10 @@ def trained(batch: Batch) -> float:
 
 
 class Ours:
-    """An update under ``HDP``, in one pass or in two."""
+    """An update under ``HDP``."""
 
-    def __init__(self, arguments: argparse.Namespace, *, passes: int) -> None:
-        self.model, self.passes = make_model(), passes
+    def __init__(self, arguments: argparse.Namespace, side: str) -> None:
+        self.model, self.side = make_model(), side
         rate, flops = arguments.mbit * 1e6 / 8, FLOPS_PER_CORE * arguments.cpus / arguments.ranks
         rates = Rates(
             flops_per_second=flops, attention_flops_per_second=flops, inter_node_bytes_per_second=rate,
@@ -118,10 +122,10 @@ class Ours:
     def update(self, batch: Batch) -> tuple[float, float]:
         """This rank's part of the loss, and the norm of the gradient."""
         total = trained(batch)
-        loss = self._one_pass(batch, total) if self.passes == 1 else self._two_passes(batch, total)
+        loss = self._loop(batch, total) if self.side == "loop" else self._whole(batch, total)
         return loss, self.hdp.step(max_grad_norm=MAX_NORM).grad_norm
 
-    def _one_pass(self, batch: Batch, total: float) -> float:
+    def _loop(self, batch: Batch, total: float) -> float:
         seen = 0.0
         for micro in self.hdp.plan(batch, last=True):
             logprobs = micro.logprobs(self.model)
@@ -130,17 +134,22 @@ class Ours:
             seen += float(loss.detach())
         return seen
 
-    def _two_passes(self, batch: Batch, total: float) -> float:
+    def _whole(self, batch: Batch, total: float) -> float:
         """Rank r has every n-th rollout, and computes the loss of these."""
+
+        def loss_of(documents: list[dict[str, Tensor]], values: list[Tensor]) -> Tensor:
+            columns = [torch.cat([own[name] for own in documents]) for name in NAMES]
+            return loss_sum(torch.cat(values)[:, LOG_PROBS], *columns) / total
+
         own = batch[dist.get_rank() :: dist.get_world_size()]
-        tokens = [rollout["tokens"] for rollout in own]
-        whole = WholeBatch(self.hdp, word_columns(self.model), num_trained=2)
-        values, _ = whole.run(Sequences(tokens, [F.pad(ids[1:], (0, 1), value=-100) for ids in tokens]))
-        names = ("old_logprobs", "advantage", "weights")
-        loss = loss_sum(values[:, LOG_PROBS], *(torch.cat([rollout[name] for rollout in own]) for name in names))
-        (loss / total).backward()
+        fields = {name: [rollout[name] for rollout in own] for name in ("tokens", *NAMES)}
+        labels = [F.pad(ids[1:], (0, 1), value=-100) for ids in fields["tokens"]]
+        whole = WholeBatch(self.hdp, word_columns(self.model, count=1), num_trained=1)
+        values, _ = whole.run(fields | {"labels": labels}, loss=loss_of if self.side == "engine" else None)
+        loss = loss_of(own, list(values.split([len(ids) for ids in labels])))
+        loss.backward()
         whole.finish()
-        return float(loss.detach()) / total
+        return float(loss.detach())
 
 
 class Exchange(torch.autograd.Function):
@@ -261,8 +270,7 @@ def worker(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     makers: dict[str, Callable[[], Any]] = {
-        "one pass": lambda: Ours(arguments, passes=1),
-        "two passes": lambda: Ours(arguments, passes=2),
+        **{name: partial(Ours, arguments, name) for name in ("loop", "engine", "two passes")},
         "FSDP": lambda: Fsdp(arguments, tuned=False),
         "FSDP, tuned": lambda: Fsdp(arguments, tuned=True),
     }

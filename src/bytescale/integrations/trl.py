@@ -30,7 +30,7 @@ from bytescale.integrations.whole_batch import (
     IS_TOP1,
     LOG_PROBS,
     MEAN_LOGITS,
-    Sequences,
+    Loss,
     WholeBatch,
     load_schedule,
     word_columns,
@@ -43,8 +43,8 @@ _STATES = "hdp"
 class _Planned:
     """What TRL calls in the model's place: ``model(**inputs, labels=..., fused_lm_head=True)``."""
 
-    def __init__(self, hdp: HDP, model: nn.Module, temperature: float, guess: float = 0.0) -> None:
-        self.model, self.guess = model, guess
+    def __init__(self, hdp: HDP, model: nn.Module, temperature: float, loss: Loss | None = None) -> None:
+        self.model, self.loss = model, loss
         self.batch = WholeBatch(hdp, word_columns(model, temperature), num_trained=2 if model is hdp.model else 0)
 
     def train(self, mode: bool = True) -> _Planned:
@@ -65,7 +65,7 @@ class _Planned:
         rows, places = attention_mask.nonzero(as_tuple=True)
         lengths = attention_mask.sum(dim=1).tolist()
         tokens, wanted = (ids[rows, places].split(lengths) for ids in (input_ids, next_labels))
-        values, rest = self.batch.run(Sequences(tokens, wanted), guess=self.guess)
+        values, rest = self.batch.run({"tokens": tokens, "labels": wanted}, loss=self.loss)
         columns = torch.cat([values, rest], dim=1)
         padded = columns.new_zeros(*input_ids.shape, columns.shape[1]).index_put((rows, places), columns)[:, :-1]
         return FusedCausalLMOutput(
@@ -116,7 +116,7 @@ class HDPTrainerMixin:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """TRL's own step with a ``WholeBatch`` in the model's place; then backward through the model."""
-        planned = self._planned(self.model, self._guess(inputs, num_items_in_batch))
+        planned = self._planned(self.model, self._loss_of_documents(num_items_in_batch))
         # The reference runs on plans, too. With adapters, TRL runs each rank's own rows without them.
         reference = getattr(self, "ref_model", None)
         self.ref_model: Any = self._planned(reference) if isinstance(reference, nn.Module) else reference
@@ -133,11 +133,12 @@ class HDPTrainerMixin:
         norm = {"grad_norm": inner.grad_norm} if "grad_norm" in logs else {}
         super().log(logs | norm, *args)  # type: ignore[misc]
 
-    def _planned(self, model: nn.Module, guess: float = 0.0) -> _Planned:
-        return _Planned(self.hdp, model, self.temperature, guess)
+    def _planned(self, model: nn.Module, loss: Loss | None = None) -> _Planned:
+        return _Planned(self.hdp, model, self.temperature, loss)
 
-    def _guess(self, inputs: Any, num_items_in_batch: Any) -> float:
-        return 0.0
+    def _loss_of_documents(self, num_items_in_batch: Any) -> Loss | None:
+        """TRL's losses gather metrics of all ranks, so that they cannot be called on micro-batches."""
+        return None
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Master weights and states of all ranks, by ``hdp.save``; the schedule by Trainer."""
@@ -157,11 +158,17 @@ class HDPTrainerMixin:
 class HDPSFTTrainer(HDPTrainerMixin, trl.SFTTrainer):
     """``trl.SFTTrainer``. With ``loss_type="nll"`` it takes one pass."""
 
-    def _guess(self, inputs: Any, num_items_in_batch: Any) -> float:
+    def _loss_of_documents(self, num_items_in_batch: Any) -> Loss | None:
         if self.args.loss_type != "nll" or num_items_in_batch is None or self.hdp is None:
-            return 0.0
+            return None
         averaged = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        return -averaged / max(1.0, float(num_items_in_batch)) / self.hdp.group.size
+        scale = averaged / max(1.0, float(num_items_in_batch)) / self.hdp.group.size
+
+        def loss(documents: list[dict[str, Tensor]], values: list[Tensor]) -> Tensor:
+            labelled = torch.cat([own["labels"] for own in documents]) != IGNORE_INDEX
+            return -scale * torch.cat(values)[labelled, LOG_PROBS].sum()
+
+        return loss
 
 
 class HDPDPOTrainer(HDPTrainerMixin, trl.DPOTrainer):

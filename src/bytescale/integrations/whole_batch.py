@@ -4,41 +4,46 @@
 as log-probabilities, as if a model had computed them. A loss goes backward into these values. ``finish`` then goes
 backward through the model, on the same plan.
 
-That takes one forward more than a model would, unless the gradient can be *guessed*: where the loss is minus the sum of
-log-probabilities over a known number, backward runs with the guess in the first pass. Where what the trainer's loss
-then says differs, a second pass makes up for the difference.
+That takes one forward more than a model would, unless ``run`` is given the loss: it is then called on the whole
+documents of each micro-batch, and backward runs in the first pass. That is right for a loss that is a sum over
+documents. ``finish`` compares its gradient with the one that has come into the values. Where they differ, as they do
+for a loss with a mean over its batch, the second pass makes up for the difference. So the gradients are the same.
 
 Shape letters: S tokens of a sequence, N of all sequences of this rank; K values of a token, D of them differentiable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.hf.loop.coupled import Values, backward_from
+from bytescale.hf.loop.coupled import Values, backward_from, sums_of_rows
 from bytescale.hf.loop.hdp import HDP
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
+from bytescale.runtime import RankGroup
+from bytescale.runtime.plain_data import all_gather_json
 
 LOG_PROBS, ENTROPY, IS_TOP1, MEAN_LOGITS = range(4)
 """Values that ``word_columns`` gives; the first two are differentiable."""
+_ROWS = ("tokens", "labels", "number")
 
+Fields = Mapping[str, Sequence[Tensor]]
+"""By name, a tensor of any shape for each sequence of this rank.
 
-class Sequences(NamedTuple):
-    """Sequences of one rank. Integers and, perhaps, a number for each token."""
-
-    tokens: Sequence[Tensor]
-    """Of each ``[S]``."""
-    labels: Sequence[Tensor]
-    """Of each ``[S]``: what the model has to predict at each token; -100 for nothing."""
-    numbers: Sequence[Tensor] | None = None
-    """Of each ``[S]``: the micro-batches' field ``number``."""
+``tokens [S]``, ``labels [S]`` (what the model has to predict at each token; -100 for nothing) and, perhaps, ``number
+[S]``, which micro-batches have. All else is for the loss.
+"""
+Loss = Callable[[list[dict[str, Tensor]], list[Tensor]], Tensor]
+"""From the fields of documents and their values ``[S, D]`` to their part of the loss."""
 
 
 @dataclass(kw_only=True)
@@ -47,7 +52,8 @@ class _Call:
     lengths: list[int]
     values: Tensor
     """``[N, D]``, a leaf."""
-    guess: Tensor | None
+    applied: list[Tensor] | None
+    """Of each micro-batch the gradient ``[T, D]`` that went backward in the first pass; None: none did."""
 
 
 class WholeBatch:
@@ -59,101 +65,142 @@ class WholeBatch:
         self._calls: list[_Call] = []
 
     def run(
-        self, sequences: Sequences, *, guess: float = 0.0, capacity_tokens: int | None = None
+        self, fields: Fields, *, loss: Loss | None = None, capacity_tokens: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run the sequences of all ranks. Returns ``[N, D]``, a leaf where gradients are enabled, and ``[N, K - D]``.
 
         Args:
-            guess: the gradient that the first column of each label is expected to get; 0: nothing is expected.
+            loss: what the trainer will compute of all values, as a sum over documents. None: not known.
             capacity_tokens: as ``HDP.plan`` takes it.
         """
-        trains = torch.is_grad_enabled() and self._num_trained > 0
-        guess = guess if trains else 0.0
-        first, documents = self._documents_of_all(sequences, guess)
+        group, trains = self.hdp.group, torch.is_grad_enabled() and self._num_trained > 0
+        first, rows = delivered(group, {name: fields[name] for name in _ROWS if name in fields})
+        # Weights are a loss's own affair: they may sum to zero here.
+        documents = [
+            {name: values.cpu() for name, values in own.items()} | {"weights": torch.ones(len(own["labels"]))}
+            for own in rows.values()
+        ]
         share = self.hdp.can_share_prefixes
         planned = self.hdp.plan(documents, capacity_tokens=capacity_tokens, share_prefixes=share)
-        with torch.set_grad_enabled(bool(guess)):
+        loss, applied = loss if trains else None, list[Tensor]()
+        if loss is not None:
+            _, rows = delivered(group, fields, _documents_of(planned))
+        with torch.set_grad_enabled(loss is not None):
             for micro in planned:
                 columns = self._columns(micro)
-                if guess:
-                    guesses = micro.guess.to(columns) * micro.multiplicity
-                    (columns[:, 0] * guesses).sum().backward()
+                if loss is not None:
+                    applied.append(self._backward(micro, columns[:, : self._num_trained], loss, rows))
                 self.hdp.collect(micro, columns)
-        found = self.hdp.collected()[first : first + len(sequences.tokens)]
-        rows = torch.cat(found) if found else torch.zeros(0, self._num_trained, device=self.hdp.group.device)
-        values, rest = rows[:, : self._num_trained].clone(), rows[:, self._num_trained :]
+        lengths = [len(tokens) for tokens in fields["tokens"]]
+        found = self.hdp.collected()[first : first + len(lengths)]
+        whole = torch.cat(found) if found else torch.zeros(0, self._num_trained, device=group.device)
+        values, rest = whole[:, : self._num_trained].clone(), whole[:, self._num_trained :]
         if trains:
             values.requires_grad_()
-            own = None
-            if guess:
-                counted = torch.cat(list(sequences.labels)) != IGNORE_INDEX
-                own = torch.zeros_like(values).index_fill_(1, torch.tensor(0), guess) * counted[:, None]
-            lengths = [len(tokens) for tokens in sequences.tokens]
-            self._calls.append(_Call(planned=planned, lengths=lengths, values=values, guess=own))
+            self._calls.append(
+                _Call(planned=planned, lengths=lengths, values=values, applied=applied if loss else None)
+            )
         return values, rest
 
-    def finish(self, share: float = 1.0) -> None:
+    def _backward(self, micro: Micro, values: Tensor, loss: Loss, fields: Mapping[int, dict[str, Tensor]]) -> Tensor:
+        """Go backward from the loss of a micro-batch's documents. Returns the gradient of its ``values [T, D]``."""
+        leaf = values.detach().requires_grad_()
+        documents = micro.documents(leaf)
+        total = leaf[:0].sum()
+        if len(documents):
+            total = total + loss([fields[number] for number in documents.numbers], list(documents))
+        (gradient,) = torch.autograd.grad(total, leaf)
+        values.backward(gradient)
+        return gradient
+
+    def finish(self, share: float = 1.0) -> bool:
         """Go backward through the model, after the loss has gone backward into the values of all runs.
 
-        ``share``: what gradients are multiplied with: 1 / ranks where those of all ranks are averaged.
+        Args:
+            share: what gradients are multiplied with: 1 / ranks where those of all ranks are averaged.
+
+        Returns whether a second pass ran: no loss was given, or one that is no sum over documents.
         """
         calls, self._calls = self._calls, []
+        ran_again = False
         for call in calls:
             gradient = torch.zeros_like(call.values) if call.values.grad is None else call.values.grad * share
-            if call.guess is not None:
-                gradient = gradient - call.guess
-                largest = [float(own.abs().max()) if own.numel() else 0.0 for own in (gradient, call.guess)]
-                wrong, scale = self.hdp.group.max_of(largest)
+            own = {"gradient": gradient.split(call.lengths)}
+            _, found = delivered(self.hdp.group, own, _documents_of(call.planned))
+            of_documents = {number: fields["gradient"] for number, fields in found.items()}
+            gradients = [sums_of_rows(plan, of_documents) for plan in call.planned.micro_batches]
+            if call.applied is not None:
+                pairs = zip(gradients, call.applied, strict=True)
+                rest = [wanted.to(applied).reshape(applied.shape) - applied for wanted, applied in pairs]
+                wrong, scale = self.hdp.group.max_of([_largest(rest), _largest(gradients)])
                 if wrong <= 1e-5 * scale:
                     continue
-            _, coefficients = self._gathered(list(gradient.T.split(call.lengths, dim=1)), gradient.T)
-            gradients = [rows.T for rows in coefficients]
+                gradients = rest
+            ran_again = True
             backward_from(call.planned, gradients, lambda micro: self._columns(micro)[:, : self._num_trained])
-
-    def _documents_of_all(self, sequences: Sequences, guess: float) -> tuple[int, list[dict[str, Any]]]:
-        numbers = sequences.numbers or [torch.zeros(len(tokens)) for tokens in sequences.tokens]
-        own = [  # integers below 2^53 are exact
-            torch.stack([part.to(self.hdp.group.device, torch.float64) for part in parts])
-            for parts in zip(sequences.tokens, sequences.labels, numbers, strict=True)
-        ]
-        first, rows = self._gathered(own, torch.zeros(3, 0, dtype=torch.float64))
-        documents: list[dict[str, Any]] = [
-            # Weights are a loss's own affair: they may sum to zero here.
-            {"tokens": tokens.long(), "labels": labels.long(), "number": number, "weights": torch.ones(len(labels))}
-            for tokens, labels, number in rows
-        ]
-        for document in documents if guess else ():
-            document["guess"] = (document["labels"] != IGNORE_INDEX).double() * guess
-        return first, documents
-
-    def _gathered(self, own: list[Tensor], like: Tensor) -> tuple[int, list[Tensor]]:
-        """All ranks' tensors ``[rows of like, S]``, in rank order, on the CPU; and the number of this rank's first."""
-        group = self.hdp.group
-        counts = [int(row[0]) for row in group.share([float(len(own))])]
-        lengths = [float(rows.shape[1]) for rows in own] + [0.0] * (max(counts) - len(own))
-        table = [[int(n) for n in row[:count]] for row, count in zip(group.share(lengths), counts, strict=True)]
-        mine = torch.zeros(1, len(like), max(map(sum, table)), dtype=like.dtype, device=group.device)
-        if own:
-            mine[0, :, : int(sum(lengths))] = torch.cat(own, dim=1)
-        everything = mine.new_zeros(group.size, *mine.shape[1:])
-        group.all_gather(everything, mine)
-        whole = everything.cpu()
-        found = [part for rank, row in enumerate(table) for part in whole[rank, :, : sum(row)].split(row, dim=1)]
-        return sum(counts[: group.rank]), found
+        return ran_again
 
 
-def word_columns(model: nn.Module, temperature: float | None = 1.0) -> Values:
-    """``[T, 4]``: log-probability, entropy, whether the label is the likeliest word, mean of logits; 0 without label.
+def _documents_of(planned: PlannedBatch) -> list[int]:
+    return sorted({number for plan in planned.micro_batches for number in plan.documents})
 
-    ``temperature``: None: the micro-batches' field ``number`` has it.
+
+def _largest(tensors: Sequence[Tensor]) -> float:
+    return max((float(own.abs().max()) for own in tensors if own.numel()), default=0.0)
+
+
+def delivered(
+    group: RankGroup, own: Fields, asked: Sequence[int] | None = None
+) -> tuple[int, dict[int, dict[str, Tensor]]]:
+    """Fields of the sequences that this rank has ``asked`` for, by number, whoever has them. Every rank calls it.
+
+    Sequences have numbers in rank order. Returns the number of this rank's first one, too.
+
+    ``asked``: None: all. Raises ``DataError`` if ranks have different fields.
+    """
+    told = all_gather_json([sorted(own), len(next(iter(own.values()))), asked], group.group, group.device)
+    if different := {name for names, *_ in told for name in {*names} ^ {*own}}:
+        raise DataError(
+            f"only some ranks have the fields {', '.join(sorted(different))}",
+            so="a loss would lack them for sequences of other ranks",
+            fix="give the batches of all ranks the same fields",
+        )
+    starts = [0, *itertools.accumulate(count for _, count, _ in told)]
+    here = range(starts[group.rank], starts[group.rank + 1])
+    parts = []
+    for *_, numbers in told:
+        wanted = here if numbers is None else [number for number in numbers if number in here]
+        packed = save({f"{n}/{name}": rows[n - here.start].clone() for name, rows in own.items() for n in wanted})
+        parts.append(torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(group.device))
+    counts = [int(row[group.rank]) for row in group.share([float(len(part)) for part in parts])]
+    found: dict[int, dict[str, Tensor]] = {}
+    for part in group.all_to_all(parts, counts).split(counts):
+        for key, values in load(part.cpu().numpy().tobytes()).items():
+            number, name = key.split("/", 1)
+            found.setdefault(int(number), {})[name] = values.to(group.device)
+    return here.start, dict(sorted(found.items()))
+
+
+def word_columns(model: nn.Module, temperature: float | None = 1.0, *, count: int = 4) -> Values:
+    """``[T, count]``: log-probability, entropy, whether the label is the likeliest word, mean of logits.
+
+    0 without a label. Fewer than four are the first ones.
+
+    Args:
+        temperature: None: the micro-batches' field ``number`` has it.
     """
 
     def columns(micro: Micro) -> Tensor:
         divisor = micro.number if temperature is None else temperature
-        scores: Any = micro.logprobs(model, temperature=divisor, entropy=True, top=1, mean_logits=True)
-        hit = (scores.top_words[:, 0] == micro.labels).to(scores.entropy)
-        four = torch.stack([scores.logprobs, scores.entropy, hit, scores.mean_logits], dim=1)
-        return four * (micro.labels != IGNORE_INDEX)[:, None]
+        if count == 1:
+            return micro.logprobs(model, temperature=divisor)[:, None]
+        rest = count > IS_TOP1
+        scores: Any = micro.logprobs(model, temperature=divisor, entropy=True, top=int(rest), mean_logits=rest)
+        found = [scores.logprobs, scores.entropy]
+        if rest:
+            hit = (scores.top_words[:, 0] == micro.labels).to(scores.entropy)
+            found += [hit, scores.mean_logits]
+        return torch.stack(found[:count], dim=1) * (micro.labels != IGNORE_INDEX)[:, None]
 
     return columns
 

@@ -98,6 +98,17 @@ class MicroBatch:
         return 0 if self.shared is None else int(self.shared.tokens_per_member[self.shared.member])
 
     @property
+    def sequences(self) -> IntArray:
+        """``[S]`` its sequences, whole or in part: shared ones first."""
+        local = self.segment_sequences[len(self.segment_sequences) - len(self.local_lengths) :]
+        return local if self.shared is None else np.concatenate([self.shared.sequences, local])
+
+    @property
+    def documents(self) -> list[int]:
+        """Those of its sequences, in the order of these; see ``trees``."""
+        return (self.sequences if self.trees is None else self.trees.documents).tolist()
+
+    @property
     def runs(self) -> list[tuple[int, int, int]]:
         """``(sequence, start, stop)`` of the runs of tokens that the rows are, in order."""
         bounds = (self.segment_sequences, self.segment_starts, self.segment_stops)

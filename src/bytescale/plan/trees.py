@@ -128,10 +128,7 @@ class Forest:
 
 def with_trees(micro_batch: MicroBatch, forest: Forest) -> MicroBatch:
     """The micro-batch of a plan of the sequences of ``forest``, which knows the trees that it has."""
-    shared = micro_batch.shared
-    local = micro_batch.segment_sequences[len(micro_batch.segment_sequences) - len(micro_batch.local_lengths) :]
-    sequences = local if shared is None else np.concatenate([shared.sequences, local])
-    return replace(micro_batch, trees=forest.of(sequences))
+    return replace(micro_batch, trees=forest.of(micro_batch.sequences))
 
 
 def branches_of(shared: IntArray, low: IntArray, high: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:

@@ -97,6 +97,15 @@ class RankGroup:
             return
         self.timed(lambda: _all_gather(full, shard, group=self.group))
 
+    def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+        """Send ``parts [n]``, one to each rank, in rank order. Returns what they send, end to end, ``counts`` long."""
+        sent = torch.cat(list(parts))
+        if self.group is None:
+            return sent
+        received, sizes = sent.new_empty(sum(counts)), [len(part) for part in parts]
+        self.timed(lambda: dist.all_to_all_single(received, sent, list(counts), sizes, group=self.group))
+        return received
+
     def start_reduce_scatter(self, full: Tensor) -> PendingCollective:
         """Start to sum ``full [size * n]`` over ranks, in place; only this rank's part ``[n]`` is defined then."""
         if self.group is None:

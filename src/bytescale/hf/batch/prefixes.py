@@ -11,7 +11,7 @@ Shape letters: D documents, S sequences, U rows of one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -103,9 +103,10 @@ def rows_of_sequences(
     return Documents(fields=of_sequences)
 
 
-def add_up(forest: Forest, values: Sequence[Tensor]) -> list[Tensor]:
-    """``[S]`` tensors ``[U, ...]``: for each row the sum of ``values``, ``[length, ...]`` of each document in order."""
-    sums = [values[0].new_zeros(rows, *values[0].shape[1:]) for rows in forest.sequence_lengths.tolist()]
+def add_up(forest: Forest, values: Sequence[Tensor] | Mapping[int, Tensor]) -> list[Tensor]:
+    """``[S]`` tensors ``[U, ...]``: for each row the sum of ``values``, ``[length, ...]`` of each document."""
+    like = values[int(forest.documents[0])]
+    sums = [like.new_zeros(rows, *like.shape[1:]) for rows in forest.sequence_lengths.tolist()]
     for sequence, document, path in _places(forest):
         sums[sequence].index_add_(0, torch.as_tensor(path, device=sums[sequence].device), values[document])
     return sums

@@ -27,7 +27,7 @@ from bytescale.hf.batch.prefixes import add_up
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
-from bytescale.plan import Plan
+from bytescale.plan import MicroBatch, Plan
 from bytescale.plan.trees import Forest
 from bytescale.planner.evaluate import evaluate
 from bytescale.planner.prefixes import cost_of_trees
@@ -89,7 +89,7 @@ def backward_of(
                 part.backward()
         _require_finite(wrong)
         gradients = [torch.zeros_like(whole) if whole.grad is None else whole.grad for whole in wholes]
-        backward_from(planned, gradients, of_rows)
+        backward_from(planned, [sums_of_rows(own, gradients) for own in planned.micro_batches], of_rows)
         return result
     counted = LossOfBatch(passes=1)
     for micro in planned:
@@ -113,14 +113,19 @@ def backward_of(
     return result
 
 
+def sums_of_rows(plan: MicroBatch, values: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
+    """``[T, ...]``: of each row of a micro-batch the sum of ``values``, ``[S, ...]``, of the documents that have it."""
+    if plan.trees is not None:
+        values = dict(zip(plan.sequences.tolist(), add_up(plan.trees, values), strict=True))
+    parts = [values[sequence][start:stop] for sequence, start, stop in plan.runs]
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
 def backward_from(planned: PlannedBatch, gradients: Sequence[Tensor], of_rows: Values) -> None:
-    """Run a batch and go backward from ``gradients [S, ...]`` of each document's values, which ``of_rows`` computes."""
-    if planned.forest is not None:
-        gradients = add_up(planned.forest, gradients)
-    for micro in planned:
+    """Run a batch and go backward from ``gradients [T, ...]`` of each micro-batch's rows ``of_rows``."""
+    for micro, gradient in zip(planned, gradients, strict=True):
         rows = of_rows(micro)
-        parts = [gradients[document][start:stop] for document, start, stop in micro.plan.runs]
-        (torch.cat([rows[:0].detach().to(gradients[0].device), *parts]).to(rows) * rows).sum().backward()
+        (gradient.to(rows).reshape(rows.shape) * rows).sum().backward()
 
 
 def _scalar(returned: Any, numbers: list[int]) -> tuple[Tensor, Mapping[str, Any]]:

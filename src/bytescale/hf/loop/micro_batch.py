@@ -231,18 +231,15 @@ class WholeDocuments(Sequence[Tensor]):
                 fix="give one value per row, without the row that stands for none: values[: micro.num_rows]",
             )
         shared, num_shared = plan.shared, plan.num_shared_tokens
-        first_local = len(plan.segment_sequences) - len(plan.local_lengths)
-        self.numbers: list[int] = plan.segment_sequences[first_local:].tolist()
-        self.counted = [True] * len(self.numbers)
+        self.numbers = plan.documents
+        self.counted = [True] * len(plan.local_lengths)
         self._values = list(values[num_shared:].split(plan.local_lengths.tolist()))
         if shared is not None:
             whole: Tensor = _Gathered.apply(values[:num_shared], shared, exchange)
-            self.numbers = shared.sequences.tolist() + self.numbers
             self.counted = [shared.member == 0] * len(shared.sequences) + self.counted
             self._values = [*whole.split(shared.lengths.tolist()), *self._values]
         if plan.trees is not None:
             places = plan.trees.sequence_of.tolist()
-            self.numbers = plan.trees.documents.tolist()
             self.counted = [self.counted[place] for place in places]
             self._values = of_documents(plan.trees, self._values)
         self._index = plan.index

@@ -146,16 +146,20 @@ class PlannedBatch:
     def __len__(self) -> int:
         return self._num_passes
 
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """The plan's, and behind them those without tokens that ranks in lockstep run."""
+        own = self.rank_plan.micro_batches
+        return [*own, *(MicroBatch.of_documents(index, []) for index in range(len(own), self._num_passes))]
+
     def __iter__(self) -> Iterator[Micro]:
         hdp = self.hdp
         hdp.begin_batch(self)
         self._kept = []
         buffers = RingBuffers()
-        for index in range(self._num_passes):
-            if index < len(self._part.rows):
-                micro = hdp.engine.micro(self.rank_plan.micro_batches[index], self._part.rows[index], buffers)
-            else:
-                micro = hdp.engine.micro(MicroBatch.of_documents(index, []), self._part.no_rows, buffers)
+        for index, plan in enumerate(self.micro_batches):
+            rows = self._part.rows[index] if index < len(self._part.rows) else self._part.no_rows
+            micro = hdp.engine.micro(plan, rows, buffers)
             if self._last and index + 1 == len(self):
                 hdp.handed_out.require_backwards("gradients are reduced (last=True)")
                 hdp.sharded().expect_last_backward(last_backward_is_silent(self.rank_plan))

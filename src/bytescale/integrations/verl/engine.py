@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from verl.utils import tensordict_utils as tu
@@ -32,7 +32,8 @@ from bytescale.hf.loop.hdp import HDP
 from bytescale.integrations.whole_batch import (
     ENTROPY,
     LOG_PROBS,
-    Sequences,
+    Fields,
+    Loss,
     WholeBatch,
     load_schedule,
     value_columns,
@@ -59,6 +60,8 @@ class BytescaleEngineConfig(EngineConfig):
     """``none``, ``attention`` or ``full`` (``memory.checkpointing``), in place of the model's own."""
     host_gib: float = 0.0
     """Host memory of a rank for activations."""
+    one_pass: bool = True
+    """Whether losses are called on micro-batches of whole sequences, as verl's engines do, and not after a forward."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,6 +107,7 @@ class BytescaleEngine(BaseEngine):
         super().__init__()
         self.model_config, self.engine_config, self.optimizer_config = model_config, engine_config, optimizer_config
         self.mode: str | None = None
+        self._one_pass = engine_config.one_pass
         _require_known(model_config, optimizer_config)
 
     @property
@@ -125,6 +129,8 @@ class BytescaleEngine(BaseEngine):
             checkpointing=config.checkpointing,
             host_gib=config.host_gib,
         )
+        # A loss that asks other ranks for something gets another gradient from this rank's micro-batches alone.
+        self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self.lr_scheduler = None
         if not config.forward_only:
             wanted = self.optimizer_config
@@ -193,16 +199,20 @@ class BytescaleEngine(BaseEngine):
         data = data.to(get_device_id())
         capacity = self.engine_config.infer_max_token_len_per_gpu if forward_only else None
         with torch.no_grad() if forward_only else contextlib.nullcontext():
-            columns, num_trained = self._columns()
+            columns, num_trained = self._columns(data)
             batch = WholeBatch(self.hdp, columns, num_trained=num_trained)
-            values, _ = batch.run(self._sequences(data), capacity_tokens=capacity)
+            of_documents = None if loss_function is None or not self._one_pass else self._loss(loss_function, data)
+            values, _ = batch.run(self._fields(data), loss=of_documents, capacity_tokens=capacity)
             output = self._model_output(values, data)
             loss, metrics = torch.ones((), device=values.device), dict[str, Any]()
             if loss_function is not None:
                 loss, metrics = loss_function(model_output=output, data=data, dp_group=group)
             if not forward_only:
                 loss.backward()
-                batch.finish(1.0 / self.get_data_parallel_size())  # as FSDP averages
+                ran_again = batch.finish(1.0 / self.get_data_parallel_size())  # as FSDP averages
+                if ran_again and self._one_pass and dist.get_rank() == 0:
+                    print("WARN: the loss is not the sum of those of micro-batches, and takes two passes from now on")
+                self._one_pass &= not ran_again
         kept = forward_only or tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
         return {
             "model_output": detach_tree(output) if kept else {},
@@ -210,17 +220,55 @@ class BytescaleEngine(BaseEngine):
             "metrics": {name: [value] for name, value in metrics.items()},
         }
 
-    def _columns(self) -> tuple[Values, int]:
-        return word_columns(self.module, None), 2
+    def _loss(self, loss_function: Callable[..., Any], data: TensorDict) -> Loss:
+        """verl's loss of whole sequences of any ranks, as FSDP averages it."""
+        nested = [name for name, value in data.items() if isinstance(value, Tensor) and value.is_nested]
+        of_batch = {name: value for name, value in data.items() if isinstance(value, NonTensorData)}
 
-    def _sequences(self, data: TensorDict) -> Sequences:
-        """Tokens, the next tokens as labels, and the temperature of each sequence."""
+        def together(name: str, rows: list[Tensor]) -> Tensor:
+            return torch.nested.as_nested_tensor(rows, layout=torch.jagged) if name in nested else torch.stack(rows)
+
+        def loss(documents: list[dict[str, Tensor]], values: list[Tensor]) -> Tensor:
+            part = TensorDict({}, batch_size=[len(documents)], device=data.device)
+            for name in documents[0].keys() & data.keys():
+                part[name] = together(name, [own[name] for own in documents])
+            tu.assign_non_tensor(part, **of_batch)
+            output = self._model_output(torch.cat(values), part)
+            try:
+                total: Tensor = loss_function(model_output=output, data=part, dp_group=self._alone)[0]
+            except KeyError as error:
+                if not any(name in str(error) for name in data.keys() - part.keys()):
+                    raise
+                raise ConfigError(
+                    f"the loss of a micro-batch asks for what is no tensor: {error}",
+                    so="in one pass, sequences of other ranks come with their tensors alone",
+                    fix="set engine.one_pass to False",
+                ) from error
+            return total / self.get_data_parallel_size()
+
+        return loss
+
+    def _columns(self, data: TensorDict) -> tuple[Values, int]:
+        count = 2 if tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False) else 1
+        return word_columns(self.module, None, count=count), count
+
+    def _labels(self, tokens: Tensor) -> Tensor:
+        return torch.cat([tokens[1:], tokens.new_full((1,), IGNORE_INDEX)])
+
+    def _fields(self, data: TensorDict) -> Fields:
+        """Tokens, labels, the temperature of each sequence, and all tensors of the batch."""
         tokens = list(data["input_ids"].unbind())
-        labels = [torch.cat([own[1:], own.new_full((1,), IGNORE_INDEX)]) for own in tokens]
         given = data["temperature"] if "temperature" in data.keys() else 1.0  # noqa: SIM118  # no mapping
         each = given.flatten().tolist() if isinstance(given, Tensor) else [float(given)] * len(tokens)
         each = each * len(tokens) if len(each) == 1 else each
-        return Sequences(tokens, labels, [torch.full((len(t),), own) for t, own in zip(tokens, each, strict=True)])
+        number = [torch.full((len(t),), own, dtype=torch.float64) for t, own in zip(tokens, each, strict=True)]
+        # Of nested tensors with another ragged dimension, such as three places of a token, PyTorch mixes up the rows.
+        rest = {
+            name: list(value.unbind())
+            for name, value in data.items()
+            if isinstance(value, Tensor) and getattr(value, "_ragged_idx", 1) == 1
+        }
+        return {**rest, "tokens": tokens, "labels": list(map(self._labels, tokens)), "number": number}
 
     def _model_output(self, values: Tensor, data: TensorDict) -> dict[str, Tensor]:
         output = {"log_probs": _nested(values[:, LOG_PROBS], data)}
@@ -300,12 +348,11 @@ class BytescaleValueEngine(BytescaleEngine):
     auto_model = AutoModelForTokenClassification
     of_config: ClassVar[dict[str, Any]] = {"num_labels": 1, "classifier_dropout": 0.0, "hidden_dropout": 0.0}
 
-    def _columns(self) -> tuple[Values, int]:
+    def _columns(self, data: TensorDict) -> tuple[Values, int]:
         return value_columns(self.module), 1
 
-    def _sequences(self, data: TensorDict) -> Sequences:
-        tokens = list(data["input_ids"].unbind())
-        return Sequences(tokens, [torch.full_like(own, IGNORE_INDEX) for own in tokens])
+    def _labels(self, tokens: Tensor) -> Tensor:
+        return torch.full_like(tokens, IGNORE_INDEX)
 
     def _model_output(self, values: Tensor, data: TensorDict) -> dict[str, Tensor]:
         return {"values": _nested(values[:, 0], data)}

@@ -12,18 +12,19 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
+def _nothing(*args: Any, **options: Any) -> None:
+    """There is no device to set, wait for, profile or empty."""
+
+
 class _Module(ModuleType):
     """``torch.cpu`` with what verl asks ``torch.cuda`` for. There is no memory of a device."""
 
+    max_memory_allocated = max_memory_reserved = memory_allocated = memory_reserved = staticmethod(lambda *_, **__: 0)
+    mem_get_info = staticmethod(lambda *_, **__: (0, 0))
+    get_device_name = staticmethod(lambda *_, **__: "CPU")
+    empty_cache = reset_peak_memory_stats = ipc_collect = set_device = manual_seed = staticmethod(_nothing)
+
     def __getattr__(self, name: str) -> Any:
-        if name in ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"):
-            return lambda *args, **options: 0
-        if name in ("empty_cache", "reset_peak_memory_stats", "ipc_collect", "set_device", "manual_seed"):
-            return lambda *args, **options: None
-        if name == "get_device_name":
-            return lambda *args, **options: "CPU"
-        if name == "mem_get_info":
-            return lambda *args, **options: (0, 0)
         return getattr(torch.cpu, name)
 
 
@@ -31,9 +32,11 @@ class _Module(ModuleType):
 class PlatformCPU(PlatformBase):
     """CPUs. It is taken where ``VERL_PLATFORM`` names it, and never found by itself."""
 
-    device_name = "cpu"
-    vendor_name = "cpu"
+    device_name = vendor_name = "cpu"
     device_module = _Module("bytescale_cpu")
+    set_device = synchronize = set_allocator_settings = empty_cache = staticmethod(_nothing)
+    profiler_start = profiler_stop = staticmethod(_nothing)
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
     def is_available(self) -> bool:
         return True
@@ -47,24 +50,6 @@ class PlatformCPU(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        pass
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        pass
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
-
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
 
@@ -77,12 +62,6 @@ class PlatformCPU(PlatformBase):
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
-
-    def profiler_start(self) -> None:
-        pass
-
-    def profiler_stop(self) -> None:
-        pass
 
     def ray_resource_name(self) -> str:
         return "CPU"
