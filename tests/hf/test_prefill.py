@@ -161,7 +161,7 @@ def test_a_cache_stays_where_it_was_computed() -> None:
 
 def test_what_cannot_be_prefilled() -> None:
     hdp = HDP(small_model("llama").eval(), capacity_tokens=40)
-    with pytest.raises(DataError, match=r"Prompt 1 has shape \[0\]"):
+    with pytest.raises(DataError, match=r"The tokens of document 1 have shape \[0\]"):
         hdp.prefill([[1, 2], []])
     hdp.model.can_generate = lambda: False
     with pytest.raises(ConfigError, match=r"it cannot generate \(can_generate\(\) is not true\)"):

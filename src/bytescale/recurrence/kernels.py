@@ -39,7 +39,7 @@ Stock = Callable[..., Any]
 
 def installed(stock: Stock) -> Stock | None:
     """The function of a kernel package that transformers calls in the place of its own; None: it calls its own."""
-    inside = inspect.getclosurevars(stock).nonlocals
+    inside = inspect.getclosurevars(stock).nonlocals if inspect.isfunction(stock) else {}
     return inside["implementation"] if inside.get("is_new_implementation") else None
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import DataError
+from bytescale.hf.batch.documents import Documents
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.head import causal_model, hidden_states
 from bytescale.hf.model.interface import has_own_cache, refusal
@@ -197,15 +198,16 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
             so="nothing could go on from its KV caches",
             fix="load it with AutoModelForCausalLM; to score documents, use bytescale.score",
         )
-    documents = [{"tokens": _tokens_of(prompt, number)} for number, prompt in enumerate(prompts)]
-    lengths = [len(document["tokens"]) for document in documents]
-    device = hdp.group.device
-    result = Prefill(hdp, [document["tokens"] for document in documents], torch.zeros(len(prompts), dtype=torch.int64))
+    given = (torch.as_tensor(prompt, device="cpu") for prompt in prompts)  # tokenizers return one as [1, S]
+    rows = [{"tokens": tokens[0] if tokens.dim() == 2 and len(tokens) == 1 else tokens} for tokens in given]
+    documents = Documents.of(rows)
+    lengths, device = documents.lengths, hdp.group.device
+    result = Prefill(hdp, documents.fields["tokens"], torch.zeros(len(prompts), dtype=torch.int64))
     next_tokens = torch.zeros(len(prompts), dtype=torch.int64, device=device)
     plan = hdp.planner(np.array(lengths))
     if hdp.domain == 1:  # counts that are equal, backwards, would not meet at equal places
         plan = short_first(plan, hdp.cost)
-    for micro in hdp.plan(documents, plan=plan):
+    for micro in hdp.plan(rows, plan=plan):
         kept: dict[tuple[int, str], Tensor] = {}
         micro.target.keep = partial(_keep, kept)
         ends, row = {}, 0
@@ -215,9 +217,9 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
                 ends[prompt] = row - 1
         hidden, head = hidden_states(hdp.model, micro.inputs)
         logits = head(hidden[0, list(ends.values())]) if ends else hidden.new_zeros(0, 0)
-        rows = dict(zip(ends, logits.to(torch.promote_types(logits.dtype, torch.float32)), strict=True))
-        result.add(micro, kept, rows)
-        for prompt, values in rows.items():
+        values_of = dict(zip(ends, logits.to(torch.promote_types(logits.dtype, torch.float32)), strict=True))
+        result.add(micro, kept, values_of)
+        for prompt, values in values_of.items():
             next_tokens[prompt] = values.argmax()
             if ready is not None:
                 ready(prompt, values)
@@ -241,16 +243,3 @@ def layer_of(module: nn.Module, place: int) -> int:
     """The layer whose cache an attention or recurrence of transformers uses; ``place`` where it does not tell."""
     layer = getattr(module, "layer_idx", None)
     return place if layer is None else int(layer)
-
-
-def _tokens_of(prompt: Sequence[int] | Tensor, number: int) -> Tensor:
-    tokens = torch.as_tensor(prompt)
-    if tokens.dim() == 2 and len(tokens) == 1:
-        tokens = tokens[0]  # as tokenizers of transformers return one prompt
-    if tokens.dim() != 1 or not len(tokens) or tokens.is_floating_point():
-        raise DataError(
-            f"prompt {number} has shape {list(tokens.shape)} and dtype {tokens.dtype}",
-            so="it is no list of tokens",
-            fix="give every prompt its token ids, without padding and at least one",
-        )
-    return tokens.to("cpu", torch.int64)

@@ -266,7 +266,7 @@ class MicroBatchPass(Target):
         if mixer not in self.decoder.mixers:
             raise _not_attached(mixer)
         attention = self._attention_of(in_autocast(next(mixer.parameters())).dtype)
-        cuts = self._cuts.setdefault(id(attention), GroupCuts(attention))
+        cuts = self._cuts.get(id(attention)) or self._cuts.setdefault(id(attention), GroupCuts(attention))
         cuts.keep = None if self.keep is None else partial(self.keep, mixer)
         try:
             out = cut(cuts)
