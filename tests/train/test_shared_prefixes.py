@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import bytescale
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, ModelConfig
+from bytescale.config import Config, DataConfig, ModelConfig
 from bytescale.config.validate import validate
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.record import check_record
+from bytescale.parity import small_model
 from bytescale.train.loop.trainer import train
 from tests.helpers.effort import one_of
 from tests.train.runs import WORDS, interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
@@ -113,3 +115,12 @@ def test_what_trees_cannot_have_is_refused(
     shared = replace(shared, **{section: replace(getattr(shared, section), **change)})
     with pytest.raises(ConfigError, match=f"data.share_prefixes is true, {message}"):
         validate(shared)
+
+
+def test_loops_of_ones_own_do_not_ignore_the_setting() -> None:
+    hdp = bytescale.HDP(small_model("llama"), capacity_tokens=256)
+    with (
+        pytest.raises(ConfigError, match=r"hdp\.batches does not know data\.share_prefixes"),
+        hdp.batches(DataConfig(share_prefixes=True)),
+    ):
+        pass
