@@ -292,8 +292,8 @@ def worker(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, list[list[float]]]:
-    """Run the ranks on their nodes."""
+def measure(arguments: argparse.Namespace, module: str = "benchmarks.grpo") -> dict[str, list[list[float]]]:
+    """Run the ranks of a benchmark on their nodes."""
     per_node = arguments.ranks_per_node
     link = Link(bytes_per_second=arguments.mbit * 1e6 / 8)
     node = Node(link=link, cpus=arguments.cpus / arguments.ranks, ranks=per_node)
@@ -307,7 +307,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[list[float]]]:
                 "MASTER_ADDR": network.address(0), "MASTER_PORT": str(PORT), "LOCAL_WORLD_SIZE": str(per_node),
                 "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
             }  # fmt: skip
-            command = [sys.executable, "-m", "benchmarks.grpo", *options, f"--out={out}"]
+            command = [sys.executable, "-m", module, *options, f"--out={out}"]
             log = Path(folder) / f"{rank}.log"
             processes.append(network.start(rank // per_node, command, environment=environment, output=log))
             network.place(rank // per_node, rank % per_node, processes[-1].pid)

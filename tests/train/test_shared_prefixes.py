@@ -9,13 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import bytescale
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config
+from bytescale.config import Config, DataConfig, ModelConfig
 from bytescale.config.validate import validate
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.record import check_record
+from bytescale.parity import small_model
+from bytescale.train.loop.trainer import train
 from tests.helpers.effort import one_of
 from tests.train.runs import WORDS, interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
+from tests.train.test_attached_models import hf_folder
 
 STEPS = 3
 
@@ -64,6 +68,28 @@ def test_a_run_has_the_losses_of_documents_apart(tmp_path: Path, ranks: int, los
     assert found[0].num_tokens == found[1].num_tokens == sum(tokens)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("gemma2", {"sliding_window": 60})])
+def test_models_of_transformers(tmp_path: Path, family: str, changes: dict[str, int]) -> None:
+    """Documents are longer than gemma's window. transformers computes norms in fp32, in both runs."""
+    folder = hf_folder(tmp_path / "model", family, **changes)
+    config, shared = (
+        replace(with_trainer(one, init=f"hf:{folder}"), model=ModelConfig(preset=f"hf:{folder}"))
+        for one in pair(tmp_path, 2)
+    )
+    np.testing.assert_allclose(run(shared), run(config), rtol=1e-6)
+    rows, tokens = ([line["num_tokens"] for line in metrics(Path(one.trainer.run_dir))] for one in (shared, config))
+    assert sum(rows) < 0.7 * sum(tokens)
+
+
+def test_a_model_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "model", "lfm2")
+    _, shared = pair(tmp_path, 1)
+    shared = replace(with_trainer(shared, init=f"hf:{folder}"), model=ModelConfig(preset=f"hf:{folder}"))
+    with pytest.raises(ConfigError, match="has recurrent layers"):
+        train(shared, print_line=lambda line: None)
+
+
 def test_without_common_prefixes_a_run_stays_as_it_is(tmp_path: Path) -> None:
     config, shared = pair(tmp_path, 1)
     for one in (tmp_path / "corpus").iterdir():
@@ -89,3 +115,12 @@ def test_what_trees_cannot_have_is_refused(
     shared = replace(shared, **{section: replace(getattr(shared, section), **change)})
     with pytest.raises(ConfigError, match=f"data.share_prefixes is true, {message}"):
         validate(shared)
+
+
+def test_loops_of_ones_own_do_not_ignore_the_setting() -> None:
+    hdp = bytescale.HDP(small_model("llama"), capacity_tokens=256)
+    with (
+        pytest.raises(ConfigError, match=r"hdp\.batches does not know data\.share_prefixes"),
+        hdp.batches(DataConfig(share_prefixes=True)),
+    ):
+        pass

@@ -7,8 +7,8 @@ prefixes in common, and every subtree is a run of neighbours. Four things are de
    and than merging their results into the rows that see it (``LEAST_ROWS``, ``MERGED_SHARE``).
 2. **Cuts.** Trees of more rows than a limit are cut at the branches that are nearest to the root, as few as possible.
    Each part computes the prefix again.
-3. **The limit**: all ranks together, one rank's capacity, an equal share of all rows, half of that, or nothing shared;
-   the one whose plan ends first.
+3. **The limit**: all ranks together, the capacity of one to three, an equal share of all rows, half of that, or nothing
+   shared; the one whose plan ends first.
 4. **Shares** of members that have a tree together: equal work, where equal rows would not be. Members hold segments
    from both ends of a sequence (``plan.layout``), whose attention is equal if every row sees all rows before it. A row
    of a tree sees its path alone. Whatever the tree, the work of its first and last h rows grows with h. So the shares
@@ -133,7 +133,8 @@ def plan_prefixes(
     windows = [own for own in (window, *(own for own, _ in cost.windows)) if own is not None]
     shared = prefixes.worthwhile(cost)
     even = -(-int((prefixes.lengths - shared).sum()) // cluster.num_ranks)
-    limits = {cluster.room, int(cluster.capacity_tokens.min()), even, -(-even // 2), 0}
+    capacity = int(cluster.capacity_tokens.min())
+    limits = {cluster.room, even, -(-even // 2), 3 * capacity, 2 * capacity, capacity, 0}
     best: tuple[float, Plan, Forest] | None = None
     problem, before, enough = None, None, 0.0
     for limit in sorted(limits, reverse=True):

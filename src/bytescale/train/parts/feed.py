@@ -65,11 +65,12 @@ class PrefixFeed(LocalFeed):
     def steps(self, planner: Planner, stop_step: int | None) -> Iterator[StepData]:
         assert isinstance(planner, VerifiedPlanner), "costs that are calibrated do not know trees"
         # Simulated steps would take a tree for one document.
-        planner, sampler = replace(planner, step_times=None), self._started()
+        of_trees, sampler = replace(planner, step_times=None), self._started()
         while stop_step is None or sampler.next_step < stop_step:
             batch, started = sampler.next_batch(), time.perf_counter()
             documents = self._documents(batch)
-            plan, forest = shared_plan(documents, planner)
+            plan, forest = shared_plan(documents, of_trees)
+            plan = planner(batch.lengths) if forest is None else plan
             planned = PlannedStep.of(batch, plan, sampler, self._config.loss_per, started)
             data, segments = planned.part_of(self._rank)
             if forest is None:
