@@ -44,14 +44,14 @@ class Units:
         self._backward: int | None = None  # the part that backward has come to; None: there is no backward
         self._is_queued = False  # whether autograd will tell that this backward has ended
         self._shared = {id(p) for store in stores for p in store.parameters}
-        self._hooks = [hook for place, part in enumerate(parts[:-1]) for hook in self._hook(place, part)]
-        self._hooks += self._hook_head(parts[-1])
-        self._hooks += [hook for part in parts for hook in _refuse_states(part)]
+        self._hooks = [hook for place, part in enumerate(parts) for hook in self._hook(place, part)]
+        trained = [p for p in parts[-1].parameters() if p.requires_grad and id(p) in self._shared]
+        self._hooks += map(self._hook_gradient, trained)
 
     def begin(self) -> None:
         """Forget a pass that an error has ended. Called before the first pass of a step, and after the last one."""
         self._finish_reductions()
-        self._backward = None
+        self._backward, self._is_queued = None, False
         for unit in [*self._gathering, *self._open]:
             self._show([unit])
             self._close([unit])
@@ -181,59 +181,45 @@ class Units:
 
     def _hook(self, place: int, part: nn.Module) -> list[Any]:
         def enter(*_: object) -> None:
-            if self._backward is None:  # otherwise the part is computed again
+            if place < self._head and self._backward is None:  # otherwise the part is computed again
                 self._enter_forward(place)
+            elif place == self._head and torch._C._current_graph_task_id() != -1:  # in backward, which may begin so
+                self._enter_backward(place, is_outermost=False)
 
         def leave(module: nn.Module, args: object, output: object) -> None:
-            if self._backward is None:
+            if self._backward is not None:
+                return
+            if place < self._head:
                 self._leave_forward(place, backward=torch.is_grad_enabled())
-                self._await_gradient(place, output)
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            for leaf in leaves[:1]:
+                leaf.register_hook(lambda _: self._enter_backward(place))
 
-        return [part.register_forward_pre_hook(enter, prepend=True), part.register_forward_hook(leave)]
+        def refuse(*_: object) -> None:
+            raise ConfigError(
+                "the parameters of the model are shared by the ranks, and no rank has all of them",
+                so="a state_dict would hold numbers that mean nothing",
+                fix="use hdp.weights(), hdp.save() and hdp.load(), or load weights before hdp.adamw()",
+            )
 
-    def _hook_head(self, head: nn.Module) -> list[Any]:
-        """A head is open in forward. In backward it is opened before it is computed with, or gets a gradient."""
-        units = weakref.ref(self)  # the hooks of a parameter keep nothing alive that has parameters (``buckets``)
-        tied = {key for key, unit in self._unit_of.items() if unit > self._head}
-
-        def enter(*_: object) -> None:
-            if torch._C._current_graph_task_id() != -1:  # computed again in backward
-                self._enter_backward(self._head, is_outermost=False)
-
-        def leave(module: nn.Module, args: object, output: object) -> None:
-            if self._backward is None:
-                self._await_gradient(self._head, output)
-
-        def gradient_hook(is_tied: bool) -> Callable[[Tensor], None]:
-            def comes(_: Tensor) -> None:
-                own = units()
-                if own is not None and (own._backward is None or not is_tied):  # otherwise it may be the embedding's
-                    own._enter_backward(own._head, is_outermost=False)
-
-            return comes
-
-        trained = [p for p in head.parameters() if p.requires_grad and id(p) in self._shared]
         return [
-            head.register_forward_pre_hook(enter, prepend=True),
-            head.register_forward_hook(leave),
-            *(parameter.register_hook(gradient_hook(id(parameter) in tied)) for parameter in trained),
+            part.register_forward_pre_hook(enter, prepend=True),
+            part.register_forward_hook(leave),
+            part.register_state_dict_pre_hook(refuse),
+            part.register_load_state_dict_pre_hook(refuse),
         ]
 
-    def _await_gradient(self, place: int, output: object) -> None:
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for leaf in leaves[:1]:
-            leaf.register_hook(lambda _: self._enter_backward(place))
+    def _hook_gradient(self, parameter: nn.Parameter) -> Any:
+        """Enter the head's backward when its gradient comes, which may have been computed in forward."""
+        own = weakref.ref(self)  # the hooks of a parameter keep nothing alive that has parameters (``buckets``)
+        is_tied = self._unit_of[id(parameter)] > self._head
 
+        def comes(_: Tensor) -> None:
+            units = own()
+            if units is not None and (units._backward is None or not is_tied):  # otherwise it may be the embedding's
+                units._enter_backward(units._head, is_outermost=False)
 
-def _refuse_states(part: nn.Module) -> list[Any]:
-    def refuse(*_: object) -> None:
-        raise ConfigError(
-            "the parameters of the model are shared by the ranks, and no rank has all of them",
-            so="a state_dict would hold numbers that mean nothing",
-            fix="use hdp.weights(), hdp.save() and hdp.load(), or load weights before hdp.adamw()",
-        )
-
-    return [part.register_state_dict_pre_hook(refuse), part.register_load_state_dict_pre_hook(refuse)]
+        return parameter.register_hook(comes)
 
 
 def _trains_layers(parts: Sequence[nn.Module]) -> bool:
