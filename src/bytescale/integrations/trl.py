@@ -32,7 +32,7 @@ from bytescale.integrations.whole_batch import (
     MEAN_LOGITS,
     Loss,
     WholeBatch,
-    load_schedule,
+    resume_schedule,
     word_columns,
 )
 
@@ -152,7 +152,7 @@ class HDPTrainerMixin:
         if checkpoint is not None and (Path(checkpoint) / _STATES).is_dir():
             self.hdp.load(Path(checkpoint) / _STATES)
             state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
-            load_schedule(self.lr_scheduler, state)  # type: ignore[attr-defined]
+            resume_schedule(self.lr_scheduler, state["last_epoch"])  # type: ignore[attr-defined]
 
 
 class HDPSFTTrainer(HDPTrainerMixin, trl.SFTTrainer):

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.loop.coupled import Values, backward_from, sums_of_rows
 from bytescale.hf.loop.hdp import HDP
@@ -46,14 +44,11 @@ Loss = Callable[[list[dict[str, Tensor]], list[Tensor]], Tensor]
 """From the fields of documents and their values ``[S, D]`` to their part of the loss."""
 
 
-@dataclass(kw_only=True)
-class _Call:
+class _Call(NamedTuple):
     planned: PlannedBatch
     lengths: list[int]
-    values: Tensor
-    """``[N, D]``, a leaf."""
-    applied: list[Tensor] | None
-    """Of each micro-batch the gradient ``[T, D]`` that went backward in the first pass; None: none did."""
+    values: Tensor  # [N, D], a leaf
+    applied: list[Tensor] | None  # of each micro-batch the gradient [T, D] that went backward in the first pass
 
 
 class WholeBatch:
@@ -73,7 +68,8 @@ class WholeBatch:
             loss: what the trainer will compute of all values, as a sum over documents. None: not known.
             capacity_tokens: as ``HDP.plan`` takes it.
         """
-        group, trains = self.hdp.group, torch.is_grad_enabled() and self._num_trained > 0
+        group = self.hdp.group
+        trains = torch.is_grad_enabled() and self._num_trained > 0
         first, rows = delivered(group, {name: fields[name] for name in _ROWS if name in fields})
         # Weights are a loss's own affair: they may sum to zero here.
         documents = [
@@ -97,9 +93,7 @@ class WholeBatch:
         values, rest = whole[:, : self._num_trained].clone(), whole[:, self._num_trained :]
         if trains:
             values.requires_grad_()
-            self._calls.append(
-                _Call(planned=planned, lengths=lengths, values=values, applied=applied if loss else None)
-            )
+            self._calls.append(_Call(planned, lengths, values, applied if loss else None))
         return values, rest
 
     def _backward(self, micro: Micro, values: Tensor, loss: Loss, fields: Mapping[int, dict[str, Tensor]]) -> Tensor:
@@ -133,8 +127,8 @@ class WholeBatch:
                 pairs = zip(gradients, call.applied, strict=True)
                 rest = [wanted.to(applied).reshape(applied.shape) - applied for wanted, applied in pairs]
                 wrong, scale = self.hdp.group.max_of([_largest(rest), _largest(gradients)])
-                if wrong <= 1e-5 * scale:
-                    continue
+                if not wrong > 1e-5 * scale:
+                    continue  # also where they are not numbers: a second pass would not make them so
                 gradients = rest
             ran_again = True
             backward_from(call.planned, gradients, lambda micro: self._columns(micro)[:, : self._num_trained])
@@ -154,21 +148,13 @@ def delivered(
 ) -> tuple[int, dict[int, dict[str, Tensor]]]:
     """Fields of the sequences that this rank has ``asked`` for, by number, whoever has them. Every rank calls it.
 
-    Sequences have numbers in rank order. Returns the number of this rank's first one, too.
-
-    ``asked``: None: all. Raises ``DataError`` if ranks have different fields.
+    Sequences have numbers in rank order. Returns the number of this rank's first one, too. ``asked``: None: all.
     """
-    told = all_gather_json([sorted(own), len(next(iter(own.values()))), asked], group.group, group.device)
-    if different := {name for names, *_ in told for name in {*names} ^ {*own}}:
-        raise DataError(
-            f"only some ranks have the fields {', '.join(sorted(different))}",
-            so="a loss would lack them for sequences of other ranks",
-            fix="give the batches of all ranks the same fields",
-        )
-    starts = [0, *itertools.accumulate(count for _, count, _ in told)]
+    told = all_gather_json([len(next(iter(own.values()))), asked], group.group, group.device)
+    starts = [0, *itertools.accumulate(count for count, _ in told)]
     here = range(starts[group.rank], starts[group.rank + 1])
     parts = []
-    for *_, numbers in told:
+    for _, numbers in told:
         wanted = here if numbers is None else [number for number in numbers if number in here]
         packed = save({f"{n}/{name}": rows[n - here.start].clone() for name, rows in own.items() for n in wanted})
         parts.append(torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(group.device))
@@ -215,15 +201,7 @@ def value_columns(model: nn.Module) -> Values:
     return columns
 
 
-def load_schedule(schedule: Any, state: dict[str, Any]) -> None:
-    """Restore a schedule of learning rates from another rank's, and give its optimizer the rates.
-
-    A schedule's lists have an entry for each group of options. A rank's shards may be of other groups than another's,
-    whose rates are the same share of their first ones.
-    """
-    own = schedule.state_dict()
-    schedule.load_state_dict({name: own[name] if isinstance(own[name], list) else state[name] for name in own})
-    share = next((now / first for now, first in zip(state["_last_lr"], state["base_lrs"], strict=True) if first), 0.0)
-    schedule._last_lr = [first * share for first in schedule.base_lrs]
-    for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
-        group["lr"] = rate
+def resume_schedule(schedule: Any, num_steps: int) -> None:
+    """Give a schedule of learning rates (``LambdaLR``) and its optimizer the rates after ``num_steps``."""
+    schedule.last_epoch = num_steps - 1
+    schedule.step()

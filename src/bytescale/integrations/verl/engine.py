@@ -8,6 +8,7 @@ All ranks are data-parallel ranks. verl gives each its part of a mini-batch, and
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,28 +21,27 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
-from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from verl.workers.config import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine.utils import detach_tree
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.loop.coupled import Values
 from bytescale.hf.loop.hdp import HDP
+from bytescale.integrations.verl.options import DTYPES, refusal, require_computed, require_known
 from bytescale.integrations.whole_batch import (
     ENTROPY,
     LOG_PROBS,
     Fields,
     Loss,
     WholeBatch,
-    load_schedule,
+    resume_schedule,
     value_columns,
     word_columns,
 )
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
-_UNKNOWN = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "enable_routing_replay")
 _DEVICES = ["cpu", "cuda"]
 _SAFE: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
 """Of a folder, neither code nor pickles are read."""
@@ -62,22 +62,6 @@ class BytescaleEngineConfig(EngineConfig):
     """Host memory of a rank for activations."""
     one_pass: bool = True
     """Whether losses are called on micro-batches of whole sequences, as verl's engines do, and not after a forward."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, wrong in (("use_dynamic_bsz", False), ("full_determinism", True)):
-            if getattr(self, name) == wrong:
-                raise ConfigError(
-                    f"engine.{name} = {wrong}",
-                    so="plans are always of the lengths of a batch, and say nothing of kernels",
-                    fix=f"set it to {not wrong}",
-                )
-        if not self.max_token_len_per_gpu:
-            raise ConfigError(
-                f"engine.max_token_len_per_gpu = {self.max_token_len_per_gpu}",
-                so="how many tokens a micro-batch of a rank may hold is not known",
-                fix="set it; a longer sequence is shared by several ranks",
-            )
 
 
 class _Mode(BaseEngineCtx):
@@ -108,7 +92,8 @@ class BytescaleEngine(BaseEngine):
         self.model_config, self.engine_config, self.optimizer_config = model_config, engine_config, optimizer_config
         self.mode: str | None = None
         self._one_pass = engine_config.one_pass
-        _require_known(model_config, optimizer_config)
+        self._saved: list[str] = []
+        require_known(model_config, engine_config, optimizer_config, checkpoint_config)
 
     @property
     def is_param_offload_enabled(self) -> bool:
@@ -121,7 +106,7 @@ class BytescaleEngine(BaseEngine):
     def initialize(self) -> None:
         """Load the model, attach ``HDP``, and make the optimizer and its schedule."""
         config = self.engine_config
-        self.module: Any = self._with_adapters(self._load(_DTYPES[config.dtype])).to(get_device_name())
+        self.module: Any = self._with_adapters(self._load(DTYPES[config.dtype])).to(get_device_name())
         self.hdp = HDP(
             self.module,
             capacity_tokens=config.max_token_len_per_gpu,
@@ -131,17 +116,16 @@ class BytescaleEngine(BaseEngine):
         )
         # A loss that asks other ranks for something gets another gradient from this rank's micro-batches alone.
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        self.lr_scheduler = None
+        self.rank, self.lr_scheduler = dist.get_rank(), None
         if not config.forward_only:
             wanted = self.optimizer_config
             shards = self.hdp.adamw(wanted.lr, betas=tuple(wanted.betas), weight_decay=wanted.weight_decay)
-            self.lr_scheduler = self._schedule(shards)
+            self.lr_scheduler = FSDPEngine._build_lr_scheduler(self, shards)
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled, grad=False)
 
     def _load(self, dtype: torch.dtype) -> torch.nn.Module:
         path, given = self.model_config.local_path, dict(self.model_config.override_config)
-        changes = {name: value for name, value in given.items() if name != "model_config"}
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **changes)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **given.get("model_config", given))
         for name, value in self.of_config.items():
             setattr(config, name, value)
         torch.manual_seed(self.engine_config.seed)  # a new head is the same on every rank
@@ -153,26 +137,10 @@ class BytescaleEngine(BaseEngine):
             return model
         from peft import LoraConfig, get_peft_model
 
-        targets = self.model_config.target_modules
-        lora = LoraConfig(r=rank, lora_alpha=self.model_config.lora_alpha, target_modules=targets)
+        taken = ("lora_alpha", "target_modules", "target_parameters", "exclude_modules")
+        lora = LoraConfig(r=rank, **{name: getattr(self.model_config, name) for name in taken})
         torch.manual_seed(self.engine_config.seed)  # every rank begins with the same adapters
         return get_peft_model(model, lora)
-
-    def _schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        wanted = self.optimizer_config
-        warmup = wanted.lr_warmup_steps
-        if warmup is None or warmup <= 0:
-            warmup = int(wanted.lr_warmup_steps_ratio * wanted.total_training_steps)
-        if getattr(wanted, "lr_scheduler_type", "constant") == "constant":
-            return get_constant_schedule_with_warmup(optimizer=optimizer, num_warmup_steps=warmup)
-        return get_cosine_schedule_with_warmup(
-            optimizer=optimizer,
-            num_warmup_steps=warmup,
-            num_training_steps=wanted.total_training_steps,
-            min_lr_ratio=wanted.min_lr_ratio,
-            num_cycles=wanted.num_cycles,
-            zero_indexed_step=wanted.zero_indexed_step,
-        )
 
     def train_mode(self, **options: Any) -> Any:
         return _Mode(self, "train", **options)
@@ -187,11 +155,7 @@ class BytescaleEngine(BaseEngine):
 
         Returns ``model_output`` (nested ``[sequences, tokens]``), ``loss`` and ``metrics``.
         """
-        for name in _UNKNOWN:
-            if tu.get_non_tensor_data(data=data, key=name, default=False):
-                raise ConfigError(
-                    f"the batch asks for {name}", so="this engine does not compute it", fix="leave the option out"
-                )
+        require_computed(data)
         group = self.get_data_parallel_group()
         num_tokens = data["loss_mask"].sum().to(get_device_id())
         dist.all_reduce(num_tokens, group=group)
@@ -201,7 +165,10 @@ class BytescaleEngine(BaseEngine):
         with torch.no_grad() if forward_only else contextlib.nullcontext():
             columns, num_trained = self._columns(data)
             batch = WholeBatch(self.hdp, columns, num_trained=num_trained)
-            of_documents = None if loss_function is None or not self._one_pass else self._loss(loss_function, data)
+            # Sequences that a loss looks at together may be in several micro-batches.
+            apart = tu.get_non_tensor_data(data=data, key="force_group_size", default=1) == 1
+            one_pass = apart and self._one_pass
+            of_documents = self._loss(loss_function, data) if one_pass and loss_function is not None else None
             values, _ = batch.run(self._fields(data), loss=of_documents, capacity_tokens=capacity)
             output = self._model_output(values, data)
             loss, metrics = torch.ones((), device=values.device), dict[str, Any]()
@@ -210,9 +177,9 @@ class BytescaleEngine(BaseEngine):
             if not forward_only:
                 loss.backward()
                 ran_again = batch.finish(1.0 / self.get_data_parallel_size())  # as FSDP averages
-                if ran_again and self._one_pass and dist.get_rank() == 0:
-                    print("WARN: the loss is not the sum of those of micro-batches, and takes two passes from now on")
-                self._one_pass &= not ran_again
+                if ran_again and one_pass:
+                    self._one_pass = False
+                    _warn("the loss is not the sum of those of micro-batches, and takes two passes from now on")
         kept = forward_only or tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
         return {
             "model_output": detach_tree(output) if kept else {},
@@ -237,12 +204,10 @@ class BytescaleEngine(BaseEngine):
             try:
                 total: Tensor = loss_function(model_output=output, data=part, dp_group=self._alone)[0]
             except KeyError as error:
-                if not any(name in str(error) for name in data.keys() - part.keys()):
-                    raise
                 raise ConfigError(
-                    f"the loss of a micro-batch asks for what is no tensor: {error}",
+                    f"the loss finds no {error} in a micro-batch",
                     so="in one pass, sequences of other ranks come with their tensors alone",
-                    fix="set engine.one_pass to False",
+                    fix="set engine.one_pass to False if the batch has it",
                 ) from error
             return total / self.get_data_parallel_size()
 
@@ -252,12 +217,10 @@ class BytescaleEngine(BaseEngine):
         count = 2 if tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False) else 1
         return word_columns(self.module, None, count=count), count
 
-    def _labels(self, tokens: Tensor) -> Tensor:
-        return torch.cat([tokens[1:], tokens.new_full((1,), IGNORE_INDEX)])
-
     def _fields(self, data: TensorDict) -> Fields:
         """Tokens, labels, the temperature of each sequence, and all tensors of the batch."""
         tokens = list(data["input_ids"].unbind())
+        labels = [torch.cat([own[1:], own.new_full((1,), IGNORE_INDEX)]) for own in tokens]
         given = data["temperature"] if "temperature" in data.keys() else 1.0  # noqa: SIM118  # no mapping
         each = given.flatten().tolist() if isinstance(given, Tensor) else [float(given)] * len(tokens)
         each = each * len(tokens) if len(each) == 1 else each
@@ -268,7 +231,7 @@ class BytescaleEngine(BaseEngine):
             for name, value in data.items()
             if isinstance(value, Tensor) and getattr(value, "_ragged_idx", 1) == 1
         }
-        return {**rest, "tokens": tokens, "labels": list(map(self._labels, tokens)), "number": number}
+        return {**rest, "tokens": tokens, "labels": labels, "number": number}
 
     def _model_output(self, values: Tensor, data: TensorDict) -> dict[str, Tensor]:
         output = {"log_probs": _nested(values[:, LOG_PROBS], data)}
@@ -282,8 +245,8 @@ class BytescaleEngine(BaseEngine):
     def optimizer_step(self) -> float:
         """The norm of the gradient before it was clipped. An update with one that is not a number is left out."""
         update = self.hdp.step(max_grad_norm=self.optimizer_config.clip_grad, skip_nonfinite=True)
-        if update.skipped and dist.get_rank() == 0:
-            print(f"WARN: grad_norm is not finite: {update.grad_norm}")
+        if update.skipped:
+            _warn(f"grad_norm is not finite: {update.grad_norm}")
         return update.grad_norm
 
     def lr_scheduler_step(self) -> float:
@@ -309,12 +272,16 @@ class BytescaleEngine(BaseEngine):
         **options: Any,
     ) -> None:
         """``hdp.save`` into ``local_path/bytescale``, with the model's files in ``local_path/huggingface``."""
+        if hdfs_path is not None:
+            raise refusal(f"a checkpoint goes to hdfs_path = {hdfs_path}", "copy local_path there, and leave it out")
         self.to(get_device_name(), model=True, optimizer=True, grad=False)
-        schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
-        extra = {"global_step": global_step, "schedule": {k: v for k, v in (schedule or {}).items() if _is_plain(v)}}
-        self.hdp.save(Path(local_path) / "bytescale", extra)
+        made = 0 if self.lr_scheduler is None else self.lr_scheduler.last_epoch
+        self.hdp.save(Path(local_path) / "bytescale", {"global_step": global_step, "schedule_steps": made})
         if dist.get_rank() == 0:
             self.module.save_pretrained(Path(local_path) / "huggingface")
+        self._saved.append(local_path)
+        for old in self._saved[:-max_ckpt_to_keep] if max_ckpt_to_keep and dist.get_rank() == 0 else ():
+            shutil.rmtree(old, ignore_errors=True)
         dist.barrier()
 
     def load_checkpoint(
@@ -322,7 +289,7 @@ class BytescaleEngine(BaseEngine):
     ) -> None:
         extra = self.hdp.load(Path(local_path) / "bytescale")
         if self.lr_scheduler is not None:
-            load_schedule(self.lr_scheduler, extra["schedule"])
+            resume_schedule(self.lr_scheduler, extra["schedule_steps"])
         dist.barrier()
 
     def get_data_parallel_rank(self) -> int:
@@ -351,33 +318,14 @@ class BytescaleValueEngine(BytescaleEngine):
     def _columns(self, data: TensorDict) -> tuple[Values, int]:
         return value_columns(self.module), 1
 
-    def _labels(self, tokens: Tensor) -> Tensor:
-        return torch.full_like(tokens, IGNORE_INDEX)
-
     def _model_output(self, values: Tensor, data: TensorDict) -> dict[str, Tensor]:
         return {"values": _nested(values[:, 0], data)}
 
 
+def _warn(what: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"WARN: {what}")
+
+
 def _nested(flat: Tensor, data: TensorDict) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(flat.contiguous(), data["input_ids"].offsets())
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (int, float, str, bool, type(None))) or (
-        isinstance(value, list) and all(isinstance(one, (int, float, type(None))) for one in value)
-    )
-
-
-def _require_known(model: Any, optimizer: Any) -> None:
-    wrong = {
-        "use_liger": getattr(model, "use_liger", False),
-        "lora_adapter_path": getattr(model, "lora_adapter_path", None),
-        "trust_remote_code": getattr(model, "trust_remote_code", False),
-        "mtp.enable": getattr(getattr(model, "mtp", None), "enable", False),
-        "optim.override_optimizer_config": getattr(optimizer, "override_optimizer_config", None),
-        "optim.optimizer": getattr(optimizer, "optimizer", "AdamW") not in ("AdamW", "adamw"),
-    }
-    for name in [name for name, given in wrong.items() if given]:
-        raise ConfigError(
-            f"{name} is set", so="the engine bytescale does not have this option of verl", fix="leave it out"
-        )

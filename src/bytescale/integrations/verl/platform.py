@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,16 +16,9 @@ def _nothing(*args: Any, **options: Any) -> None:
     """There is no device to set, wait for, profile or empty."""
 
 
-class _Module(ModuleType):
-    """``torch.cpu`` with what verl asks ``torch.cuda`` for. There is no memory of a device."""
-
-    max_memory_allocated = max_memory_reserved = memory_allocated = memory_reserved = staticmethod(lambda *_, **__: 0)
-    mem_get_info = staticmethod(lambda *_, **__: (0, 0))
-    get_device_name = staticmethod(lambda *_, **__: "CPU")
-    empty_cache = reset_peak_memory_stats = ipc_collect = set_device = manual_seed = staticmethod(_nothing)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cpu, name)
+def _zero(*args: Any, **options: Any) -> int:
+    """There is no memory of a device."""
+    return 0
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -33,7 +26,13 @@ class PlatformCPU(PlatformBase):
     """CPUs. It is taken where ``VERL_PLATFORM`` names it, and never found by itself."""
 
     device_name = vendor_name = "cpu"
-    device_module = _Module("bytescale_cpu")
+    device_module: Any = SimpleNamespace(  # torch.cpu with what verl asks torch.cuda for
+        **vars(torch.cpu),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"), _zero),
+        **dict.fromkeys(("empty_cache", "reset_peak_memory_stats", "ipc_collect", "manual_seed"), _nothing),
+        get_device_name=lambda *args: "CPU",
+        mem_get_info=lambda *args: (0, 0),
+    )
     set_device = synchronize = set_allocator_settings = empty_cache = staticmethod(_nothing)
     profiler_start = profiler_stop = staticmethod(_nothing)
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
