@@ -7,7 +7,7 @@ import json
 import math
 import types
 import typing
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,22 +51,23 @@ def load_config(path: Path) -> Config:
 
 
 def config_from_dict(content: dict[str, Any], *, where: str = "config") -> Config:
-    """A ``Config`` from nested dictionaries. Raises ``ConfigError`` on unknown keys and on values of the wrong type."""
-    return _section(Config, content, where, prefix="")
+    """A ``Config`` from nested dictionaries. Raises as ``from_dict``."""
+    return from_dict(Config, content, where)
 
 
-def config_to_toml(config: Config) -> str:
-    """The whole config as TOML, unset values left out: a run can be repeated from it."""
-    lines: list[str] = []
-    for section_spec in fields(config):
-        lines.append(f"[{section_spec.name}]")
-        section = getattr(config, section_spec.name)
-        for spec in fields(section):
-            value = getattr(section, spec.name)
-            if value is not None:
-                lines.append(f"{spec.name} = {_toml_value(value)}")
-        lines.append("")
-    return "\n".join(lines)
+def config_to_toml(config: Any) -> str:
+    """A dataclass as TOML, unset and infinite values left out: a run can be repeated from its config."""
+    lines, sections = list[str](), list[str]()
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        if is_dataclass(value):
+            sections += [f"[{spec.name}]", config_to_toml(value)]
+        elif isinstance(value, tuple) and value and is_dataclass(value[0]):
+            for item in value:
+                sections += [f"[[{spec.name}]]", config_to_toml(item)]
+        elif not (value is None or (isinstance(value, float) and math.isinf(value))):
+            lines.append(f"{spec.name} = {_toml_value(value)}\n")
+    return "".join(lines) + "\n" * bool(lines and sections) + "\n".join(sections)
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
@@ -76,7 +77,11 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else "known: " + ", ".join(known)
 
 
-def _section(kind: type[Section], content: dict[str, Any], where: str, prefix: str) -> Section:
+def from_dict(kind: type[Section], content: dict[str, Any], where: str, prefix: str = "") -> Section:
+    """A dataclass from nested dictionaries. ``where``: the file, for messages.
+
+    Raises ``ConfigError`` on unknown keys, on values of the wrong type, and for fields that have no value.
+    """
     specs = {spec.name: spec for spec in fields(typing.cast(Any, kind))}
     hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
@@ -90,46 +95,48 @@ def _section(kind: type[Section], content: dict[str, Any], where: str, prefix: s
                 so="the setting would have no effect",
                 fix=RENAMED.get(prefix + name) or nearest(name, specs),
             )
-        hint = hints[name]
         if isinstance(value, str):
             value = specs[name].metadata.get("words", {}).get(value, value)
-        if is_dataclass(hint):
-            if not isinstance(value, dict):
-                raise ConfigError(f"{where}: {name} = {value!r} is not a section", fix=f"write [{name}]")
-            values[name] = _section(typing.cast(Any, hint), value, where, prefix=f"{name}.")
-        else:
-            values[name] = _value(hint, value, f"{where}: {prefix}{name}")
+        values[name] = _value(hints[name], value, where, prefix + name)
+    for name, spec in specs.items():
+        if name not in values and spec.default is spec.default_factory is MISSING:
+            raise ConfigError(f"{where} lacks {prefix}{name}", fix="write it down, or make the file again")
     return kind(**values)
 
 
-def _value(hint: Any, value: Any, where: str) -> Any:
+def _value(hint: Any, value: Any, where: str, name: str) -> Any:
     """Check one value against its type; counts such as "8K" become integers."""
-    origin = typing.get_origin(hint)
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        inner = [option for option in typing.get_args(hint) if option is not type(None)]
-        return _value(inner[0], value, where)
+        return _value(next(option for option in options if option is not type(None)), value, where, name)
+    if is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: {name} = {value!r} is not a section", fix=f"write [{name}]")
+        return from_dict(typing.cast(Any, hint), value, where, prefix=f"{name}.")
     if origin is typing.Literal:
-        options = typing.get_args(hint)
         if value not in options:
             hint_text = nearest(value, options) if isinstance(value, str) else "known: " + ", ".join(options)
-            raise ConfigError(f"{where} = {value!r} is not one of {', '.join(options)}", fix=hint_text)
+            raise ConfigError(f"{where}: {name} = {value!r} is not one of {', '.join(options)}", fix=hint_text)
         return value
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list):
-            raise ConfigError(f"{where} = {value!r} is not a list", fix='write ["a", "b"]')
-        return tuple(_value(typing.get_args(hint)[0], item, where) for item in items)
+            raise ConfigError(f"{where}: {name} = {value!r} is not a list", fix='write ["a", "b"]')
+        kinds = options[:1] * len(items) if options[-1] is ... else options
+        if len(kinds) != len(items):
+            raise ConfigError(f"{where}: {name} = {value!r} has not {len(kinds)} entries", fix="mend the list")
+        return tuple(_value(kind, item, where, name) for kind, item in zip(kinds, items, strict=True))
     if hint is int and isinstance(value, str | int) and not isinstance(value, bool):
         try:
             return parse_count(value)
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(f"{where}: {name}: {error}") from error
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{where} is {value}", fix="use a finite number")
+        raise ConfigError(f"{where}: {name} is {value}", fix="use a finite number")
     if type(value) is not hint:
-        raise ConfigError(f"{where} = {value!r} is not {_TYPE_NAMES[hint]}", fix="mend its type")
+        raise ConfigError(f"{where}: {name} = {value!r} is not {_TYPE_NAMES[hint]}", fix="mend its type")
     return value
 
 
@@ -141,6 +148,6 @@ def _toml_value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has the escapes of JSON
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     return repr(value)

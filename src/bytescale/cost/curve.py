@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bytescale.common.errors import ConfigError
+from bytescale.common.limits import limits
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
     """``quadratic * s^2 + linear * s + constant``, seconds or bytes, of a sequence of ``s`` tokens."""
 
-    quadratic: float = 0.0
-    linear: float = 0.0
-    constant: float = 0.0
+    quadratic: float = field(default=0.0, metadata=limits(least=0))
+    linear: float = field(default=0.0, metadata=limits(least=0))
+    constant: float = field(default=0.0, metadata=limits(least=0))
 
     def __call__(self, tokens: ArrayLike) -> NDArray[np.float64]:
         """The curve at ``tokens`` (any shape)."""

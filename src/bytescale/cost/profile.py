@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bytescale.common.errors import ConfigError
+from bytescale.common.limits import limits
 from bytescale.config import Architecture, RingGradients
 from bytescale.cost import flops
 from bytescale.cost.curve import Curve
@@ -52,16 +53,16 @@ class Profile:
     head_backward: Curve = field(default_factory=Curve)
     activation_bytes: Curve
     """Bytes that a layer keeps for its backward, per device (Act in the paper)."""
-    sequence_forward_seconds: float = 0.0
+    sequence_forward_seconds: float = field(default=0.0, metadata=limits(least=0))
     """What every sequence adds to each block of attention, however short it is: a shared one has a block in each step
     of its ring."""
-    sequence_backward_seconds: float = 0.0
-    ring_forward_bytes_per_token: float
+    sequence_backward_seconds: float = field(default=0.0, metadata=limits(least=0))
+    ring_forward_bytes_per_token: float = field(metadata=limits(least=0))
     """Bytes of K and V of one token, per device."""
-    ring_backward_bytes_per_token: float
+    ring_backward_bytes_per_token: float = field(metadata=limits(least=0))
     """Bytes of K, V, dK and dV of one token, per device."""
     links: Links = field(default_factory=Links)
-    layer_parameters: int
+    layer_parameters: int = field(metadata=limits(least=1))
     """Weights of one layer, over all tp devices and all experts. Gradients are reduced for all of them."""
     parameter_bytes: int = 2
     """Bytes of one parameter, which is gathered after every update."""
