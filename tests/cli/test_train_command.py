@@ -198,7 +198,7 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path, capsys: pytest.Capture
 def test_a_wrong_option_suggests_the_right_one(
     command: str, written: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One vocabulary in all commands; words of other frameworks and of older versions are understood."""
+    """One vocabulary in all commands; words of other frameworks are understood."""
     assert main([*command.split(), written, "2"]) == 2
     assert re.search(rf"(write|did you mean) {re.escape(meant)}[.?]$", capsys.readouterr().err.strip())
 
@@ -216,16 +216,6 @@ def test_the_words_of_other_frameworks_stand_for_options(capsys: pytest.CaptureF
     assert (
         {"--parallel.tp", "--planner.name", "--batch.lengths"} <= names["--help"] < names["--help-all"] | {"--help-all"}
     )
-
-
-def test_a_renamed_setting_tells_its_new_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "c.toml"
-    path.write_text('[planner]\nbalance = "paper"\n', encoding="utf-8")
-    assert main(["train", str(path)]) == 2
-    assert 'planner.name = "adaptive", "paper" or "greedy"' in capsys.readouterr().err
-    path.write_text("", encoding="utf-8")
-    assert main(["train", str(path), "--planner.balance", "paper"]) == 2
-    assert 'planner.name = "adaptive", "paper" or "greedy"' in capsys.readouterr().err
 
 
 def test_ranks_of_torchrun_do_not_name_run_folders(

@@ -23,7 +23,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.limits import check_limits
 from bytescale.common.units import parse_count
 from bytescale.config import HF_PREFIX, Config, ModelConfig, TrainerConfig, load_config
-from bytescale.config.load import RENAMED, nearest
+from bytescale.config.load import nearest
 from bytescale.storage.hub import local_folder
 
 Options = TypeVar("Options")
@@ -38,11 +38,8 @@ USUAL = (
 """The settings that ``--help`` shows; ``--help-all`` shows all."""
 _OTHER_WORDS = {
     "batch.tokens": "data.batch-tokens",
-    "batch.context": "data.context-length",
     "planner": "planner.name",
     "num-gpus": "parallel.ranks",
-    "ranks-per-node": "gpus-per-node",
-    "cost.rates.flops": "rates.flops-per-second",
     "cp": "planner.static-cp",
     "context-parallel-size": "planner.static-cp",
     "learning-rate": "optimizer.lr",
@@ -54,7 +51,7 @@ _OTHER_WORDS = {
     "global-batch-size": "data.batch-tokens",
     "micro-batch-size": "parallel.capacity-tokens",
 }
-"""What other frameworks and older versions call a setting, and its name here."""
+"""What other frameworks call a setting, and its name here."""
 _ALIKE = 0.7
 """From this likeness of two names (0 to 1) on, one may be meant by the other."""
 
@@ -138,7 +135,7 @@ def _check_names(arguments: Sequence[str], options: type) -> None:
         name, given, value = argument.partition("=")
         name = name.replace("_", "-")
         if name.startswith("--") and name not in (*known, "--", "--help") and not name.startswith("--tyro"):
-            fix = RENAMED.get(name.removeprefix("--").replace("-", "_")) or _similar_option(name, list(known))
+            fix = _similar_option(name, list(known))
             raise ConfigError(f"unknown option {name}", so="the setting would have no effect", fix=fix)
         choices = typing.get_args(known[name]) if typing.get_origin(known.get(name)) is typing.Literal else ()
         if choices and (value if given else following) not in choices:

@@ -17,20 +17,6 @@ from bytescale.common.units import parse_count
 from bytescale.config.schema import Config
 
 Section = TypeVar("Section")
-_LEFT_TRAINER = {
-    "kernels": ("attention", "compile"),
-    "memory": ("checkpointing", "head_groups"),
-    "parallel": ("gradient_bucket_mib", "ring_gradients"),
-    "log": ("save_plans", "trace_steps", "tensorboard", "wandb", "wandb_project", "peak_tflops"),
-}
-RENAMED = {"planner.balance": 'write planner.name = "adaptive", "paper" or "greedy" instead of "balanced"'} | {
-    f"trainer.{name}": f"write {section}.{name}" for section, names in _LEFT_TRAINER.items() for name in names
-}
-"""What to write instead of a setting of 0.1.0."""
-WITHOUT_EFFECT = {"checkpoint.export_every": 0}
-"""Settings that are gone, with the value that changed nothing: a run folder names all settings of its time."""
-
-
 DEMO_CONFIG = Path(__file__).with_name("demo.toml")
 """The commented config that `bytescale demo` runs and `bytescale init` writes."""
 
@@ -86,14 +72,12 @@ def from_dict(kind: type[Section], content: dict[str, Any], where: str, prefix: 
     hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     for name, value in content.items():
-        if name not in specs and value == WITHOUT_EFFECT.get(prefix + name, ...):
-            continue
         if name not in specs:
             what = "section" if not prefix and isinstance(value, dict) else "key"
             raise ConfigError(
                 f"{where}: unknown {what} {prefix}{name}",
                 so="the setting would have no effect",
-                fix=RENAMED.get(prefix + name) or nearest(name, specs),
+                fix=nearest(name, specs),
             )
         if isinstance(value, str):
             value = specs[name].metadata.get("words", {}).get(value, value)
