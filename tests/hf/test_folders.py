@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bytescale.checkpoint.initial_weights import architecture_pieces
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import Architecture, AttachedArchitecture, resolve_model
-from bytescale.config.hugging_face import architecture_of_folder, read_hf_config
+from bytescale.config.hugging_face import architecture_from_hf, read_hf_config
 from bytescale.config.schema import ModelConfig
 from bytescale.hf.files import folder as folders
 from bytescale.hf.files.folder import load_model as load_for_training
@@ -48,7 +48,9 @@ def load_all(folder: Path, match: str, error: type[Exception] = CheckpointError)
     if architecture_of(folder) is None:
         readers.append(lambda: load_for_training(folder, read_hf_config(folder), torch.float32))
     else:
-        readers.append(lambda: list(read_pieces(folder, architecture_pieces(architecture_of_folder(folder)))))
+        readers.append(
+            lambda: list(read_pieces(folder, architecture_pieces(architecture_from_hf(read_hf_config(folder)))))
+        )
     for read in readers:
         with pytest.raises(error, match=match) as caught:
             read()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import PRESETS, Architecture
-from bytescale.config.hugging_face import architecture_from_hf, architecture_of_folder, hf_config_of
+from bytescale.config.hugging_face import architecture_from_hf, hf_config_of, read_hf_config
 from bytescale.models import Llama, build_model
 from bytescale.models.hf import pieces_of
 from bytescale.models.hf_folder import INDEX, read_pieces, write_json, write_pieces
@@ -79,7 +79,7 @@ def test_logits_equal_those_of_transformers_both_ways(changes: dict[str, Any], t
 
         # Back: what transformers writes, we read; every weight bit for bit.
         theirs.save_pretrained(tmp_path / "theirs")
-        assert architecture_of_folder(tmp_path / "theirs") == shape
+        assert architecture_from_hf(read_hf_config(tmp_path / "theirs")) == shape
         again = read_model(tmp_path / "theirs", shape)
         torch.testing.assert_close(our_logits(again, tokens), expected, rtol=1e-5, atol=1e-5)
     for (name, first), (_, second) in zip(ours.named_parameters(), again.named_parameters(), strict=True):
@@ -139,7 +139,7 @@ def test_what_our_models_cannot_compute_is_refused(changes: dict[str, Any], mess
 
 def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
-        architecture_of_folder(tmp_path)
+        read_hf_config(tmp_path)
     with pytest.raises(ConfigError, match="has no weights that can be read"):
         next(read_pieces(tmp_path, pieces_of(make_model(small_shape(), torch.float32))))
 

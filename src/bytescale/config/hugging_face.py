@@ -30,11 +30,6 @@ class NotOurs(ConfigError):
     """A model that our own code does not have. Transformers' code may have it (``config.attached``)."""
 
 
-def architecture_of_folder(folder: Path) -> Architecture:
-    """The model in a Hugging Face folder. Raises ``ConfigError`` when it has no config.json, or one of another kind."""
-    return architecture_from_hf(read_hf_config(folder), where=str(folder / "config.json"))
-
-
 def read_hf_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json. Raises ``ConfigError`` when there is none."""
     path = folder / "config.json"

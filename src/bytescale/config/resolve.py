@@ -11,7 +11,7 @@ from bytescale.common.limits import check_limits
 from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.attached import AttachedArchitecture, trained_of
-from bytescale.config.hugging_face import NotOurs, architecture_from_hf, architecture_of_folder, read_hf_config
+from bytescale.config.hugging_face import NotOurs, architecture_from_hf, read_hf_config
 from bytescale.config.schema import ModelConfig
 
 HF_PREFIX = "hf:"
@@ -23,48 +23,18 @@ def resolve_model(
 ) -> Architecture | AttachedArchitecture:
     """What is trained: our own Llama or Mixtral, or a decoder that runs on transformers' own code.
 
-    A folder whose model our own code has is our own, unless only a part of it is to be trained. Raises ``ConfigError``
-    as ``resolve_architecture``.
+    It is the preset with the section's own numbers put in. ``vocab_size``, when the section does not set it, is the
+    tokenizer's rounded up to a multiple of 64 if a tokenizer is known, else the preset's. A preset ``hf:FOLDER`` or
+    ``checkpoint:FOLDER`` is the shape of the model in that folder and keeps its vocabulary, which is that of its
+    weights. A folder whose model our own code has is our own, unless only a part of it is to be trained.
+
+    Raises ``ConfigError`` for an unknown preset and for shapes that contradict each other.
     """
-    if config.preset.startswith(HF_PREFIX):
-        folder, trained = Path(config.preset.removeprefix(HF_PREFIX)).expanduser(), trained_of(config)
-        content = read_hf_config(folder)
-        if trained:
-            return AttachedArchitecture(content=content, trained=trained)
-        try:
-            architecture_from_hf(content, where=str(folder / "config.json"))
-        except NotOurs:
-            if "model_type" not in content:
-                raise
-            return AttachedArchitecture(content=content)
-    elif config.preset.startswith(CHECKPOINT_PREFIX):
-        stored = _stored_architecture(config.preset.removeprefix(CHECKPOINT_PREFIX))
-        if AttachedArchitecture.is_in(stored):
-            return AttachedArchitecture.of_dict(stored)
-    return resolve_architecture(config, tokenizer_vocab_size=tokenizer_vocab_size)
-
-
-def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> Architecture:
-    """The preset with the section's own numbers put in.
-
-    ``vocab_size``, when the section does not set it, is the tokenizer's rounded up to a multiple of 64 if a tokenizer
-    is known, else the preset's. A preset ``hf:FOLDER`` or ``checkpoint:FOLDER`` is the shape of the model in that
-    folder and keeps its vocabulary, which is that of its weights. Raises ``ConfigError`` for an unknown preset and for
-    shapes that contradict each other.
-    """
-    from_folder = config.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX))
-    if config.preset.startswith(HF_PREFIX):
-        base = architecture_of_folder(Path(config.preset.removeprefix(HF_PREFIX)).expanduser())
-    elif from_folder:
-        folder = config.preset.removeprefix(CHECKPOINT_PREFIX)
-        stored = _stored_architecture(folder)
-        if AttachedArchitecture.is_in(stored):
-            raise NotOurs(
-                f"{folder} is a checkpoint of a model of type {AttachedArchitecture.of_dict(stored).model_type}",
-                so="only bytescale train and convert know it",
-                fix="use a preset, or a checkpoint of a Llama or Mixtral",
-            )
-        base = Architecture(**stored)
+    source, is_folder, folder = config.preset.partition(":")
+    if is_folder and source == HF_PREFIX[:-1]:
+        base = _model_of_folder(Path(folder).expanduser(), trained_of(config))
+    elif is_folder and source == CHECKPOINT_PREFIX[:-1]:
+        base = _stored_architecture(folder)
     elif config.preset in PRESETS:
         base = PRESETS[config.preset]
     else:
@@ -72,10 +42,12 @@ def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | Non
             f"model.preset is {config.preset!r}, which does not exist",
             fix="use one of " + ", ".join(PRESETS) + ", hf:FOLDER or checkpoint:FOLDER",
         )
+    if isinstance(base, AttachedArchitecture):
+        return base
     given = {
         spec.name: getattr(config, spec.name) for spec in fields(Architecture) if getattr(config, spec.name) is not None
     }
-    if "vocab_size" not in given and tokenizer_vocab_size is not None and not from_folder:
+    if "vocab_size" not in given and tokenizer_vocab_size is not None and not is_folder:
         given["vocab_size"] = -(-tokenizer_vocab_size // 64) * 64
     if "head_dim" not in given and ("hidden_size" in given or "num_heads" in given):
         hidden = given.get("hidden_size", base.hidden_size)
@@ -91,7 +63,31 @@ def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | Non
     return architecture
 
 
-def _stored_architecture(folder: str) -> dict[str, Any]:
+def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> Architecture:
+    """``resolve_model`` for our own models alone. Raises ``NotOurs`` for others."""
+    shape = resolve_model(config, tokenizer_vocab_size=tokenizer_vocab_size)
+    if isinstance(shape, AttachedArchitecture):
+        raise NotOurs(
+            f"{config.preset} is a model of type {shape.model_type}, which runs on transformers' own code",
+            so="only bytescale train, plan, simulate, score and convert know it",
+            fix="use a preset, or a folder or checkpoint of a Llama or Mixtral",
+        )
+    return shape
+
+
+def _model_of_folder(folder: Path, trained: dict[str, Any]) -> Architecture | AttachedArchitecture:
+    content = read_hf_config(folder)
+    if trained:
+        return AttachedArchitecture(content=content, trained=trained)
+    try:
+        return architecture_from_hf(content, where=str(folder / "config.json"))
+    except NotOurs:
+        if "model_type" not in content:
+            raise
+        return AttachedArchitecture(content=content)
+
+
+def _stored_architecture(folder: str) -> Architecture | AttachedArchitecture:
     """How a checkpoint describes its model. ``folder`` may be a URL."""
     try:
         if "://" in folder:
@@ -99,9 +95,7 @@ def _stored_architecture(folder: str) -> dict[str, Any]:
         else:
             text = (Path(folder).expanduser() / "run_state.json").read_bytes()
         stored = dict(parse_json(text)["architecture"])
-        if not AttachedArchitecture.is_in(stored):
-            Architecture(**stored)
-        return stored
+        return AttachedArchitecture.of_dict(stored) if AttachedArchitecture.is_in(stored) else Architecture(**stored)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"the folder {folder} is not a checkpoint of bytescale: {error}",
