@@ -74,7 +74,7 @@ def memory_of(checkpointing: Checkpointing) -> MeasuredMemory:
     return MeasuredMemory(
         states=States(num_parameters=PARAMETERS, element_bytes=2, num_ranks=NUM_RANKS),
         rows=rows,
-        rings=ring_widths(heads, 2, "bf16"),
+        rings=ring_widths(heads, 2),
         vocab_size=VOCABULARY,
         head_numbers=VOCABULARY * HIDDEN,
         hidden_size=HIDDEN,

@@ -40,7 +40,7 @@ def line(name: str, tp: int, domain: int, on_host: bool) -> str:
         config,
         memory=replace(config.memory, checkpointing="full", offload="on"),
         optimizer=replace(config.optimizer, offload=on_host),
-        parallel=replace(config.parallel, tp=tp, capacity_tokens=AUTO_CAPACITY, ring_gradients="bf16"),
+        parallel=replace(config.parallel, tp=tp, capacity_tokens=AUTO_CAPACITY),
     )
     num_ranks = NUM_GPUS // tp
     memory = MemoryModel.of_config(

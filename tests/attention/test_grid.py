@@ -107,13 +107,11 @@ def test_a_grid_sends_what_the_formula_says_to_the_byte(shape: tuple[int, int], 
     """The docstring of ``attention.rings.grid``, summed over slices: each is as long as it is."""
     size, columns = shape
     rows, b, w = size // columns, dtype.itemsize, 4
-    for narrow in (None, torch.bfloat16):
-        _, sent = attend(grid_plan([103], size, columns), inputs([103], dtype), ring_gradients=narrow)
-        g = 2 if narrow else w
-        forward = (rows - 1) * KV_HEADS * 2 * WIDTH * b + (columns - 1) * HEADS * (2 * WIDTH * b + w)
-        backward = (rows - 1) * KV_HEADS * 2 * WIDTH * (b + g)
-        backward += (columns - 1) * HEADS * (2 * WIDTH * b + WIDTH * g + 2 * w)
-        assert sum(sent) == 103 * (forward + backward)
+    _, sent = attend(grid_plan([103], size, columns), inputs([103], dtype))
+    forward = (rows - 1) * KV_HEADS * 2 * WIDTH * b + (columns - 1) * HEADS * (2 * WIDTH * b + w)
+    backward = (rows - 1) * KV_HEADS * 2 * WIDTH * (b + w)
+    backward += (columns - 1) * HEADS * (2 * WIDTH * b + WIDTH * w + 2 * w)
+    assert sum(sent) == 103 * (forward + backward)
 
 
 @pytest.mark.parametrize(("size", "columns"), one_in(4, [(4, 2), (8, 2), (8, 4), (16, 4)]))
@@ -121,7 +119,7 @@ def test_in_bf16_a_grid_is_as_exact_as_a_ring(size: int, columns: int) -> None:
     """Its members round more partial outputs, and fewer sums of gradients."""
     assert output_error(size, columns) <= 1.5 * output_error(size, 1)
     for name in ("q", "k", "v"):
-        ring, grid = (gradient_errors(size, torch.bfloat16, None, shape, (name,)) for shape in (1, columns))
+        ring, grid = (gradient_errors(size, torch.bfloat16, shape, (name,)) for shape in (1, columns))
         assert grid <= 1.5 * ring
 
 

@@ -88,9 +88,7 @@ def expected(data: Data, rules: AttentionRules) -> dict[str, Tensor]:
     return {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}  # type: ignore[dict-item]
 
 
-def on_ranks(
-    data: Data, rules: AttentionRules, plan: Plan, kernel: str, ring_gradients: torch.dtype | None = None
-) -> tuple[dict[str, Tensor], list[int]]:
+def on_ranks(data: Data, rules: AttentionRules, plan: Plan, kernel: str) -> tuple[dict[str, Tensor], list[int]]:
     """The same by ``PackedAttention`` on every rank of a plan, put together again; bytes that each rank sent."""
     edges = [0, *torch.tensor(data.lengths).cumsum(0).tolist()]
 
@@ -110,7 +108,7 @@ def on_ranks(
             )
             q, k, v = (rows[places].requires_grad_() for rows in (data.q, data.k, data.v))
             chosen = select_kernel(kernel, q.device, q.dtype)
-            buffers = RingBuffers(ring_gradients)
+            buffers = RingBuffers()
             out = PackedAttention(micro_batch, chosen, hdp.exchange, buffers=buffers)(q, k, v, rules, sinks)
             out.backward(data.dout[places])
             results.append((places, {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}))

@@ -33,7 +33,7 @@ def test_forward_flops_by_hand() -> None:
 
 
 def test_ring_and_activation_bytes_by_hand() -> None:
-    assert flops.ring_bytes_per_token(TOY) == (2 * 4 * 2, 2 * 4 * 2 + 2 * 4 * 4)
+    assert flops.ring_bytes_per_token(TOY, bytes_per_element=2) == (2 * 4 * 2, 2 * 4 * 2 + 2 * 4 * 4)
     elements = 4 * 8 + 2 * 8 + 2 * 4 + 4 * 20
     assert flops.layer_activation_bytes_per_token(TOY) == 2 * elements + 4 * 6
 

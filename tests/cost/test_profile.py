@@ -9,7 +9,6 @@ import pytest
 from bytescale.common.errors import ConfigError
 from bytescale.config import PRESETS, config_to_toml
 from bytescale.cost import CostModel, Links, flops
-from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.curve import Curve, fit_curve, relative_errors
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import (
@@ -158,18 +157,6 @@ def test_scaling_a_counted_profile_is_counting_the_other_model() -> None:
         np.testing.assert_allclose(getattr(scaled, name)(lengths), getattr(counted, name)(lengths))
     assert scaled.ring_backward_bytes_per_token == pytest.approx(counted.ring_backward_bytes_per_token)
     assert scaled.layer_parameters == counted.layer_parameters
-
-
-def test_narrow_ring_gradients_change_the_bytes_of_backward_alone() -> None:
-    """Of bf16's 2 + (2 + 4) bytes a number 2 are saved, of fp32's 4 + (4 + 4) also 2."""
-    for element_bytes, expected in ((2, 4), (4, 6), (8, 10)):
-        profile = Profile.from_flops(PRESETS["7b"], flops_per_second=1e12, bytes_per_element=element_bytes)
-        narrow = profile.with_ring_gradients("bf16")
-        numbers = profile.ring_forward_bytes_per_token / element_bytes
-        assert narrow.ring_backward_bytes_per_token == expected * numbers
-        assert narrow.with_ring_gradients("wide") == profile
-        cost = assumed_cost(PRESETS["7b"], device="cuda", bytes_per_element=element_bytes, ring_gradients="bf16")
-        assert cost.ring_bytes_per_token == narrow.cost_model().ring_bytes_per_token
 
 
 def assert_equal_costs(found: CostModel, wanted: CostModel) -> None:

@@ -20,7 +20,6 @@ from bytescale.config.schema import (
     ParallelConfig,
     PlannerConfig,
     PlannerName,
-    RingGradients,
     Shard,
     TrainerConfig,
 )
@@ -47,7 +46,6 @@ __all__ = [
     "ParallelConfig",
     "PlannerConfig",
     "PlannerName",
-    "RingGradients",
     "Shard",
     "TrainerConfig",
     "config_from_dict",

@@ -14,7 +14,6 @@ from bytescale.common.limits import limits
 AUTO_CAPACITY = 0
 AUTO_DOMAIN = 0
 AUTO_HEAD_GROUPS = 0
-RingGradients = Literal["wide", "bf16"]
 LossPer = Literal["token", "sequence", "weight"]
 Shard = Literal["optimizer", "parameters"]
 PlannerName = Literal["adaptive", "paper", "greedy", "naive", "static"]
@@ -186,9 +185,6 @@ class ParallelConfig:
     parameters in the same parts. Large models have larger buckets, because there are at most 64. 0: everything is
     reduced and gathered once, between two steps. Results differ only by the order of sums, and checkpoints do not
     differ."""
-    ring_gradients: RingGradients = "wide"
-    """Dtype in which sums of the gradients of keys and values travel around a ring. wide: fp32 (fp64 for fp64). bf16:
-    half the bytes, and one more rounding to 8 bits at every rank that they pass."""
 
 
 @dataclass(slots=True, kw_only=True)

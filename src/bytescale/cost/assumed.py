@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bytescale.common.limits import limits
-from bytescale.config import Architecture, Config, RingGradients
+from bytescale.config import Architecture, Config
 from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel
@@ -85,7 +85,7 @@ def times_of(
         measured = measured.of_model(stack)
     if tp != measured.tensor_parallel:
         measured = measured.scaled_to(measured.architecture, tensor_parallel=tp)
-    return measured.with_ring_gradients(config.parallel.ring_gradients)
+    return measured
 
 
 ASSUMED: dict[str, Rates] = {
@@ -120,7 +120,6 @@ def assumed_cost(
     *,
     device: Literal["cpu", "cuda"],
     bytes_per_element: int,
-    ring_gradients: RingGradients = "wide",
     domain: int = 1,
 ) -> CostModel:
     """The cost model of a model on a device of ``ASSUMED``, without any measurement.
@@ -128,7 +127,7 @@ def assumed_cost(
     ``domain``: consecutive ranks that gather the parameters in every round (``plan.Plan``).
     """
     profile = ASSUMED[device].profile(model, bytes_per_element=bytes_per_element)
-    cost = profile.with_ring_gradients(ring_gradients).cost_model()
+    cost = profile.cost_model()
     a_round = round_seconds(profile, domain=domain, ranks_per_node=cost.ranks_per_node)
     return replace(
         cost,

@@ -10,7 +10,7 @@ Planning, simulation and MFU use the same conventions:
 
 from __future__ import annotations
 
-from bytescale.config import Architecture, RingGradients
+from bytescale.config import Architecture
 
 BACKWARD_LINEAR_RATIO = 2.0  # backward computes two gradients: of the inputs and of the weights
 BACKWARD_ATTENTION_RATIO = 2.5  # five matrix products in backward, two in forward
@@ -106,27 +106,21 @@ def kv_bytes_per_token(architecture: Architecture, *, bytes_per_element: int = 2
     return 2 * architecture.num_kv_heads * architecture.head_dim * bytes_per_element
 
 
-def ring_gradient_bytes(bytes_per_element: int, ring_gradients: RingGradients) -> int:
-    """Bytes of one number of dK or dV in a ring's messages: 2 for bf16, otherwise those of fp32 or of a wider dtype."""
-    return 2 if ring_gradients == "bf16" else max(4, bytes_per_element)
-
-
-def ring_bytes_per_token(
-    architecture: Architecture, *, bytes_per_element: int = 2, ring_gradients: RingGradients = "wide"
-) -> tuple[int, int]:
+def ring_bytes_per_token(architecture: Architecture, *, bytes_per_element: int) -> tuple[int, int]:
     """Bytes that pass a member's link per token of a shared sequence, in one layer: ``(forward, backward)``.
 
-    Forward moves K and V. Backward moves them again, and also the sums of dK and dV (``ring_gradient_bytes``). In a
-    group of D members, ``(D - 1) / D`` of these bytes pass each link, because a member's own slice need not travel.
+    Forward moves K and V. Backward moves them again, and also the sums of dK and dV, in fp32 or wider. In a group of D
+    members, ``(D - 1) / D`` of these bytes pass each link, because a member's own slice need not travel.
     """
-    forward = kv_bytes_per_token(architecture, bytes_per_element=bytes_per_element)
-    gradient_bytes = ring_gradient_bytes(bytes_per_element, ring_gradients)
-    gradients = kv_bytes_per_token(architecture, bytes_per_element=gradient_bytes)
+    forward, gradients = (
+        kv_bytes_per_token(architecture, bytes_per_element=size)
+        for size in (bytes_per_element, max(4, bytes_per_element))
+    )
     return forward, forward + gradients
 
 
 def row_bytes_per_token(
-    architecture: Architecture, *, bytes_per_element: int = 2, ring_gradients: RingGradients = "wide"
+    architecture: Architecture, *, bytes_per_element: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Bytes that pass a member's link per token of a slice of queries, in one layer and one step of a grid's row.
 
@@ -137,8 +131,7 @@ def row_bytes_per_token(
     heads, wide = architecture.num_heads, max(4, bytes_per_element)
     width = heads * architecture.head_dim
     rows = width * bytes_per_element
-    gradients = width * ring_gradient_bytes(bytes_per_element, ring_gradients)
-    return (rows, rows + heads * wide), (2 * rows + 2 * heads * wide, gradients)
+    return (rows, rows + heads * wide), (2 * rows + 2 * heads * wide, width * wide)
 
 
 def layer_activation_bytes_per_token(architecture: Architecture, *, bytes_per_element: int = 2) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
-from bytescale.config import Architecture, RingGradients
+from bytescale.config import Architecture
 from bytescale.cost import flops
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
@@ -77,12 +77,7 @@ class Profile:
     def row_bytes_per_token(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """``flops.row_bytes_per_token`` per device, of the layers whose keys travel around rings."""
         element, ring = self.parameter_bytes, self.ring_forward_bytes_per_token
-        sums = self.ring_backward_bytes_per_token / ring - 1.0 if ring else 0.0  # over the bytes of an element
-        forward, backward = flops.row_bytes_per_token(
-            self.architecture,
-            bytes_per_element=element,
-            ring_gradients="bf16" if sums * element < max(4, element) - 0.5 else "wide",
-        )
+        forward, backward = flops.row_bytes_per_token(self.architecture, bytes_per_element=element)
         whole = flops.kv_bytes_per_token(self.architecture, bytes_per_element=element)
         tp = self.tensor_parallel / round(ring * self.tensor_parallel / whole, 9) if ring else math.inf
         return (forward[0] / tp, forward[1] / tp), (backward[0] / tp, backward[1] / tp)
@@ -125,7 +120,7 @@ class Profile:
         head, head_backward = 2 * spec.head / rate, 2 * (spec.head + spec.head_trained) / rate
         kept = flops.layer_activation_bytes_per_token(spec.stack, bytes_per_element=bytes_per_element)
         keys = spec.key_numbers * bytes_per_element
-        gradients = spec.key_numbers * flops.ring_gradient_bytes(bytes_per_element, "wide")
+        gradients = spec.key_numbers * max(4, bytes_per_element)
         return Profile(
             name="flops",
             architecture=spec.stack,
@@ -160,12 +155,6 @@ class Profile:
             head_forward=_scaled(self.head_forward, words),
             head_backward=_scaled(self.head_backward, words),
         )
-
-    def with_ring_gradients(self, ring_gradients: RingGradients) -> Profile:
-        """This profile with another ``parallel.ring_gradients``, which changes only the bytes of a ring's backward."""
-        forward, element = self.ring_forward_bytes_per_token, self.parameter_bytes
-        gradients = forward / element * flops.ring_gradient_bytes(element, ring_gradients)
-        return replace(self, ring_backward_bytes_per_token=forward + gradients)
 
     def scaled_to(
         self, architecture: Architecture, *, tensor_parallel: int, layer_parameters: int | None = None

@@ -70,8 +70,6 @@ def ranks_wait_in_rings(run: RunRecord) -> Advice | None:
         remedies.append(_better_planner(run))
     if sent:
         remedies.append("Raise `parallel.capacity_tokens` if memory allows: fewer ranks then have to share a sequence.")
-        if run.settings["parallel.ring_gradients"] == "wide":
-            remedies.append('`parallel.ring_gradients = "bf16"` halves the bytes of gradients in rings.')
     if not run.settings["cost.profile"]:
         remedies.append("Measure this machine with `bytescale profile` and set `cost.profile`: the planner then knows "
                         "what a message costs here.")  # fmt: skip

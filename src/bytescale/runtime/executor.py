@@ -122,8 +122,6 @@ class Executor:
     mesh: Mesh
     z_loss: float = 0.0
     """See ``loss.loss_sum``."""
-    ring_gradients: torch.dtype | None = None
-    """The dtype in which gradients of keys and values travel; None: that of sums (``RingBuffers``)."""
     units: Units | None = None
     """What opens the layers, where ranks share their parameters."""
 
@@ -151,7 +149,7 @@ class Executor:
         count = len(rank_plan.micro_batches)
         if len(micro_batches) != count:
             raise ValueError(f"tokens of {len(micro_batches)} micro-batches, the plan has {count}")
-        run = _Run(self, rank_plan.micro_batches, micro_batches, num_global_targets, RingBuffers(self.ring_gradients))
+        run = _Run(self, rank_plan.micro_batches, micro_batches, num_global_targets, RingBuffers())
         for part in self.parts:
             part.activations.begin_step(rank_plan.micro_batches)
             if isinstance(part.module, HasBatchLoss):
@@ -172,7 +170,7 @@ class Executor:
         On ranks that are not on the last stage the result is empty. The order is that of a training step, which cannot
         hang; messages of backward carry zeros.
         """
-        run = _Run(self, rank_plan.micro_batches, micro_batches, 1.0, RingBuffers(self.ring_gradients))
+        run = _Run(self, rank_plan.micro_batches, micro_batches, 1.0, RingBuffers())
         losses: dict[int, Tensor] = {}
         inputs: dict[tuple[int, int], Tensor | None] = {}
 

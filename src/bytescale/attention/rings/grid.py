@@ -24,10 +24,10 @@ keys, carries their gradients: that of the keys of (p, q) starts at (p + 1, q), 
 reaches (p, q) after P - 1 hops. The gradients of queries go home along the row.
 
 Bytes that one member receives per layer, if every slice has n tokens, with ``b`` bytes a number, and ``w`` bytes a
-number of a sum (4, or 8 for fp64; ``RingBuffers`` may narrow gradients to ``g`` bytes, otherwise g = w):
+number of a sum, in which gradients travel (4, or 8 for fp64):
 
   forward     ``n (P-1) G (D + Dv) b + n (Q-1) H (D b + Dv b + w)``
-  backward    ``n (P-1) G (D + Dv) (b + g) + n (Q-1) H (D b + Dv b + D g + 2 w)``
+  backward    ``n (P-1) G (D + Dv) (b + w) + n (Q-1) H (D b + Dv b + D w + 2 w)``
 
 The column needs two buffers for keys and values and two for gradients, whatever P is. The row needs Q - 1 buffers for
 queries, and Q - 1 for results in each direction. Every call waits for all its transfers before it returns (under NCCL
@@ -226,7 +226,7 @@ class _BackwardRow:
                 (lse.shape[1:], wide),
                 (lse.shape[1:], wide),
             ],
-            results=[(q.shape[1:], grid.buffers.gradient_dtype or wide)],
+            results=[(q.shape[1:], wide)],
             kinds=(Kind.BACKWARD_QUERIES, Kind.BACKWARD_RESULTS),
         )
         if grid.columns:

@@ -83,8 +83,7 @@ class Grid:
 
     def gradient_buffers(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Return two buffers for messages of the gradients of K and V, of the same shape."""
-        dtype = self.buffers.gradient_dtype or lse_dtype(k.dtype)
-        return self.buffers.take("gradients", 2, k, self._kv_shape(k, v), dtype)
+        return self.buffers.take("gradients", 2, k, self._kv_shape(k, v), lse_dtype(k.dtype))
 
     def _kv_shape(self, k: Tensor, v: Tensor) -> tuple[int, int]:
         return max(self.tokens_per_member), message_width(k, v)

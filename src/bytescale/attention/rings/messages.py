@@ -41,12 +41,7 @@ class RingBuffers:
     Then the memory is free for work without messages, such as the loss or another micro-batch.
     """
 
-    def __init__(self, gradient_dtype: torch.dtype | None = None) -> None:
-        """``gradient_dtype``: the dtype of gradients in messages. None: the dtype of sums, fp32 (fp64 for fp64 inputs).
-
-        With a narrower dtype, every member adds its share in the wider of the two dtypes and then rounds the sum.
-        """
-        self.gradient_dtype = gradient_dtype
+    def __init__(self) -> None:
         self._kept: dict[str, list[Tensor]] = {}
 
     def take(self, what: str, count: int, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:

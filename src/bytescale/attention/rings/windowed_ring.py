@@ -11,7 +11,7 @@ The steps of member ``i`` of ``N`` (``window`` says which rows and which blocks)
 
 Bytes that one member sends per layer, with ``b`` bytes a row (K and V together) and a window of ``w`` keys: at most
 ``2 (w - 1) b`` a sequence in forward, whatever its length, if segments are at least that long; backward sends the same,
-and as many rows of gradients in their own dtype (``messages.RingBuffers``).
+and as many rows of gradients in the dtype of sums.
 
 This finishes under NCCL as a ring does (``runtime.mesh``): every message has a place (call, exchange, t), and all
 members post theirs in rising order of places, the send and the receive of a step as one operation.
@@ -57,8 +57,7 @@ class WindowedRing:
             dk: ``[n, G, D]`` sums for this member's shared rows; dv: ``[n, G, Dv]``.
             of_arrived: the gradients of K and V of the rows that arrived.
         """
-        dtype = self.grid.buffers.gradient_dtype or dk.dtype
-        outgoing, incoming = self._buffers("gradients", dk, dv, dtype)
+        outgoing, incoming = self._buffers("gradients", dk, dv, dk.dtype)
         messages = outgoing[: self.num_arriving]
         keys_of(messages, dk).copy_(of_arrived[0])
         values_of(messages, dv).copy_(of_arrived[1])

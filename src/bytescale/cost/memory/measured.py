@@ -129,7 +129,7 @@ class MeasuredMemory(DeviceMemory):
         gradients, and a block's gradients. With one there are the rows that it reaches before both segments of a
         sequence, and those that two other members reach.
         """
-        messages = 2 * (ring.keys + ring.key_gradients)
+        messages = ring.ring_buffers
         phase = Phase(name="ring", fixed_bytes=self.rows.fixed, bytes_per_token=beside)
         if ring.window is not None:
             return replace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bytescale.config import AUTO_HEAD_GROUPS, Architecture, Config, RingGradients
+from bytescale.config import AUTO_HEAD_GROUPS, Architecture, Config
 from bytescale.config.validate import may_offload
 from bytescale.cost import flops
 from bytescale.cost.memory.device_kernels import DeviceKind, KernelMemory, nccl_reserve_bytes
@@ -44,7 +44,6 @@ class MemoryModel(CountedMemory):
         num_ranks: int,
         checkpointing: Checkpointing = "none",
         attention: str = "auto",
-        ring_gradients: RingGradients = "wide",
     ) -> MemoryModel:
         """Return the model of a device of this ``kind`` that works as ``runtime`` does: same kernels, same chunks.
 
@@ -63,7 +62,6 @@ class MemoryModel(CountedMemory):
                 attention=attention,
             ),
             checkpointing=checkpointing,
-            ring_gradients=ring_gradients,
             nccl_bytes=nccl_reserve_bytes(num_ranks, tensor_parallel, share.num_stages) if kind == "cuda" else 0,
         )
 
@@ -99,7 +97,6 @@ class MemoryModel(CountedMemory):
             num_ranks=num_ranks,
             checkpointing=memory.checkpointing,
             attention=config.kernels.attention,
-            ring_gradients=parallel.ring_gradients,
         )
         whole = replace(whole, domain=domain, optimizer_on_host=config.optimizer.offload)
         if memory.head_groups != AUTO_HEAD_GROUPS:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from bytescale.config import RingGradients
 from bytescale.cost import flops
 from bytescale.cost.memory.device_kernels import KernelMemory
 from bytescale.cost.memory.device_memory import DeviceMemory
@@ -32,8 +31,6 @@ class CountedMemory(DeviceMemory):
     checkpointing: Checkpointing = "none"
     head_groups: int = 1
     """Groups of heads that attention and its projections take one after the other, under checkpointing."""
-    ring_gradients: RingGradients = "wide"
-    """In what the gradients of keys and values travel around a ring."""
 
     @property
     def rows(self) -> RowBytes:
@@ -143,12 +140,9 @@ class CountedMemory(DeviceMemory):
     def _rings(self) -> RingWidths:
         """What a row of one group of heads takes in attention over a shared group."""
         query, keys, wide = self.rows.query / self.head_groups, 2 * self.rows.key / self.head_groups, self._wide
-        travelling = flops.ring_gradient_bytes(self.element_bytes, self.ring_gradients) / self.element_bytes
         return RingWidths(
             query=query,
             keys=keys,
-            key_gradients=keys * travelling,
-            query_gradients=query * travelling,
             lse=query / (self.share.architecture.head_dim * self.element_bytes) * wide,
             wide=wide / self.element_bytes,
         )

@@ -83,7 +83,6 @@ class RingWidths:
     Attributes:
         query: of the queries and of the output, whichever is wider.
         keys: of keys and values together.
-        key_gradients, query_gradients: the same, in the dtype in which gradients travel.
         lse: a number per head, in the dtype of sums.
         wide: bytes of a number in a sum, over those in the compute dtype.
         window: keys that a query sees; None: all of them.
@@ -91,8 +90,6 @@ class RingWidths:
 
     query: float
     keys: float
-    key_gradients: float
-    query_gradients: float
     lse: float
     wide: float
     window: int | None = None
@@ -108,12 +105,12 @@ class RingWidths:
 
         A buffer of results holds those of forward or of backward, whichever is larger.
         """
-        return self.own_message + 2 * max(self.query_gradients, self.query + self.lse)
+        return self.own_message + 2 * max(self.query * self.wide, self.query + self.lse)
 
     @property
     def ring_buffers(self) -> float:
         """Two messages of keys and values and two of their gradients."""
-        return 2 * self.keys + 2 * self.key_gradients
+        return 2 * self.keys * (1 + self.wide)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,6 @@ from dataclasses import replace
 import torch
 
 from bytescale.attention import AttentionKernel, PackedAttention
-from bytescale.config import RingGradients
-from bytescale.cost import flops
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, RingWidths, States, nccl_reserve_bytes
 from bytescale.hf.costs.live_bytes import LiveBytes
 from bytescale.hf.model.decoder import AttachedDecoder
@@ -84,7 +82,6 @@ def measured_memory(
     *,
     kind: DeviceKind,
     num_ranks: int,
-    ring_gradients: RingGradients = "wide",
 ) -> MeasuredMemory:
     """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
     unit_of = units_of(decoder.parts)
@@ -104,7 +101,7 @@ def measured_memory(
             frozen_of_units=tuple(frozen),
         ),
         rows=rows,
-        rings=ring_widths(layers, element_bytes, ring_gradients),
+        rings=ring_widths(layers, element_bytes),
         vocab_size=vocab_size,
         head_numbers=decoder.hidden_size * vocab_size if weight is None else weight.numel(),
         hidden_size=decoder.hidden_size,
@@ -116,11 +113,8 @@ def measured_memory(
     )
 
 
-def ring_widths(
-    layers: tuple[LayerAttention, ...], element_bytes: int, ring_gradients: RingGradients
-) -> tuple[RingWidths, ...]:
+def ring_widths(layers: tuple[LayerAttention, ...], element_bytes: int) -> tuple[RingWidths, ...]:
     """What a row takes in attention, of the widest layer without a window and of the widest with each window."""
-    travelling = flops.ring_gradient_bytes(element_bytes, ring_gradients)
     sums, found = max(4, element_bytes), []
     for window in sorted({layer.rules.window for layer in layers}, key=lambda window: window or 0):
         own = [layer for layer in layers if layer.rules.window == window]
@@ -130,8 +124,6 @@ def ring_widths(
             RingWidths(
                 query=query * element_bytes,
                 keys=keys * element_bytes,
-                key_gradients=keys * travelling,
-                query_gradients=query * travelling,
                 lse=max(layer.num_heads for layer in own) * sums,
                 wide=sums / element_bytes,
                 window=window,

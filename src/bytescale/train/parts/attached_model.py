@@ -15,7 +15,7 @@ from torch import Tensor
 from bytescale.attention import AttentionKernel
 from bytescale.attention.kernels import CudaFlashKernel
 from bytescale.checkpoint.initial_weights import folder_of, load_master_weights
-from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config, RingGradients
+from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config
 from bytescale.config.validate import may_offload
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
@@ -53,9 +53,9 @@ class HFModel:
     def layers(self) -> list[Chunk]:
         return [(self.part, self.part.layers)]
 
-    def memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> MeasuredMemory:
+    def memory(self, kind: DeviceKind, num_ranks: int) -> MeasuredMemory:
         """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
-        return measured_memory(self.part, self.rows, kind=kind, num_ranks=num_ranks, ring_gradients=ring_gradients)
+        return measured_memory(self.part, self.rows, kind=kind, num_ranks=num_ranks)
 
     def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
         """Give the optimizer the initial weights in full precision."""

@@ -115,7 +115,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     planning = plan_of_run(
         config,
         spec,
-        model.memory(kind_of(ranks.device), hdp, config.parallel.ring_gradients),
+        model.memory(kind_of(ranks.device), hdp),
         Devices.of_mesh(everyone, ranks.mesh.shape),
         device=ranks.device,
         dtype=ranks.dtype,
@@ -136,7 +136,6 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
             kernel=kernels.choice.kernel,
             mesh=ranks.mesh,
             z_loss=config.optimizer.z_loss,
-            ring_gradients=torch.bfloat16 if config.parallel.ring_gradients == "bf16" else None,
             units=model.units,
         ),
         optimizer=optimizer,
@@ -179,7 +178,7 @@ def plan_of_run(
         require_device(measured, {device.name for device in devices.of_ranks})
     profile = times_of(config, spec, measured, ASSUMED[kind], bytes_per_element=element)
     if measured is None:
-        assumed = assumed_cost(spec, device=kind, bytes_per_element=element, ring_gradients=mesh.ring_gradients)
+        assumed = assumed_cost(spec, device=kind, bytes_per_element=element)
         cost = replace(assumed, ranks_per_node=ranks_per_node)
     else:
         cost = profile.cost_model(ranks_per_node=ranks_per_node, pipeline_parallel=mesh.pp)

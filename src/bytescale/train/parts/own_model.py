@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bytescale.checkpoint.initial_weights import load_initial_weights
 from bytescale.common.cut import Cut
-from bytescale.config import Architecture, Config, RingGradients
+from bytescale.config import Architecture, Config
 from bytescale.cost.memory import DeviceKind
 from bytescale.cost.spec import ModelSpec
 from bytescale.cost.split import stage_chunks
@@ -58,7 +58,7 @@ class OwnModel:
     def layers(self) -> list[Chunk]:
         return [(chunk, list(chunk.layers)) for chunk in self.chunks]
 
-    def memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> Architecture:
+    def memory(self, kind: DeviceKind, num_ranks: int) -> Architecture:
         """What ``budget.memory_budget`` is to count the memory of."""
         return self.architecture
 

@@ -92,7 +92,7 @@ def describe_model(
             fix="plan on a machine with more memory, or name a preset of about the same shape, such as 70b",
         )
     model = build_attached_model(config, architecture, kernel, device=device, dtype=dtype, num_shards=1)
-    return model.spec, model.memory(kind, num_ranks, config.parallel.ring_gradients)
+    return model.spec, model.memory(kind, num_ranks)
 
 
 def check_host_room(config: Config) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bytescale.cost import Links, Profile, flops
+from bytescale.cost import Links, Profile
 from bytescale.cost.curve import Curve, fit_curve, relative_errors
 from bytescale.cost.profile import Point
 from bytescale.cost.profile_file import CURVES
@@ -65,7 +65,7 @@ def measure_profile(
     links = measure_links(hdp, measurer, nodes) if hdp.size > 1 else Links()
     to_host, to_device = np.max(hdp.share(list(measurer.host_rates())), axis=0).tolist()
     element = dtype.itemsize
-    keys, gradients = (spec.key_numbers * size for size in (element, flops.ring_gradient_bytes(element, "wide")))
+    keys, gradients = (spec.key_numbers * size for size in (element, max(4, element)))
     fits: dict[str, Any] = {name: _fit(points, name) for name in CURVES}
     for way in ("forward", "backward"):
         fits[f"sequence_{way}_seconds"] = SHORT_TOKENS * _fit(points, f"sequences_{way}").linear
