@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 
-from bytescale.common.errors import ConfigError
+from bytescale.common.limits import check_limits, limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
     """One device's links, one direction each. The defaults are ideal links, whose transfers are never exposed."""
 
-    intra_node_bytes_per_second: float = math.inf
+    intra_node_bytes_per_second: float = field(default=math.inf, metadata=limits(above=0))
     """To a neighbour in the same node (NVLink, shared memory)."""
-    inter_node_bytes_per_second: float = math.inf
+    inter_node_bytes_per_second: float = field(default=math.inf, metadata=limits(above=0))
     """To a neighbour in another node (RDMA)."""
-    node_bytes_per_second: float = math.inf
+    node_bytes_per_second: float = field(default=math.inf, metadata=limits(above=0))
     """To other nodes, of all ranks of a node together, which may share an adapter."""
-    latency_seconds: float = 0.0
+    latency_seconds: float = field(default=0.0, metadata=limits(least=0))
     """Time from the start of a transfer until its first byte arrives. Compute can hide it, like the transfer itself."""
-    inter_node_latency_seconds: float | None = None
+    inter_node_latency_seconds: float | None = field(default=None, metadata=limits(least=0))
     """The same to a neighbour in another node. None: as inside a node."""
-    message_seconds: float = 0.0
+    message_seconds: float = field(default=0.0, metadata=limits(least=0))
     """Time of every ring step and direction that no compute hides: starting, waking up, adding up what arrived."""
-    device_to_host_bytes_per_second: float = math.inf
+    device_to_host_bytes_per_second: float = field(default=math.inf, metadata=limits(above=0))
     """For offloading, in forward."""
-    host_to_device_bytes_per_second: float = math.inf
+    host_to_device_bytes_per_second: float = field(default=math.inf, metadata=limits(above=0))
     """For loading back, in backward."""
-    reduce_bytes_per_second: float | None = None
+    reduce_bytes_per_second: float | None = field(default=None, metadata=limits(above=0))
     """Bytes of a bucket that each rank has to send, (R - 1) / R of it, over the time of its reduce-scatter. None: the
     bandwidth of a ring."""
-    gather_bytes_per_second: float | None = None
+    gather_bytes_per_second: float | None = field(default=None, metadata=limits(above=0))
     """The same of the all-gather."""
-    collective_seconds: float | None = None
+    collective_seconds: float | None = field(default=None, metadata=limits(least=0))
     """Time of a collective of a few bytes over all ranks. None: ceil(log2 R) latencies."""
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            value = getattr(self, spec.name)
-            if value is None:
-                continue
-            if math.isnan(value) or value < 0 or (value == 0 and spec.name.endswith("bytes_per_second")):
-                raise ConfigError(f"links: {spec.name} is {value}", fix="use a number above 0")
+        check_limits(self, "links: ")
 
     def ring_bytes_per_second(self, inter_node: bool) -> float:
         """Bandwidth of a ring, which is that of its slowest link."""

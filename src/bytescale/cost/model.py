@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError
+from bytescale.common.limits import check_limits, limits
 from bytescale.cost.flops import BACKWARD_ATTENTION_RATIO
 from bytescale.cost.visible import num_messages, state_rounds, visible_seconds
 
@@ -67,41 +68,41 @@ class CostModel:
     Raises ``ConfigError`` for negative numbers, for bandwidths that are not above 0, and if computing costs no time.
     """
 
-    attention_seconds_per_pair: float
+    attention_seconds_per_pair: float = field(metadata=limits(least=0))
     """a: seconds per s^2. The factor one half of the causal mask is included."""
-    token_seconds: float
+    token_seconds: float = field(metadata=limits(least=0))
     """b: seconds per token of everything except attention."""
-    micro_batch_seconds: float = 0.0
+    micro_batch_seconds: float = field(default=0.0, metadata=limits(least=0))
     """g: fixed seconds per micro-batch (kernel launches)."""
-    attention_block_seconds: float = 0.0
+    attention_block_seconds: float = field(default=0.0, metadata=limits(least=0))
     """e: what each block of a shared sequence's attention takes besides, however short it is. Of D blocks of each, one
     is part of b, and D - 1 count. Only the makespan of a plan (``planner.evaluate``) has them."""
-    ring_bytes_per_token: float = 0.0
+    ring_bytes_per_token: float = field(default=0.0, metadata=limits(least=0))
     """Bytes that pass a rank's link per token of the shared sequences: K/V forward, K/V and dK/dV backward."""
-    row_bytes_per_token: float | None = None
+    row_bytes_per_token: float | None = field(default=None, metadata=limits(least=0))
     """Bytes that pass a rank's link per token of a slice in one step of a grid's row: queries, and their results home,
     forward and backward. None: not known, and all groups are rings."""
-    ring_step_seconds: float = 0.0
+    ring_step_seconds: float = field(default=0.0, metadata=limits(least=0))
     """Latency of one ring step inside a node, all layers, forward and backward."""
-    inter_node_ring_step_seconds: float | None = None
+    inter_node_ring_step_seconds: float | None = field(default=None, metadata=limits(least=0))
     """The same for a ring that leaves a node. None: as inside."""
-    ring_message_seconds: float = 0.0
+    ring_message_seconds: float = field(default=0.0, metadata=limits(least=0))
     """Part of a ring step that no compute hides, all layers, forward and backward."""
-    intra_node_bytes_per_second: float = math.inf
+    intra_node_bytes_per_second: float = field(default=math.inf, metadata=limits(above=0))
     """Bandwidth of a rank's link to a neighbour in its node, one direction."""
-    inter_node_bytes_per_second: float = math.inf
+    inter_node_bytes_per_second: float = field(default=math.inf, metadata=limits(above=0))
     """Bandwidth of a rank's link to a neighbour in another node, one direction."""
-    ranks_per_node: int = 8
+    ranks_per_node: int = field(default=8, metadata=limits(above=0))
     """Consecutive ranks that share a node."""
     passes: tuple[Pass, ...] = (Pass(),)
     """Forward and backward. One pass: how the sums are shared out is not known, and they count as a whole."""
-    gather_seconds: float = 0.0
+    gather_seconds: float = field(default=0.0, metadata=limits(least=0))
     """Least time of a round of a lockstep domain, forward and backward: two gathers of parameters and one reduction of
     gradients (``cost.gradient_sync.round_seconds``). They travel beside compute."""
-    recurrent_share: float = 0.0
+    recurrent_share: float = field(default=0.0, metadata=limits(least=0))
     """Share of the layers that are recurrent. They have no rings; a group exchanges their states in
     ``ceil(log2(2D))`` rounds of one message's latency, before and after which they wait."""
-    state_bytes: float = 0.0
+    state_bytes: float = field(default=0.0, metadata=limits(least=0))
     """Bytes that pass a rank's link in such a round, all layers, forward and backward, however long the sequences."""
     windows: tuple[tuple[int, float], ...] = ()
     """Sliding windows in keys, each with its share of a: of all layers' attention, as it is for short sequences."""
@@ -110,16 +111,7 @@ class CostModel:
     all sequences of so many tokens. Planners know sequences by their lengths."""
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            if spec.name in ("windows", "passes", "tree_squares"):
-                continue
-            value = getattr(self, spec.name)
-            if value is None:
-                continue
-            above_zero = spec.name.endswith("bytes_per_second") or spec.name == "ranks_per_node"
-            if math.isnan(value) or value < 0 or (above_zero and value == 0):
-                rule = "above 0" if above_zero else "of at least 0"
-                raise ConfigError(f"cost model: {spec.name} is {value}", fix=f"use a number {rule}")
+        check_limits(self, "cost model: ")
         if self.attention_seconds_per_pair == self.token_seconds == 0:
             raise ConfigError(
                 "cost model: attention_seconds_per_pair and token_seconds are both 0",
