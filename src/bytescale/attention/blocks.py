@@ -13,7 +13,7 @@ without keys has no softmax.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -59,6 +59,14 @@ class BlockSet:
 
     def __bool__(self) -> bool:
         return bool(self.queries)
+
+    def places(self) -> Iterator[tuple[slice, slice, slice, slice]]:
+        """Of each block: the rows of its queries and of its keys, and their places among those of all blocks."""
+        row = key_row = 0
+        for (start, stop), (first, last) in zip(self.queries, self.keys, strict=True):
+            rows, key_rows = slice(row, row + stop - start), slice(key_row, key_row + last - first)
+            yield slice(start, stop), slice(first, last), rows, key_rows
+            row, key_row = rows.stop, key_rows.stop
 
     @property
     def num_query_rows(self) -> int:

@@ -67,19 +67,16 @@ class CpuFlashKernel:
         q, k, v = _same_width(q, k, v)
         out = q.new_empty(blocks.num_query_rows, *q.shape[1:])
         lse = q.new_empty(blocks.num_query_rows, q.shape[1], dtype=lse_dtype(q.dtype))
-        row = 0
-        for (start, stop), (first, last) in zip(blocks.queries, blocks.keys, strict=True):
+        for queries, keys, rows, _ in blocks.places():
             block_out, block_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _heads_first(q[start:stop]),
-                _heads_first(k[first:last]),
-                _heads_first(v[first:last]),
+                _heads_first(q[queries]),
+                _heads_first(k[keys]),
+                _heads_first(v[keys]),
                 0.0,
                 blocks.causal,
                 scale=scale,
             )
-            out[row : row + stop - start] = block_out[0].transpose(0, 1)
-            lse[row : row + stop - start] = block_lse[0].transpose(0, 1)
-            row += stop - start
+            out[rows], lse[rows] = block_out[0].transpose(0, 1), block_lse[0].transpose(0, 1)
         return _narrowed(out, width), lse
 
     def backward(
@@ -91,24 +88,19 @@ class CpuFlashKernel:
         dq = q.new_empty(blocks.num_query_rows, *q.shape[1:])
         dk = k.new_empty(blocks.num_key_rows, *k.shape[1:])
         dv = torch.empty_like(dk)
-        row = key_row = 0
-        for (start, stop), (first, last) in zip(blocks.queries, blocks.keys, strict=True):
+        for own, keys, rows, key_rows in blocks.places():
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _heads_first(dout[start:stop]),
-                _heads_first(q[start:stop]),
-                _heads_first(k[first:last]),
-                _heads_first(v[first:last]),
-                _heads_first(out[start:stop]),
-                lse[start:stop].transpose(0, 1)[None],
+                _heads_first(dout[own]),
+                _heads_first(q[own]),
+                _heads_first(k[keys]),
+                _heads_first(v[keys]),
+                _heads_first(out[own]),
+                lse[own].transpose(0, 1)[None],
                 0.0,
                 blocks.causal,
                 scale=scale,
             )
-            dq[row : row + stop - start] = gradients[0][0].transpose(0, 1)
-            dk[key_row : key_row + last - first] = gradients[1][0].transpose(0, 1)
-            dv[key_row : key_row + last - first] = gradients[2][0].transpose(0, 1)
-            row += stop - start
-            key_row += last - first
+            dq[rows], dk[key_rows], dv[key_rows] = (part[0].transpose(0, 1) for part in gradients)
         return _narrowed(dq, width), _narrowed(dk, width), _narrowed(dv, value_width)
 
 
@@ -187,15 +179,13 @@ class MathKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
         out = q.new_empty(blocks.num_query_rows, q.shape[1], v.shape[2])
         lse = q.new_empty(blocks.num_query_rows, q.shape[1], dtype=lse_dtype(q.dtype))
-        row = 0
-        for (start, stop), (first, last) in zip(blocks.queries, blocks.keys, strict=True):
-            scores, _ = self._scores(q[start:stop], k[first:last], blocks, scale)
+        for queries, keys, rows, _ in blocks.places():
+            scores, _ = self._scores(q[queries], k[keys], blocks, scale)
             block_lse = scores.logsumexp(dim=-1)
             weights = (scores - block_lse[..., None]).exp()
-            values = _repeat_heads(v[first:last], q.shape[1]).to(weights.dtype)
-            out[row : row + stop - start] = torch.einsum("hts,shd->thd", weights, values).to(q.dtype)
-            lse[row : row + stop - start] = block_lse.transpose(0, 1)
-            row += stop - start
+            values = _repeat_heads(v[keys], q.shape[1]).to(weights.dtype)
+            out[rows] = torch.einsum("hts,shd->thd", weights, values).to(q.dtype)
+            lse[rows] = block_lse.transpose(0, 1)
         return out, lse
 
     def backward(
@@ -205,25 +195,20 @@ class MathKernel:
         dq = q.new_empty(blocks.num_query_rows, *q.shape[1:])
         dk = k.new_empty(blocks.num_key_rows, *k.shape[1:])
         dv = v.new_empty(blocks.num_key_rows, *v.shape[1:])
-        row = key_row = 0
         groups = q.shape[1] // k.shape[1]
-        for (start, stop), (first, last) in zip(blocks.queries, blocks.keys, strict=True):
-            scores, slope = self._scores(q[start:stop], k[first:last], blocks, scale)
-            weights = (scores - lse[start:stop].transpose(0, 1)[..., None]).exp()
-            keys = _repeat_heads(k[first:last], q.shape[1]).to(weights.dtype)
-            values = _repeat_heads(v[first:last], q.shape[1]).to(weights.dtype)
-            d = dout[start:stop].to(weights.dtype)
+        for own, seen, rows, key_rows in blocks.places():
+            scores, slope = self._scores(q[own], k[seen], blocks, scale)
+            weights = (scores - lse[own].transpose(0, 1)[..., None]).exp()
+            keys, values = (_repeat_heads(part[seen], q.shape[1]).to(weights.dtype) for part in (k, v))
+            d, wide_q = dout[own].to(weights.dtype), q[own].to(weights.dtype)
             # d(softmax): P * (dP - rowsum(dO * O)), with O of the whole softmax.
-            delta = (d * out[start:stop].to(weights.dtype)).sum(dim=-1).transpose(0, 1)[..., None]
+            delta = (d * out[own].to(weights.dtype)).sum(dim=-1).transpose(0, 1)[..., None]
             dscores = weights * (torch.einsum("thd,shd->hts", d, values) - delta) * scale
             if slope is not None:
                 dscores = dscores * slope
-            dq[row : row + stop - start] = torch.einsum("hts,shd->thd", dscores, keys).to(q.dtype)
-            wide_q = q[start:stop].to(weights.dtype)
-            dk[key_row : key_row + last - first] = _sum_heads(torch.einsum("hts,thd->shd", dscores, wide_q), groups)
-            dv[key_row : key_row + last - first] = _sum_heads(torch.einsum("hts,thd->shd", weights, d), groups)
-            row += stop - start
-            key_row += last - first
+            dq[rows] = torch.einsum("hts,shd->thd", dscores, keys).to(q.dtype)
+            dk[key_rows] = _sum_heads(torch.einsum("hts,thd->shd", dscores, wide_q), groups)
+            dv[key_rows] = _sum_heads(torch.einsum("hts,thd->shd", weights, d), groups)
         return dq, dk, dv
 
     def _scores(self, q: Tensor, k: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor | None]:

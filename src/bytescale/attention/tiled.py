@@ -44,14 +44,12 @@ class TiledKernel:
         out = q.new_empty(blocks.num_query_rows, q.shape[1], v.shape[2])
         lse = q.new_empty(blocks.num_query_rows, q.shape[1], dtype=lse_dtype(q.dtype))
         tiles = _Tiles(scale, self.soft_cap)
-        row = 0
-        for queries, keys, block in _single(blocks):
-            rows = slice(row, row + block.num_query_rows)
+        for queries, keys, rows, key_rows in blocks.places():
+            block = _alone(blocks, rows, key_rows)
             if self.plain is not None and self._is_plain(block):
                 out[rows], lse[rows] = self.plain.forward(q[queries], k[keys], v[keys], block, scale)
             else:
                 tiles.forward(q[queries], k[keys], v[keys], block, out[rows], lse[rows])
-            row = rows.stop
         return out, lse
 
     def backward(
@@ -62,17 +60,14 @@ class TiledKernel:
         dk = k.new_empty(blocks.num_key_rows, *k.shape[1:])
         dv = v.new_empty(blocks.num_key_rows, *v.shape[1:])
         tiles = _Tiles(scale, self.soft_cap)
-        row = key_row = 0
-        for own, keys, block in _single(blocks):
-            rows = slice(row, row + block.num_query_rows)
-            key_rows = slice(key_row, key_row + block.num_key_rows)
+        for own, keys, rows, key_rows in blocks.places():
+            block = _alone(blocks, rows, key_rows)
             given = OfQueries(dout[own], q[own], out[own], lse[own]), k[keys], v[keys]
             if self.plain is not None and self._is_plain(block):
                 parts = self.plain.backward(*given, block, scale)
             else:
                 parts = tiles.backward(*given, block)
             dq[rows], dk[key_rows], dv[key_rows] = parts
-            row, key_row = rows.stop, key_rows.stop
         return dq, dk, dv
 
     def _is_plain(self, block: BlockSet) -> bool:
@@ -83,11 +78,9 @@ class TiledKernel:
         return short and block.num_query_rows == block.num_key_rows
 
 
-def _single(blocks: BlockSet) -> Iterator[tuple[slice, slice, BlockSet]]:
-    """The blocks one by one: which rows are its queries and its keys, and the block of these rows alone."""
-    for (start, stop), (first, last) in zip(blocks.queries, blocks.keys, strict=True):
-        alone = BlockSet([(0, stop - start)], [(0, last - first)], blocks.causal, blocks.window)
-        yield slice(start, stop), slice(first, last), alone
+def _alone(blocks: BlockSet, rows: slice, key_rows: slice) -> BlockSet:
+    """A block of so many rows alone."""
+    return BlockSet([(0, rows.stop - rows.start)], [(0, key_rows.stop - key_rows.start)], blocks.causal, blocks.window)
 
 
 @dataclass
