@@ -64,17 +64,15 @@ def trace_of_two_ranks(step: int, *, slowness: float = 1.0) -> StepTrace:
             Span(name="wait: gradients, parameters", category="wait", start=end + 0.1, seconds=0.4),
             Span(name="update", category="update", start=end + 0.5, seconds=0.1),
         ]
-        return Track(rank=rank, name="stage 0", spans=spans)
+        return Track(rank=rank, name="stage 0", spans=spans, kind="measured")
 
     def predicted(rank: int) -> Track:
         forward = Span(name="forward, shared by 2", category="forward", start=0.0, seconds=0.5)
         backward = Span(name="backward, shared by 2", category="backward", start=0.5, seconds=1.0)
-        return Track(rank=rank, name="stage 0", spans=[forward, backward])
+        return Track(rank=rank, name="stage 0", spans=[forward, backward], kind="predicted")
 
     metadata = TraceMetadata(step=step, measured_seconds=3.9, predicted_seconds=1.5, prediction="flops", num_ranks=2)
-    return StepTrace(
-        metadata=metadata, measured=[track(0, 1.0), track(1, slowness)], predicted=[predicted(0), predicted(1)]
-    )
+    return StepTrace(metadata=metadata, tracks=[track(0, 1.0), track(1, slowness), predicted(0), predicted(1)])
 
 
 def write_run(

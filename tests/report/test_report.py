@@ -18,7 +18,7 @@ from bytescale.report.advice import advice_for
 from bytescale.report.charts import Series, line_chart, ranks_over_time
 from bytescale.report.parts import forecasts, step_parts
 from bytescale.report.runs import RunRecord, read_run
-from bytescale.simulator.step_trace import load_step_trace, save_step_trace
+from bytescale.simulator.step_trace import load_step_trace, save_step_trace, track_place
 from bytescale.train.reporting.metrics import EvaluationMetrics
 from bytescale.train.run_folder import RunFolder
 from tests.report.folders import metrics_line, trace_of_two_ranks, write_run
@@ -81,8 +81,8 @@ def test_a_trace_survives_its_file(tmp_path: Path) -> None:
     save_step_trace(trace, tmp_path / "trace.json")
     loaded = load_step_trace(tmp_path / "trace.json")
     assert loaded.metadata == trace.metadata
-    for mine, theirs in zip(trace.measured + trace.predicted, loaded.measured + loaded.predicted, strict=True):
-        assert (theirs.rank, theirs.name) == (mine.rank, mine.name)
+    for mine, theirs in zip(sorted(trace.tracks, key=track_place), loaded.tracks, strict=True):
+        assert (theirs.rank, theirs.name, theirs.kind) == (mine.rank, mine.name, mine.kind)
         for span, other in zip(mine.spans, theirs.spans, strict=True):
             assert (other.name, other.category, other.about) == (span.name, span.category, span.about)
             assert (other.start, other.seconds) == pytest.approx((span.start, span.seconds), abs=1e-9)
@@ -98,9 +98,9 @@ def test_ranks_over_time_shows_measured_and_predicted_tracks() -> None:
 
 def test_tracks_are_sorted_by_the_number_of_their_stage(tmp_path: Path) -> None:
     trace = trace_of_two_ranks(3)
-    tracks = [replace(trace.measured[0], name=f"stage {stage}") for stage in (10, 2, 0)]
-    save_step_trace(replace(trace, measured=tracks, predicted=[]), tmp_path / "trace.json")
-    names = [track.name for track in load_step_trace(tmp_path / "trace.json").measured]
+    tracks = [replace(trace.tracks[0], name=f"stage {stage}") for stage in (10, 2, 0)]
+    save_step_trace(replace(trace, tracks=tracks), tmp_path / "trace.json")
+    names = [track.name for track in load_step_trace(tmp_path / "trace.json").tracks]
     assert names == ["stage 0", "stage 2", "stage 10"]
 
 

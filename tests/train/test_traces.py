@@ -31,16 +31,25 @@ def check_nesting(track: Track) -> None:
         open_ends.append(span.end)
 
 
+def of_kind(trace: StepTrace, kind: str) -> list[Track]:
+    return [track for track in trace.tracks if track.kind == kind]
+
+
 def check_against_plan(trace: StepTrace, folder: RunFolder) -> None:
     """The forwards and backwards of the trace are those of the plan that the step ran."""
     plan = load_plan(folder.plan(trace.metadata.step))
-    for tracks in (trace.measured, trace.predicted):
+    for tracks in (of_kind(trace, "measured"), of_kind(trace, "predicted")):
         assert [track.rank for track in tracks] == list(range(plan.num_ranks))
         for track in tracks:
             for direction in ("forward", "backward"):
                 tasks = [span for span in track.spans if span.category == direction]
                 assert len(tasks) == len(plan.micro_batches_of(track.rank))
-    tokens = [span.about["tokens"] for track in trace.measured for span in track.spans if span.category == "forward"]
+    tokens = [
+        span.about["tokens"]
+        for track in of_kind(trace, "measured")
+        for span in track.spans
+        if span.category == "forward"
+    ]
     assert sum(tokens) == plan.num_tokens
 
 
@@ -58,18 +67,18 @@ def test_a_traced_run_of_two_ranks_has_the_same_losses_and_every_part_of_the_ste
     assert trace.metadata.step == 2
     assert trace.metadata.predicted_seconds > 0
     assert trace.metadata.measured_seconds == line["step_seconds"]
-    for track in trace.measured:
+    for track in of_kind(trace, "measured"):
         check_nesting(track)
         categories = [span.category for span in track.spans]
         assert {"data", "agree", "forward", "backward", "wait", "reduction", "report", "update"} == set(categories)
         assert [categories.count(part) for part in ("data", "agree", "reduction", "update")] == [1, 1, 1, 1]
         agree = next(span for span in track.spans if span.category == "agree")
         assert agree.end == pytest.approx(0.0, abs=1e-9)
-    first = trace.measured[0].spans  # the first rank's time is that of metrics.jsonl
+    first = of_kind(trace, "measured")[0].spans  # the first rank's time is that of metrics.jsonl
     seconds = max(span.end for span in first) - min(span.start for span in first)
     assert 0 < line["step_seconds"] - seconds < 0.1 * line["step_seconds"] + 0.01
     shared = any(int(degree) > 1 for degree in line["group_sizes"])
-    waits = {span.name for track in trace.measured for span in track.spans if span.category == "wait"}
+    waits = {span.name for track in of_kind(trace, "measured") for span in track.spans if span.category == "wait"}
     assert ("wait: ring" in waits) == shared
     assert {"wait: all ranks", "wait: gradients, parameters"} <= waits
 
@@ -89,20 +98,23 @@ def test_a_pipeline_has_one_track_a_stage(corpus: Path, tmp_path: Path) -> None:
     run(replace(config, parallel=replace(config.parallel, pp=2)))
     trace = load_step_trace(RunFolder(tmp_path / "run").trace(1))
     places = [(rank, f"stage {stage}") for rank in (0, 1) for stage in (0, 1)]
-    assert [(track.rank, track.name) for track in trace.measured] == places
-    assert [(track.rank, track.name) for track in trace.predicted] == places
-    for track in trace.measured:
+    assert [(track.rank, track.name) for track in of_kind(trace, "measured")] == places
+    assert [(track.rank, track.name) for track in of_kind(trace, "predicted")] == places
+    for track in of_kind(trace, "measured"):
         check_nesting(track)
-    assert any(span.name == "wait: stages" for track in trace.measured for span in track.spans)
+    assert any(span.name == "wait: stages" for track in of_kind(trace, "measured") for span in track.spans)
 
 
 def test_tensor_parallel_ranks_have_a_track_each(corpus: Path, tmp_path: Path) -> None:
     config = on_ranks(small_run(corpus, tmp_path / "run", steps=1, trace_steps=(1,)), 2)
     run(replace(config, parallel=replace(config.parallel, tp=2)))
     trace = load_step_trace(RunFolder(tmp_path / "run").trace(1))
-    assert [(track.rank, track.name) for track in trace.measured] == [(0, "stage 0, tp 0"), (0, "stage 0, tp 1")]
-    assert [(track.rank, track.name) for track in trace.predicted] == [(0, "stage 0")]
-    assert any(span.name == "wait: tensor parallel" for track in trace.measured for span in track.spans)
+    assert [(track.rank, track.name) for track in of_kind(trace, "measured")] == [
+        (0, "stage 0, tp 0"),
+        (0, "stage 0, tp 1"),
+    ]
+    assert [(track.rank, track.name) for track in of_kind(trace, "predicted")] == [(0, "stage 0")]
+    assert any(span.name == "wait: tensor parallel" for track in of_kind(trace, "measured") for span in track.spans)
 
 
 @pytest.mark.parametrize("step", [0, 9])

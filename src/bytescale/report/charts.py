@@ -91,22 +91,20 @@ def ranks_over_time(trace: StepTrace, *, until: float | None = None) -> str:
 
     ``until``: seconds at which the axis ends; None: with the last span.
     """
-    ranks = sorted({track.rank for track in trace.measured})
+    ranks = sorted({track.rank for track in trace.tracks})
     shown = {ranks[place] for place in spread_evenly(len(ranks), MAX_RANKS)}
-    tracks = [("measured", track) for track in trace.measured] + [("predicted", track) for track in trace.predicted]
-    tracks = [(kind, track) for kind, track in tracks if track.rank in shown]
-    tracks.sort(key=lambda item: (*track_place(item[1])[:2], item[0], item[1].name))
-    spans = [span for _, track in tracks for span in track.spans]
+    tracks = sorted((track for track in trace.tracks if track.rank in shown), key=track_place)
+    spans = [span for track in tracks for span in track.spans]
     axis = _Axis(min(span.start for span in spans), max(span.end for span in spans) if until is None else until)
     many_tracks = len(tracks) > 2 * len(shown)
     rows = []
-    for kind, track in tracks:
+    for track in tracks:
         name = f"rank {track.rank}" + (f", {track.name}" if many_tracks else "")
-        text = name if kind == "measured" else "predicted"
+        text = name if track.kind == "measured" else track.kind
         rows.append(
-            f'<div class="track {kind}"><span>{escape(text)}</span>'
+            f'<div class="track {track.kind}"><span>{escape(text)}</span>'
             f'<svg viewBox="0 0 {WIDTH:.0f} 10" preserveAspectRatio="none" role="img" '
-            f'aria-label="{escape(name)}, {kind}">{_span_rects(track.spans, axis)}</svg></div>'
+            f'aria-label="{escape(name)}, {track.kind}">{_span_rects(track.spans, axis)}</svg></div>'
         )
     ticks = _ticks(axis.ticks(format_seconds), "left")
     num_ranks = trace.metadata.num_ranks

@@ -96,7 +96,7 @@ def traces_section(runs: Sequence[RunRecord]) -> str:
             f"No step was traced. With `bytescale train ... --log.trace-steps {min(5, last)}`, this shows what every "
             "rank did in that step, beside what was predicted. If it was asked for, log.txt says why there is none."
         )
-    ends = [span.end for trace in traces for track in (*trace.measured, *trace.predicted) for span in track.spans]
+    ends = [span.end for trace in traces for track in trace.tracks for span in track.spans]
     until = max(ends) if len(runs) > 1 else None  # runs are compared on equal axes
     blocks = []
     for run in runs:

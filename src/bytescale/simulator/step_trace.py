@@ -18,8 +18,6 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.parsing import parse_json
 from bytescale.simulator.trace import MICRO, Span, Track, entries_of
 
-_MEASURED, _PREDICTED = ", measured", ", predicted"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceMetadata:
@@ -38,22 +36,17 @@ class TraceMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """A step as it was and as it was predicted. The tracks of a rank follow each other; ranks rise."""
+    """A step as it was and as it was predicted, by the ``kind`` of tracks."""
 
     metadata: TraceMetadata
-    measured: list[Track]
-    predicted: list[Track]
+    tracks: list[Track]
 
 
 def save_step_trace(trace: StepTrace, path: Path) -> None:
     """Write ``trace`` to ``path`` atomically."""
-    spans = [span for track in trace.measured + trace.predicted for span in track.spans]
-    shift = max(0.0, -min((span.start for span in spans), default=0.0))
-    tracks = [_renamed(track, _MEASURED) for track in trace.measured]
-    tracks += [_renamed(track, _PREDICTED) for track in trace.predicted]
-    tracks.sort(key=track_place)
+    shift = max(0.0, -min((span.start for track in trace.tracks for span in track.spans), default=0.0))
     content = {
-        "traceEvents": entries_of(tracks, shift_seconds=shift),
+        "traceEvents": entries_of(sorted(trace.tracks, key=track_place), shift_seconds=shift),
         "displayTimeUnit": "ms",
         "otherData": {**asdict(trace.metadata), "shift_seconds": shift},
     }
@@ -76,22 +69,13 @@ def load_step_trace(path: Path) -> StepTrace:
             f"{path} is not the trace of a step ({type(error).__name__}: {error})",
             fix="name a file from a run folder's traces/, or take the trace again",
         ) from error
-    return StepTrace(
-        metadata=metadata,
-        measured=[_renamed(track, _MEASURED, back=True) for track in tracks if track.name.endswith(_MEASURED)],
-        predicted=[_renamed(track, _PREDICTED, back=True) for track in tracks if track.name.endswith(_PREDICTED)],
-    )
+    return StepTrace(metadata=metadata, tracks=tracks)
 
 
-def track_place(track: Track) -> tuple[int, int, str]:
-    """Sorts tracks by rank, by stage as a number, then by what follows in the name."""
+def track_place(track: Track) -> tuple[int, int, str, str]:
+    """Sorts tracks by rank, by stage as a number, what was measured first, and by what follows in the name."""
     stage, _, rest = track.name.partition(", ")
-    return track.rank, int(stage.removeprefix("stage ")), rest
-
-
-def _renamed(track: Track, suffix: str, *, back: bool = False) -> Track:
-    name = track.name.removesuffix(suffix) if back else track.name + suffix
-    return Track(rank=track.rank, name=name, spans=track.spans)
+    return track.rank, int(stage.removeprefix("stage ")), track.kind, rest
 
 
 def _tracks(entries: list[dict[str, Any]], shift: float) -> list[Track]:
@@ -103,7 +87,7 @@ def _tracks(entries: list[dict[str, Any]], shift: float) -> list[Track]:
         if thread < 0:
             continue  # the name of the process
         own = list(found)
-        (name,) = (entry["args"]["name"] for entry in own if entry["ph"] == "M")
+        (about,) = (entry["args"] for entry in own if entry["ph"] == "M")
         spans = [
             Span(
                 name=entry["name"],
@@ -115,5 +99,5 @@ def _tracks(entries: list[dict[str, Any]], shift: float) -> list[Track]:
             for entry in own
             if entry["ph"] == "X"
         ]
-        tracks.append(Track(rank=rank, name=name, spans=spans))
+        tracks.append(Track(rank=rank, name=about["track"], spans=spans, kind=about["kind"]))
     return tracks

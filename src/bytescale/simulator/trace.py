@@ -40,6 +40,8 @@ class Track:
     rank: int
     name: str
     spans: list[Span]
+    kind: str = ""
+    """``measured`` or ``predicted``, where a trace has both (``step_trace``)."""
 
 
 def save_trace(step: SimulatedStep, path: Path, *, max_ranks: int = 64) -> None:
@@ -58,7 +60,7 @@ def spread_evenly(num_ranks: int, max_ranks: int) -> list[int]:
     return np.unique(np.linspace(0, num_ranks - 1, min(max_ranks, num_ranks)).astype(int)).tolist()
 
 
-def simulated_tracks(step: SimulatedStep, rank: int) -> list[Track]:
+def simulated_tracks(step: SimulatedStep, rank: int, kind: str = "") -> list[Track]:
     """A rank in a simulated step, one track per stage. Time 0 is the start of the step's first micro-batch."""
     events, timeline = step.events, step.timeline
     num_stages, num_parts = step.num_stages, timeline.start.shape[1]
@@ -73,7 +75,7 @@ def simulated_tracks(step: SimulatedStep, rank: int) -> list[Track]:
         if sync > 0:
             start = float(timeline.end[:, stage::num_stages].max())
             spans.append(Span(name="gradient sync", category="sync", start=start, seconds=sync))
-        tracks.append(Track(rank=rank, name=f"stage {stage}", spans=spans))
+        tracks.append(Track(rank=rank, name=f"stage {stage}", spans=spans, kind=kind))
     return tracks
 
 
@@ -91,7 +93,8 @@ def entries_of(tracks: list[Track], *, shift_seconds: float = 0.0) -> list[dict[
                 {"name": "process_name", "ph": "M", "pid": track.rank, "args": {"name": f"rank {track.rank}"}}
             )
         num_tracks[track.rank] = place["tid"] + 1
-        entries.append({"name": "thread_name", "ph": "M", **place, "args": {"name": track.name}})
+        about = {"name": f"{track.name}, {track.kind}".removesuffix(", "), "track": track.name, "kind": track.kind}
+        entries.append({"name": "thread_name", "ph": "M", **place, "args": about})
         for span in track.spans:
             times = {"ts": (span.start + shift_seconds) * MICRO, "dur": span.seconds * MICRO}
             entries.append({"name": span.name, "cat": span.category, "ph": "X", **place, **times, "args": span.about})

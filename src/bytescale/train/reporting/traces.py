@@ -61,8 +61,8 @@ class StepTraces:
         )
         trace = StepTrace(
             metadata=metadata,
-            measured=[track for track in tracks if track.rank in shown],
-            predicted=[track for rank in shown for track in simulated_tracks(predicted, rank)],
+            tracks=[track for track in tracks if track.rank in shown]
+            + [track for rank in shown for track in simulated_tracks(predicted, rank, "predicted")],
         )
         path = self._run.trace(metrics.step)
         path.parent.mkdir(exist_ok=True)
@@ -87,4 +87,4 @@ def _own_track(ranks: Ranks, record: SpanRecorder, data: StepData, shown: Contai
         spans = [Span(name="wait: data", category="data", start=begin, seconds=wait), *spans]
     mesh = ranks.mesh
     name = f"stage {mesh.stage}" + (f", tp {mesh.tp.rank}" if mesh.shape.tp > 1 else "")
-    return Track(rank=mesh.hdp.rank, name=name, spans=spans if mesh.hdp.rank in shown else [])
+    return Track(rank=mesh.hdp.rank, name=name, spans=spans if mesh.hdp.rank in shown else [], kind="measured")
