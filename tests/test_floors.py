@@ -20,7 +20,7 @@ BUDGET = {
     "cli": 2300,
     "common": 600,
     "config": 1500,
-    "cost": 3400,  # states of recurrent layers are simulated; optimizers in host memory are counted
+    "cost": 3250,
     "data": 5400,
     "hf": 4850,  # trees of documents that share prefixes
     "integrations": 1000,
