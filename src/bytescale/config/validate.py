@@ -70,7 +70,6 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
             so="the DP x CP mesh would have a hole",
             fix='use a divisor of the ranks, or planner.name = "adaptive", which needs none',
         )
-    _check_attention(config.kernels.attention, config.trainer)
     _check_trace_steps(config.log.trace_steps, config.trainer)
     _check_run_folder(config.trainer)
 
@@ -166,19 +165,6 @@ def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) ->
             so="grouped matrix products need rows of whole 16 bytes",
             fix="use a smaller degree",
         )
-
-
-def _check_attention(chosen: str, trainer: TrainerConfig) -> None:
-    """The newer flash implementations are for GPUs and half precision."""
-    if chosen not in ("fa3", "fa4"):
-        return
-    for name, value, good in (("device", trainer.device, "cuda"), ("dtype", trainer.dtype, "bf16")):
-        if value not in ("auto", good):
-            raise ConfigError(
-                f'kernels.attention = "{chosen}" with trainer.{name} = "{value}"',
-                so="there is no such attention",
-                fix=f'set trainer.{name} = "{good}", or kernels.attention = "auto"',
-            )
 
 
 def _check_run_folder(trainer: TrainerConfig) -> None:

@@ -18,6 +18,7 @@ from bytescale.attention.rings.exchange import TimedMessage
 from bytescale.common.parsing import parse_json
 from bytescale.cost import CostModel
 from bytescale.cost.calibration import FIRST_STEPS, LinkSamples, RankCounts, State
+from bytescale.cost.visible import num_messages
 from bytescale.plan import Plan, RankPlan
 from bytescale.planner import evaluate
 from bytescale.planner.calibrated import CalibratedPlanner
@@ -137,8 +138,7 @@ def counts_of(rank_plan: RankPlan, cost: CostModel) -> RankCounts:
         if shared is not None:
             share = float(shared.weights[shared.member] / shared.weights.sum())
             pairs += share * float(cost.squares_of(shared.lengths).sum())
-            # A grid passes keys along columns, and queries and results along rows (cost.model).
-            ring_steps += shared.size // shared.columns - 1 + 2 * (shared.columns - 1)
+            ring_steps += num_messages(shared.size // shared.columns, shared.columns)
     return RankCounts(pairs=pairs, tokens=tokens, micro_batches=len(rank_plan.micro_batches), ring_steps=ring_steps)
 
 
