@@ -157,7 +157,6 @@ def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> ShardedOptimiz
     model = own_model.build_own_model(
         shape,
         of_rank,
-        virtual_stages=1,
         dtype=torch.bfloat16,
         seed=0,
         bucket_bytes=int(ParallelConfig().gradient_bucket_mib * 2**20),

@@ -236,14 +236,14 @@ class Step:
             device=device.device,
             row_wise=row_wise_parts(model, 1),
         )
-        self.parts = [Decoder(module=model, activations=activations)]
+        self.part = Decoder(module=model, activations=activations)
         self.kernel = kernel or select_kernel("auto", device.device, device.dtype)
         self.data = Tokens.random(shape.vocab_size, self.rank_plan.micro_batches[0], device.device)
         self.optimizer.require_states()  # made before the first step, so that the peak of no step counts them
 
     def __call__(self) -> None:
         self.parameters.zero_gradients()
-        Executor(parts=self.parts, kernel=self.kernel, mesh=self.mesh).run(
+        Executor(part=self.part, kernel=self.kernel, mesh=self.mesh).run(
             self.rank_plan, [self.data], num_global_targets=len(self.data.tokens)
         )
         self.optimizer.update(self.optimizer.reduce_gradients(), 1.0, 1e-5)

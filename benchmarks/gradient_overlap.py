@@ -141,12 +141,12 @@ class Trainer:
             ModelConfig(preset="tiny", num_layers=8, hidden_size=256, num_heads=4, ffn_hidden_size=768, vocab_size=256)
         )
         bucket_bytes = int(bucket_mib * 2**20) if mode == "buckets" else 0
-        model = build_own_model(shape, mesh, virtual_stages=1, dtype=torch.float32, seed=0, bucket_bytes=bucket_bytes)
+        model = build_own_model(shape, mesh, dtype=torch.float32, seed=0, bucket_bytes=bucket_bytes)
         self.mesh = mesh
         self.optimizer = ShardedOptimizer.of_config(model.parameters, OptimizerConfig(lr=1e-4), mesh)
         if mode == "buckets":
-            self.optimizer.overlap_with([(chunk, list(chunk.layers)) for chunk in model.chunks])
-        self.part = Decoder(module=model.chunks[0])
+            self.optimizer.overlap_with(model.layers)
+        self.part = Decoder(module=model.module)
         self.kernel = select_kernel("auto", torch.device("cpu"), torch.float32)
         self.rank_plan = RankPlan.of(whole_sequences(num_micro_batches), mesh.hdp.rank)
         self.num_parameters = len(model.parameters.values)
@@ -164,7 +164,7 @@ class Trainer:
 
     def step(self) -> None:
         self.optimizer.begin_step(self.rank_plan)
-        Executor(parts=[self.part], kernel=self.kernel, mesh=self.mesh).run(
+        Executor(part=self.part, kernel=self.kernel, mesh=self.mesh).run(
             self.rank_plan,
             [Tokens(self.mesh.hdp.rank, index) for index in range(len(self.rank_plan.micro_batches))],
             num_global_targets=NUM_RANKS * TOKENS * len(self.rank_plan.micro_batches),

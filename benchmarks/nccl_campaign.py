@@ -25,7 +25,7 @@ from tests.nccl.test_nccl import plan_of, recorded
 
 from bytescale.runtime import MeshShape
 
-KINDS = ("HDP alone", "pipeline", "interleaved pipeline", "tensor parallel", "pipeline and tensor parallel")
+KINDS = ("HDP alone", "pipeline", "tensor parallel", "pipeline and tensor parallel")
 PLANNERS = ("static", "naive", "paper", "adaptive", "random")
 
 
@@ -39,8 +39,6 @@ def mesh_of(kind: str, random: np.random.Generator) -> MeshShape:
         return MeshShape(hdp=int(random.integers(1, 17)))
     if kind == "pipeline":
         return MeshShape(pp=of(2, 3, 4, 8), hdp=of(1, 2, 3, 4))
-    if kind == "interleaved pipeline":
-        return MeshShape(pp=of(2, 3, 4), hdp=of(1, 2, 3, 4))
     if kind == "tensor parallel":
         return MeshShape(hdp=of(1, 2, 3, 4), tp=of(2, 4))
     return MeshShape(pp=of(2, 3, 4), hdp=of(1, 2), tp=2)
@@ -50,14 +48,12 @@ def one_case(kind: str, seed: int) -> tuple[list[bool], int]:
     """Return whether a drawn step hangs under each rule, and how many operations its ranks post."""
     random = np.random.default_rng(seed)
     mesh = mesh_of(kind, random)
-    chunks = int(random.integers(2, 4)) if kind == "interleaved pipeline" else 1
     planner = str(random.choice(PLANNERS))
     lengths = np.minimum(1 + random.pareto(1.0, int(random.integers(1, 16))) * 6, 60).astype(int).tolist()
-    plan = plan_of(planner, lengths, mesh, num_chunks=chunks, seed=seed)
+    plan = plan_of(planner, lengths, mesh, seed=seed)
     programs = recorded(
         plan,
         mesh,
-        num_chunks=chunks,
         checkpointing=str(random.choice(["none", "full", "attention"])),
         head_groups=int(random.choice([1, 2])) if mesh.tp == 1 else 1,
         tie_embeddings=bool(random.integers(2)),

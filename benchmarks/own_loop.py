@@ -83,8 +83,8 @@ def runtime_step(part: str, group: RankGroup) -> Callable[[RankPlan, list[Tokens
                 num_kv_heads=KEY_HEADS, ffn_hidden_size=INNER,
             )
         )  # fmt: skip
-        own = build_own_model(shape, mesh, virtual_stages=1, dtype=torch.float32, seed=0, bucket_bytes=2**20)
-        model, layers, flat = own.chunks[0], list(own.chunks[0].layers), own.parameters
+        own = build_own_model(shape, mesh, dtype=torch.float32, seed=0, bucket_bytes=2**20)
+        model, layers, flat = own.module, list(own.module.layers), own.parameters
     else:
         model = AttachedDecoder(llama(), longest_document=65536)
         layers = model.layers
@@ -95,7 +95,7 @@ def runtime_step(part: str, group: RankGroup) -> Callable[[RankPlan, list[Tokens
     optimizer = ShardedOptimizer.of_config(flat, OptimizerConfig(), mesh)
     optimizer.overlap_with([(model, layers)])
     executor = Executor(
-        parts=[Decoder(module=model, activations=Activations([]))],
+        part=Decoder(module=model, activations=Activations([])),
         kernel=select_kernel("auto", CPU, torch.float32),
         mesh=mesh,
     )

@@ -114,7 +114,7 @@ def measured_steps(mesh: Mesh, part: Decoder, count: int, num_tokens: int, round
         for clock in clocks:
             clock.take()
         started, cpu = time.perf_counter(), time.thread_time()
-        Executor(parts=[part], kernel=kernel, mesh=mesh).run(rank_plan, data, num_global_targets=count * num_tokens)
+        Executor(part=part, kernel=kernel, mesh=mesh).run(rank_plan, data, num_global_targets=count * num_tokens)
         dist.barrier()
         results.append(
             {
@@ -134,8 +134,8 @@ def bubble(rounds: int) -> list[dict[str, float]]:
 
     def one_rank(_: int) -> dict[int, list[dict[str, float]]]:
         mesh = open_mesh(STAGES)
-        model = build_own_model(shape, mesh, virtual_stages=1, dtype=torch.float32, seed=0)
-        part = Decoder(module=model.chunks[0])
+        model = build_own_model(shape, mesh, dtype=torch.float32, seed=0)
+        part = Decoder(module=model.module)
         return {count: measured_steps(mesh, part, count, TOKENS, rounds) for count in MICRO_BATCHES}
 
     ranks = run_forked(STAGES, one_rank, timeout_seconds=540)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import Batch, make_model, random_batch, reference_step, slice_batch, worst_relative_error
-from tests.runtime.test_mesh_parity import mesh_shape, parts_of, put_together
+from tests.runtime.test_mesh_parity import mesh_shape, part_of, put_together
 
 from bytescale.attention import select_kernel
 from bytescale.config import Architecture
@@ -109,8 +109,7 @@ def run_block(
     at: dict[int, int] = {}
 
     def one_rank(mesh: Mesh) -> dict[int, tuple[float, dict[str, Any]]]:
-        models, cuts = parts_of(mesh, block.shape, DTYPE, 1)
-        (model,) = models
+        model, cuts = part_of(mesh, block.shape, DTYPE)
         for layer in model.layers:
             apply_head_groups(layer.self_attn, block.head_groups)
         flat = FlatParameters(list(model.named_parameters()), 1, cuts)
@@ -123,7 +122,7 @@ def run_block(
             chunk_rows=8,
         )
         part = Decoder(module=model, activations=activations)
-        executor = Executor(parts=[part], kernel=select_kernel("auto", torch.device("cpu"), DTYPE), mesh=mesh)
+        executor = Executor(part=part, kernel=select_kernel("auto", torch.device("cpu"), DTYPE), mesh=mesh)
         results = {}
         for seed, (plan, batch) in cases.items():
             at[mesh.world.rank] = seed

@@ -30,7 +30,6 @@ def make_optimizer(mesh: Mesh, shape: Architecture = SHAPE, bucket_bytes: int = 
     model = build_own_model(
         shape,
         mesh,
-        virtual_stages=1,
         dtype=torch.float32,
         seed=0,
         bucket_bytes=bucket_bytes if mesh.hdp.size > 1 else 0,

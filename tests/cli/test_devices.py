@@ -72,7 +72,7 @@ def seen_by_simulate(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, 
         {"gib": None},
         {"checkpointing": "full"},
         {"checkpointing": "attention", "parallel": {"tp": 2}},
-        {"checkpointing": "attention", "parallel": {"pp": 2, "virtual_stages": 2}, "dtype": "fp64"},
+        {"checkpointing": "attention", "parallel": {"pp": 2}, "dtype": "fp64"},
         {"checkpointing": "full", "parallel": {"tp": 2}, "model": {"preset": "tiny-moe", "ffn_hidden_size": 64}},
         {"checkpointing": "full", "device": "cuda", "gib": 3, "dtype": "auto"},
         {"checkpointing": "full", "device": "cuda", "gib": 3, "dtype": "auto", "head_groups": 2},
@@ -115,7 +115,7 @@ def test_plan_and_simulate_count_as_train_does(
 
 def test_the_memory_lines_of_plan_and_dry_run(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What both print of the model's own part, and the capacity."""
-    config = run_of(corpus, parallel={"pp": 2, "virtual_stages": 3}, checkpointing="full")
+    config = run_of(corpus, parallel={"pp": 2}, checkpointing="full")
     (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
     lines: list[str] = []
     dry_run(config, lines.append)

@@ -58,55 +58,24 @@ STAGES = [
     "2",
     "--parallel.pp",
     "2",
-    "--parallel.virtual-stages",
-    "2",
     "--data.batch-tokens",
     "1M",
 ]
 
 
-def test_plan_of_interleaved_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plan_of_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Every planner is compared: those that could hang are aligned, as in training."""
     path = tmp_path / "plan.npz"
     assert plan.run([*SMALL, *STAGES, "--save", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "(tp 2 x pp 2 devices each, 2 chunks of layers a stage)" in printed
+    assert "(tp 2 x pp 2 devices each)" in printed
     assert [line.split()[0] for line in printed.splitlines() if line.startswith(" naive")] == ["naive"]
-    verify(load_plan(path), num_stages=2, num_chunks=2)
+    verify(load_plan(path), num_stages=2)
 
 
-def test_simulated_interleaved_stages_end_earlier(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The options and a config's own number of chunks come to the same."""
-    (tmp_path / "config.toml").write_text(
-        '[model]\npreset = "7b"\nffn_hidden_size = 11008\n[parallel]\nranks = 64\ntp = 2\npp = 2\nvirtual_stages = 4\n'
-    )
-    np.save(tmp_path / "lengths.npy", np.full(16 * 8, 8192))
-    batch = ["--batch.lengths", str(tmp_path / "lengths.npy"), "--cost.profile", "case-study"]
-    devices = ["--parallel.ranks", "64", "--parallel.tp", "2", "--parallel.pp", "2"]
-
-    def step(*arguments: str) -> str:
-        assert simulate.run([*arguments, *batch]) == 0
-        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step"))
-
-    plain, interleaved = step(*devices), step(*devices, "--parallel.virtual-stages", "4")
-    assert ", interleaved" in interleaved
-    assert step(str(tmp_path / "config.toml")) == interleaved
-    seconds = [float(line.split()[1]) for line in (plain, interleaved)]
-    assert seconds[1] < seconds[0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["--parallel.virtual-stages", "0"], r"virtual_stages is 0. To fix: use a whole number of at least 1"),
-        (["--parallel.virtual-stages", "2"], r"virtual_stages = 2 without a pipeline"),
-        (["--parallel.pp", "8", "--parallel.virtual-stages", "5"], r"virtual_stages = 5 exceeds the model's 32 layers"),
-        (["--parallel.pp", "33"], r"parallel.pp = 33 exceeds the model's 32 layers"),
-    ],
-)
-def test_chunks_that_make_no_sense_are_refused(changes: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        plan.run([*SMALL, "--parallel.ranks", "264", *changes])
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.pp = 33 exceeds the model's 32 layers"):
+        plan.run([*SMALL, "--parallel.ranks", "264", "--parallel.pp", "33"])
 
 
 @pytest.mark.parametrize("option", ["tp", "pp"])

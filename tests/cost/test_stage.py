@@ -172,9 +172,6 @@ def test_gradient_sync_by_hand() -> None:
     assert stage_parameters(PROFILE, stage=0, pipeline_parallel=1) == 4 * 1000 + 2 * vocabulary
     assert stage_parameters(PROFILE, stage=0, pipeline_parallel=3) == 1000 + vocabulary
     assert stage_parameters(PROFILE, stage=1, pipeline_parallel=3) == 2 * 1000
-    for stage, layers in enumerate((2, 2)):  # not 3 and 1, as without chunks
-        chunks = stage_parameters(PROFILE, stage=stage, pipeline_parallel=2, virtual_stages=2)
-        assert chunks == layers * 1000 + vocabulary
     for num_ranks, expected in ((4, 600 * 3 / 4 / 2.0 + 2 * 2 * 6), (16, 600 * 15 / 16 / 1.0 + 2 * 4 * 6), (1, 0)):
         seconds = bucket_seconds(PROFILE, 100.0, 1, num_ranks=num_ranks, ranks_per_node=8)
         assert seconds.reduce + seconds.gather == expected
@@ -242,7 +239,6 @@ def test_visible_sync_against_bucket_by_bucket(seed: int) -> None:
     random = np.random.default_rng(seed)
     num_ranks, count = int(random.integers(1, 5)), int(random.integers(1, 30))
     in_front, seconds = float(random.choice([0.0, 0.1, 0.45, 1.0])), float(random.uniform(0.01, 3.0))
-    before = float(random.choice([0.0, 0.3, 0.75])) * (1 - in_front)
     starts = random.uniform(0, 5, num_ranks)
     ends = starts + random.uniform(0, 10, num_ranks)
     silent = random.random(num_ranks) < 0.6
@@ -253,18 +249,16 @@ def test_visible_sync_against_bucket_by_bucket(seed: int) -> None:
 
     done = 0.0
     for bucket in range(1, count + 1):
-        finished = 1.0 if bucket == count else between(bucket / count, before, 1 - in_front)
+        finished = 1.0 if bucket == count else between(bucket / count, 0.0, 1 - in_front)
         there = [s + finished * (e - s) if quiet else e for s, e, quiet in zip(starts, ends, silent, strict=True)]
         done = max(done, *there) + seconds
-    reduction = visible_reduction(seconds, count, silent=silent, before=before, in_front=in_front, **times)
+    reduction = visible_reduction(seconds, count, silent=silent, in_front=in_front, **times)
     assert reduction == pytest.approx(done - ends.max())
     assert seconds <= reduction + 1e-9 <= count * seconds + 2e-9
 
     waits = [0.0]
-    last = in_front + (1 - in_front) * float(random.choice([0.25, 1.0]))
     for start, end in zip(starts, ends, strict=True):
         for bucket in range(count):
-            if bucket / count < last:
-                waits.append((bucket + 1) * seconds - start - between(bucket / count, in_front, last) * (end - start))
-    gathering = visible_gathering(seconds, count, first=in_front, last=last, **times)
+            waits.append((bucket + 1) * seconds - start - between(bucket / count, in_front, 1.0) * (end - start))
+    gathering = visible_gathering(seconds, count, first=in_front, **times)
     assert gathering == pytest.approx(max(waits))

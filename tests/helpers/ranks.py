@@ -23,7 +23,6 @@ def run_mesh(
     shape: MeshShape,
     work: Callable[[Mesh], Result],
     *,
-    interleaved: bool = False,
     overlapped: bool = False,
     nodes: Sequence[int] | None = None,
     domain: int = 1,
@@ -37,10 +36,6 @@ def run_mesh(
             own = dist.PrefixStore(name, store)
             return gloo_group(own, list(ranks).index(world.rank), len(ranks), timeout_seconds)
 
-        return work(
-            Mesh.of(
-                world, shape, make_group, interleaved=interleaved, overlapped=overlapped, nodes=nodes, domain=domain
-            )
-        )
+        return work(Mesh.of(world, shape, make_group, overlapped=overlapped, nodes=nodes, domain=domain))
 
     return run_ranks(shape.size, one_rank, timeout_seconds=timeout_seconds)

@@ -133,7 +133,7 @@ def planned_step(
         flat = FlatParameters(model.named_parameters(), hdp.size)
         rank_plan = RankPlan.of(plan, hdp.rank)
         result = Executor(
-            parts=[Decoder(module=model)],
+            part=Decoder(module=model),
             kernel=select_kernel(kernel, torch.device("cpu"), flat.values.dtype),
             mesh=mesh,
         ).run(

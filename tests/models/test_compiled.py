@@ -54,7 +54,6 @@ MORE_MESHES = [
     (MeshShape(pp=1, hdp=4, tp=1), {}),
     (MeshShape(pp=2, hdp=2, tp=2), {}),
     (MeshShape(pp=1, hdp=2, tp=1), {"checkpointing": "attention", "offload": True}),
-    (MeshShape(pp=2, hdp=1, tp=2), {"num_chunks": 2}),
     (MeshShape(pp=1, hdp=2, tp=2), {"checkpointing": "full"}),
 ]
 
@@ -142,7 +141,7 @@ def test_all_lengths_are_served_by_the_graphs_of_the_first(checkpointing: str) -
         rank_plan = RankPlan.of(plan, 0)
         batch = random_batch([length], shape.vocab_size, seed=length, masked_share=0.0)
         Executor(
-            parts=[Decoder(module=model, activations=activations)],
+            part=Decoder(module=model, activations=activations),
             kernel=MathKernel(),
             mesh=Mesh.of_hdp(RankGroup()),
         ).run(rank_plan, [slice_batch(batch, rank_plan.micro_batches[0])], num_global_targets=max(1, batch.num_targets))

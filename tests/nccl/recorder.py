@@ -207,9 +207,9 @@ def _record_rank(rank: int, shape: MeshShape, step: Callable[[Mesh], object], op
             group.exchange = group.make_exchange(batched=True)
 
     def labelled(method: Callable) -> Callable:
-        def run(self: _Run, action: tuple[int, int, int], received: Tensor | None) -> Tensor | None:
+        def run(self: _Run, action: tuple[int, int], received: Tensor | None) -> Tensor | None:
             direction = "backward" if action[0] else "forward"
-            log.during = f"{direction} of micro-batch {action[2]}, chunk {action[1]} of stage {mesh.stage}"
+            log.during = f"{direction} of micro-batch {action[1]} on stage {mesh.stage}"
             try:
                 return method(self, action, received)
             finally:

@@ -30,7 +30,6 @@ def training_step(
     plan: Plan,
     architecture: Architecture,
     *,
-    num_chunks: int = 1,
     checkpointing: str = "none",
     head_groups: int = 1,
     bucket_bytes: int = 0,
@@ -49,35 +48,31 @@ def training_step(
 
     def step(mesh: Mesh) -> None:
         mesh.connect()
-        own = build_own_model(
-            architecture, mesh, virtual_stages=num_chunks, dtype=torch.float32, seed=0, bucket_bytes=bucket_bytes
-        )
+        own = build_own_model(architecture, mesh, dtype=torch.float32, seed=0, bucket_bytes=bucket_bytes)
         optimizer = ShardedOptimizer.of_config(
             own.parameters, OptimizerConfig(offload=on_host), mesh, own.tied_head, more=own.more, units=own.units
         )
         if bucket_bytes:
-            optimizer.overlap_with([(chunk, list(chunk.layers)) for chunk in own.chunks])
+            optimizer.overlap_with(own.layers)
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
-        parts = []
-        for chunk in own.chunks:
-            for number, layer in enumerate(chunk.layers):
-                apply_head_groups(layer.self_attn, head_groups)
-                if number % 2:
-                    apply_rules(layer.self_attn, AttentionRules(window=window))
-                elif recurrence:
-                    apply_recurrence(layer.self_attn, matrix=recurrence == "matrix")
-            activations = Activations(
-                list(chunk.layers),
-                checkpointing=checkpointing,  # type: ignore[arg-type]
-                tp=mesh.tp,
-                row_wise=row_wise_parts(chunk, mesh.tp.size),
-                chunk_rows=8,
-            )
-            parts.append(Decoder(module=chunk, activations=activations))
+        for number, layer in enumerate(own.module.layers):
+            apply_head_groups(layer.self_attn, head_groups)
+            if number % 2:
+                apply_rules(layer.self_attn, AttentionRules(window=window))
+            elif recurrence:
+                apply_recurrence(layer.self_attn, matrix=recurrence == "matrix")
+        activations = Activations(
+            list(own.module.layers),
+            checkpointing=checkpointing,  # type: ignore[arg-type]
+            tp=mesh.tp,
+            row_wise=row_wise_parts(own.module, mesh.tp.size),
+            chunk_rows=8,
+        )
+        part = Decoder(module=own.module, activations=activations)
         for _ in range(2 if bucket_bytes else 1):
             mesh.world.agree("the plan", rank_plan.digest)
             optimizer.begin_step(rank_plan)
-            Executor(parts=parts, kernel=ZeroKernel(), mesh=mesh, units=own.units).run(
+            Executor(part=part, kernel=ZeroKernel(), mesh=mesh, units=own.units).run(
                 rank_plan,
                 [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
                 num_global_targets=batch.num_targets,

@@ -34,7 +34,7 @@ NO_SHRINKING = (Phase.explicit, Phase.generate)  # it would take minutes
 COST = CostModel.from_work(linear_per_square=40)
 
 
-def plan_of(planner: str, lengths: list[int], mesh: MeshShape, *, num_chunks: int = 1, seed: int = 0) -> Plan:
+def plan_of(planner: str, lengths: list[int], mesh: MeshShape, *, seed: int = 0) -> Plan:
     """A verified plan, of a planner or drawn at random."""
     room = sum(lengths) if planner == "random" else -(-max(lengths) // mesh.hdp) + seed % 8
     cluster = Cluster.uniform(mesh.hdp, room)
@@ -44,27 +44,24 @@ def plan_of(planner: str, lengths: list[int], mesh: MeshShape, *, num_chunks: in
     else:
         config = PlannerConfig(name=planner)  # type: ignore[arg-type]
         plan = make_planner(config, cluster, COST, num_stages=mesh.pp)(lengths)
-    verify(plan, num_stages=mesh.pp, num_chunks=num_chunks)
+    verify(plan, num_stages=mesh.pp)
     return plan
 
 
-def recorded(
-    plan: Plan, mesh: MeshShape, *, num_chunks: int = 1, ranks_per_node: int = 0, **options: object
-) -> list[list[Event]]:
-    """All ranks' programs of a step over two layers a part (one where there are chunks).
+def recorded(plan: Plan, mesh: MeshShape, *, ranks_per_node: int = 0, **options: object) -> list[list[Event]]:
+    """All ranks' programs of a step over two layers a stage.
 
     ``ranks_per_node``: 0: all on one. ``bucket_bytes``: of two steps whose gradients are reduced while ranks compute.
     """
-    layers = mesh.pp * num_chunks * (2 if num_chunks == 1 else 1)
     own = {
         key: options.pop(key)
         for key in ("checkpointing", "head_groups", "bucket_bytes", "window", "recurrence")
         if key in options
     }
-    architecture = tiny(layers, **options)
-    step = training_step(plan, architecture, num_chunks=num_chunks, **own)  # type: ignore[arg-type]
+    architecture = tiny(2 * mesh.pp, **options)
+    step = training_step(plan, architecture, **own)  # type: ignore[arg-type]
     nodes = [rank // ranks_per_node for rank in range(mesh.size)] if ranks_per_node else None
-    return record(mesh, step, interleaved=num_chunks > 1, overlapped="bucket_bytes" in own, nodes=nodes)
+    return record(mesh, step, overlapped="bucket_bytes" in own, nodes=nodes)
 
 
 def assert_finishes(programs: list[list[Event]]) -> None:
@@ -108,26 +105,11 @@ def test_a_step_finishes_under_nccls_rules(
     assert_finishes(recorded(plan, mesh, ranks_per_node=ranks_per_node, **options))
 
 
-@examples(3, 15, phases=NO_SHRINKING)
-@given(
-    planner=st.sampled_from(["paper", "adaptive", "random"]),
-    mesh=st.sampled_from([MeshShape(pp=2, hdp=2), MeshShape(pp=3, hdp=2), MeshShape(pp=4, hdp=1)]),
-    num_chunks=st.sampled_from([2, 3]),
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=10),
-    seed=st.integers(0, 10**6),
-)
-def test_interleaved_stages_finish_under_nccls_rules(
-    planner: str, mesh: MeshShape, num_chunks: int, lengths: list[int], seed: int
-) -> None:
-    plan = plan_of(planner, lengths, mesh, num_chunks=num_chunks, seed=seed)
-    assert_finishes(recorded(plan, mesh, num_chunks=num_chunks))
-
-
 PIPELINE = MeshShape(pp=2, hdp=2)
 
 
-def pipeline_step(num_chunks: int = 1) -> list[list[Event]]:
-    return recorded(uneven([3, 5], [9, 4, 7]), PIPELINE, num_chunks=num_chunks)
+def pipeline_step() -> list[list[Event]]:
+    return recorded(uneven([3, 5], [9, 4, 7]), PIPELINE)
 
 
 def test_a_receive_posted_one_action_ahead_is_caught() -> None:
@@ -234,22 +216,20 @@ def test_a_collective_that_one_rank_leaves_out_is_caught() -> None:
             *(MeshShape(pp=2, hdp=2), MeshShape(pp=3, hdp=2), MeshShape(pp=2, hdp=2, tp=2)),
         ]
     ),
-    num_chunks=st.sampled_from([1, 2]),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=10),
     tied=st.booleans(),
     experts=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_reductions_during_backward_finish_under_nccls_rules(
-    planner: str, mesh: MeshShape, num_chunks: int, lengths: list[int], tied: bool, experts: bool, seed: int
+    planner: str, mesh: MeshShape, lengths: list[int], tied: bool, experts: bool, seed: int
 ) -> None:
     """Two steps: gradients in buckets on a communicator of their own, parameters gathered during forwards."""
-    chunks = num_chunks if mesh.pp > 1 else 1
-    plan = plan_of("random" if chunks > 1 else planner, lengths, mesh, num_chunks=chunks, seed=seed)
+    plan = plan_of(planner, lengths, mesh, seed=seed)
     family = (
         {"num_experts": 4, "experts_per_token": 2, "router_aux_loss_weight": 0.5} if experts and mesh.tp == 1 else {}
     )
-    assert_finishes(recorded(plan, mesh, num_chunks=chunks, bucket_bytes=1, tie_embeddings=tied, **family))
+    assert_finishes(recorded(plan, mesh, bucket_bytes=1, tie_embeddings=tied, **family))
 
 
 def test_a_reduction_before_the_last_message_is_caught() -> None:

@@ -67,7 +67,7 @@ def trainer_loop(plan: Plan, hdp: bytescale.HDP, model: Any) -> None:
     batch = random_batch(plan.lengths.tolist(), 60, 0, masked_share=0.0)
     decoder, units = hdp.engine.decoder, hdp.sharded().units
     part = Decoder(module=decoder, activations=hdp.engine.activations, head=decoder.head)
-    executor = Executor(parts=[part], kernel=ZeroKernel(), mesh=hdp.sharded().mesh, units=units)
+    executor = Executor(part=part, kernel=ZeroKernel(), mesh=hdp.sharded().mesh, units=units)
     rank_plan = RankPlan.of(plan, hdp.group.rank)
     data = [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches]
     executor.run(rank_plan, data, num_global_targets=batch.num_targets)

@@ -66,15 +66,14 @@ def test_the_same_groups_at_equal_places_do_not_hang() -> None:
         verify(aligned, num_stages=num_stages)
 
 
-def hangs(plan: Plan, num_stages: int, num_chunks: int = 1) -> bool:
+def hangs(plan: Plan, num_stages: int) -> bool:
     """Does it come to a halt before the end, where every rank waits for each thing that it posts, one by one?
 
     Every (rank, stage) has a list of things to do: an action, which all members of its group do together, or the
     messages between two actions, which are posted at once. A message is done when both ends are posted.
     """
-    most = max(len(plan.micro_batches_of(rank)) for rank in range(plan.num_ranks))
     queues = {
-        (rank, stage): _to_do(plan, rank, stage, num_stages, num_chunks, most)
+        (rank, stage): _to_do(plan, rank, stage, num_stages)
         for rank in range(plan.num_ranks)
         for stage in range(num_stages)
     }
@@ -92,15 +91,15 @@ def hangs(plan: Plan, num_stages: int, num_chunks: int = 1) -> bool:
         if kind == "messages":
             ends = posted()
             return all((rank, item, end) in ends for item in items for end in (item.maker, item.taker))
-        backward, part, micro_batch = items
+        backward, micro_batch = items
         members = plan.ranks_of(int(plan.groups_of(micro_batch)[0])).tolist()
         group = int(plan.groups_of(micro_batch)[0])
         for member in members:
             queue = queues[member, stage]
             if not queue or queue[0][0] != "action":
                 return False
-            its_backward, its_part, its_micro_batch = queue[0][1]
-            if (its_backward, its_part) != (backward, part) or plan.groups_of(its_micro_batch)[0] != group:
+            its_backward, its_micro_batch = queue[0][1]
+            if its_backward != backward or plan.groups_of(its_micro_batch)[0] != group:
                 return False
         return True
 
@@ -111,7 +110,7 @@ def hangs(plan: Plan, num_stages: int, num_chunks: int = 1) -> bool:
             if not queue or not finished(rank, stage):
                 continue
             kind, items = queue[0]
-            together = [rank] if kind == "messages" else plan.ranks_of(int(plan.groups_of(items[2])[0])).tolist()
+            together = [rank] if kind == "messages" else plan.ranks_of(int(plan.groups_of(items[1])[0])).tolist()
             if kind == "messages":
                 passed.update((rank, item, stage) for item in items)
             for member in together:
@@ -120,11 +119,10 @@ def hangs(plan: Plan, num_stages: int, num_chunks: int = 1) -> bool:
     return any(queues.values())
 
 
-def _to_do(plan: Plan, rank: int, stage: int, num_stages: int, num_chunks: int, most: int) -> list:
+def _to_do(plan: Plan, rank: int, stage: int, num_stages: int) -> list:
     numbers = plan.micro_batches_of(rank)
-    size = (num_stages, num_chunks, most)
-    actions = stage_actions(len(numbers), num_stages, stage, num_chunks, most).tolist()
-    everywhere = [m for taker in range(num_stages) for m in messages(len(numbers), size[0], taker, *size[1:])]
+    actions = stage_actions(len(numbers), num_stages, stage).tolist()
+    everywhere = [m for taker in range(num_stages) for m in messages(len(numbers), num_stages, taker)]
     result: list = []
     for place in range(len(actions) + 1):
         between = [m for m in everywhere if m.maker == stage and m.made_at == place - 1]
@@ -132,8 +130,8 @@ def _to_do(plan: Plan, rank: int, stage: int, num_stages: int, num_chunks: int, 
         if between:
             result.append(("messages", between))
         if place < len(actions):
-            backward, chunk, index = actions[place]
-            result.append(("action", (backward, chunk * num_stages + stage, int(numbers[index]))))
+            backward, index = actions[place]
+            result.append(("action", (backward, int(numbers[index]))))
     return result
 
 
@@ -142,44 +140,33 @@ def _to_do(plan: Plan, rank: int, stage: int, num_stages: int, num_chunks: int, 
     num_sequences=st.integers(1, 10),
     num_ranks=st.integers(1, 4),
     num_stages=st.integers(2, 4),
-    num_chunks=st.integers(1, 3),
     seed=st.integers(0, 10**6),
 )
 def test_a_cycle_is_found_exactly_when_running_would_hang(
-    num_sequences: int, num_ranks: int, num_stages: int, num_chunks: int, seed: int
+    num_sequences: int, num_ranks: int, num_stages: int, seed: int
 ) -> None:
     plan = random_plan([7] * num_sequences, num_ranks, seed)
-    assert bool(find_cycle(plan, num_stages, num_chunks)) == hangs(plan, num_stages, num_chunks)
+    assert bool(find_cycle(plan, num_stages)) == hangs(plan, num_stages)
 
 
-@given(
-    count=st.integers(1, 25),
-    more=st.integers(0, 12),
-    num_stages=st.integers(2, 8),
-    num_chunks=st.integers(1, 4),
-)
-def test_the_clock_grows_along_everything_that_is_waited_for(
-    count: int, more: int, num_stages: int, num_chunks: int
-) -> None:
-    """On every stage from action to action, and across every message; receives are at most one action ahead."""
-    size = (num_chunks, count + more)
-    orders = [stage_actions(count, num_stages, stage, *size) for stage in range(num_stages)]
-    times = [action_times(order, num_stages, stage, num_chunks) for stage, order in enumerate(orders)]
+@given(count=st.integers(1, 25), num_stages=st.integers(2, 8))
+def test_the_clock_grows_along_everything_that_is_waited_for(count: int, num_stages: int) -> None:
+    """On every stage from action to action, and across every message; no receive is an action ahead."""
+    orders = [stage_actions(count, num_stages, stage) for stage in range(num_stages)]
+    times = [action_times(order, num_stages, stage) for stage, order in enumerate(orders)]
     assert all((np.diff(own) > 0).all() for own in times)
     for stage in range(num_stages):
-        found = messages(count, num_stages, stage, *size)
-        parts = num_stages * num_chunks
-        assert len(found) == count * sum(part % num_stages == stage for part in [*range(1, parts), *range(parts - 1)])
+        found = messages(count, num_stages, stage)
+        assert len(found) == count * ((stage > 0) + (stage < num_stages - 1))
         for message in found:
             made, place = times[message.maker][message.made_at], message.posted_before
             assert made < times[stage][place] <= times[stage][message.taken_at]
             assert place == 0 or times[stage][place - 1] <= made
-            assert message.taken_at - place <= (num_chunks > 1)
+            assert message.taken_at == place
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 3])
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 8])
-def test_a_pipeline_alone_never_hangs(num_stages: int, num_chunks: int) -> None:
+def test_a_pipeline_alone_never_hangs(num_stages: int) -> None:
     """Whatever its number of micro-batches, multiples of the stages or not."""
     for count in range(1, 3 * num_stages):
         plan = Plan.build(
@@ -188,14 +175,13 @@ def test_a_pipeline_alone_never_hangs(num_stages: int, num_chunks: int) -> None:
             groups=[GroupSpec(sequences=[n], ranks=[0]) for n in range(count)],
             schedule=[[[n] for n in range(count)]],
         )
-        assert find_cycle(plan, num_stages, num_chunks) == []
+        assert find_cycle(plan, num_stages) == []
 
 
-@given(count=st.integers(0, 12), num_stages=st.integers(1, 5), stage=st.integers(0, 4), num_chunks=st.integers(1, 3))
-def test_every_action_stands_in_the_schedule_once(count: int, num_stages: int, stage: int, num_chunks: int) -> None:
-    actions = stage_actions(count, num_stages, min(stage, num_stages - 1), num_chunks)
-    assert len(actions) == 2 * count * num_chunks
+@given(count=st.integers(0, 12), num_stages=st.integers(1, 5), stage=st.integers(0, 4))
+def test_every_action_stands_in_the_schedule_once(count: int, num_stages: int, stage: int) -> None:
+    actions = stage_actions(count, num_stages, min(stage, num_stages - 1))
+    assert len(actions) == 2 * count
     places = {tuple(action): place for place, action in enumerate(actions.tolist())}
-    for chunk in range(num_chunks):
-        for index in range(count):
-            assert places[0, chunk, index] < places[1, chunk, index]
+    for index in range(count):
+        assert places[0, index] < places[1, index]

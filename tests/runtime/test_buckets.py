@@ -63,30 +63,24 @@ def train(
     batch: Batch,
     *,
     bucket_bytes: int,
-    num_chunks: int = 1,
     checkpointing: str = "none",
     dtype: torch.dtype = torch.float32,
 ) -> Steps:
     """One step per plan on a mesh of threads; ``bucket_bytes`` 0 is the slow twin."""
 
     def one_rank(mesh: Mesh) -> tuple[list, list, list, dict]:
-        model = build_own_model(shape, mesh, virtual_stages=num_chunks, dtype=dtype, seed=0, bucket_bytes=bucket_bytes)
+        model = build_own_model(shape, mesh, dtype=dtype, seed=0, bucket_bytes=bucket_bytes)
         optimizer = ShardedOptimizer.of_config(model.parameters, CLIPPING, mesh, model.tied_head)
         if bucket_bytes:
             assert mesh.hdp.size == 1 or len(model.parameters.buckets) > 2
-            optimizer.overlap_with([(chunk, list(chunk.layers)) for chunk in model.chunks])
-        parts = [
-            Decoder(
-                module=chunk,
-                activations=Activations(list(chunk.layers), checkpointing=checkpointing),  # type: ignore[arg-type]
-            )
-            for chunk in model.chunks
-        ]
+            optimizer.overlap_with(model.layers)
+        activations = Activations(list(model.module.layers), checkpointing=checkpointing)  # type: ignore[arg-type]
+        part = Decoder(module=model.module, activations=activations)
         losses, norms, gradients = [], [], []
         for plan in plans:
             own = RankPlan.of(plan, mesh.hdp.rank)
             optimizer.begin_step(own)
-            result = Executor(parts=parts, kernel=select_kernel("auto", torch.device("cpu"), dtype), mesh=mesh).run(
+            result = Executor(part=part, kernel=select_kernel("auto", torch.device("cpu"), dtype), mesh=mesh).run(
                 own,
                 [slice_batch(batch, micro_batch) for micro_batch in own.micro_batches],
                 num_global_targets=batch.num_targets,
@@ -104,7 +98,7 @@ def train(
         }
         return losses, norms, gradients, values
 
-    outcomes = run_mesh(mesh_of, one_rank, interleaved=num_chunks > 1, overlapped=bucket_bytes > 0)
+    outcomes = run_mesh(mesh_of, one_rank, overlapped=bucket_bytes > 0)
     steps = Steps(losses=outcomes[0][0], norms=outcomes[0][1])
     for number in range(len(plans)):
         flat: dict[tuple[int, int, str], list[tuple[int, Tensor]]] = {}
@@ -145,9 +139,9 @@ def assert_same(ours: Steps, twin: Steps, num_ranks: int) -> None:
     np.testing.assert_allclose(ours.losses, twin.losses, rtol=1e-5)  # updates in between
 
 
-def plans_of(mesh: MeshShape, num_chunks: int = 1) -> list[Plan]:
+def plans_of(mesh: MeshShape) -> list[Plan]:
     """Three steps whose ranks end at different times, some of them without a micro-batch."""
-    return [runnable_plan(LENGTHS, mesh, seed, num_chunks) for seed in (1, 5, 11)]
+    return [runnable_plan(LENGTHS, mesh, seed) for seed in (1, 5, 11)]
 
 
 MESHES = [
@@ -159,14 +153,13 @@ MESHES = [
 ]
 
 
-def check(mesh: MeshShape, family: str, *, num_chunks: int = 1, checkpointing: str = "none") -> None:
+def check(mesh: MeshShape, family: str, *, checkpointing: str = "none") -> None:
     shape = mesh_shape(**FAMILIES[family])
     batch = random_batch(LENGTHS, shape.vocab_size, seed=3)
-    options: dict[str, Any] = {"num_chunks": num_chunks, "checkpointing": checkpointing}
-    plans = plans_of(mesh, num_chunks)
-    twin = train(mesh, shape, plans, batch, bucket_bytes=0, **options)
+    plans = plans_of(mesh)
+    twin = train(mesh, shape, plans, batch, bucket_bytes=0, checkpointing=checkpointing)
     with late_results():
-        ours = train(mesh, shape, plans, batch, bucket_bytes=SEVERAL_BUCKETS, **options)
+        ours = train(mesh, shape, plans, batch, bucket_bytes=SEVERAL_BUCKETS, checkpointing=checkpointing)
     assert_same(ours, twin, mesh.hdp)
 
 
@@ -175,24 +168,23 @@ def test_buckets_give_the_numbers_of_one_reduction(mesh: MeshShape, family: str)
     check(mesh, family)
 
 
-def test_interleaved_stages_and_recomputation() -> None:
-    check(MeshShape(hdp=2, pp=2), "tied", num_chunks=2, checkpointing="full")
+def test_stages_and_recomputation() -> None:
+    check(MeshShape(hdp=2, pp=2), "tied", checkpointing="full")
 
 
 MANY = [
-    (mesh, family, num_chunks, checkpointing)
+    (mesh, family, checkpointing)
     for mesh in (*MESHES, MeshShape(hdp=4), MeshShape(hdp=4, pp=2), MeshShape(hdp=3, pp=2))
-    for num_chunks in ((1, 2) if mesh.pp > 1 else (1,))
     for family in FAMILIES
     for checkpointing in ("none", "full", "attention")
 ]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("mesh", "family", "num_chunks", "checkpointing"), MANY[::4], ids=str)
-def test_every_mesh_and_family(mesh: MeshShape, family: str, num_chunks: int, checkpointing: str) -> None:
+@pytest.mark.parametrize(("mesh", "family", "checkpointing"), MANY[::4], ids=str)
+def test_every_mesh_and_family(mesh: MeshShape, family: str, checkpointing: str) -> None:
     """One in four of the product; every value of every factor is tried."""
-    check(mesh, family, num_chunks=num_chunks, checkpointing=checkpointing)
+    check(mesh, family, checkpointing=checkpointing)
 
 
 def test_the_same_bits_in_every_run() -> None:
@@ -260,18 +252,16 @@ def recorded_events() -> Iterator[dict[int, list[tuple[str, Any]]]]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "num_chunks"),
-    one_of(
-        [(MeshShape(hdp=3), 1), (MeshShape(hdp=2, tp=2), 1), (MeshShape(hdp=2, pp=2), 2)], (MeshShape(hdp=2, pp=2), 2)
-    ),
+    "mesh",
+    one_of([MeshShape(hdp=3), MeshShape(hdp=2, tp=2), MeshShape(hdp=2, pp=2)], MeshShape(hdp=2, pp=2)),
     ids=str,
 )
-def test_no_reduction_before_the_last_message_and_one_order_on_all_ranks(mesh: MeshShape, num_chunks: int) -> None:
+def test_no_reduction_before_the_last_message_and_one_order_on_all_ranks(mesh: MeshShape) -> None:
     shape = mesh_shape()
     batch = random_batch(LENGTHS, shape.vocab_size, seed=3)
-    for plan in plans_of(mesh, num_chunks):
+    for plan in plans_of(mesh):
         with recorded_events() as events:
-            train(mesh, shape, [plan], batch, bucket_bytes=SEVERAL_BUCKETS, num_chunks=num_chunks)
+            train(mesh, shape, [plan], batch, bucket_bytes=SEVERAL_BUCKETS)
         orders = set()
         early = 0
         for own in events.values():

@@ -98,7 +98,7 @@ def run_on_meta(monkeypatch: pytest.MonkeyPatch, *, checkpointing: str, head_gro
     rank_plan = RankPlan.of(plan, 0)
     with NoPageableCopies():
         executor.Executor(
-            parts=[Decoder(module=model, activations=activations)], kernel=ZeroKernel(), mesh=Mesh.of_hdp(hdp)
+            part=Decoder(module=model, activations=activations), kernel=ZeroKernel(), mesh=Mesh.of_hdp(hdp)
         ).run(
             rank_plan,
             [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],

@@ -17,7 +17,7 @@ from bytescale.common.cut import Cut
 from bytescale.config import Architecture, PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.cost.split import split_layers
-from bytescale.models import build_model
+from bytescale.models import Llama, build_model
 from bytescale.models.compiled import RowCompiler, apply_compiled
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_parts
@@ -26,7 +26,6 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
 from bytescale.planner import align, make_planner
 from bytescale.runtime import Decoder, Executor, FlatParameters, HostPool, Mesh, MeshShape, TokenShards
-from bytescale.runtime.mesh import boundary_colour
 from bytescale.runtime.optimizer.zero import sum_replicas
 from bytescale.runtime.pipeline import StageLinks
 from bytescale.runtime.saved.activations import Activations
@@ -57,24 +56,20 @@ def mesh_shape(**changes: object) -> Architecture:
     return small_shape(**{**numbers, "ffn_hidden_size": 32, **changes})
 
 
-def parts_of(mesh: Mesh, shape: Architecture, dtype: torch.dtype, num_chunks: int) -> tuple[list, dict[str, Cut]]:
-    """This rank's chunks of layers, cut for its TP rank, with the values of the whole model."""
+def part_of(mesh: Mesh, shape: Architecture, dtype: torch.dtype) -> tuple[Llama, dict[str, Cut]]:
+    """This rank's layers, cut for its TP rank, with the values of the whole model."""
     whole = {name: value.detach() for name, value in make_model(shape, dtype).named_parameters()}
     if shape.tie_embeddings:
         whole["lm_head.weight"] = whole["embed_tokens.weight"]
-    ranges = split_layers(shape, mesh.shape.pp * num_chunks)
-    models, cuts = [], {}
-    for chunk in range(num_chunks):
-        model = build_model(shape, ranges[chunk * mesh.shape.pp + mesh.stage]).to(dtype)
-        if mesh.tp.size > 1:
-            cuts.update(apply_tensor_parallelism(model, TokenShards(mesh.tp)))
-        else:
-            cuts.update({name: Cut(shape=tuple(value.shape)) for name, value in model.named_parameters()})
-        with torch.no_grad():
-            for name, value in model.named_parameters():
-                value.copy_(cuts[name].of(whole[name]))
-        models.append(model)
-    return models, cuts
+    model = build_model(shape, split_layers(shape, mesh.shape.pp)[mesh.stage]).to(dtype)
+    if mesh.tp.size > 1:
+        cuts = apply_tensor_parallelism(model, TokenShards(mesh.tp))
+    else:
+        cuts = {name: Cut(shape=tuple(value.shape)) for name, value in model.named_parameters()}
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.copy_(cuts[name].of(whole[name]))
+    return model, cuts
 
 
 def mesh_step(
@@ -84,7 +79,6 @@ def mesh_step(
     batch: Batch,
     plan: Plan,
     *,
-    num_chunks: int = 1,
     checkpointing: str = "none",
     offload: bool = False,
     head_groups: int = 1,
@@ -93,31 +87,24 @@ def mesh_step(
     """One step on a mesh of threads; gradients put together from all parts. ``compiler``: of pointwise parts."""
 
     def one_rank(mesh: Mesh):
-        models, cuts = parts_of(mesh, shape, dtype, num_chunks)
+        model, cuts = part_of(mesh, shape, dtype)
         kernel = select_kernel("auto", torch.device("cpu"), dtype)
         if compiler is not None:
-            for model in models:
-                apply_compiled(model, compiler)
-        for layer in (layer for model in models for layer in model.layers):
+            apply_compiled(model, compiler)
+        for layer in model.layers:
             apply_head_groups(layer.self_attn, head_groups)
-        flat = FlatParameters([item for model in models for item in model.named_parameters()], 1, cuts)
+        flat = FlatParameters(model.named_parameters(), 1, cuts)
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
         pool = HostPool(2**24, pinned=False) if offload else None
-        parts = [
-            Decoder(
-                module=model,
-                activations=Activations(
-                    list(model.layers),
-                    checkpointing=checkpointing,  # type: ignore[arg-type]
-                    pool=pool,
-                    tp=mesh.tp,
-                    row_wise=row_wise_parts(model, mesh.tp.size),
-                    chunk_rows=8,
-                ),
-            )
-            for model in models
-        ]
-        result = Executor(parts=parts, kernel=kernel, mesh=mesh).run(
+        activations = Activations(
+            list(model.layers),
+            checkpointing=checkpointing,  # type: ignore[arg-type]
+            pool=pool,
+            tp=mesh.tp,
+            row_wise=row_wise_parts(model, mesh.tp.size),
+            chunk_rows=8,
+        )
+        result = Executor(part=Decoder(module=model, activations=activations), kernel=kernel, mesh=mesh).run(
             rank_plan,
             [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
             num_global_targets=batch.num_targets,
@@ -126,7 +113,7 @@ def mesh_step(
         gradients = {entry.name: (entry.cut, flat.gradient_of(entry)) for entry in flat.entries}
         return mesh.hdp.rank, result, gradients
 
-    outcomes = run_mesh(mesh_shape, one_rank, interleaved=num_chunks > 1)
+    outcomes = run_mesh(mesh_shape, one_rank)
     loss = sum(result.loss_sum for _, result, _ in outcomes) / batch.num_targets
     # Every stage's ranks know their layers' share of the balance loss.
     balance = sum(result.batch_loss for _, result, _ in outcomes) / (mesh_shape.hdp * mesh_shape.tp)
@@ -151,7 +138,7 @@ def put_together(ranks: Sequence[dict[str, tuple[Cut, Tensor]]], tied: bool) -> 
 def assert_parity(
     mesh: MeshShape, plan: Plan, lengths: list[int], dtype: torch.dtype, *, seed: int = 0, **options: object
 ) -> None:
-    of_the_run = ("num_chunks", "checkpointing", "offload", "head_groups")
+    of_the_run = ("checkpointing", "offload", "head_groups")
     run_options = {key: options.pop(key) for key in of_the_run if key in options}
     shape = mesh_shape(**options)
     real_weights = seed % 2 == 1 and not shape.num_experts
@@ -169,13 +156,13 @@ def assert_parity(
     assert worst_relative_error(ours.gradients, gradients) <= TOLERANCE[dtype]
 
 
-def runnable_plan(lengths: list[int], mesh: MeshShape, seed: int, num_chunks: int = 1) -> Plan:
+def runnable_plan(lengths: list[int], mesh: MeshShape, seed: int) -> Plan:
     """A random plan, of some seeds with weights; with stages one that the check for deadlock accepts."""
     plan = random_plan(lengths, mesh.hdp, seed, weighted=seed % 3 == 0)
     if mesh.pp > 1:
         cluster = Cluster.uniform(mesh.hdp, int(np.sum(lengths)))
         plan = align(plan, cluster=cluster, cost=CostModel.from_work(linear_per_square=40))
-        verify(plan, num_stages=mesh.pp, num_chunks=num_chunks)
+        verify(plan, num_stages=mesh.pp)
     return plan
 
 
@@ -264,31 +251,6 @@ def test_plans_of_every_planner_run_through_a_pipeline(
     assert_parity(mesh, plan, lengths, torch.float64, seed=slack)
 
 
-@examples(3, 15)
-@given(
-    mesh=st.sampled_from([MeshShape(pp=2, hdp=1), MeshShape(pp=3, hdp=2), MeshShape(pp=4, hdp=1, tp=2)]),
-    num_chunks=st.sampled_from([2, 3]),
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
-    checkpointing=st.sampled_from(["none", "full"]),
-    tied=st.booleans(),
-)
-def test_interleaved_stages(
-    mesh: MeshShape, num_chunks: int, lengths: list[int], checkpointing: str, tied: bool
-) -> None:
-    """Pipelines of different numbers of micro-batches, with shared groups between them."""
-    plan = runnable_plan(lengths, mesh, seed=len(lengths), num_chunks=num_chunks)
-    assert_parity(
-        mesh,
-        plan,
-        lengths,
-        torch.float64,
-        num_layers=12,
-        num_chunks=num_chunks,
-        checkpointing=checkpointing,
-        tie_embeddings=tied,
-    )
-
-
 def test_sends_are_let_go_while_the_step_runs() -> None:
     """Of 40 micro-batches a stage holds no more messages than are in flight under 1F1B."""
     plan = Plan.build(
@@ -310,15 +272,6 @@ def test_sends_are_let_go_while_the_step_runs() -> None:
         assert_parity(MeshShape(pp=4, hdp=1), plan, [8] * 40, torch.float64)
     assert len(held) == 40 * 6  # three stages send forward, three backward
     assert max(held) <= 8
-
-
-@pytest.mark.parametrize("num_stages", range(2, 9))
-def test_a_rank_receives_and_sends_in_different_groups(num_stages: int) -> None:
-    """Else, under NCCL, a message that nobody takes yet would hold up the next one to come."""
-    colours = [boundary_colour(boundary, num_stages) for boundary in range(num_stages)]
-    for stage in range(num_stages):
-        assert colours[stage] != colours[stage - 1]
-    assert len(set(colours[:-1])) <= 2
 
 
 def test_ranks_are_ordered_stage_then_hdp_then_tensor_parallel() -> None:

@@ -88,7 +88,7 @@ def planned(
         for _ in range(2):  # the second step must not see the first one's tokens
             flat.zero_gradients()
             result = Executor(
-                parts=[Decoder(module=model, activations=activations)],
+                part=Decoder(module=model, activations=activations),
                 kernel=select_kernel("auto", torch.device("cpu"), dtype),
                 mesh=Mesh.of_hdp(hdp),
             ).run(

@@ -69,7 +69,7 @@ def flat_gradients(
         for _ in range(steps):
             flat.zero_gradients()
             Executor(
-                parts=[Decoder(module=model, activations=activations)],
+                part=Decoder(module=model, activations=activations),
                 kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
                 mesh=Mesh.of_hdp(hdp),
             ).run(rank_plan, tokens, num_global_targets=batch.num_targets)
@@ -134,7 +134,7 @@ def test_recomputation_with_a_ring_is_exact_and_attention_mode_sends_nothing_twi
                 apply_head_groups(layer.self_attn, head_groups)
             rank_plan = RankPlan.of(plan, hdp.rank)
             Executor(
-                parts=[Decoder(module=model, activations=Activations(model.layers, checkpointing=mode))],  # type: ignore[arg-type]
+                part=Decoder(module=model, activations=Activations(model.layers, checkpointing=mode)),  # type: ignore[arg-type]
                 kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
                 mesh=Mesh.of_hdp(hdp),
             ).run(
@@ -263,7 +263,7 @@ def test_two_hundred_steps_neither_leak_nor_grow() -> None:
     allocated = []
     for _ in range(200):
         Executor(
-            parts=[Decoder(module=model, activations=activations)],
+            part=Decoder(module=model, activations=activations),
             kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
             mesh=Mesh.of_hdp(RankGroup()),
         ).run(rank_plan, tokens, num_global_targets=batch.num_targets)
@@ -309,7 +309,7 @@ def test_a_device_may_be_named_without_its_index() -> None:
         activations = Activations(model.layers, pool=HostPool(LIMIT, pinned=False), device=device)
         rank_plan = RankPlan.of(local_plan([30], [0.5]), 0)
         Executor(
-            parts=[Decoder(module=model, activations=activations)],
+            part=Decoder(module=model, activations=activations),
             kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
             mesh=Mesh.of_hdp(RankGroup()),
         ).run(rank_plan, [slice_batch(random_batch([30], 61, 0), rank_plan.micro_batches[0])], num_global_targets=30)
@@ -326,7 +326,7 @@ def test_host_memory_ends() -> None:
     batch = random_batch(lengths, 61, 0)
     with pytest.raises(HostMemoryError, match=r"fill all 4 KiB .*To fix: raise memory.host_gib"):
         Executor(
-            parts=[Decoder(module=model, activations=Activations(model.layers, pool=pool))],
+            part=Decoder(module=model, activations=Activations(model.layers, pool=pool)),
             kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
             mesh=Mesh.of_hdp(RankGroup()),
         ).run(rank_plan, [slice_batch(batch, rank_plan.micro_batches[0])], num_global_targets=batch.num_targets)
@@ -405,7 +405,7 @@ def test_on_a_gpu_gradients_are_bitwise_equal_and_memory_is_saved(checkpointing:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             Executor(
-                parts=[Decoder(module=model, activations=activations)],
+                part=Decoder(module=model, activations=activations),
                 kernel=select_kernel("math", device, torch.bfloat16),
                 mesh=Mesh.of_hdp(RankGroup(device=device)),
             ).run(rank_plan, data, num_global_targets=batch.num_targets)

@@ -33,21 +33,21 @@ CASES = [
 
 
 def built(shape: Architecture, mesh: Mesh, dtype: torch.dtype, **optimizer: Any) -> tuple[OwnModel, ShardedOptimizer]:
-    model = build_own_model(shape, mesh, virtual_stages=1, dtype=dtype, seed=0, bucket_bytes=4096)
+    model = build_own_model(shape, mesh, dtype=dtype, seed=0, bucket_bytes=4096)
     config = OptimizerConfig(lr=1e-2, **optimizer)
     return model, ShardedOptimizer.of_config(model.parameters, config, mesh, more=model.more, units=model.units)
 
 
 def run(model: OwnModel, mesh: Mesh, plan: Plan, batch: Batch, checkpointing: Any) -> Any:
-    (chunk,) = model.chunks
+    module = model.module
     activations = Activations(
-        list(chunk.layers), checkpointing=checkpointing, tp=mesh.tp, row_wise=row_wise_parts(chunk, mesh.tp.size)
+        list(module.layers), checkpointing=checkpointing, tp=mesh.tp, row_wise=row_wise_parts(module, mesh.tp.size)
     )
-    kernel = select_kernel("auto", torch.device("cpu"), next(chunk.parameters()).dtype)
-    part = Decoder(module=chunk, activations=activations)
+    kernel = select_kernel("auto", torch.device("cpu"), next(module.parameters()).dtype)
+    part = Decoder(module=module, activations=activations)
     own = RankPlan.of(plan, mesh.hdp.rank)
     data = [slice_batch(batch, micro_batch) for micro_batch in own.micro_batches]
-    executor = Executor(parts=[part], kernel=kernel, mesh=mesh, units=model.units)
+    executor = Executor(part=part, kernel=kernel, mesh=mesh, units=model.units)
     return executor.run(own, data, num_global_targets=batch.num_targets)
 
 
@@ -98,7 +98,7 @@ def test_a_rank_holds_what_the_memory_model_says(name: str, tp: int) -> None:
         optimizer.update(1.0, 0.0)
         optimizer.wait_for_parameters()
         flat = [model.parameters, *model.more]
-        storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.chunks[0].parameters()}
+        storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.module.parameters()}
         values = sum(storages.values()) + sum(own.values.nbytes for own in model.more)
         states = [value for own in optimizer.torch_optimizer.state.values() for value in own.values() if value.dim()]
         masters = [shard.master for zero in optimizer.zeros for shard in zero.shards]

@@ -33,16 +33,13 @@ def deep_run(corpus: Path, run_dir: Path, **model: object) -> Config:
     return replace(config, model=ModelConfig(preset="tiny-moe" if "num_experts" in model else "tiny", **shape))  # type: ignore[arg-type]
 
 
-def on_mesh(
-    config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, virtual_stages: int = 1, domain: int = 1
-) -> Config:
+def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, domain: int = 1) -> Config:
     """Where there is nothing to choose, the cheapest planner: the usual one tries many plans of a pipeline."""
     parallel = replace(
         config.parallel,
         ranks=tp * pp * hdp,
         tp=tp,
         pp=pp,
-        virtual_stages=virtual_stages,
         capacity_tokens=256 if hdp == 1 else 128,
         shard="parameters" if domain > 1 else "optimizer",
         domain=0 if domain == 1 else domain,
@@ -56,7 +53,6 @@ FAMILIES = {"llama": {}, "tied": {"tie_embeddings": True}, "mixtral": {"num_expe
 MESHES = [
     {"tp": 2},
     {"pp": 2},
-    {"pp": 2, "virtual_stages": 2},
     {"tp": 2, "hdp": 2},
 ]
 FOUR_STAGES = {"pp": 4}
@@ -154,9 +150,7 @@ def test_a_run_on_a_mesh_counts_every_token_once(corpus: Path, tmp_path: Path) -
     [
         ({"pp": 2, "hdp": 2, "domain": 2}, {}, "shard is .parameters., and parallel.pp is 2"),
         ({"tp": 3}, {}, "num_heads = 4 is no multiple of parallel.tp = 3"),
-        ({"pp": 5}, {}, "makes 5 parts of 4 layers"),
-        ({"pp": 2, "virtual_stages": 3}, {}, "makes 6 parts of 4 layers"),
-        ({"virtual_stages": 2}, {}, "without a pipeline"),
+        ({"pp": 5}, {}, "parallel.pp = 5 exceeds the model's 4 layers"),
         ({"tp": 4}, {"num_heads": 12, "num_kv_heads": 6, "head_dim": 4}, "either of parallel.tp = 4 and"),
         ({"tp": 2}, {"ffn_hidden_size": 33}, "ffn_hidden_size = 33 is no multiple"),
         ({"tp": 2}, {"vocab_size": 301}, "vocab_size = 301 is no multiple"),

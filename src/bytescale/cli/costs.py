@@ -90,7 +90,6 @@ class CostOptions:
             gpus_per_node=self.gpus_per_node,
             tp=parallel.tp,
             pp=parallel.pp,
-            virtual_stages=parallel.virtual_stages,
             gradient_bucket_mib=parallel.gradient_bucket_mib,
         )
 

@@ -91,8 +91,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({**_as_dict(planned, ideal), **({"shared_prefixes": saved} if saved else {})}))
     layout = [f"{name} {number}" for name, number in (("tp", cluster.tp), ("pp", cluster.pp)) if number > 1]
-    chunks = f", {cluster.virtual_stages} chunks of layers a stage" if cluster.virtual_stages > 1 else ""
-    devices = f" ({' x '.join(layout)} devices each{chunks})" if layout else ""
+    devices = f" ({' x '.join(layout)} devices each)" if layout else ""
     console.print(
         f"{len(lengths)} sequences of {format_count(int(lengths.sum()))} tokens ({origin}; longest "
         f"{format_count(int(lengths.max()))}) on {cluster.num_ranks} ranks of "

@@ -59,9 +59,8 @@ def run(arguments: Sequence[str]) -> int:
     began = time.perf_counter()
     step = simulate(plan, profile, cluster)
     seconds = time.perf_counter() - began
-    chunks = f" x {cluster.virtual_stages} chunks" if cluster.virtual_stages > 1 else ""
     console.print(
-        f"{cluster.num_gpus} devices as {plan.num_ranks} ranks of tp {cluster.tp} x pp {cluster.pp}{chunks}; "
+        f"{cluster.num_gpus} devices as {plan.num_ranks} ranks of tp {cluster.tp} x pp {cluster.pp}; "
         f"{plan.num_sequences} sequences of {format_count(plan.num_tokens)} tokens ({origin}); plan: {plan.planner}; "
         f"times from {profile.name}"
     )
@@ -85,7 +84,6 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
         f"step {format_seconds(step.step_seconds)}, {format_si(step.tokens_per_second)} tokens/s, "
         f"{format_si(rate)}FLOP/s per device (attention counted by "
         + ("what its windows reach)" if profile.windows else "the sum of s^2)")
-        + (", interleaved" if cluster.virtual_stages > 1 else "")
     )
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("time of a rank", no_wrap=True)

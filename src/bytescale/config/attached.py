@@ -89,7 +89,6 @@ def check_attached(config: Config, shape: AttachedArchitecture) -> None:
     ours = (
         ("parallel.tp", parallel.tp, parallel.tp > 1, "1"),
         ("parallel.pp", parallel.pp, parallel.pp > 1, "1"),
-        ("parallel.virtual_stages", parallel.virtual_stages, parallel.virtual_stages > 1, "1"),
         ("kernels.compile", "true", config.kernels.compile, "false"),
         ("memory.head_groups", memory.head_groups, memory.head_groups > 1, '"auto"'),
     )

@@ -164,8 +164,6 @@ class ParallelConfig:
     """Tensor parallelism: ranks, next to each other, that share every layer's matrices and a micro-batch's tokens."""
     pp: int = field(default=1, metadata=limits(least=1))
     """Pipeline parallelism: stages, each with some of the layers. HDP has what remains, ranks / (tp * pp)."""
-    virtual_stages: int = field(default=1, metadata=limits(least=1))
-    """Chunks of layers on each stage. Above 1 the stages are interleaved, with a smaller bubble and more messages."""
     capacity_tokens: int = field(default=8192, metadata=limits(least=0, auto=AUTO_CAPACITY))
     """Tokens that one micro-batch of one HDP rank may hold (the paper's C); `auto` (or 0): what the rank's memory
     allows. All capacities together must hold the context, unless activations are offloaded."""

@@ -120,25 +120,18 @@ def kind_of_ranks(parallel: ParallelConfig) -> str:
 
 def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) -> None:
     """Raise ``ConfigError`` when ranks, heads, widths or layers do not divide as the mesh needs."""
-    tp, pp, parts = parallel.tp, parallel.pp, parallel.pp * parallel.virtual_stages
+    tp, pp = parallel.tp, parallel.pp
     if num_ranks % (tp * pp):
         raise ConfigError(
             f"{num_ranks} ranks are no multiple of parallel.tp = {tp} x parallel.pp = {pp}",
             so=f"{num_ranks % (tp * pp)} of them would have no place in the mesh",
             fix=f"use {-(-num_ranks // (tp * pp)) * tp * pp} ranks, or other degrees",
         )
-    if parts > shape.num_layers:
-        chunks = f" x parallel.virtual_stages = {parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
+    if pp > shape.num_layers:
         raise ConfigError(
-            f"parallel.pp = {pp}{chunks} makes {parts} parts of {shape.num_layers} layers",
-            so="some of them would have no layer",
-            fix=f"use at most {shape.num_layers} parts",
-        )
-    if parallel.virtual_stages > 1 and pp == 1:
-        raise ConfigError(
-            f"parallel.virtual_stages = {parallel.virtual_stages} without a pipeline (parallel.pp = 1)",
-            so="there is no bubble to make smaller",
-            fix="leave it out, or set parallel.pp",
+            f"parallel.pp = {pp} exceeds the model's {shape.num_layers} layers",
+            so="a stage would have no layer",
+            fix=f"use at most {shape.num_layers} stages",
         )
     for name, value in (
         ("num_heads", shape.num_heads),

@@ -20,17 +20,17 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import FloatArray
 from bytescale.cost import flops
 from bytescale.cost.profile import Profile
-from bytescale.cost.split import stage_chunks
+from bytescale.cost.split import split_layers
 
 MOST_BUCKETS = 64
 """More buckets would hardly shorten the visible part, and every bucket costs the latency of two collectives."""
 GRADIENT_BYTES = 4  # gradients are reduced in fp32 or wider
 
 
-def stage_parameters(profile: Profile, *, stage: int, pipeline_parallel: int, virtual_stages: int = 1) -> float:
+def stage_parameters(profile: Profile, *, stage: int, pipeline_parallel: int) -> float:
     """Weights of one stage per device: its layers, the embedding on the first stage, and the head on the last one."""
     shape = profile.architecture
-    layers = sum(map(len, stage_chunks(shape, pipeline_parallel, stage, virtual_stages)))
+    layers = len(split_layers(shape, pipeline_parallel)[stage])
     matrices = flops.vocabulary_matrices(shape, is_first=stage == 0, is_last=stage == pipeline_parallel - 1)
     weights = layers * profile.layer_parameters + matrices * flops.head_parameters(shape)
     return weights / profile.tensor_parallel
@@ -113,8 +113,7 @@ def visible_reduction(
     starts: FloatArray,
     ends: FloatArray,
     silent: NDArray[np.bool_],
-    before: float = 0.0,
-    in_front: float = 0.0,
+    in_front: float,
 ) -> float:
     """Seconds from the end of the last rank's last backward to the end of ``count`` reductions, made one by one.
 
@@ -123,40 +122,34 @@ def visible_reduction(
         count: number of buckets, K.
         starts, ends: ``[R]`` seconds at which each rank's last backward starts and ends, 0 for a rank without one.
         silent: ``[R]`` whether the rank may reduce during its last backward.
-        before: share of the parameters whose gradients are complete before the last backward starts. They belong to the
-            other chunks of an interleaved stage.
         in_front: share of the parameters whose gradients are complete only when the last backward ends.
     """
     # The reductions end when, for the worst bucket k, all ranks have reached k and buckets k to K have been reduced one
     # after the other. This time is linear in k between the buckets tested here, so one of them has the largest.
-    turns = (math.floor(count * before), math.floor(count * (1.0 - in_front)))
+    turn = math.floor(count * (1.0 - in_front))
     done = 0.0
-    for bucket in {1, *(min(max(turn + more, 1), count) for turn in turns for more in (0, 1)), count}:
+    for bucket in {1, *(min(max(turn + more, 1), count) for more in (0, 1)), count}:
         # The last bucket holds the gradients that are complete only when the last backward ends.
-        progress = 1.0 if bucket == count else _share(bucket / count, before, 1.0 - in_front)
+        progress = 1.0 if bucket == count else _share(bucket / count, 0.0, 1.0 - in_front)
         there = np.where(silent, starts + progress * (ends - starts), ends)
         done = max(done, float(there.max()) + (count - bucket + 1) * seconds)
     return done - float(ends.max())
 
 
-def visible_gathering(
-    seconds: float, count: int, *, starts: FloatArray, ends: FloatArray, first: float, last: float = 1.0
-) -> float:
+def visible_gathering(seconds: float, count: int, *, starts: FloatArray, ends: FloatArray, first: float) -> float:
     """The longest time in seconds that a rank waits in its first forward for ``count`` gathers, made one by one from 0.
 
     Args:
         seconds: seconds of one gather.
         count: number of buckets, K.
-        starts, ends: ``[N]`` seconds at which the first forward through a chunk of layers starts and ends, for each
-            rank that has one.
-        first, last: shares of the parameters that lie before the chunk's first layer, and before the end of its last
-            layer. The parameters before the first layer are needed when the forward starts.
+        starts, ends: ``[N]`` seconds at which the first forward starts and ends, for each rank that has one.
+        first: share of the parameters that lie before the first layer. They are needed when the forward starts.
     """
     if not len(starts):
         return 0.0
-    turns = (math.floor(count * first), math.ceil(count * last) - 1)
-    bucket = np.clip([0, turns[0], turns[0] + 1, turns[1]], 0, max(turns[1], 0))  # the wait is linear between these
-    progress = np.array([_share(share, first, last) for share in bucket / count])
+    turn = math.floor(count * first)
+    bucket = np.clip([0, turn, turn + 1, count - 1], 0, count - 1)  # the wait is linear between these
+    progress = np.array([_share(share, first, 1.0) for share in bucket / count])
     needed = starts[:, None] + progress * (ends - starts)[:, None]
     return max(0.0, float(((bucket + 1) * seconds - needed).max()))
 

@@ -1,11 +1,10 @@
 """Can a plan hang under 1F1B? Searches the graph of all actions, and of what they wait for, for a cycle.
 
-An *action* is (part of the model, forward or backward, micro-batch of a rank). A part is a stage or, with interleaving,
-one of its chunks. An action waits for
+An *action* is (stage, forward or backward, micro-batch of a rank). An action waits for
 
 1. the previous action on its rank and stage (``plan.schedule``, which the runtime follows exactly);
-2. for a forward, the forward of the same micro-batch on the previous part; for a backward, its backward on the next
-   part or, on the last part, its forward;
+2. for a forward, the forward of the same micro-batch on the previous stage; for a backward, its backward on the next
+   stage or, on the last stage, its forward;
 3. all members of its shared group: ring attention needs every member, so their actions are ONE node of the graph;
 4. the messages that its rank and stage have posted before it (``plan.schedule.messages``): under NCCL, any action may
    wait for everything that its device has been given. The action before which one end of a message is posted waits for
@@ -28,26 +27,26 @@ from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.plan.schedule import messages, stage_actions
 
 
-def find_cycle(plan: Plan, num_stages: int, num_chunks: int = 1, *, with_messages: bool = True) -> list[str]:
+def find_cycle(plan: Plan, num_stages: int, *, with_messages: bool = True) -> list[str]:
     """The actions of one cycle, in words, with the first repeated at the end. Empty if the plan cannot hang.
 
     ``with_messages=False`` leaves out rule 4: what then has a cycle hangs even if no rank ever waits for a message that
     it does not need, as under gloo and in the simulator.
     """
     node_of, num_units = _nodes(plan)
-    before, after = _edges(plan, num_stages, num_chunks, node_of, num_units, with_messages=with_messages)
+    before, after = _edges(plan, num_stages, node_of, num_units, with_messages=with_messages)
     keep = before != after
     before, after = before[keep], after[keep]
-    left = _left_after_peeling(before, after, 2 * num_stages * num_chunks * num_units)
+    left = _left_after_peeling(before, after, 2 * num_stages * num_units)
     if not left.any():
         return []
-    return [_words(plan, num_stages, num_chunks, node_of, num_units, node) for node in _walk_back(before, after, left)]
+    return [_words(plan, node_of, num_units, node) for node in _walk_back(before, after, left)]
 
 
 def _nodes(plan: Plan) -> tuple[IntArray, int]:
     """``[M]`` unit of each micro-batch (equal for the members of a shared group), and the number of units.
 
-    The node of an action is ``(2 * part + is_backward) * num_units + unit``.
+    The node of an action is ``(2 * stage + is_backward) * num_units + unit``.
     """
     first_group = plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
     shared = plan.group_sizes[first_group] > 1
@@ -57,23 +56,22 @@ def _nodes(plan: Plan) -> tuple[IntArray, int]:
 
 
 def _edges(
-    plan: Plan, num_stages: int, num_chunks: int, node_of: IntArray, num_units: int, *, with_messages: bool
+    plan: Plan, num_stages: int, node_of: IntArray, num_units: int, *, with_messages: bool
 ) -> tuple[IntArray, IntArray]:
     """The edges of the graph, as two arrays of nodes: ``before[i]`` has to end before ``after[i]`` starts."""
     before, after = [], []
     counts = np.diff(plan.rank_micro_batch_offsets)
-    most = int(counts.max())
     for count in np.unique(counts[counts > 0]).tolist():
         first = plan.rank_micro_batch_offsets[:-1][counts == count]
         in_order = []  # for each stage, the nodes [ranks, actions] of its actions
         for stage in range(num_stages):
-            backward, chunk, index = stage_actions(count, num_stages, stage, num_chunks, most).T
+            backward, index = stage_actions(count, num_stages, stage).T
             units = node_of[first[:, None] + index]
-            in_order.append((2 * (chunk * num_stages + stage) + backward) * num_units + units)
+            in_order.append((2 * stage + backward) * num_units + units)
         before += [nodes[:, :-1].ravel() for nodes in in_order]
         after += [nodes[:, 1:].ravel() for nodes in in_order]
         for stage in range(num_stages if with_messages else 0):
-            for message in messages(count, num_stages, stage, num_chunks, most):
+            for message in messages(count, num_stages, stage):
                 sender, receiver = in_order[message.maker], in_order[message.taker]
                 before.append(sender[:, message.made_at])
                 after.append(receiver[:, message.posted_before])
@@ -81,11 +79,11 @@ def _edges(
                     before.append(receiver[:, message.posted_before - 1])
                     after.append(sender[:, message.made_at + 1])
     units = np.arange(num_units)
-    for part in range(num_stages * num_chunks - 1):
-        forward, backward_of = 2 * part * num_units, (2 * part + 1) * num_units
+    for stage in range(num_stages - 1):
+        forward, backward_of = 2 * stage * num_units, (2 * stage + 1) * num_units
         before += [forward + units, backward_of + 2 * num_units + units]
         after += [forward + 2 * num_units + units, backward_of + units]
-    last = 2 * (num_stages * num_chunks - 1) * num_units
+    last = 2 * (num_stages - 1) * num_units
     before.append(last + units)
     after.append(last + num_units + units)
     return np.concatenate(before), np.concatenate(after)
@@ -124,13 +122,11 @@ def _walk_back(before: IntArray, after: IntArray, left: NDArray[np.bool_]) -> li
     return [*path[seen[node] :], node][::-1]
 
 
-def _words(plan: Plan, num_stages: int, num_chunks: int, node_of: IntArray, num_units: int, node: int) -> str:
+def _words(plan: Plan, node_of: IntArray, num_units: int, node: int) -> str:
     action, unit = divmod(node, num_units)
-    chunk, stage = divmod(action // 2, num_stages)
-    where = f"stage {stage}" if num_chunks == 1 else f"chunk {chunk} of stage {stage}"
     micro_batch = int(np.flatnonzero(node_of == unit)[0])
     group = int(plan.groups_of(micro_batch)[0])
     direction = "backward" if action % 2 else "forward"
     members = sorted(plan.ranks_of(group).tolist())
     shown = ", ".join(map(str, members[:4])) + (", ..." if len(members) > 4 else "")
-    return f"{direction} of group {group} on {where} (rank{'s' if len(members) > 1 else ''} {shown})"
+    return f"{direction} of group {group} on stage {action // 2} (rank{'s' if len(members) > 1 else ''} {shown})"

@@ -151,7 +151,6 @@ class RankPlan:
     rank: int
     num_ranks: int
     micro_batches: tuple[MicroBatch, ...]
-    most_micro_batches: int  # of any rank; interleaved stages follow the order of that rank (plan.schedule)
     domain: int  # consecutive ranks that run in lockstep with it, this rank among them
     num_rounds: int  # in which it takes part; in those after its last micro-batch without work
     digest: int  # fingerprint of the whole plan
@@ -163,12 +162,10 @@ class RankPlan:
             _micro_batch_view(plan, rank, number, index) for index, number in enumerate(plan.micro_batches_of(rank))
         )
         digest = plan.digest() if digest is None else digest
-        most = int(np.diff(plan.rank_micro_batch_offsets).max())
         return RankPlan(
             rank=rank,
             num_ranks=plan.num_ranks,
             micro_batches=micro_batches,
-            most_micro_batches=most,
             domain=plan.domain,
             num_rounds=int(plan.rank_rounds[rank]),
             digest=digest,

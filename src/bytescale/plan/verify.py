@@ -38,7 +38,6 @@ def verify(
     plan: Plan,
     *,
     num_stages: int = 1,
-    num_chunks: int = 1,
     level: Literal["full", "cheap"] = "full",
     limits: MemoryLimits | None = None,
 ) -> None:
@@ -46,7 +45,6 @@ def verify(
 
     Args:
         num_stages: number of pipeline stages. With more than one, rule 10 is checked for 1F1B, at every level.
-        num_chunks: chunks of layers per stage. With more than one, the schedule is interleaved 1F1B.
         level: ``"full"`` checks every rule. ``"cheap"`` leaves out what needs sorting, which is rule 5 and the ranks of
             rule 3. It is meant for plans that come directly from a planner whose tests use ``"full"``.
         limits: memory of a rank. None: rule 8 is not checked, and in rule 6 an offloaded token needs no room on the
@@ -67,7 +65,7 @@ def verify(
     if plan.domain != 1:
         _check_lockstep(plan)
     if num_stages > 1:
-        _check_pipeline(plan, num_stages, num_chunks)
+        _check_pipeline(plan, num_stages)
 
 
 def _check_arrays(plan: Plan) -> None:
@@ -287,14 +285,13 @@ def _check_lockstep(plan: Plan) -> None:
         )
 
 
-def _check_pipeline(plan: Plan, num_stages: int, num_chunks: int) -> None:
+def _check_pipeline(plan: Plan, num_stages: int) -> None:
     """Rule 10."""
-    cycle = find_cycle(plan, num_stages, num_chunks)
+    cycle = find_cycle(plan, num_stages)
     if cycle:
-        schedule = "1F1B" if num_chunks == 1 else f"1F1B with {num_chunks} chunks a stage"
         _refuse(
             "pipeline",
-            f"with {num_stages} stages under {schedule} these actions wait for each other: " + " -> ".join(cycle),
+            f"with {num_stages} stages under 1F1B these actions wait for each other: " + " -> ".join(cycle),
             so="training would hang",
             fix="give ranks that share a group the same micro-batches before and after it",
         )

@@ -47,8 +47,6 @@ class VerifiedPlanner:
     limits: MemoryLimits | None = None
     num_stages: int = 1
     """Pipeline stages."""
-    num_chunks: int = 1
-    """Chunks of layers on each stage."""
     domain: int = 1
     """Consecutive ranks that run in lockstep."""
     context_length: int = 0
@@ -95,7 +93,6 @@ class VerifiedPlanner:
         verify(
             plan,
             num_stages=self.num_stages,
-            num_chunks=self.num_chunks,
             level="cheap" if self.config.verify == "off" else self.config.verify,
             limits=self.limits,
         )

@@ -103,7 +103,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A contiguous part of a model, on one stage: all of it, the stage's layers, or one of the stage's chunks."""
+    """A contiguous part of a model, on one stage: all of it, or the stage's layers."""
 
     module: DecoderModule
     activations: Activations = field(default_factory=lambda: Activations([]))
@@ -116,8 +116,8 @@ class Decoder:
 class Executor:
     """Runs plans on one rank."""
 
-    parts: Sequence[Decoder]
-    """This stage's parts of the model, in order. Interleaved stages have several, the same number on each."""
+    part: Decoder
+    """This stage's part of the model."""
     kernel: AttentionKernel
     mesh: Mesh
     z_loss: float = 0.0
@@ -150,10 +150,9 @@ class Executor:
         if len(micro_batches) != count:
             raise ValueError(f"tokens of {len(micro_batches)} micro-batches, the plan has {count}")
         run = _Run(self, rank_plan.micro_batches, micro_batches, num_global_targets, RingBuffers())
-        for part in self.parts:
-            part.activations.begin_step(rank_plan.micro_batches)
-            if isinstance(part.module, HasBatchLoss):
-                part.module.begin_batch()
+        self.part.activations.begin_step(rank_plan.micro_batches)
+        if isinstance(self.part.module, HasBatchLoss):
+            self.part.module.begin_batch()
 
         def step(action: Action, received: Tensor | None) -> Tensor | None:
             with around(action):
@@ -172,16 +171,16 @@ class Executor:
         """
         run = _Run(self, rank_plan.micro_batches, micro_batches, 1.0, RingBuffers())
         losses: dict[int, Tensor] = {}
-        inputs: dict[tuple[int, int], Tensor | None] = {}
+        inputs: dict[int, Tensor | None] = {}
 
         def step(action: Action, received: Tensor | None) -> Tensor | None:
-            backward, chunk, index = action
+            backward, index = action
             if backward:
-                given = inputs.pop((chunk, index))
+                given = inputs.pop(index)
                 return None if given is None else torch.zeros_like(given)
-            inputs[chunk, index] = received
-            output = run.output(self.parts[chunk], index, received)
-            if not run.is_last(chunk):
+            inputs[index] = received
+            output = run.output(index, received)
+            if not self.mesh.is_last_stage:
                 return output
             losses[index] = token_losses(self.head(), output, torch.as_tensor(micro_batches[index].labels))
             return None
@@ -196,11 +195,11 @@ class Executor:
 
         Then take part in the rounds of the lockstep domain in which this rank has no micro-batch: its last ones.
         """
-        module = self.parts[0].module
+        module = self.part.module
         dtype = next(iter(module.parameters())).dtype
         if self.units is not None:
             self.units.begin()
-        links = StageLinks(self.mesh, rank_plan, len(self.parts), module.hidden_size, dtype)
+        links = StageLinks(self.mesh, rank_plan, module.hidden_size, dtype)
         links.exchange(0)
         for place, action in enumerate(links.actions):
             links.exchange(place + 1, step(action, links.receive(place)))
@@ -210,7 +209,7 @@ class Executor:
                 self.units.pass_without_work(backward=backward)
 
     def head(self) -> Head:
-        part = self.parts[-1]
+        part = self.part
         return PlainHead(part.module.head_weight, self.mesh.tp.group) if part.head is None else part.head
 
 
@@ -225,35 +224,35 @@ class _Run:
     buffers: RingBuffers
     losses: list[Tensor] = field(default_factory=list)
     num_targets: int = 0
-    held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    """(part, micro-batch) -> input and output of its forward, kept until its backward."""
+    held: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    """micro-batch -> input and output of its forward, kept until its backward."""
 
     def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        """Run one forward. Returns the input ``[t, C]`` of the next part; None on the last part, which has the loss."""
-        _, chunk, index = action
-        part = self.executor.parts[chunk]
-        with part.activations.forward(self.plan[index]):
-            output = self.output(part, index, None if received is None else received.requires_grad_())
-            if self.is_last(chunk):
+        """Run one forward. Returns the input ``[t, C]`` of the next stage; None on the last one, which has the loss."""
+        _, index = action
+        is_last = self.executor.mesh.is_last_stage
+        with self.executor.part.activations.forward(self.plan[index]):
+            output = self.output(index, None if received is None else received.requires_grad_())
+            if is_last:
                 output = self._loss(output, self.data[index])
-        self.held[chunk, index] = received, output
-        return None if self.is_last(chunk) else output.detach()
+        self.held[index] = received, output
+        return None if is_last else output.detach()
 
-    def output(self, part: Decoder, index: int, received: Tensor | None) -> Tensor:
-        """``[t, C]`` output of a part of the model for a micro-batch; ``received``: None on the first part."""
+    def output(self, index: int, received: Tensor | None) -> Tensor:
+        """``[t, C]`` output of the stage for a micro-batch; ``received``: None on the first stage."""
         data, micro_batch = self.data[index], self.plan[index]
         inputs = self._to_device(data.tokens) if received is None else received
-        executor, memory = self.executor, part.activations.attention_memory
+        executor, memory = self.executor, self.executor.part.activations.attention_memory
         exchange = executor.mesh.ring_exchange(micro_batch.shared)
         attention = PackedAttention(micro_batch, executor.kernel, exchange, memory, self.buffers)
-        hidden = part.module(inputs, self._to_device(data.position_ids), attention)
+        hidden = executor.part.module(inputs, self._to_device(data.position_ids), attention)
         self.buffers.release()
         return hidden
 
     def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        """Run one backward from the gradient of the output. Returns that of the input; None on the first part."""
-        _, chunk, index = action
-        inputs, output = self.held.pop((chunk, index))
+        """Run one backward from the gradient of the output. Returns that of the input; None on the first stage."""
+        _, index = action
+        inputs, output = self.held.pop(index)
         output.backward(received)
         self.buffers.release()
         return None if inputs is None else inputs.grad
@@ -263,7 +262,7 @@ class _Run:
         return StepResult(
             loss_sum=float(torch.stack(self.losses).double().sum()) if self.losses and counts else 0.0,
             num_targets=self.num_targets if counts else 0,
-            batch_loss=sum(finish_batch_loss(part.module, self.executor.mesh) for part in self.executor.parts),
+            batch_loss=finish_batch_loss(self.executor.part.module, self.executor.mesh),
         )
 
     def _loss(self, hidden: Tensor, data: MicroBatchTokens) -> Tensor:
@@ -273,9 +272,6 @@ class _Run:
         self.losses.append(total.detach())
         self.num_targets += int((labels != IGNORE_INDEX).sum())
         return total / self.num_global_targets
-
-    def is_last(self, chunk: int) -> bool:
-        return self.executor.mesh.is_last_stage and chunk == len(self.executor.parts) - 1
 
     def _to_device(self, array: IntArray | Tensor) -> Tensor:
         return to_device(torch.as_tensor(array), self.executor.mesh.hdp.device)

@@ -107,8 +107,8 @@ class Mesh:
         return self.stage == self.shape.pp - 1
 
     def across(self, groups: Sequence[RankGroup], boundary: int) -> RankGroup:
-        """Return the group that serves the boundary after stage ``boundary``; after the last comes stage 0."""
-        return groups[boundary_colour(boundary, self.shape.pp)]
+        """Return the group that serves the boundary after stage ``boundary``."""
+        return groups[boundary % 2]
 
     def pipeline_groups(self) -> list[RankGroup]:
         return [*self.forward, *self.backward]
@@ -132,11 +132,11 @@ class Mesh:
         waits for anything else, and all ranks take the boundaries in rising order. So ranks cannot wait in a circle.
         """
         for direction, groups in enumerate((self.forward, self.backward)):
-            for boundary in range(self.shape.pp if groups else 0):
-                before, behind = boundary, (boundary + 1) % self.shape.pp
-                if self.stage not in (before, behind) or boundary_colour(boundary, self.shape.pp) >= len(groups):
+            for before in range(self.shape.pp - 1):
+                behind = before + 1
+                if self.stage not in (before, behind):
                     continue
-                exchange = self.across(groups, boundary).exchange
+                exchange = self.across(groups, before).exchange
                 number = torch.zeros(1, device=self.world.device)
                 peer = behind if self.stage == before else before
                 message = (number, None) if self.stage == (behind if direction else before) else (None, number)
@@ -148,7 +148,6 @@ class Mesh:
         shape: MeshShape,
         make_group: GroupMaker,
         *,
-        interleaved: bool = False,
         overlapped: bool = False,
         nodes: Sequence[int] | None = None,
         domain: int = 1,
@@ -156,7 +155,6 @@ class Mesh:
         """Make the mesh of ``shape`` over ``world``. Every rank of ``world`` calls this.
 
         Args:
-            interleaved: the last stage also sends to the first.
             overlapped: gradients are reduced while ranks compute, in a group of their own.
             nodes: every world rank's node, by number. None: all ranks are on one node.
             domain: consecutive HDP ranks that share the layers' parameters; it divides their number.
@@ -174,8 +172,7 @@ class Mesh:
         }
 
         overlapped = overlapped and shape.hdp > 1
-        boundaries = range(shape.pp - 1 + int(interleaved))
-        colours = sorted({boundary_colour(boundary, shape.pp) for boundary in boundaries})
+        colours = range(min(2, shape.pp - 1))
 
         def group(dimension: str, direction: str = "") -> RankGroup:
             ranks = members[dimension]
@@ -227,9 +224,3 @@ def node_group(
     if len(ranks) in (1, shape.hdp):
         return hdp
     return RankGroup(made, device=hdp.device, name=hdp.name, members=[places[rank][1] for rank in ranks])
-
-
-def boundary_colour(boundary: int, num_stages: int) -> int:
-    """Return a number that differs between neighbouring boundaries, also between the last one and the first."""
-    closes_odd_ring = boundary == num_stages - 1 and num_stages % 2 == 1
-    return 2 if closes_odd_ring else boundary % 2

@@ -19,8 +19,8 @@ from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.token_shards import num_own_rows
 
-Action = tuple[int, int, int]
-"""(1 for a backward or 0 for a forward, chunk, micro-batch): a row of ``plan.schedule.stage_actions``."""
+Action = tuple[int, int]
+"""(1 for a backward or 0 for a forward, micro-batch): a row of ``plan.schedule.stage_actions``."""
 
 
 class StageLinks:
@@ -30,23 +30,21 @@ class StageLinks:
         actions: what this stage runs, in order. The *place* of an action is its number in this order.
     """
 
-    def __init__(self, mesh: Mesh, rank_plan: RankPlan, num_chunks: int, width: int, dtype: torch.dtype) -> None:
-        """``width``: channels C of the residual stream; ``num_chunks``: chunks of layers on every stage."""
+    def __init__(self, mesh: Mesh, rank_plan: RankPlan, width: int, dtype: torch.dtype) -> None:
+        """``width``: channels C of the residual stream."""
         self.mesh = mesh
         self.rank_plan = rank_plan
-        self.num_chunks = num_chunks
         self.width, self.dtype = width, dtype
-        count, most = len(rank_plan.micro_batches), rank_plan.most_micro_batches
-        own = (count, mesh.shape.pp, mesh.stage, num_chunks, most)
-        self.actions: list[Action] = [(b, chunk, index) for b, chunk, index in stage_actions(*own).tolist()]
+        own = (len(rank_plan.micro_batches), mesh.shape.pp, mesh.stage)
+        self.actions: list[Action] = [(backward, index) for backward, index in stage_actions(*own).tolist()]
         self._due: dict[int, list[Message]] = defaultdict(list)
         for message in messages(*own):
             self._due[message.posted_before].append(message)
-        neighbours = {(mesh.stage + offset) % mesh.shape.pp for offset in (-1, 1)} - {mesh.stage}
         self._outgoing = {
             message.made_at: message
-            for stage in neighbours
-            for message in messages(count, mesh.shape.pp, stage, num_chunks, most)
+            for stage in (mesh.stage - 1, mesh.stage + 1)
+            if 0 <= stage < mesh.shape.pp
+            for message in messages(*own[:2], stage)
             if message.maker == mesh.stage
         }
         self._coming: dict[int, tuple[Message, Transfer, Tensor]] = {}  # by the place of the action that takes it
@@ -102,7 +100,7 @@ class StageLinks:
 
     def _group(self, message: Message) -> RankGroup:
         groups = self.mesh.backward if message.backward else self.mesh.forward
-        return self.mesh.across(groups, message.boundary % self.mesh.shape.pp)
+        return self.mesh.across(groups, message.boundary)
 
     def _tag(self, message: Message) -> int:
-        return message.micro_batch * self.mesh.shape.pp * self.num_chunks + message.boundary
+        return message.micro_batch * self.mesh.shape.pp + message.boundary

@@ -23,20 +23,12 @@ class ClusterConfig:
     """Tensor parallelism: devices that share a rank's heads and matrices."""
     pp: int = field(default=1, metadata=limits(least=1))
     """Pipeline parallelism: stages of layers."""
-    virtual_stages: int = field(default=1, metadata=limits(least=1))
-    """Chunks of layers on each stage. Above 1, the stages are interleaved."""
     gradient_bucket_mib: float = field(default=0.0, metadata=limits(least=0))
     """MiB of gradients that are reduced at once while ranks compute (parallel.gradient_bucket_mib). The simulator works
     out how much of the sync computation hides. With 0, there is one reduction and one gathering between two steps."""
 
     def __post_init__(self) -> None:
         check_limits(self)
-        if self.virtual_stages > 1 and self.pp == 1:
-            raise ConfigError(
-                f"parallel.virtual_stages = {self.virtual_stages} without a pipeline (parallel.pp = 1)",
-                so="there is no bubble to make smaller",
-                fix="leave it out, or set parallel.pp",
-            )
         if self.num_gpus % (self.tp * self.pp):
             raise ConfigError(
                 f"{self.num_gpus} devices are not a multiple of tp x pp = {self.tp} x {self.pp}",
@@ -51,19 +43,13 @@ class ClusterConfig:
             )
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise ``ConfigError`` if a model of ``num_layers`` layers has fewer layers than parts."""
-        if self.num_parts > num_layers:
-            chunks = f" x parallel.virtual_stages = {self.virtual_stages}" if self.virtual_stages > 1 else ""
+        """Raise ``ConfigError`` if a model of ``num_layers`` layers has fewer layers than stages."""
+        if self.pp > num_layers:
             raise ConfigError(
-                f"parallel.pp = {self.pp}{chunks} exceeds the model's {num_layers} layers",
-                so=f"a {'chunk' if chunks else 'stage'} would have no layer",
-                fix=f"use fewer stages{' or chunks' if chunks else ''}",
+                f"parallel.pp = {self.pp} exceeds the model's {num_layers} layers",
+                so="a stage would have no layer",
+                fix="use fewer stages",
             )
-
-    @property
-    def num_parts(self) -> int:
-        """Number of parts that the model is cut into. Chunk c of stage s is part ``c pp + s``."""
-        return self.pp * self.virtual_stages
 
     @property
     def num_ranks(self) -> int:

@@ -87,17 +87,17 @@ def raster(step: SimulatedStep, seconds: float) -> tuple[NDArray[np.float64], in
     colour = _LOCAL + np.ceil(np.log2(events.loads.degree))
     scale = COLUMNS / seconds
     picture[:, round(step.step_seconds * scale) :] = np.nan
-    for part in range(timeline.start.shape[1]):
+    for stage in range(num_stages):
         for direction in range(2):
-            start = np.round(timeline.start[:, part, direction][events.micro_batch_events] * scale).astype(int)
-            end = np.round(timeline.end[:, part, direction][events.micro_batch_events] * scale).astype(int)
+            start = np.round(timeline.start[:, stage, direction][events.micro_batch_events] * scale).astype(int)
+            end = np.round(timeline.end[:, stage, direction][events.micro_batch_events] * scale).astype(int)
             for item in visible.tolist():
-                row = picture[part % num_stages * len(ranks) + rows[item]]
+                row = picture[stage * len(ranks) + rows[item]]
                 row[start[item] : max(end[item], start[item] + 1)] = colour[item]
                 if end[item] - start[item] > MIN_OUTLINED:
                     row[end[item] - 1] = np.nan
     for stage in range(num_stages):
-        begin = timeline.end[:, stage::num_stages].max()
+        begin = timeline.end[:, stage].max()
         finish = begin + step.sync_seconds[0, stage]
         band = slice(stage * len(ranks), (stage + 1) * len(ranks))
         picture[band, round(begin * scale) : round(finish * scale)] = _SYNC

@@ -53,9 +53,8 @@ class SimulatedStep:
 
     @property
     def stage_event_seconds(self) -> FloatArray:
-        """``[E, pp]`` seconds that each event occupies each stage: forward and backward of all chunks."""
-        seconds = self.timeline.end - self.timeline.start
-        return seconds.reshape(len(seconds), -1, self.num_stages, 2).sum(axis=(1, 3))
+        """``[E, pp]`` seconds that each event occupies each stage: forward and backward."""
+        return (self.timeline.end - self.timeline.start).sum(axis=2)
 
     @property
     def rank_seconds(self) -> FloatArray:

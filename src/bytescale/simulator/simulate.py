@@ -1,7 +1,7 @@
 """Simulates one step of a plan on a modelled cluster.
 
 1. Find what each micro-batch holds, and which micro-batches run together (``events.events_of``).
-2. Compute what each micro-batch costs every stage, chunk by chunk (``cost.stage``).
+2. Compute what each micro-batch costs every stage (``cost.stage``).
 3. Compute when every forward and backward runs (``engine.run_events``).
 4. Compute how much of each stage's gradient sync is not hidden by computation (``cost.gradient_sync``).
 5. Add up where the time of every rank and stage went (here).
@@ -68,7 +68,7 @@ def simulate(
     if plan.domain > 1:
         timeline, rounds_end = _in_lockstep(plan, profile, cluster, events, seconds[0])
     else:
-        timeline, rounds_end = run_events(events, seconds, transfer, num_stages=cluster.pp), 0.0
+        timeline, rounds_end = run_events(events, seconds, transfer), 0.0
     done = _Executed(plan, profile, cluster, events, timeline, rounds_end)
     return _account(done, parts, num_forwards=2 if recompute else 1)
 
@@ -118,16 +118,16 @@ def _in_lockstep(
 
 
 def _times_of_parts(profile: Profile, cluster: ClusterConfig, events: Events, recompute: bool) -> list[StageTimes]:
-    layers = split_layers(profile.architecture, cluster.num_parts)
-    last = cluster.num_parts - 1
+    layers = split_layers(profile.architecture, cluster.pp)
+    last = cluster.pp - 1
     return [
-        stage_times(profile, events.loads, num_layers=len(own), has_head=part == last, recompute=recompute)
-        for part, own in enumerate(layers)
+        stage_times(profile, events.loads, num_layers=len(own), has_head=stage == last, recompute=recompute)
+        for stage, own in enumerate(layers)
     ]
 
 
 def _seconds_of_events(profile: Profile, events: Events, parts: list[StageTimes]) -> tuple[FloatArray, FloatArray]:
-    """``[parts, 2, E]`` duration of every task, and ``[E]`` time to send its result to the next part."""
+    """``[pp, 2, E]`` duration of every task, and ``[E]`` time to send its result to the next stage."""
     seconds = np.stack([events.longest_member(times.total) for times in parts])
     hop = profile.hidden_bytes_per_token * events.loads.tokens / profile.links.inter_node_bytes_per_second
     return seconds, events.longest_member(hop + profile.links.ring_latency_seconds(True))
@@ -145,10 +145,7 @@ class _Executed:
     rounds_end: float = 0.0  # in lockstep, seconds after which the last gradients of a domain are reduced
 
     def stage_parameters(self, stage: int) -> float:
-        cluster = self.cluster
-        return stage_parameters(
-            self.profile, stage=stage, pipeline_parallel=cluster.pp, virtual_stages=cluster.virtual_stages
-        )
+        return stage_parameters(self.profile, stage=stage, pipeline_parallel=self.cluster.pp)
 
 
 def _check(plan: Plan, profile: Profile, cluster: ClusterConfig) -> None:
@@ -178,14 +175,14 @@ def _account(done: _Executed, parts: list[StageTimes], *, num_forwards: int) -> 
     spent = {name: np.zeros((num_ranks, pp)) for name in ("compute", "exposed_ring", "exposed_offload", "wait_members")}
     dp_bubble, pp_bubble, last = np.zeros((3, num_ranks, pp))
     sync = np.zeros((num_ranks, pp))
-    for part, times in enumerate(parts):
+    for stage, times in enumerate(parts):
         for name in ("compute", "exposed_ring", "exposed_offload"):
-            spent[name][:, part % pp] += _per_rank(getattr(times, name).sum(axis=0), ranks, num_ranks)
+            spent[name][:, stage] = _per_rank(getattr(times, name).sum(axis=0), ranks, num_ranks)
         own = times.total
         waited = events.longest_member(own)[:, events.micro_batch_events] - own
-        spent["wait_members"][:, part % pp] += _per_rank(waited.sum(axis=0), ranks, num_ranks)
+        spent["wait_members"][:, stage] = _per_rank(waited.sum(axis=0), ranks, num_ranks)
     for stage in range(pp):
-        dp_bubble[:, stage], pp_bubble[:, stage], last[:, stage] = _waits(events, timeline, stage, pp)
+        dp_bubble[:, stage], pp_bubble[:, stage], last[:, stage] = _waits(events, timeline, stage)
         sync[:, stage] = _visible_sync(done, stage)
     stage_done = last.max(axis=0)  # gradients of a stage are reduced when all its ranks have run their last backward
     dp_bubble += stage_done - last
@@ -227,26 +224,20 @@ def _visible_sync(done: _Executed, stage: int) -> float:
     starts[some], ends[some] = (times[last, stage, 1] for times in (timeline.start, timeline.end))
     # The embedding's share: forward needs it first, and its gradient is complete last.
     in_front = flops.head_parameters(profile.architecture) / profile.tensor_parallel / parameters * (stage == 0)
-    of_chunk = (1.0 - in_front) / cluster.virtual_stages  # the head's weights lie in the last chunk
     reduction = visible_reduction(
         seconds.reduce,
         count,
         starts=starts,
         ends=ends,
         silent=silent_last_backwards(plan) & (stage == 0),
-        before=(cluster.virtual_stages - 1) * of_chunk,
         in_front=in_front,
     )
-    gathering = max(
-        visible_gathering(
-            seconds.gather,
-            count,
-            starts=timeline.start[first, chunk * cluster.pp + stage, 0],
-            ends=timeline.end[first, chunk * cluster.pp + stage, 0],
-            first=in_front + chunk * of_chunk,
-            last=in_front + (chunk + 1) * of_chunk,
-        )
-        for chunk in range(cluster.virtual_stages)
+    gathering = visible_gathering(
+        seconds.gather,
+        count,
+        starts=timeline.start[first, stage, 0],
+        ends=timeline.end[first, stage, 0],
+        first=in_front,
     )
     return reduction + gathering
 
@@ -255,16 +246,15 @@ def _per_rank(values: FloatArray, ranks: IntArray, num_ranks: int) -> FloatArray
     return np.bincount(ranks, weights=values, minlength=num_ranks).astype(np.float64)
 
 
-def _waits(events: Events, timeline: Timeline, stage: int, pp: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _waits(events: Events, timeline: Timeline, stage: int) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return for one stage of each rank: seconds waited for other ranks, for other stages, and its end. Each ``[R]``.
 
     A gap before a task counts as waiting for other stages until its input has arrived, and then for other ranks.
     """
     start, end, arrival = (
-        times[events.micro_batch_events, stage::pp].ravel()
-        for times in (timeline.start, timeline.end, timeline.arrival)
+        times[events.micro_batch_events, stage].ravel() for times in (timeline.start, timeline.end, timeline.arrival)
     )
-    ranks = np.repeat(events.micro_batch_ranks, 2 * timeline.start.shape[1] // pp)
+    ranks = np.repeat(events.micro_batch_ranks, 2)
     order = np.lexsort((end, start, ranks))
     ranks, start, end, arrival = ranks[order], start[order], end[order], arrival[order]
     free = np.concatenate([[0.0], end[:-1]])
@@ -293,11 +283,11 @@ def _traffic(done: _Executed, num_forwards: int) -> Traffic:
         gathered = gather_bytes(profile, parameters[0], done.plan.domain) * float(done.plan.rank_rounds.sum())
         between = sync_bytes(profile, parameters[0] / done.plan.domain, events.num_ranks // done.plan.domain)
         synced = tp * (gathered + between * events.num_ranks)
-    movable = sum(movable_layers(len(own)) for own in split_layers(profile.architecture, cluster.num_parts))
+    movable = sum(movable_layers(len(own)) for own in split_layers(profile.architecture, cluster.pp))
     return Traffic(
         ring_intra_node=layers * tp * float(inside.sum()),
         ring_inter_node=layers * tp * float((around + row - inside).sum()),
-        pipeline=2 * (cluster.num_parts - 1) * tp * profile.hidden_bytes_per_token * float(loads.tokens.sum()),
+        pipeline=2 * (cluster.pp - 1) * tp * profile.hidden_bytes_per_token * float(loads.tokens.sum()),
         gradient_sync=synced,
         offload=movable * tp * float(moved.sum()),
     )

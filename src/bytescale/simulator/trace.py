@@ -63,17 +63,13 @@ def spread_evenly(num_ranks: int, max_ranks: int) -> list[int]:
 def simulated_tracks(step: SimulatedStep, rank: int, kind: str = "") -> list[Track]:
     """A rank in a simulated step, one track per stage. Time 0 is the start of the step's first micro-batch."""
     events, timeline = step.events, step.timeline
-    num_stages, num_parts = step.num_stages, timeline.start.shape[1]
     micro_batches = np.flatnonzero(events.micro_batch_ranks == rank)
     tracks = []
-    for stage in range(num_stages):
-        spans = []
-        for part in range(stage, num_parts, num_stages):
-            for micro_batch in micro_batches.tolist():
-                spans += _tasks(step, micro_batch, part)
+    for stage in range(step.num_stages):
+        spans = [span for number in micro_batches.tolist() for span in _tasks(step, number, stage)]
         sync = float(step.sync_seconds[rank, stage])
         if sync > 0:
-            start = float(timeline.end[:, stage::num_stages].max())
+            start = float(timeline.end[:, stage].max())
             spans.append(Span(name="gradient sync", category="sync", start=start, seconds=sync))
         tracks.append(Track(rank=rank, name=f"stage {stage}", spans=spans, kind=kind))
     return tracks
@@ -101,17 +97,15 @@ def entries_of(tracks: list[Track], *, shift_seconds: float = 0.0) -> list[dict[
     return entries
 
 
-def task_name(direction: str, degree: int, chunk: int | None) -> str:
-    """What a forward or a backward is called. ``chunk``: None unless stages are interleaved."""
-    what = f"shared by {degree}" if degree > 1 else "local"
-    return f"{direction}, {what}" + ("" if chunk is None else f", chunk {chunk}")
+def task_name(direction: str, degree: int) -> str:
+    """What a forward or a backward is called."""
+    return f"{direction}, " + (f"shared by {degree}" if degree > 1 else "local")
 
 
-def _tasks(step: SimulatedStep, micro_batch: int, part: int) -> list[Span]:
+def _tasks(step: SimulatedStep, micro_batch: int, stage: int) -> list[Span]:
     loads, timeline = step.events.loads, step.timeline
     event = int(step.events.micro_batch_events[micro_batch])
     degree = int(loads.degree[micro_batch])
-    chunk = part // step.num_stages if timeline.start.shape[1] > step.num_stages else None
     about = {
         "tokens": int(loads.tokens[micro_batch]),
         "shared tokens of the group": int(loads.shared_tokens[micro_batch]),
@@ -119,7 +113,7 @@ def _tasks(step: SimulatedStep, micro_batch: int, part: int) -> list[Span]:
     }
     spans = []
     for direction, word in enumerate(("forward", "backward")):
-        start, end = (float(times[event, part, direction]) for times in (timeline.start, timeline.end))
-        name = task_name(word, degree, chunk)
+        start, end = (float(times[event, stage, direction]) for times in (timeline.start, timeline.end))
+        name = task_name(word, degree)
         spans.append(Span(name=name, category=word, start=start, seconds=end - start, about=about))
     return spans

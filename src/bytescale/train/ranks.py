@@ -241,7 +241,6 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
         world,
         shape,
         make_group,
-        interleaved=parallel.virtual_stages > 1,
         overlapped=parallel.gradient_bucket_mib > 0 and domain == 1,
         nodes=nodes,
         domain=domain,

@@ -86,12 +86,7 @@ class MemoryModel(CountedMemory):
             return replace(counted, states=replace(states, domain=domain, on_host=config.optimizer.offload))
         parallel, memory = config.parallel, config.memory
         whole = MemoryModel.on_device(
-            ModelShare(
-                architecture=counted,
-                tensor_parallel=parallel.tp,
-                num_stages=parallel.pp,
-                virtual_stages=parallel.virtual_stages,
-            ),
+            ModelShare(architecture=counted, tensor_parallel=parallel.tp, num_stages=parallel.pp),
             kind,
             element_bytes=element_bytes,
             num_ranks=num_ranks,
@@ -162,9 +157,8 @@ class MemoryModel(CountedMemory):
 
     @property
     def movable_bytes_per_token(self) -> int:
-        """The part of it that may wait in host memory: what all layers but the last ones of every chunk keep."""
-        num_layers = sum(movable_layers(len(chunk)) for chunk in self.share.chunks)
-        return self.share.num_in_flight * num_layers * self.rows.kept
+        """The part of it that may wait in host memory: what all layers but the last ones keep."""
+        return self.share.num_in_flight * movable_layers(self.share.num_layers) * self.rows.kept
 
     def offload_rule(self, times: Profile, host_bytes: float) -> OffloadRule:
         return OffloadRule.of_layers(

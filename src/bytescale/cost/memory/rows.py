@@ -8,7 +8,7 @@ from typing import Literal
 from bytescale.config import Architecture
 from bytescale.cost import flops
 from bytescale.cost.memory.device_kernels import KernelMemory
-from bytescale.cost.split import stage_chunks
+from bytescale.cost.split import split_layers
 
 Checkpointing = Literal["none", "full", "attention"]
 _INPUT_BYTES = 3 * 8  # token, label and position, int64
@@ -22,17 +22,10 @@ class ModelShare:
     tensor_parallel: int = 1
     num_stages: int = 1
     stage: int = 0
-    virtual_stages: int = 1
-    """Chunks of layers on each stage, interleaved (``plan.schedule``)."""
-
-    @property
-    def chunks(self) -> list[range]:
-        """Numbers of the layers in each chunk of this stage."""
-        return stage_chunks(self.architecture, self.num_stages, self.stage, self.virtual_stages)
 
     @property
     def num_layers(self) -> int:
-        return sum(map(len, self.chunks))
+        return len(split_layers(self.architecture, self.num_stages)[self.stage])
 
     @property
     def is_first(self) -> bool:
@@ -55,15 +48,8 @@ class ModelShare:
 
     @property
     def num_in_flight(self) -> int:
-        """Micro-batches whose activations this stage holds at the same time.
-
-        Interleaved stages keep chunks, and the result is the number of whole micro-batches that these make up.
-        """
-        behind = self.num_stages - 1 - self.stage
-        if self.virtual_stages == 1:
-            return behind + 1
-        chunks = 2 * behind + (self.virtual_stages - 1) * self.num_stages + 1
-        return -(-chunks // self.virtual_stages)
+        """Micro-batches whose activations this stage holds at the same time."""
+        return self.num_stages - self.stage
 
     @property
     def num_parameters(self) -> int:

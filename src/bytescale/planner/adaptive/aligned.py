@@ -1,6 +1,6 @@
 """Plans that cannot hang in a pipeline: the members of every shared group meet at the same micro-batch index.
 
-This is sufficient under 1F1B, plain or interleaved: an action's time on one clock (``plan.schedule.action_times``) is
+This is sufficient under 1F1B: an action's time on one clock (``plan.schedule.action_times``) is
 later than that of everything that it may wait for, and the members of a group have it at the same time.
 ``plan.pipeline_order`` finds the circles of plans that are not aligned.
 """

@@ -40,7 +40,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
             data.micro_batches,
             num_global_targets=data.loss_divisor,
             after_last_message=job.optimizer.after_last_message,
-            around=record.around(data.rank_plan, job.config.parallel.virtual_stages),
+            around=record.around(data.rank_plan),
         )
 
     # 3. The remaining reductions of gradients, and one exchange of sums: loss, norm, and each rank's times.

@@ -67,8 +67,8 @@ class HFModel:
         if config.trainer.init.startswith(CHECKPOINT_PREFIX):
             load_master_weights(config.trainer.init, self.architecture.as_dict(), optimizer, ranks.checkpoint_group)
 
-    def decoders(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> list[Decoder]:
-        return [Decoder(module=self.part, activations=self.activations, head=self.part.head)]
+    def decoder(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> Decoder:
+        return Decoder(module=self.part, activations=self.activations, head=self.part.head)
 
 
 def build_attached_model(

@@ -132,7 +132,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         spec=spec,
         feed=feed,
         executor=Executor(
-            parts=model.decoders(config, ranks, kernels, memory),
+            part=model.decoder(config, ranks, kernels, memory),
             kernel=kernels.choice.kernel,
             mesh=ranks.mesh,
             z_loss=config.optimizer.z_loss,
@@ -187,7 +187,6 @@ def plan_of_run(
         gpus_per_node=ranks_per_node * mesh.tp,
         tp=mesh.tp,
         pp=mesh.pp,
-        virtual_stages=mesh.virtual_stages,
         gradient_bucket_mib=mesh.gradient_bucket_mib,
     )
     times = StepTimes(profile=profile, devices=cluster, recompute=config.memory.checkpointing == "full")
@@ -200,7 +199,6 @@ def plan_of_run(
         replace(cost, gather_seconds=a_round.of_round),
         budget.limits,
         num_stages=mesh.pp,
-        num_chunks=mesh.virtual_stages,
         domain=domain,
         context_length=config.data.context_length,
         step_times=times,

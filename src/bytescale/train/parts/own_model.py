@@ -14,7 +14,7 @@ from bytescale.common.cut import Cut
 from bytescale.config import Architecture, Config
 from bytescale.cost.memory import DeviceKind
 from bytescale.cost.spec import ModelSpec
-from bytescale.cost.split import stage_chunks
+from bytescale.cost.split import split_layers
 from bytescale.models import Llama, build_model
 from bytescale.models.compiled import apply_compiled
 from bytescale.models.head_groups import apply_head_groups
@@ -44,8 +44,8 @@ class OwnModel:
     """One rank's part of the model."""
 
     architecture: Architecture  # of the whole model
-    chunks: Sequence[Llama]  # of layers; several where stages are interleaved
-    parameters: FlatParameters  # of all chunks, in flat buffers
+    module: Llama  # the stage's layers, on its tensor-parallel rank
+    parameters: FlatParameters  # in flat buffers
     more: Sequence[FlatParameters]  # further ones, where ranks share layers
     units: Units | None  # open these layers
     tied_head: TiedHead | None  # where the embedding is the head too, and another stage's rank has one of the two
@@ -56,7 +56,7 @@ class OwnModel:
 
     @property
     def layers(self) -> list[Chunk]:
-        return [(chunk, list(chunk.layers)) for chunk in self.chunks]
+        return [(self.module, list(self.module.layers))]
 
     def memory(self, kind: DeviceKind, num_ranks: int) -> Architecture:
         """What ``budget.memory_budget`` is to count the memory of."""
@@ -66,32 +66,28 @@ class OwnModel:
         if config.trainer.init:
             load_initial_weights(config.trainer.init, self.architecture, optimizer, ranks.checkpoint_group)
 
-    def decoders(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> list[Decoder]:
+    def decoder(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> Decoder:
         """Apply kernels, head groups, checkpointing and offloading to the model."""
-        checkpointing, tp, pool = config.memory.checkpointing, ranks.mesh.tp, memory.host_pool(ranks.device)
-        parts = []
-        for chunk in self.chunks:
-            if kernels.compiler is not None:
-                apply_compiled(chunk, kernels.compiler)
-            for layer in chunk.layers:
-                apply_head_groups(layer.self_attn, memory.model.head_groups)
-            activations = Activations(
-                list(chunk.layers),
-                checkpointing=checkpointing,
-                pool=pool,
-                device=ranks.device,
-                tp=tp,
-                row_wise=row_wise_parts(chunk, tp.size),
-            )
-            parts.append(Decoder(module=chunk, activations=activations))
-        return parts
+        module, tp = self.module, ranks.mesh.tp
+        if kernels.compiler is not None:
+            apply_compiled(module, kernels.compiler)
+        for layer in module.layers:
+            apply_head_groups(layer.self_attn, memory.model.head_groups)
+        activations = Activations(
+            list(module.layers),
+            checkpointing=config.memory.checkpointing,
+            pool=memory.host_pool(ranks.device),
+            device=ranks.device,
+            tp=tp,
+            row_wise=row_wise_parts(module, tp.size),
+        )
+        return Decoder(module=module, activations=activations)
 
 
 def build_own_model(
     architecture: Architecture,
     mesh: Mesh,
     *,
-    virtual_stages: int,
     dtype: torch.dtype,
     seed: int,
     bucket_bytes: int = 0,
@@ -101,32 +97,27 @@ def build_own_model(
     ``bucket_bytes``: of gradients that are reduced at once; 0: all of them.
     """
     # 1. Layers of this stage, without memory, cut for this rank, then made.
-    ranges = stage_chunks(architecture, mesh.shape.pp, mesh.stage, virtual_stages)
-    chunks: list[Llama] = []
-    cuts: dict[str, Cut] = {}
-    for layers in ranges:
-        with torch.device("meta"):
-            chunk = build_model(architecture, layers)
-            if mesh.tp.size > 1:
-                cuts.update(apply_tensor_parallelism(chunk, TokenShards(mesh.tp)))
-            else:
-                cuts.update({name: Cut(shape=tuple(p.shape)) for name, p in chunk.named_parameters()})
-        chunk.to(dtype)._apply(partial(_without_memory, mesh.world.device))
-        chunks.append(chunk)
+    with torch.device("meta"):
+        module = build_model(architecture, split_layers(architecture, mesh.shape.pp)[mesh.stage])
+        if mesh.tp.size > 1:
+            cuts = apply_tensor_parallelism(module, TokenShards(mesh.tp))
+        else:
+            cuts = {name: Cut(shape=tuple(p.shape)) for name, p in module.named_parameters()}
+    module.to(dtype)._apply(partial(_without_memory, mesh.world.device))
 
     # 2. Flat buffers; ranks of a domain share most of them. A borrowed head is not in them: the first stage keeps it
     #    up to date.
-    named = [item for chunk in chunks for item in chunk.named_parameters()]
+    named = list(module.named_parameters())
     borrows = architecture.tie_embeddings and mesh.shape.pp > 1
     borrowed = [(name, parameter) for name, parameter in named if borrows and name == _HEAD]
     own = [(name, parameter) for name, parameter in named if not (borrows and name == _HEAD)]
-    at_the_end = {id(p) for chunk in chunks if isinstance(chunk, HasBatchLoss) for p in chunk.batch_parameters()}
+    at_the_end = set(map(id, module.batch_parameters() if isinstance(module, HasBatchLoss) else ()))
     late = {name for name, parameter in own if id(parameter) in at_the_end or (borrows and name == _EMBEDDING)}
     more, units = list[FlatParameters](), None
-    if mesh.domain.size > 1:  # without a pipeline, so there is one chunk
+    if mesh.domain.size > 1:  # without a pipeline, so it is the whole model
         own, sharing, units = shard_parts(
             own,
-            _parts(chunks[0]),
+            _parts(module),
             mesh,
             late=late,
             cuts=cuts,
@@ -144,7 +135,7 @@ def build_own_model(
     if tied_head is not None:
         tied_head.lend()
     return OwnModel(
-        architecture=architecture, chunks=chunks, parameters=parameters, more=more, units=units, tied_head=tied_head
+        architecture=architecture, module=module, parameters=parameters, more=more, units=units, tied_head=tied_head
     )
 
 

@@ -1,6 +1,6 @@
 """One rank's part of a model, whoever has written its code: the trainer knows of the difference here alone.
 
-``OwnModel`` and ``HFModel`` offer the same: counts, parameters, layers, memory, initial weights and decoders.
+``OwnModel`` and ``HFModel`` offer the same: counts, parameters, layers, memory, initial weights and a decoder.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ def build_rank_model(
     return build_own_model(
         architecture,
         ranks.mesh,
-        virtual_stages=config.parallel.virtual_stages,
         dtype=ranks.dtype,
         seed=config.trainer.seed,
         bucket_bytes=int(config.parallel.gradient_bucket_mib * 2**20),

@@ -25,7 +25,7 @@ class StepRecorder:
         """Record when the block runs. ``name``: what the trace calls it, if not by its category."""
         return nullcontext()
 
-    def around(self, plan: RankPlan, num_chunks: int) -> Callable[[Action], AbstractContextManager[None]]:
+    def around(self, plan: RankPlan) -> Callable[[Action], AbstractContextManager[None]]:
         """Return what records each forward and each backward of ``plan``, for ``Executor.run``."""
         return lambda action: nullcontext()
 
@@ -47,13 +47,13 @@ class SpanRecorder(StepRecorder):
         with clock.span():
             yield
 
-    def around(self, plan: RankPlan, num_chunks: int) -> Callable[[Action], AbstractContextManager[None]]:
+    def around(self, plan: RankPlan) -> Callable[[Action], AbstractContextManager[None]]:
         def span(action: Action) -> AbstractContextManager[None]:
-            backward, chunk, index = action
+            backward, index = action
             micro_batch = plan.micro_batches[index]
             category = "backward" if backward else "forward"
             shared = micro_batch.shared
-            name = task_name(category, shared.size if shared else 1, chunk if num_chunks > 1 else None)
+            name = task_name(category, shared.size if shared else 1)
             tokens = {"tokens": micro_batch.num_tokens, "shared tokens of this rank": micro_batch.num_shared_tokens}
             return self.span(category, name, {"micro-batch": index, **tokens})
 
