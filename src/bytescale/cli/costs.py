@@ -40,6 +40,7 @@ from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.memory import DeviceKind, DeviceMemory, MeasuredMemory, MemoryModel, fitting_capacity
 from bytescale.cost.profile_file import warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
+from bytescale.cost.split import split_layers
 from bytescale.plan import Planner
 from bytescale.planner import make_planner
 from bytescale.simulator import ClusterConfig, step_seconds
@@ -286,7 +287,7 @@ def costs_of(options: CostOptions, cluster: ClusterConfig, *, longest: int, voca
         known = replace(config, data=replace(config.data, context_length=longest))
         model, counted = _described(known, vocab_size, *device, num_ranks=cluster.num_ranks)
     profile = times_of(config, model, measured, options.rates, bytes_per_element=device[1])
-    cluster.check_layers(profile.architecture.num_layers)
+    split_layers(profile.architecture, cluster.pp)  # refuses more stages than layers
     return Costs(options, cluster, profile, counted or profile.architecture, device)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture
 from bytescale.cost import flops
 
@@ -13,11 +14,15 @@ def split_layers(architecture: Architecture, num_stages: int) -> list[range]:
     attention. Of stages with equal work the later ones take more layers, because under 1F1B the earlier ones keep the
     activations of more micro-batches.
 
-    Raises ``ValueError`` for more stages than layers (``config.validate`` rejects this earlier, with a better message).
+    Raises ``ConfigError`` for more stages than layers.
     """
     num_layers = architecture.num_layers
     if not 1 <= num_stages <= num_layers:
-        raise ValueError(f"{num_layers} layers cannot be split into {num_stages} stages")
+        raise ConfigError(
+            f"parallel.pp = {num_stages} exceeds the model's {num_layers} layers",
+            so="a stage would have no layer",
+            fix=f"use at most {num_layers} stages",
+        )
     load = [0.0] * num_stages
     load[-1] = 2 * flops.head_parameters(architecture) / flops.layer_linear_flops_per_token(architecture)
     counts = [1] * num_stages

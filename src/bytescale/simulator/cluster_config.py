@@ -42,15 +42,6 @@ class ClusterConfig:
                 fix="use at most the devices of one node",
             )
 
-    def check_layers(self, num_layers: int) -> None:
-        """Raise ``ConfigError`` if a model of ``num_layers`` layers has fewer layers than stages."""
-        if self.pp > num_layers:
-            raise ConfigError(
-                f"parallel.pp = {self.pp} exceeds the model's {num_layers} layers",
-                so="a stage would have no layer",
-                fix="use fewer stages",
-            )
-
     @property
     def num_ranks(self) -> int:
         return self.num_gpus // (self.tp * self.pp)

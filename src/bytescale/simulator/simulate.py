@@ -160,7 +160,6 @@ def _check(plan: Plan, profile: Profile, cluster: ClusterConfig) -> None:
             f"profile {profile.name!r} is for tp = {profile.tensor_parallel} but parallel.tp is {cluster.tp}",
             fix="use Profile.scaled_to, or a profile taken at this tp",
         )
-    cluster.check_layers(profile.architecture.num_layers)
     if plan.domain > 1 and cluster.pp > 1:
         raise ConfigError(
             f"the plan is for domains of {plan.domain} ranks in lockstep, but parallel.pp is {cluster.pp}",
