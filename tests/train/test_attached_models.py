@@ -320,7 +320,7 @@ def test_measured_memory_is_that_of_a_larger_micro_batch(
         hidden = model.part(torch.arange(rows) % 300, positions, attention)
         saved = live.now
         hidden.backward(torch.ones_like(hidden))
-    ring = next(phase for phase in model.memory("cpu", 4, "wide").phases() if phase.name == "ring")
+    ring = next(phase for phase in model.memory("cpu", 4).phases() if phase.name == "ring")
     assert ring.bytes_per_row_token > ring.bytes_per_grid_token > 0, "groups may be grids, within limits"
     assert saved == pytest.approx(model.rows.saved_per_token * rows, rel=0.05)
     assert live.peak == pytest.approx(model.rows.fixed + model.rows.peak_per_token * rows, rel=0.05)
