@@ -126,6 +126,7 @@ class OtherHead(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(4, self.num_words, device=META)
+        self.model = nn.Identity()  # without an output embedding
 
     def parameters(self) -> list[nn.Parameter]:  # type: ignore[override]
         return [self.weight, self.bias]
