@@ -91,6 +91,7 @@ class CostOptions:
             pp=parallel.pp,
             virtual_stages=parallel.virtual_stages,
             gradient_bucket_mib=parallel.gradient_bucket_mib,
+            optimizer_on_host=self.config.optimizer.offload,
         )
 
 
