@@ -82,7 +82,7 @@ class Updates:
                 after the other.
 
         Returns the optimizer of this rank's shards, for learning-rate schedulers. ``step()`` of this object calls it.
-        Raises ``ConfigError`` if nothing is trainable, if ``cls`` is not elementwise or has no room, or if there is one.
+        Raises ``ConfigError`` if nothing is trainable, ``cls`` is not elementwise or has no room, or there is one.
         """
         if self._optimizer is not None:
             raise ConfigError(
