@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from bytescale.config import PRESETS, Architecture
 from bytescale.models.balance import count_tokens
+from bytescale.models.llama import swiglu
 from bytescale.models.moe import MixtureOfExperts, expert_products, route
 from bytescale.runtime import RankGroup
 from bytescale.runtime.optimizer.take_over import take_over
@@ -141,13 +142,10 @@ class ParallelExperts(nn.Module):
         # They lie by the rank that they come from, and then by expert.
         expert_of = torch.arange(by_rank.shape[1]).repeat(self.ranks).repeat_interleave(arriving)
         sorting = expert_of.argsort(stable=True)
-        rows = expert_products(rows.dtype)(rows[sorting], by_rank.sum(0), *self.matrices, nn_swiglu)
+        gate, up, down = self.matrices
+        rows = expert_products(rows.dtype)(rows[sorting], by_rank.sum(0), gate, up, down, swiglu)
         rows = AllToAll.apply(rows[sorting.argsort()], received, sent)[order.argsort()]
         return (rows.view(*chosen.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
-
-
-def nn_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return nn.functional.silu(gate) * up
 
 
 class Layer(nn.Module):
@@ -197,7 +195,7 @@ def check(shape: Architecture, tokens: int) -> float:
     )
     whole = layers_of(shape, torch.float64)
     loss = run(whole, inputs)
-    wanted = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    wanted = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
     largest = max(float(value.abs().max()) for value in wanted.values())
     gathered, optimizer, parallel = both(shape, torch.float64)
     losses = torch.tensor(
@@ -207,10 +205,11 @@ def check(shape: Architecture, tokens: int) -> float:
     worst = float((losses / loss - 1).abs().max())
     found = optimizer.whole_gradients()
     for number, layer in enumerate(parallel):
-        router = layer.mixture.router.weight.grad
+        mixture: Any = layer.mixture
+        router = mixture.router.weight.grad
         dist.all_reduce(router)
         pairs = [("router.weight", router, wanted[f"{number}.mixture.router.weight"])]
-        for name, own in zip(("gate_proj", "up_proj", "down_proj"), layer.mixture.matrices, strict=True):
+        for name, own in zip(("gate_proj", "up_proj", "down_proj"), mixture.matrices, strict=True):
             pairs.append((f"experts.{name}", own.grad, wanted[f"{number}.mixture.experts.{name}"].chunk(size)[rank]))
         for name, ours, theirs in pairs:
             whole_of = wanted[f"{number}.mixture.{name}"]

@@ -61,7 +61,7 @@ def own_parts(optimizer: ShardedOptimizer) -> list[Wanted]:
 
 
 def shapes(optimizer: ShardedOptimizer) -> dict[str, tuple[int, ...]]:
-    return {entry.name: tuple(entry.cut.shape) for entry in optimizer.parameters.entries}
+    return {entry.name: tuple(entry.cut.shape) for entry in optimizer.zeros[0].parameters.entries}
 
 
 def expected(optimizer: ShardedOptimizer, part: Wanted, step: int) -> Tensor:

@@ -83,3 +83,16 @@ def test_pipelines_are_refused() -> None:
     plan = replace(local_plan([[3], [1]]), domain=2)
     with pytest.raises(ConfigError, match=r"domains of 2 ranks in lockstep, but parallel\.pp is 2"):
         simulate(plan, profile(), ClusterConfig(num_gpus=4, pp=2))
+
+
+def test_an_update_in_host_memory_takes_its_time() -> None:
+    """28 bytes of each weight, of which two ranks have a half each, at 2 bytes a second, in both simulations."""
+    model = replace(profile(), layer_parameters=10, links=Links(host_update_bytes_per_second=2))
+    for domain in (1, 2):
+        plan, on_host = (
+            replace(local_plan([[3], [5]]), domain=domain),
+            ClusterConfig(num_gpus=2, optimizer_on_host=True),
+        )
+        before = simulate(plan, model, ClusterConfig(num_gpus=2)).step_seconds
+        assert simulate(plan, model, on_host).step_seconds == pytest.approx(before + 28 * WEIGHTS / 2 / 2)
+        assert step_seconds(plan, model, on_host) == pytest.approx(before + 28 * WEIGHTS / 2 / 2)

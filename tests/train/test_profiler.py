@@ -65,6 +65,7 @@ def test_every_curve_is_measured_and_fitted(profile: Profile) -> None:
     assert profile.sequence_forward_seconds > 0
     assert profile.sequence_backward_seconds > 0
     assert profile.links.device_to_host_bytes_per_second > 1e6
+    assert 1e6 < profile.links.host_update_bytes_per_second < 1e13
     assert profile.device == "cpu, float32"
 
 

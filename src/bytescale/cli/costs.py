@@ -92,6 +92,7 @@ class CostOptions:
             tp=parallel.tp,
             pp=parallel.pp,
             gradient_bucket_mib=parallel.gradient_bucket_mib,
+            optimizer_on_host=self.config.optimizer.offload,
         )
 
 

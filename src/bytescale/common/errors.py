@@ -6,12 +6,13 @@ from bytescale.common.text import visible
 class BytescaleError(Exception):
     """Base of all errors that the user or the machine causes. They are printed without a stack trace.
 
-    ``BytescaleError(what, so=..., fix=...)`` has the message ``problem(what, so=..., fix=...)``; ``what`` alone is the
-    message as it is.
+    ``BytescaleError(what, so=..., fix=...)`` says what is wrong, with the value; the consequence; and what the user has
+    to do. ``what`` alone is the message as it is.
     """
 
     def __init__(self, what: str, *, so: str = "", fix: str = "") -> None:
-        super().__init__(problem(what, so=so, fix=fix) if so or fix else what)
+        parts = [what, so, f"To fix: {fix}" if fix else ""]
+        super().__init__(visible(" ".join(_sentence(part) for part in parts if part)) if so or fix else what)
 
 
 class ConfigError(BytescaleError, ValueError):
@@ -48,12 +49,6 @@ class RanksRefused(RankFailure):
 
 class NonFiniteError(BytescaleError, ArithmeticError):
     """The loss or the gradients are not numbers. The update was not made."""
-
-
-def problem(what: str, *, so: str = "", fix: str = "") -> str:
-    """Return a message: what is wrong, with the value; the consequence; and what the user has to do."""
-    parts = [what, so, f"To fix: {fix}" if fix else ""]
-    return visible(" ".join(_sentence(part) for part in parts if part))
 
 
 def _sentence(text: str) -> str:

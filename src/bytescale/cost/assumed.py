@@ -36,6 +36,8 @@ class Rates:
     """Fixed seconds that attention takes in each layer, and that the rest of the layer takes too."""
     host_bytes_per_second: float = field(default=25e9, metadata=limits(above=0))
     """To and from pinned host memory, one direction."""
+    host_update_bytes_per_second: float = field(default=40e9, metadata=limits(above=0))
+    """Read and written by a rank's CPU cores in an update of an optimizer in host memory."""
 
     @property
     def links(self) -> Links:
@@ -45,6 +47,7 @@ class Rates:
             latency_seconds=self.latency_seconds,
             device_to_host_bytes_per_second=self.host_bytes_per_second,
             host_to_device_bytes_per_second=self.host_bytes_per_second,
+            host_update_bytes_per_second=self.host_update_bytes_per_second,
         )
 
     def profile(
@@ -99,6 +102,7 @@ ASSUMED: dict[str, Rates] = {
         latency_seconds=2e-3,
         launch_seconds=0.0,
         host_bytes_per_second=4e9,
+        host_update_bytes_per_second=4e9,
     ),
     # An H100-class GPU in bf16, NVLink inside a node and one 400 Gb/s adapter a GPU across nodes, half of each usable.
     "cuda": Rates(

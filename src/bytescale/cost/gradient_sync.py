@@ -25,6 +25,7 @@ from bytescale.cost.split import split_layers
 MOST_BUCKETS = 64
 """More buckets would hardly shorten the visible part, and every bucket costs the latency of two collectives."""
 GRADIENT_BYTES = 4  # gradients are reduced in fp32 or wider
+UPDATE_BYTES = 28  # AdamW reads an fp32 weight, its gradient and two moments, and writes all but the gradient
 
 
 def stage_parameters(profile: Profile, *, stage: int, pipeline_parallel: int) -> float:

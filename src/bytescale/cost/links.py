@@ -28,6 +28,8 @@ class Links:
     """For offloading, in forward."""
     host_to_device_bytes_per_second: float = field(default=math.inf, metadata=limits(above=0))
     """For loading back, in backward."""
+    host_update_bytes_per_second: float = field(default=math.inf, metadata=limits(above=0))
+    """Of an optimizer in host memory: weights, gradients and states that a rank's cores read and write."""
     reduce_bytes_per_second: float | None = field(default=None, metadata=limits(above=0))
     """Bytes of a bucket that each rank has to send, (R - 1) / R of it, over the time of its reduce-scatter. None: the
     bandwidth of a ring."""

@@ -26,6 +26,8 @@ class ClusterConfig:
     gradient_bucket_mib: float = field(default=0.0, metadata=limits(least=0))
     """MiB of gradients that are reduced at once while ranks compute (parallel.gradient_bucket_mib). The simulator works
     out how much of the sync computation hides. With 0, there is one reduction and one gathering between two steps."""
+    optimizer_on_host: bool = False
+    """Whether AdamW updates in host memory (optimizer.offload). Nothing computes meanwhile."""
 
     def __post_init__(self) -> None:
         check_limits(self)

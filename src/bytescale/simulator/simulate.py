@@ -19,6 +19,7 @@ from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError
 from bytescale.cost import Cluster, CostModel, flops
 from bytescale.cost.gradient_sync import (
+    UPDATE_BYTES,
     bucket_seconds,
     gather_bytes,
     num_buckets,
@@ -201,12 +202,14 @@ def _account(done: _Executed, parts: list[StageTimes], *, num_forwards: int) -> 
 
 
 def _visible_sync(done: _Executed, stage: int) -> float:
-    """Return the seconds of a stage's reduction and gathering that no computation hides.
+    """Return the seconds of a stage's reduction, gathering and update in host memory that no computation hides.
 
     The gathering runs beside the next step, which is taken to be like this one.
     """
     plan, profile, cluster, events, timeline = done.plan, done.profile, done.cluster, done.events, done.timeline
     parameters = done.stage_parameters(stage)
+    updated = cluster.optimizer_on_host * UPDATE_BYTES * parameters / events.num_ranks
+    update = updated / profile.links.host_update_bytes_per_second
     count = num_buckets(parameters, cluster.gradient_bucket_mib * 2**20)
     ranks = {"num_ranks": events.num_ranks, "ranks_per_node": cluster.ranks_per_node}
     if plan.domain > 1:  # what a rank has of the parameters is reduced with the same part in the other domains
@@ -215,7 +218,7 @@ def _visible_sync(done: _Executed, stage: int) -> float:
     seconds = bucket_seconds(profile, parameters, count, **ranks)
     if count == 1:
         late = max(0.0, done.rounds_end - float(timeline.end.max()))
-        return late + seconds.reduce + seconds.gather
+        return late + seconds.reduce + update + seconds.gather
     some = np.diff(plan.rank_micro_batch_offsets) > 0
     first = events.micro_batch_events[plan.rank_micro_batch_offsets[:-1][some]]
     last = events.micro_batch_events[plan.rank_micro_batch_offsets[1:][some] - 1]
@@ -238,7 +241,7 @@ def _visible_sync(done: _Executed, stage: int) -> float:
         ends=timeline.end[first, stage, 0],
         first=in_front,
     )
-    return reduction + gathering
+    return reduction + update + gathering
 
 
 def _per_rank(values: FloatArray, ranks: IntArray, num_ranks: int) -> FloatArray:

@@ -82,8 +82,7 @@ class Updates:
                 after the other.
 
         Returns the optimizer of this rank's shards, for learning-rate schedulers. ``step()`` of this object calls it.
-        Raises ``ConfigError`` if nothing is trainable, if the optimizer is not elementwise, if there is one already, or
-        if host memory is too small for it.
+        Raises ``ConfigError`` if nothing is trainable, ``cls`` is not elementwise or has no room, or there is one.
         """
         if self._optimizer is not None:
             raise ConfigError(
@@ -110,13 +109,8 @@ class Updates:
         return self._optimizer.torch_optimizer
 
     def _require_host_room(self) -> None:
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        states = States(
-            num_parameters=sum(parameter.numel() for parameter in trained),
-            element_bytes=max((parameter.element_size() for parameter in trained), default=4),
-            num_ranks=self.group.size,
-            on_host=True,
-        )
+        number = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        states = States(num_parameters=number, element_bytes=4, num_ranks=self.group.size, on_host=True)
         room = HOST_SHARE_WITH_OPTIMIZER * machine_bytes() / ranks_here(self.group.size) - self.engine.host_bytes
         host_bytes_left(states, -self.group.max_of([-room])[0])  # of the rank with the least, so that all ranks agree
 

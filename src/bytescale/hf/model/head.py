@@ -86,8 +86,7 @@ class ModelHead:
     def add_loss(
         self, rows: Tensor, targets: Tensor, factor: Tensor | None, z_loss: float, sums: Sequence[Tensor | None] | None
     ) -> tuple[Tensor, Tensor | None]:
-        output = [module for module in embeddings_of(self.model)[1:] if module is not None]
-        with torch.enable_grad(), while_set(output, AT_ONCE, True):
+        with torch.enable_grad(), while_set(filter(None, embeddings_of(self.model)[1:]), AT_ONCE, True):
             chunk, parameters = rows.detach().requires_grad_(), self.parameters()
             logits = _wide(self(chunk))
             losses = F.cross_entropy(logits, targets, reduction="none")

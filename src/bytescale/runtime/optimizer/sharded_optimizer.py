@@ -96,15 +96,6 @@ class ShardedOptimizer:
         zeros = [ZeroShards(own, mesh, head, on_host=config.offload) for own, head in flat]
         return ShardedOptimizer(zeros, cls, options, own_options, units=units)
 
-    @property
-    def parameters(self) -> FlatParameters:
-        return self.zeros[0].parameters
-
-    @property
-    def tied_head(self) -> TiedHead | None:
-        """The embedding that the first and the last stage share, where there is one."""
-        return self.zeros[0].tied_head
-
     def overlap_with(self, chunks: Sequence[Chunk]) -> None:
         for zero in self.zeros:
             zero.overlap_with(chunks)

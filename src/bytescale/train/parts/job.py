@@ -188,6 +188,7 @@ def plan_of_run(
         tp=mesh.tp,
         pp=mesh.pp,
         gradient_bucket_mib=mesh.gradient_bucket_mib,
+        optimizer_on_host=config.optimizer.offload,
     )
     times = StepTimes(profile=profile, devices=cluster, recompute=config.memory.checkpointing == "full")
     domain = sharing_domain(mesh.shard, mesh.domain, hdp, ranks_per_node)

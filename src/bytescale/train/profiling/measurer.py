@@ -20,6 +20,7 @@ from bytescale.attention.choose import kernel_for
 from bytescale.attention.kernels import OfQueries
 from bytescale.attention.rules import PLAIN
 from bytescale.config import Architecture
+from bytescale.cost.gradient_sync import UPDATE_BYTES
 from bytescale.cost.spec import ModelSpec
 from bytescale.models import build_model
 from bytescale.models.rope import rope_rotation
@@ -212,13 +213,16 @@ class Measurer:
         self._add("head_forward", tokens, self.watch.seconds(forward, prepare=losses.clear))
         self._add("head_backward", tokens, self.watch.seconds(lambda: losses[0].backward(), prepare=prepare_backward))
 
-    def host_rates(self) -> tuple[float, float]:
-        """Return the rates of copies to the host and from the host, in bytes per second."""
+    def host_rates(self) -> tuple[float, float, float]:
+        """Return the rates of copies to and from the host, and of AdamW's updates there, in bytes per second."""
         on_device = torch.zeros(HOST_COPY_BYTES, dtype=torch.uint8, device=self.device)
         on_host = torch.zeros(HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         to_host = self.watch.seconds(lambda: on_host.copy_(on_device, non_blocking=True))
         to_device = self.watch.seconds(lambda: on_device.copy_(on_host, non_blocking=True))
-        return HOST_COPY_BYTES / to_host, HOST_COPY_BYTES / to_device
+        weights = torch.zeros(HOST_COPY_BYTES // UPDATE_BYTES, requires_grad=True)
+        weights.grad = torch.ones_like(weights)
+        update = self.watch.seconds(torch.optim.AdamW([weights], fused=True).step)
+        return HOST_COPY_BYTES / to_host, HOST_COPY_BYTES / to_device, HOST_COPY_BYTES / update
 
     def _add(self, curve: str, tokens: int, value: float) -> None:
         self.sweeps.setdefault((curve, tokens), []).append(value)

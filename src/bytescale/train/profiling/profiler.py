@@ -63,7 +63,7 @@ def measure_profile(
     found = zip(measurer.sweeps, np.max(hdp.share(medians), axis=0).tolist(), strict=True)
     points = [Point(curve=curve, tokens=tokens, value=value) for (curve, tokens), value in found]
     links = measure_links(hdp, measurer, nodes) if hdp.size > 1 else Links()
-    to_host, to_device = np.max(hdp.share(list(measurer.host_rates())), axis=0).tolist()
+    to_host, to_device, updated = np.max(hdp.share(list(measurer.host_rates())), axis=0).tolist()
     element = dtype.itemsize
     keys, gradients = (spec.key_numbers * size for size in (element, max(4, element)))
     fits: dict[str, Any] = {name: _fit(points, name) for name in CURVES}
@@ -80,6 +80,7 @@ def measure_profile(
             links,
             device_to_host_bytes_per_second=to_host,
             host_to_device_bytes_per_second=to_device,
+            host_update_bytes_per_second=updated,
         ),
         layer_parameters=spec.parameters,
         parameter_bytes=element,
