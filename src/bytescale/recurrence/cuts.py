@@ -45,7 +45,8 @@ from bytescale.plan.states import chain_is_faster, holder
 def act(decay: Tensor, state: Tensor) -> Tensor:
     """``decay`` applied to a state ``[..., R, C]``, or to another decay.
 
-    A decay is a matrix ``[..., R, R]``, or numbers ``[..., 1, 1]`` or ``[..., R, 1]``. (With R = 1 it is one as both.)
+    A decay is a matrix ``[..., R, R]``; a number ``[..., 1, 1]``; or, where R = 1, numbers ``[..., 1, C]``. With R = 1,
+    a matrix is a number.
     """
     return decay @ state if decay.shape[-1] == state.shape[-2] else decay * state
 

@@ -60,8 +60,8 @@ def require_known_kernel(name: str, stock: Stock, layer: str) -> None:
             f"{layer} cannot be attached: {package} {version} is installed, whose {function.__name__} takes no "
             f"{', '.join(missing)}",
             so="documents of a pack would see each other's states",
-            fix="install a version that takes it (fla-core 0.6.0, mamba-ssm 2.3.2 and causal-conv1d 1.7.0 do), or "
-            "uninstall the package: transformers' own form computes then",
+            fix="install a version that takes it (fla-core 0.6.0 and mamba-ssm 2.3.2 do), or uninstall the package: "
+            "transformers' own form computes then",
         )
 
 
@@ -297,15 +297,13 @@ KERNELS: dict[str, Callable[..., Any]] = {
 """By the name that a mixer's module gives to the stock function."""
 
 
-_ARGUMENTS = dict.fromkeys(
-    ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"),
-    ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"),
-) | {
+_OF_DELTA_RULES = "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"
+_ARGUMENTS = {
+    "torch_chunk_gated_delta_rule": _OF_DELTA_RULES,
+    "chunk_kimi_delta_attention": _OF_DELTA_RULES,
     "mamba2_chunk_scan": ("dt_bias", "dt_softplus", "dt_limit", "return_final_states", "seq_idx"),
-    "mamba_selective_scan": ("delta_bias", "delta_softplus"),
-    "causal_conv1d_fn": ("weight", "bias", "activation"),
 }
-"""Those that are given by name, by the name of the stock function."""
+"""Without which results would be wrong, by the name of the stock function."""
 
 
 def lightning_mixer(cuts: Cuts, stock: Stock, mixer: nn.Module, hidden_states: Tensor) -> tuple[Tensor, None]:

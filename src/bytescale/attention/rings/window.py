@@ -228,9 +228,9 @@ class RowsBefore:
         own, sent, token_runs, arriving = _messages(shared, width + 1)
         places = []
         for sequence, starts in enumerate(own.bounds[..., 0].tolist()):
-            known = {run.start + n: run.row + n for run in own.runs(sequence) for n in range(run.stop - run.start)}
-            arrived = [(run.start + n, num_rows + run.row + n) for run in token_runs[sequence]
-                       for n in range(run.stop - run.start)]  # fmt: skip
-            known.update(arrived)
-            places += [[known.get(token, -1) for token in range(start - width, start)] for start in starts]
+            known = [(run, 0) for run in own.runs(sequence)] + [(run, num_rows) for run in token_runs[sequence]]
+            for start in starts:
+                rows = {n: first + run.row + n - run.start for run, first in known
+                        for n in range(max(run.start, start - width), min(run.stop, start))}  # fmt: skip
+                places.append([rows.get(token, -1) for token in range(start - width, start)])
         return RowsBefore(sent, arriving, places)
