@@ -127,6 +127,10 @@ class OtherHead(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, self.num_words, device=META)
 
+    @property
+    def model(self) -> nn.Module:
+        return self
+
     def parameters(self) -> list[nn.Parameter]:  # type: ignore[override]
         return [self.weight, self.bias]
 
