@@ -128,6 +128,10 @@ class OtherHead(nn.Linear):
         super().__init__(4, self.num_words, device=META)
         self.model = nn.Identity()  # without an output embedding
 
+    @property
+    def model(self) -> nn.Module:
+        return self
+
     def parameters(self) -> list[nn.Parameter]:  # type: ignore[override]
         return [self.weight, self.bias]
 
