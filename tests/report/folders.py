@@ -7,12 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bytescale.config import Config, DataConfig, LogConfig, ParallelConfig, TrainerConfig, config_to_toml
+from bytescale.config import Config, DataConfig, ParallelConfig, TrainerConfig, config_to_toml
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.plan import GroupSpec
-from bytescale.simulator.step_trace import StepTrace, TraceMetadata, save_step_trace
-from bytescale.simulator.trace import Span, Track
 from bytescale.train.run_folder import RunFolder
 
 
@@ -48,49 +46,19 @@ def plan_of_two_ranks() -> Plan:
     )
 
 
-def trace_of_two_ranks(step: int, *, slowness: float = 1.0) -> StepTrace:
-    """Rank 1 takes ``slowness`` times as long as rank 0 for what was predicted to be equal."""
-
-    def track(rank: int, factor: float) -> Track:
-        forward, backward = factor, 2 * factor
-        end = forward + backward
-        spans = [
-            Span(name="wait: data", category="data", start=-0.3, seconds=0.2),
-            Span(name="agree", category="agree", start=-0.1, seconds=0.1),
-            Span(name="forward, shared by 2", category="forward", start=0.0, seconds=forward, about={"tokens": 1500}),
-            Span(name="wait: ring", category="wait", start=0.1, seconds=0.25),
-            Span(name="backward, shared by 2", category="backward", start=forward, seconds=backward),
-            Span(name="reduction", category="reduction", start=end, seconds=0.5),
-            Span(name="wait: gradients, parameters", category="wait", start=end + 0.1, seconds=0.4),
-            Span(name="update", category="update", start=end + 0.5, seconds=0.1),
-        ]
-        return Track(rank=rank, name="stage 0", spans=spans, kind="measured")
-
-    def predicted(rank: int) -> Track:
-        forward = Span(name="forward, shared by 2", category="forward", start=0.0, seconds=0.5)
-        backward = Span(name="backward, shared by 2", category="backward", start=0.5, seconds=1.0)
-        return Track(rank=rank, name="stage 0", spans=[forward, backward], kind="predicted")
-
-    metadata = TraceMetadata(step=step, measured_seconds=3.9, predicted_seconds=1.5, prediction="flops", num_ranks=2)
-    return StepTrace(metadata=metadata, tracks=[track(0, 1.0), track(1, slowness), predicted(0), predicted(1)])
-
-
 def write_run(
     path: Path,
     lines: list[dict[str, Any]],
     *,
     steps: int = 6,
     log: str = "",
-    traced: StepTrace | None = None,
     planner: str = "adaptive",
-    trace_steps: tuple[int, ...] = (),
 ) -> Path:
     """Make a run folder with these lines of metrics, and a plan for each."""
     config = Config(
         data=DataConfig(sources=("corpus",), batch_tokens=8192),
         parallel=ParallelConfig(ranks=2),
         trainer=TrainerConfig(steps=steps, run_dir=str(path)),
-        log=LogConfig(trace_steps=trace_steps),
     )
     config = replace(config, planner=replace(config.planner, name=planner))
     folder = RunFolder(path)
@@ -100,7 +68,4 @@ def write_run(
     folder.log.write_text(log, encoding="utf-8")
     for line in lines:
         save_plan(plan_of_two_ranks(), folder.plan(line["step"]))
-    if traced is not None:
-        folder.traces.mkdir()
-        save_step_trace(traced, folder.trace(traced.metadata.step))
     return path

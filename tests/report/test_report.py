@@ -1,10 +1,9 @@
-"""What a report says: figures, advice, traces, and a file that is whole and loads nothing."""
+"""What a report says: figures, advice, and a file that is whole and loads nothing."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ import pytest
 from bytescale.cli.main import main
 from bytescale.report import read_runs, report_page
 from bytescale.report.advice import advice_for
-from bytescale.report.charts import Series, line_chart, ranks_over_time
+from bytescale.report.charts import Series, line_chart
 from bytescale.report.parts import forecasts, step_parts
 from bytescale.report.runs import RunRecord, read_run
-from bytescale.simulator.step_trace import load_step_trace, save_step_trace, track_place
 from bytescale.train.reporting.metrics import EvaluationMetrics
 from bytescale.train.run_folder import RunFolder
-from tests.report.folders import metrics_line, trace_of_two_ranks, write_run
+from tests.report.folders import metrics_line, write_run
 
 
 def lines(count: int, **changes: Any) -> list[dict]:
@@ -76,34 +74,6 @@ def test_parts_of_a_step_add_up_to_it() -> None:
     assert late["other"] == 0.0
 
 
-def test_a_trace_survives_its_file(tmp_path: Path) -> None:
-    trace = trace_of_two_ranks(3, slowness=1.5)
-    save_step_trace(trace, tmp_path / "trace.json")
-    loaded = load_step_trace(tmp_path / "trace.json")
-    assert loaded.metadata == trace.metadata
-    for mine, theirs in zip(sorted(trace.tracks, key=track_place), loaded.tracks, strict=True):
-        assert (theirs.rank, theirs.name, theirs.kind) == (mine.rank, mine.name, mine.kind)
-        for span, other in zip(mine.spans, theirs.spans, strict=True):
-            assert (other.name, other.category, other.about) == (span.name, span.category, span.about)
-            assert (other.start, other.seconds) == pytest.approx((span.start, span.seconds), abs=1e-9)
-
-
-def test_ranks_over_time_shows_measured_and_predicted_tracks() -> None:
-    html = ranks_over_time(trace_of_two_ranks(3))
-    assert html.count('class="track measured"') == html.count('class="track predicted"') == 2
-    assert "forward, shared by 2: 1 s, 1500 tokens" in html
-    assert html.count("wait: ring: 250 ms") == 2
-    assert "wait: gradients" not in html  # it is the reduction's
-
-
-def test_tracks_are_sorted_by_the_number_of_their_stage(tmp_path: Path) -> None:
-    trace = trace_of_two_ranks(3)
-    tracks = [replace(trace.tracks[0], name=f"stage {stage}") for stage in (10, 2, 0)]
-    save_step_trace(replace(trace, tracks=tracks), tmp_path / "trace.json")
-    names = [track.name for track in load_step_trace(tmp_path / "trace.json").tracks]
-    assert names == ["stage 0", "stage 2", "stage 10"]
-
-
 def test_predictions_come_from_metrics(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "told", [metrics_line(1), *lines(3, predicted_seconds=1.5)[1:]]), "told")
     assert [(one.step, one.predicted, one.measured) for one in forecasts(run)] == [(2, 1.5, 2.0), (3, 1.5, 2.0)]
@@ -143,7 +113,6 @@ def test_advice_on_slow_steps_and_slow_ranks(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "steps", some, steps=10), "run")
     (advice,) = advice_for(run)
     assert "1 of 8 steps took more than 1.5 times the median time a token (7)" in advice.figure
-    assert "--log.trace-steps 7" in advice.remedy
     slow = write_run(tmp_path / "slow", lines(10, **QUIET), steps=10)
     told = [json.dumps({"step": step, "speeds": [1.0, 0.45]}) + "\n" for step in (9, 10)]
     RunFolder(slow).calibration.write_text("".join(told) + '{"step": 11, "cost', encoding="utf-8")
@@ -161,19 +130,16 @@ def test_advice_follows_the_settings(tmp_path: Path) -> None:
 def test_the_page_has_the_figures_and_loads_nothing(tmp_path: Path) -> None:
     log = "memory  56 MiB of 5.41 GiB at the peak <of> a full micro-batch\n"
     some = lines(4, predicted_seconds=1.5)
-    path = write_run(tmp_path / "a <run> & more", some, traced=trace_of_two_ranks(3), log=log)
+    path = write_run(tmp_path / "a <run> & more", some, log=log)
     page = page_of(*read_runs([path]))
     assert page.links == [f"#{name}" for name in page.ids if name != "overview"]
-    assert {"help", "loss", "throughput", "time", "ranks", "batches", "memory", "calibration", "settings"} <= {
-        *page.ids
-    }
+    assert {"help", "loss", "throughput", "time", "batches", "memory", "calibration", "settings"} <= {*page.ids}
     for words in (
         "a <run> & more",
         "was killed after step 4 of 6",
         "4 of 6",
         "7.7500",  # the mean of the four losses
         "768 MiB",
-        "Step 3: 3.9 s, predicted 1.5 s",
         "56 MiB of 5.41 GiB at the peak <of> a full micro-batch",
         "the longest has 2.93K tokens",
         "compute 1.5 s, 75%",

@@ -10,7 +10,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.report import read_runs
 from bytescale.report.runs import read_run
 from bytescale.train.run_folder import RunFolder
-from tests.report.folders import metrics_line, trace_of_two_ranks, write_run
+from tests.report.folders import metrics_line, write_run
 
 
 def lines(count: int) -> list[dict]:
@@ -66,22 +66,19 @@ def test_evaluations_are_read_and_their_cut_off_line_is_named(tmp_path: Path) ->
     assert run.notes == ["The last line of evaluations.jsonl is cut off, as when a run is killed; it is left out."]
 
 
-def test_a_damaged_line_a_damaged_plan_and_a_damaged_trace_are_named(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run", lines(3), traced=trace_of_two_ranks(2))
+def test_a_damaged_line_and_a_damaged_plan_are_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", lines(3))
     folder = RunFolder(path)
     content = folder.metrics.read_text().splitlines()
     folder.metrics.write_text("\n".join([content[0], '{"step": 2, "loss": 1.0}', content[2], ""]))
     folder.plan(1).write_bytes(b"no plan")
-    folder.trace(2).write_text('{"traceEvents": []}')
     run = read_run(path, "run")
     assert run.step_numbers == [1, 3]
-    assert run.traces == []
     assert run.batches is not None
     assert run.batches.num_plans == 1
-    assert len(run.notes) == 3
+    assert len(run.notes) == 2
     assert "Line 2 of metrics.jsonl is damaged" in run.notes[0]
-    assert "step-000002.json is not the trace of a step" in run.notes[1]
-    assert "step-000001.npz is not a plan" in run.notes[2]
+    assert "step-000001.npz is not a plan" in run.notes[1]
 
 
 def test_folders_that_are_no_runs_are_named_together(tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bytescale.common.errors import ConfigError
 from bytescale.config import validate
 from bytescale.plan.io import load_plan
-from bytescale.simulator.step_trace import StepTrace, load_step_trace
-from bytescale.simulator.trace import Track
+from bytescale.simulator.step_trace import StepTrace, TraceMetadata
+from bytescale.simulator.trace import MICRO, Span, Track
 from bytescale.train.run_folder import RunFolder
 from tests.train.runs import losses, metrics, on_ranks, run, small_run, with_trainer, write_corpus
 
@@ -19,6 +22,39 @@ from tests.train.runs import losses, metrics, on_ranks, run, small_run, with_tra
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def load_step_trace(path: Path) -> StepTrace:
+    """What ``save_step_trace`` wrote."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    about = dict(content["otherData"])
+    shift = float(about.pop("shift_seconds"))
+    return StepTrace(metadata=TraceMetadata(**about), tracks=_tracks(content["traceEvents"], shift))
+
+
+def _tracks(entries: list[dict[str, Any]], shift: float) -> list[Track]:
+    def place(entry: dict[str, Any]) -> tuple[int, int]:
+        return entry["pid"], entry.get("tid", -1)
+
+    tracks = []
+    for (rank, thread), found in groupby(sorted(entries, key=place), key=place):
+        if thread < 0:
+            continue  # the name of the process
+        own = list(found)
+        (about,) = (entry["args"] for entry in own if entry["ph"] == "M")
+        spans = [
+            Span(
+                name=entry["name"],
+                category=entry["cat"],
+                start=entry["ts"] / MICRO - shift,
+                seconds=entry["dur"] / MICRO,
+                about=entry["args"],
+            )
+            for entry in own
+            if entry["ph"] == "X"
+        ]
+        tracks.append(Track(rank=rank, name=about["track"], spans=spans, kind=about["kind"]))
+    return tracks
 
 
 def check_nesting(track: Track) -> None:

@@ -17,8 +17,8 @@ from bytescale.common.units import format_bytes
 class ReportOptions:
     """Report runs: bytescale report RUN [RUN ...] --out FILE.html. The file needs no network.
 
-    It shows loss, throughput and where the time went, what each rank did in traced steps, lengths and degrees, memory,
-    predictions, and what would help. Runs that still go on or were killed are reported as far as they came.
+    It shows loss, throughput and where the time went, lengths and degrees, memory, predictions, and what would help.
+    Runs that still go on or were killed are reported as far as they came.
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]

@@ -318,7 +318,7 @@ class LogConfig:
     """Write every step's plan to the run folder (some KB a step)."""
     trace_steps: tuple[int, ...] = ()
     """Steps of which a trace is written to the run folder's traces/: what every rank did and when, beside what was
-    predicted. Open it in https://ui.perfetto.dev, or see `bytescale report`."""
+    predicted. Open it in https://ui.perfetto.dev."""
     peak_tflops: float | None = None
     """Peak TFLOP/s of one rank's device, for MFU. Unset: the data sheet's on a listed GPU in bf16; elsewhere the run
     shows the FLOP/s that it reaches instead of MFU."""

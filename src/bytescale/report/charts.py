@@ -10,15 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from bytescale.common.arrays import FloatArray
-from bytescale.common.units import KIBI, format_bytes, format_count, format_seconds
-from bytescale.report.parts import waits_of
-from bytescale.simulator.step_trace import StepTrace, track_place
-from bytescale.simulator.trace import Span, spread_evenly
+from bytescale.common.units import KIBI, format_bytes, format_count
 
 WIDTH, HEIGHT = 1000.0, 100.0  # of every drawing, in its own units
 MAX_POINTS = 400  # most points of a line and columns of a chart; neighbours are averaged
-MAX_RANKS = 16  # most ranks drawn over time
-_THIN = 0.5  # waits that are closer than this many units are drawn as one
 Label = Callable[[float], str]
 
 
@@ -84,48 +79,6 @@ def legend(items: Sequence[tuple[str, str]]) -> str:
     """What the colours mean: (css class, name)."""
     entries = "".join(f'<li><i class="{css}"></i>{escape(name)}</li>' for css, name in items)
     return f'<ul class="legend">{entries}</ul>'
-
-
-def ranks_over_time(trace: StepTrace, *, until: float | None = None) -> str:
-    """What each rank did in a step, measured above and predicted below, on one time axis.
-
-    ``until``: seconds at which the axis ends; None: with the last span.
-    """
-    ranks = sorted({track.rank for track in trace.tracks})
-    shown = {ranks[place] for place in spread_evenly(len(ranks), MAX_RANKS)}
-    tracks = sorted((track for track in trace.tracks if track.rank in shown), key=track_place)
-    spans = [span for track in tracks for span in track.spans]
-    axis = _Axis(min(span.start for span in spans), max(span.end for span in spans) if until is None else until)
-    many_tracks = len(tracks) > 2 * len(shown)
-    rows = []
-    for track in tracks:
-        name = f"rank {track.rank}" + (f", {track.name}" if many_tracks else "")
-        text = name if track.kind == "measured" else track.kind
-        rows.append(
-            f'<div class="track {track.kind}"><span>{escape(text)}</span>'
-            f'<svg viewBox="0 0 {WIDTH:.0f} 10" preserveAspectRatio="none" role="img" '
-            f'aria-label="{escape(name)}, {track.kind}">{_span_rects(track.spans, axis)}</svg></div>'
-        )
-    ticks = _ticks(axis.ticks(format_seconds), "left")
-    num_ranks = trace.metadata.num_ranks
-    left_out = f'<p class="note">{len(shown)} of {num_ranks} ranks are shown.</p>' if len(shown) < num_ranks else ""
-    rows.append(f'<div class="track axis"><span></span><div>{ticks}</div></div>')
-    return f'<div class="tracks">{"".join(rows)}</div>{left_out}'
-
-
-def _span_rects(spans: Sequence[Span], axis: _Axis) -> str:
-    """Rectangles of a track: first what the rank does, then the waits inside of forward and backward."""
-    drawn: list[tuple[float, float, str, str]] = []
-    tasks = [span for span in spans if span.category != "wait"]
-    for span in (*tasks, *sorted(waits_of(spans), key=lambda span: span.start)):
-        x, end = axis.place(span.start) * WIDTH, axis.place(span.end) * WIDTH
-        css, tokens = f"k-{span.category}", f", {span.about['tokens']} tokens" if "tokens" in span.about else ""
-        text = f"{span.name}: {format_seconds(span.seconds)}{tokens}"
-        if span.category == "wait" and drawn and drawn[-1][2] == css and x - drawn[-1][1] < _THIN:
-            first = drawn.pop()
-            x, end, text = first[0], max(first[1], end), "several waits"
-        drawn.append((x, end, css, text))
-    return "".join(_rect(x, 0, max(end - x, 0.3), 10, css, text) for x, end, css, text in drawn)
 
 
 class _Axis(NamedTuple):

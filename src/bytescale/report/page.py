@@ -20,14 +20,12 @@ from bytescale.report.sections import (
     settings_section,
     throughput_section,
     time_section,
-    traces_section,
 )
 
 SECTIONS = (
     ("loss", "Loss", loss_section),
     ("throughput", "Throughput", throughput_section),
     ("time", "Where the time goes", time_section),
-    ("ranks", "Ranks over time", traces_section),
     ("batches", "Lengths and degrees", batches_section),
     ("memory", "Memory", memory_section),
     ("calibration", "Predicted and measured", calibration_section),

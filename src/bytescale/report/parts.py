@@ -1,4 +1,4 @@
-"""Where the time of steps went, and what was predicted: computed from metrics.jsonl and from traced steps."""
+"""Where the time of steps went, and what was predicted: computed from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 from bytescale.report.runs import RunRecord
-from bytescale.simulator.trace import Span
 
 PARTS = ("compute", "waiting", "sync", "data", "other")
 """Compute: forward and backward. Waiting: for other ranks, inside these. Sync: from the last backward until gradients
@@ -64,15 +63,3 @@ def forecasts(run: RunRecord) -> list[Forecast]:
     """Of all steps whose metrics have a prediction."""
     columns = zip(run.step_numbers, run.column("predicted_seconds"), run.column("step_seconds"), strict=True)
     return [Forecast(step, predicted, measured) for step, predicted, measured in columns if predicted and measured]
-
-
-def waits_of(spans: Sequence[Span]) -> list[Span]:
-    """The waits for other ranks in and between forwards and backwards. Those of the step's beginning and end, such as
-    the reduction's, belong to spans of their own."""
-    outer = [span for span in spans if span.category in ("agree", "reduction", "report", "update")]
-    return [
-        span
-        for span in spans
-        if span.category == "wait"
-        and not any(other.start <= span.start + span.seconds / 2 <= other.end for other in outer)
-    ]

@@ -15,7 +15,6 @@ from bytescale.common.errors import BytescaleError, ConfigError
 from bytescale.common.parsing import parse_json, parse_toml
 from bytescale.config import Config
 from bytescale.plan.io import load_plan
-from bytescale.simulator.step_trace import StepTrace, load_step_trace
 from bytescale.simulator.trace import spread_evenly
 from bytescale.train.run_folder import RunFolder, is_locked
 
@@ -54,7 +53,6 @@ class RunRecord:
     log: list[str]
     evaluations: list[dict[str, Any]]
     calibration: list[dict[str, Any]]
-    traces: list[StepTrace]
     batches: Batches | None
 
     def column(self, name: str) -> list[float | None]:
@@ -104,7 +102,6 @@ def read_run(path: Path, name: str) -> RunRecord:
         log=log,
         evaluations=_lines(folder.evaluations, ("loss",), notes),
         calibration=[line for line in _lines(folder.calibration, (), notes) if isinstance(line.get("speeds"), list)],
-        traces=_traces(folder, notes),
         batches=_batches(folder, [int(line["step"]) for line in steps], notes),
     )
 
@@ -170,16 +167,6 @@ def _last_words(log: list[str]) -> str:
         if _ROW.match(line) or line.startswith("resuming after"):
             return ""
     return ""
-
-
-def _traces(folder: RunFolder, notes: list[str]) -> list[StepTrace]:
-    traces = []
-    for path in sorted(folder.traces.glob("step-*.json")):
-        try:
-            traces.append(load_step_trace(path))
-        except ConfigError as error:
-            notes.append(str(error))
-    return traces
 
 
 def _batches(folder: RunFolder, steps: list[int], notes: list[str]) -> Batches | None:

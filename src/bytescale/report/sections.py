@@ -8,7 +8,7 @@ from statistics import mean, median
 import numpy as np
 
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.report.charts import Series, grouped_columns, legend, line_chart, ranks_over_time, stacked_columns
+from bytescale.report.charts import Series, grouped_columns, legend, line_chart, stacked_columns
 from bytescale.report.html import details, note, per_run, table
 from bytescale.report.parts import PARTS, forecasts, mean_parts, step_parts, typical, warm
 from bytescale.report.runs import Batches, RunRecord
@@ -21,15 +21,6 @@ PART_NAMES = {
     "data": "waiting for data",
     "other": "update and the rest",
 }
-TRACE_KEYS = (
-    ("k-forward", "forward"),
-    ("k-backward", "backward"),
-    ("k-wait", "waiting for other ranks"),
-    ("k-reduction", "reducing gradients"),
-    ("k-update", "update"),
-    ("k-report", "agreement, sums"),
-    ("k-data", "waiting for data"),
-)
 
 
 def overview_section(runs: Sequence[RunRecord]) -> str:
@@ -86,27 +77,6 @@ def time_section(runs: Sequence[RunRecord]) -> str:
         "Reducing begins after the last backward of a rank and includes the wait for ranks that compute longer."
     )
     return per_run(blocks) + text if blocks else ""
-
-
-def traces_section(runs: Sequence[RunRecord]) -> str:
-    traces = [trace for run in runs for trace in run.traces]
-    if not traces:
-        last = max((int(run.settings["trainer.steps"]) for run in runs), default=1)
-        return note(
-            f"No step was traced. With `bytescale train ... --log.trace-steps {min(5, last)}`, this shows what every "
-            "rank did in that step, beside what was predicted. If it was asked for, log.txt says why there is none."
-        )
-    ends = [span.end for trace in traces for track in trace.tracks for span in track.spans]
-    until = max(ends) if len(runs) > 1 else None  # runs are compared on equal axes
-    blocks = []
-    for run in runs:
-        drawn = [
-            f"<h4>Step {trace.metadata.step}: {format_seconds(trace.metadata.measured_seconds)}, predicted "
-            f"{format_seconds(trace.metadata.predicted_seconds)}</h4>{ranks_over_time(trace, until=until)}"
-            for trace in run.traces
-        ]
-        blocks.append((run.name, "".join(drawn)))
-    return legend(TRACE_KEYS) + per_run(blocks)
 
 
 def batches_section(runs: Sequence[RunRecord]) -> str:

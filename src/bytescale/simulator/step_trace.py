@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from bytescale.common.atomic import whole_file
-from bytescale.common.errors import ConfigError
-from bytescale.common.parsing import parse_json
-from bytescale.simulator.trace import MICRO, Span, Track, entries_of
+from bytescale.simulator.trace import Track, entries_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,50 +50,7 @@ def save_step_trace(trace: StepTrace, path: Path) -> None:
         temporary.write_text(json.dumps(content), encoding="utf-8")
 
 
-def load_step_trace(path: Path) -> StepTrace:
-    """Read what ``save_step_trace`` wrote. Raises ``ConfigError`` when the file is something else."""
-    try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-        about = dict(content["otherData"])
-        shift = float(about.pop("shift_seconds"))
-        tracks = _tracks(content["traceEvents"], shift)
-        metadata = TraceMetadata(**about)
-        if not any(track.spans for track in tracks):
-            raise ValueError("it holds nothing that was measured")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} is not the trace of a step ({type(error).__name__}: {error})",
-            fix="name a file from a run folder's traces/, or take the trace again",
-        ) from error
-    return StepTrace(metadata=metadata, tracks=tracks)
-
-
 def track_place(track: Track) -> tuple[int, int, str, str]:
     """Sorts tracks by rank, by stage as a number, what was measured first, and by what follows in the name."""
     stage, _, rest = track.name.partition(", ")
     return track.rank, int(stage.removeprefix("stage ")), track.kind, rest
-
-
-def _tracks(entries: list[dict[str, Any]], shift: float) -> list[Track]:
-    def place(entry: dict[str, Any]) -> tuple[int, int]:
-        return entry["pid"], entry.get("tid", -1)
-
-    tracks = []
-    for (rank, thread), found in groupby(sorted(entries, key=place), key=place):
-        if thread < 0:
-            continue  # the name of the process
-        own = list(found)
-        (about,) = (entry["args"] for entry in own if entry["ph"] == "M")
-        spans = [
-            Span(
-                name=entry["name"],
-                category=entry["cat"],
-                start=entry["ts"] / MICRO - shift,
-                seconds=entry["dur"] / MICRO,
-                about=entry["args"],
-            )
-            for entry in own
-            if entry["ph"] == "X"
-        ]
-        tracks.append(Track(rank=rank, name=about["track"], spans=spans, kind=about["kind"]))
-    return tracks
