@@ -61,12 +61,12 @@ NAMES = ("old_logprobs", "advantage", "weights")
 Batch = list[dict[str, Any]]
 
 
-def make_model() -> Any:
+def make_model(key_heads: int = KEY_HEADS) -> Any:
     """The same on every rank."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, max_position_embeddings=LONGEST,
+        num_attention_heads=HEADS, num_key_value_heads=key_heads, max_position_embeddings=LONGEST,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).train()
 
@@ -177,16 +177,16 @@ class Exchange(torch.autograd.Function):
 class Fsdp:
     """verl's scheme on FSDP2: dynamic batches within a token budget, and Ulysses of one degree for all."""
 
-    def __init__(self, arguments: argparse.Namespace, *, tuned: bool) -> None:
+    def __init__(self, model: Any, capacity: int, *, tuned: bool) -> None:
         world = dist.get_world_size()
-        self.degree = -(-LONGEST // CAPACITY)
+        self.capacity, self.degree = capacity, -(-LONGEST // capacity)
         self.tuned, self.replicas = tuned, world // self.degree
         mesh = init_device_mesh("cpu", (self.replicas, self.degree), mesh_dim_names=("dp", "sp"))
         self.group: Any = mesh["sp"].get_group()
         self.replica, self.place = mesh.get_local_rank("dp"), mesh.get_local_rank("sp")
         name = f"ulysses {tuned}"
         ALL_ATTENTION_FUNCTIONS.register(name, self._attention)
-        self.model: Any = make_model()
+        self.model = model
         self.model.config._attn_implementation = name
         for layer in self.model.model.layers:
             fully_shard(layer, reshard_after_forward=not tuned)
@@ -210,7 +210,7 @@ class Fsdp:
     def micro_batches(self, batch: Batch) -> list[Batch]:
         """This replica's, as verl makes them: replicas balanced by work, then micro-batches, equally many."""
         replicas = balanced(batch, self.replicas)
-        budget, count = CAPACITY * self.degree, 1
+        budget, count = self.capacity * self.degree, 1
         while any(
             sum(len(rollout["tokens"]) for rollout in part) > budget
             for replica in replicas
@@ -236,6 +236,11 @@ class Fsdp:
 
     def _loss(self, own: Batch) -> Tensor:
         """Of this rank's rows of a pack."""
+        logprobs, rows = self._logprobs(own)
+        return loss_sum(logprobs, *(rows([rollout[name] for rollout in own]) for name in NAMES))
+
+    def _logprobs(self, own: Batch) -> tuple[Tensor, Callable[[list[Tensor]], Tensor]]:
+        """Of this rank's rows of a pack, and what takes these rows from a column."""
         lengths = [len(rollout["tokens"]) for rollout in own]
         padding = -sum(lengths) % self.degree
         self.lengths = [*lengths, padding] if padding else lengths
@@ -247,9 +252,7 @@ class Fsdp:
         positions = rows([torch.arange(length) for length in lengths])
         labels = rows([F.pad(rollout["tokens"][1:], (0, 1)) for rollout in own])
         logits = self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
-        logprobs = -F.cross_entropy(logits, labels, reduction="none")
-        names = ("old_logprobs", "advantage", "weights")
-        return loss_sum(logprobs, *(rows([rollout[name] for rollout in own]) for name in names))
+        return -F.cross_entropy(logits, labels, reduction="none"), rows
 
 
 def balanced(batch: Batch, count: int) -> list[Batch]:
@@ -271,8 +274,8 @@ def worker(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     makers: dict[str, Callable[[], Any]] = {
         **{name: partial(Ours, arguments, name) for name in ("loop", "engine", "two passes")},
-        "FSDP": lambda: Fsdp(arguments, tuned=False),
-        "FSDP, tuned": lambda: Fsdp(arguments, tuned=True),
+        "FSDP": lambda: Fsdp(make_model(), CAPACITY, tuned=False),
+        "FSDP, tuned": lambda: Fsdp(make_model(), CAPACITY, tuned=True),
     }
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SIDES}
     sides = {name: makers[name]() for name in SIDES}
