@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import bytescale
 from bytescale.attention import select_kernel
 from bytescale.common.errors import ConfigError, PlanError
+from bytescale.hf.costs.live_bytes import LiveBytes
 from bytescale.hf.costs.measure import measure_rows, measured_memory
 from bytescale.plan import Plan
 from tests.helpers.effort import one_of
@@ -134,6 +136,39 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
     model = deep_model()
     with pytest.raises(PlanError, match=r"no host memory for activations.*HDP\(host_gib="):
         printed_loop(bytescale.HDP(model, capacity_tokens=200), model, documents(LENGTHS), plan=moving)
+
+
+def test_a_capacity_is_found_and_kept_to() -> None:
+    """``auto`` fits into the memory that is given, its estimate is what training needs, and larger ones are refused."""
+    shape = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 512}
+    model = small_model("llama", dtype=torch.float32, **shape)
+    hdp = bytescale.HDP(model, capacity_tokens="auto", device_gib=0.05)
+    tokens = hdp.capacity_tokens
+    assert hdp.room.memory is not None
+    assert hdp.room.limits is not None
+    estimate = float(hdp.room.limits.device_peak(tokens, 0, 0))
+    assert estimate < 0.05 * 2**30 < float(hdp.room.limits.device_peak(tokens + 1, 0, tokens + 1))
+    hdp.adamw(lr=1e-3)
+    with LiveBytes() as live:
+        for micro in hdp.plan(documents([tokens])):
+            micro.loss_sum(model).backward()
+    states = hdp.room.memory.states
+    assert states.parameter_bytes + states.gradient_bytes + states.optimizer_bytes + live.peak == pytest.approx(
+        estimate, rel=0.1
+    )
+    with pytest.raises(PlanError, match=r"needs .* on the device of rank 0"):  # grids are checked in the same way
+        hdp.plan(documents([2 * tokens]), capacity_tokens=2 * tokens)
+    with torch.no_grad():
+        hdp.plan(documents([2 * tokens]), capacity_tokens=2 * tokens)
+    small = partial(bytescale.HDP, small_model("llama", dtype=torch.float32, **shape))
+    with pytest.raises(ConfigError, match=rf"capacity_tokens = {2 * tokens} needs .* to {tokens} or less"):
+        small(capacity_tokens=2 * tokens, device_gib=0.05)
+    with pytest.raises(ConfigError, match="Not one token would fit"):
+        small(capacity_tokens="auto", device_gib=0.001)
+    with pytest.raises(ConfigError, match=r'give a number of tokens, or "auto"'):
+        small(capacity_tokens="full")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r'capacity_tokens = "auto" with forward_only = True'):
+        small(capacity_tokens="auto", forward_only=True)
 
 
 def test_gradients_that_do_not_exist_yet_do_not_hide_the_peak_of_layers() -> None:

@@ -211,9 +211,9 @@ class Costs:
             return ASSUMED_GIB * GIBI
         import torch
 
-        from bytescale.train.parts.budget import usable_device_bytes
+        from bytescale.runtime.usable import usable_device_bytes
 
-        return usable_device_bytes(config, torch.device(kind), config.parallel.ranks)
+        return usable_device_bytes(torch.device(kind), config.parallel.ranks, None)
 
     @cached_property
     def memory(self) -> DeviceMemory:

@@ -24,6 +24,7 @@ import trl
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.loop.hdp import HDP
+from bytescale.hf.loop.room import Capacity
 from bytescale.hf.loop.updates import HDPOptimizer
 from bytescale.integrations.whole_batch import (
     ENTROPY,
@@ -86,7 +87,7 @@ class HDPTrainerMixin:
     accelerator: Any
     args: Any
 
-    def __init__(self, model: Any, *, args: Any, capacity_tokens: int, **options: Any) -> None:
+    def __init__(self, model: Any, *, args: Any, capacity_tokens: Capacity, **options: Any) -> None:
         """``capacity_tokens``: as ``HDP`` takes it. All else as TRL's trainer takes it.
 
         Raises ``ConfigError`` for an option of TRL that plans do not have.

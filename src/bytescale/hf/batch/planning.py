@@ -8,6 +8,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.config import PlannerConfig, PlannerName
 from bytescale.cost import Cluster, CostModel
 from bytescale.cost.offload_rule import OffloadRule
+from bytescale.plan.limits import MemoryLimits
 from bytescale.planner.verified import VerifiedPlanner
 
 
@@ -20,6 +21,7 @@ def make_planner(
     equal_counts: bool = False,
     domain: int = 1,
     offload: OffloadRule | None = None,
+    limits: MemoryLimits | None = None,
 ) -> VerifiedPlanner:
     """A function from the lengths of a global batch's documents to a plan, which can be pickled.
 
@@ -32,6 +34,7 @@ def make_planner(
             communicate in every pass (FSDP): all ranks are one lockstep domain (``plan.Plan``).
         domain: otherwise, consecutive ranks that run in lockstep.
         offload: what a micro-batch may offload, so that it holds more than ``capacity_tokens``; None: nothing.
+        limits: memory that plans are checked against; None: they are not.
 
     Raises ``ConfigError`` for a planner that does not exist, or numbers that are not positive.
     """
@@ -42,5 +45,6 @@ def make_planner(
         PlannerConfig(name=planner),
         Cluster.uniform(num_ranks, capacity_tokens, offload=offload),
         CostModel.from_work() if cost is None else cost,
+        limits,
         domain=num_ranks if equal_counts else domain,
     )

@@ -36,9 +36,10 @@ from bytescale.hf.batch.documents import Batch, RankBatch
 from bytescale.hf.batch.planning import make_planner
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values, backward_of
-from bytescale.hf.loop.micro_batch import Engine, Micro, require_use_of_host_memory
+from bytescale.hf.loop.micro_batch import Engine, Micro
 from bytescale.hf.loop.planned_batch import LoadedBatches, PlannedBatch, loaded_batches
 from bytescale.hf.loop.prefill import Prefill, Ready, prefill
+from bytescale.hf.loop.room import Capacity, Room, require_use_of_memory
 from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.decoder import AttachedDecoder, second_model
 from bytescale.hf.model.head import require_words
@@ -54,15 +55,19 @@ class HDP(Updates):
 
     Attributes:
         planner: from the lengths of documents to a plan. It can be pickled and called anywhere.
+        room: the capacity, and what else memory allows; ``room.memory`` estimates it where it was measured.
         cost: what the planner believes about the model.
     """
+
+    _looped: PlannedBatch | None = None
 
     def __init__(
         self,
         model: nn.Module,
         group: dist.ProcessGroup | None = None,
         *,
-        capacity_tokens: int,
+        capacity_tokens: Capacity,
+        device_gib: float | None = None,
         planner: PlannerName = "adaptive",
         equal_counts: bool = False,
         shard: Shard = "optimizer",
@@ -80,7 +85,10 @@ class HDP(Updates):
             model: a causal decoder of transformers, or a module around one (peft). It is put on our attention, which
                 holds inside of plans; outside of them its own goes on.
             group: the ranks; None: all ranks, or this one alone where torch.distributed has not been initialised.
-            capacity_tokens: tokens that one micro-batch of a rank may hold. A longer document is shared by several.
+            capacity_tokens: tokens that one micro-batch of a rank may hold (``auto``: as many as fit for training, see
+                ``hf.loop.room``). A longer document is shared by several.
+            device_gib: what a rank may use of its device, against which plans are checked; None: most of it with
+                ``auto``, and else they are not.
             planner: see ``make_planner``.
             equal_counts: whether every rank gets equally many micro-batches, as FSDP needs (see ``make_planner``).
                 Those that the plan does not have are one row that stands for no token.
@@ -93,7 +101,7 @@ class HDP(Updates):
             cost: what the planner is to believe of training; None: counted from the model.
             forward_only: whether plans are for passes without backward, as scoring and prefill have them.
             kernel: ``auto``, or ``math`` for the slow reference.
-            checkpointing: ``full`` or ``attention`` compute layers again in backward (``memory.checkpointing``).
+            checkpointing: ``full`` or ``attention`` compute layers again in backward.
             host_gib: host memory of a rank for activations. With it, a rank may hold more of a long document than
                 ``capacity_tokens``: as much more as offloading makes room for (``memory.offload``).
 
@@ -101,26 +109,31 @@ class HDP(Updates):
         is in the way; ``RankFailure`` if the ranks have different settings or models.
         """
         super().__init__(model, _rank_group(group, next(model.parameters()).device))
-        self.capacity_tokens = capacity_tokens
         self.sharing = _sharing(shard, domain, self.group, equal_counts=equal_counts)
         self.domain = self.group.size if equal_counts else self.sharing
-        self._looped: PlannedBatch | None = None
         self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
-        require_use_of_host_memory(host_gib, equal_counts=equal_counts, forward_only=forward_only)
+        unmeasured = {"equal_counts": equal_counts, "forward_only": forward_only}
+        require_use_of_memory(capacity_tokens, device_gib, host_gib, **unmeasured)
         decoder = AttachedDecoder(model, longest_document=longest_document)
         with ExitStack() as undo:
             undo.callback(decoder.undo)
             self.engine = Engine(decoder, self.group, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
             undo.callback(self.engine.activations.remove)
-            self._prepare(planner, cost, forward_only)
+            self._prepare(Room.of(self.engine, capacity_tokens, device_gib, self.sharing), planner, cost, forward_only)
             undo.pop_all()
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that one micro-batch of a rank may hold."""
+        return self.room.capacity_tokens
 
     @property
     def facts(self) -> ModelFacts:
         """Every layer's attention, as the probe has found it."""
         return self.engine.decoder.facts
 
-    def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
+    def _prepare(self, room: Room, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
+        self.room = room
         parameter = next(self.model.parameters())
         element = parameter.element_size()
         if cost is None:
@@ -133,7 +146,8 @@ class HDP(Updates):
             cost=self.cost,
             planner=planner,
             domain=self.domain,
-            offload=self.engine.offload_rule(),
+            offload=room.offload,
+            limits=room.limits,
         )
         self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint())
 
@@ -222,8 +236,10 @@ class HDP(Updates):
         key = (capacity_tokens, torch.is_grad_enabled())
         if key not in self._planners:
             cluster = Cluster.uniform(self.group.size, capacity_tokens, offload=self.planner.cluster.offload)
-            cost = self.cost if torch.is_grad_enabled() else self.forward_cost()
-            self._planners[key] = replace(self.planner, cluster=cluster, cost=cost)
+            planner = replace(self.planner, cluster=cluster)
+            if not torch.is_grad_enabled():
+                planner = replace(planner, cost=self.forward_cost(), limits=None)
+            self._planners[key] = planner
         return self._planners[key]
 
     def forward_cost(self) -> CostModel:

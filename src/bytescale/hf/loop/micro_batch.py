@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from bytescale.attention import Exchange, PackedAttention, RingBuffers, select_kernel
 from bytescale.attention.copies import to_device
 from bytescale.attention.rings.messages import Kind
-from bytescale.common.errors import ConfigError, DataError, PlanError
+from bytescale.common.errors import DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.cost.assumed import ASSUMED
-from bytescale.cost.memory import DeviceKind
-from bytescale.cost.offload_rule import OffloadRule
+from bytescale.common.units import GIBI
+from bytescale.cost.memory import DeviceKind, MeasuredMemory
 from bytescale.hf.batch.documents import POSITIONS
 from bytescale.hf.batch.prefixes import of_documents
 from bytescale.hf.costs.measure import check_widths, measure_rows, measured_memory
@@ -320,23 +319,6 @@ def _places(shared: SharedGroup) -> list[np.ndarray]:
     return places
 
 
-_GIB = 2**30
-
-
-def require_use_of_host_memory(host_gib: float, *, equal_counts: bool, forward_only: bool) -> None:
-    """Raise ``ConfigError`` if ``host_gib`` is above 0 for passes in which nothing can be offloaded."""
-    for name, given, why in (
-        ("forward_only", forward_only, "without a backward nothing is kept"),
-        ("equal_counts", equal_counts, "memory of weights that FSDP frees and fills again looks like activations"),
-    ):
-        if host_gib and given:
-            raise ConfigError(
-                f"host_gib = {host_gib} with {name} = True: {why}",
-                so="nothing could be offloaded",
-                fix=f"leave host_gib out, or {name}",
-            )
-
-
 class Engine:
     """Micro-batches of one attached model on one rank; ``others`` run the same ones without gradients."""
 
@@ -348,10 +330,10 @@ class Engine:
         self.decoder, self.group = decoder, group
         self._kernel = cache(lambda dtype: select_kernel(kernel, group.device, dtype))
         self.others: list[AttachedDecoder] = []
-        self.host_bytes = int(host_gib * _GIB)
-        self._pool = HostPool(self.host_bytes, pinned=group.device.type == "cuda") if host_gib else None
+        self.host_bytes = int(host_gib * GIBI)
+        self.pool = HostPool(self.host_bytes, pinned=group.device.type == "cuda") if host_gib else None
         layers = decoder.layers if host_gib or checkpointing != "none" else []
-        self.activations = Activations(layers, checkpointing=checkpointing, pool=self._pool, device=group.device)
+        self.activations = Activations(layers, checkpointing=checkpointing, pool=self.pool, device=group.device)
 
     def micro(self, plan: MicroBatch, fields: dict[str, Tensor], buffers: RingBuffers) -> Micro:
         """The micro-batch of a plan with its rows ``fields``."""
@@ -374,13 +356,11 @@ class Engine:
         own, *others = map(pass_of, (self.decoder, *self.others))
         return Micro(plan, fields, own, self.group, others)
 
-    def offload_rule(self) -> OffloadRule | None:
-        """Equation 3 for the planner, from what the layers were seen to keep; None: there is no host memory for them.
+    def measured_memory(self) -> MeasuredMemory:
+        """What a micro-batch needs, from what the layers were seen to keep. Gradients stay.
 
-        Every rank calls it, and gets the same. Gradients stay. Raises ``ConfigError`` where offloading frees nothing.
+        Every rank calls it, and gets the same.
         """
-        if self._pool is None:
-            return None
         parameters = list(self.decoder.parameters())
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:  # gradients that backward would make would hide the peak of its layers
@@ -389,9 +369,8 @@ class Engine:
             rows = measure_rows(self.decoder, self._kernel(parameters[0].dtype), self.activations, self.group.device)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        self._pool.token_bytes = rows.moved_per_token
-        kind: DeviceKind = "cuda" if self.group.device.type == "cuda" else "cpu"
+        if self.pool is not None:
+            self.pool.token_bytes = rows.moved_per_token
         rows = rows.of_all(lambda values: [-value for value in self.group.max_of([-value for value in values])])
-        memory = measured_memory(self.decoder, rows, kind=kind, num_ranks=self.group.size)
-        times = ASSUMED[kind].profile(self.decoder.spec, bytes_per_element=parameters[0].element_size())
-        return memory.offload_rule(times, -self.group.max_of([-float(self.host_bytes)])[0])
+        kind: DeviceKind = "cuda" if self.group.device.type == "cuda" else "cpu"
+        return measured_memory(self.decoder, rows, kind=kind, num_ranks=self.group.size)

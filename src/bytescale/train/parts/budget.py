@@ -23,10 +23,10 @@ from bytescale.cost.memory import (
 )
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
+from bytescale.runtime.usable import usable_device_bytes
 from bytescale.train.parts.devices import Devices, RankDevice
 from bytescale.train.profiling.peak import device_name, known_peak
 
-USABLE_SHARE = 0.92  # of a device: the rest is for libraries' workspaces and fragments
 HOST_SHARE = 0.5  # of the machine's memory, for offloaded activations
 _PROCESS_BYTES = 340e6
 """What a rank has in memory before its first tensor: Python, PyTorch and their libraries (measured, torch 2.13)."""
@@ -135,19 +135,10 @@ def rank_device(config: Config, device: torch.device, dtype: torch.dtype, num_ra
     """What this rank may use, of ``num_ranks`` in the whole mesh."""
     return RankDevice(
         name=device_name(device, dtype),
-        device_bytes=usable_device_bytes(config, device, num_ranks),
+        device_bytes=usable_device_bytes(device, num_ranks, config.memory.device_gib),
         host_bytes=usable_host_bytes(config, num_ranks),
         flops_per_second=known_peak(device, dtype, None),
     )
-
-
-def usable_device_bytes(config: Config, device: torch.device, num_ranks: int) -> float:
-    """What one rank may use of its device: as configured, or most of what there is."""
-    if config.memory.device_gib is not None:
-        return config.memory.device_gib * GIBI
-    if device.type == "cuda":
-        return USABLE_SHARE * torch.cuda.get_device_properties(device).total_memory
-    return USABLE_SHARE * machine_bytes() / ranks_here(num_ranks)
 
 
 def usable_host_bytes(config: Config, num_ranks: int) -> float:

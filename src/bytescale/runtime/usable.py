@@ -1,0 +1,20 @@
+"""How much of its device a rank may use."""
+
+from __future__ import annotations
+
+import torch
+
+from bytescale.common.environment import machine_bytes, ranks_here
+from bytescale.common.units import GIBI
+
+SHARE = 0.92
+"""Of a device: the rest is for libraries' workspaces and fragments."""
+
+
+def usable_device_bytes(device: torch.device, num_ranks: int, wanted_gib: float | None) -> float:
+    """What one of ``num_ranks`` ranks may use: as wanted, or most of what there is. Ranks share the CPU's memory."""
+    if wanted_gib is not None:
+        return wanted_gib * GIBI
+    if device.type == "cuda":
+        return SHARE * torch.cuda.get_device_properties(device).total_memory
+    return SHARE * machine_bytes() / ranks_here(num_ranks)
