@@ -14,10 +14,12 @@ The model is a Llama of 3.8M parameters in fp32. The sides take turns, step by s
                    gradients are reduced in each micro-batch and weights are gathered for each forward and backward
     FSDP2, tuned   weights stay gathered from forward to backward, gradients are kept whole and reduced once a step
 
-Seconds are those of the slowest rank, medians of rounds. Of the gathers of d = 4 three times are added up over a step:
-``alone``, what they take when no rank computes; ``waited``, for which ranks wait in them; and ``exposed``, the part of
-the waiting after the last rank of the domain has posted its gather. Before that a rank waits for slower ranks, whatever
-the gather takes. (All ranks read one clock, because they are on one machine.) Hidden is 1 - exposed / alone.
+Seconds are those of the slowest rank, medians of rounds. CPU seconds are those of all ranks together. Messages inside a
+node take a part of them: the cores that compute copy their bytes, too, where GPUs have engines of their own. Of the
+gathers of d = 4 three times are added up over a step: ``alone``, what they take when no rank computes; ``waited``, for
+which ranks wait in them; and ``exposed``, the part of the waiting after the last rank of the domain has posted its
+gather. Before that a rank waits for slower ranks, whatever the gather takes. (All ranks read one clock, because they
+are on one machine.) Hidden is 1 - exposed / alone.
 """
 
 from __future__ import annotations
@@ -205,21 +207,22 @@ def worker(arguments: argparse.Namespace) -> None:
         for name in names:
             gathers.seen.clear()
             dist.barrier()
-            started = time.perf_counter()
+            started, cpu = time.perf_counter(), time.process_time()
             loss, norm = sides[name].update(batch)
             worst = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
-            sums = torch.tensor([loss, 0.0, 0.0, 0.0], dtype=torch.float64)
+            cpu = time.process_time() - cpu
+            sums = torch.tensor([loss, 0.0, 0.0, 0.0, cpu], dtype=torch.float64)
             if name == "d = 4":
                 times = gathers.of_step(arguments.ranks_per_node)
                 alone = alone or gathers.alone()
-                sums[1:] = torch.tensor([[alone[unit], *rest] for unit, *rest in times], dtype=torch.float64).sum(0)
+                sums[1:4] = torch.tensor([[alone[unit], *rest] for unit, *rest in times], dtype=torch.float64).sum(0)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             dist.all_reduce(sums)
-            found[name].append([float(worst), float(sums[0]), norm])
+            found[name].append([float(worst), float(sums[0]), norm, float(sums[4])])
             if name in SIDES["ours"]:
                 found[name][-1].append(sides[name].step_seconds)
             if name == "d = 4":
-                found["gathers"].append((sums[1:] / arguments.ranks).tolist())
+                found["gathers"].append((sums[1:4] / arguments.ranks).tolist())
             if os.environ["RANK"] == "0":
                 Path(arguments.out).write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
@@ -248,9 +251,10 @@ def report(found: dict[str, list[list[float]]], arguments: argparse.Namespace) -
         ]
         print(
             f"{name:13} {statistics.median(seconds):6.2f} s ({seconds[0]:.2f} to {seconds[-1]:.2f})  "
-            f"{over[0]:5.2f} times d = 1, {over[1]:5.2f} times d = 4"
+            f"{over[0]:5.2f} times d = 1, {over[1]:5.2f} times d = 4, "
+            f"{statistics.median(row[3] for row in found[name][1:rounds]):5.1f} CPU s"
         )
-    steps = [statistics.median(row[3] for row in found[name][1:rounds]) for name in SIDES["ours"]]
+    steps = [statistics.median(row[4] for row in found[name][1:rounds]) for name in SIDES["ours"]]
     print(f"of these in hdp.step(), on the first rank: d = 1 {steps[0]:.2f} s, d = 4 {steps[1]:.2f} s")
     times = [statistics.mean(column) for column in zip(*found["gathers"][1:rounds], strict=True)]
     told = ", ".join(f"{name} {1e3 * value:.0f} ms" for name, value in zip(TIMES, times, strict=True))
