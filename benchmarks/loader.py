@@ -51,7 +51,7 @@ def write_corpus(prefix: Path, num_tokens: int, context_length: int) -> None:
     random = np.random.default_rng(0)
     lengths = sample_lengths("github", num_tokens, seed=0, max_length=context_length)
     gatherer = MetadataGatherer(np.dtype("<u2"))
-    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+    with IndexedWriter(prefix.with_suffix(".bin"), np.dtype("<u2")) as writer:
         for run in np.array_split(lengths, 32):
             tokens = random.integers(0, 50000, int(run.sum())).astype("<u2")
             writer.add_documents(tokens, run)

@@ -20,7 +20,7 @@ from bytescale.data.order.epoch import MIB
 from bytescale.data.order.index import CorpusIndex, PartFinder
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import WorkUnit
-from bytescale.data.tokens.indexed import IndexedWriter, metadata_path
+from bytescale.data.tokens.indexed import IndexedWriter
 from bytescale.data.tokens.metadata import MetadataGatherer
 from bytescale.data.tokens.open_parts import OpenParts
 from bytescale.data.tokens.samples import Samples
@@ -36,11 +36,12 @@ def write_pair(prefix: Path, documents: Sequence[Sequence[int]], tokenizer: Toke
     lengths = np.array([len(document) for document in documents], dtype=np.int64)
     gatherer = MetadataGatherer(dtype)
     gatherer.add(tokens, lengths)
-    with IndexedWriter(prefix, dtype) as writer:
+    path = prefix.with_name(f"{prefix.name}.bin")
+    with IndexedWriter(path, dtype) as writer:
         writer.add_documents(tokens, lengths)
         writer.commit(gatherer.finish(tokenizer).to_json())
     if tokenizer is None:
-        metadata_path(prefix).unlink()
+        path.with_suffix(".meta.json").unlink()
 
 
 def write_jsonl(path: Path, records: Sequence[Any]) -> Path:

@@ -108,7 +108,7 @@ def test_commands(tmp_path: Path, server: S3Server, capsys: pytest.CaptureFixtur
     server.failures_left = 4
     tokenize = TokenizeConfig(sources=("s3://bucket/corpus",), output=output, cache_dir=cache, num_workers=1)
     assert tokenize.run() == 0
-    assert IndexedDataset.open(Path(output)).index.num_documents == len(TEXTS)
+    assert IndexedDataset.open(Path(f"{output}.bin")).index.num_documents == len(TEXTS)
 
 
 @pytest.mark.parametrize("method", one_of(["HEAD", "GET"], "GET"))

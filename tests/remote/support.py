@@ -32,7 +32,7 @@ def write_numbered_corpus(prefix: Path, num_documents: int = 120, seed: int = 0,
     tokens = np.arange(first_token, first_token + lengths.sum(), dtype="<i4")
     gatherer = MetadataGatherer(tokens.dtype)
     gatherer.add(tokens, lengths)
-    with IndexedWriter(prefix, tokens.dtype) as writer:
+    with IndexedWriter(prefix.with_suffix(".bin"), tokens.dtype) as writer:
         writer.add_documents(tokens, lengths)
         writer.commit(gatherer.finish().to_json())
     return len(tokens)

@@ -30,7 +30,7 @@ from bytescale.data.loading.corpus import Corpus, choose_tokenizer, list_sources
 from bytescale.data.loading.record import check_record
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
 from bytescale.data.tokens.fields import WEIGHTS
-from bytescale.data.tokens.indexed import pair_paths, read_index
+from bytescale.data.tokens.indexed import read_index
 from bytescale.data.tokens.metadata import TokenMetadata
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.data.tokens.shards import ShardReader, write_as_pair
@@ -69,19 +69,19 @@ class TokenizeConfig(CorpusOptions):
     def run(self) -> int:
         """Return the exit code. Raises as ``write_as_pair``."""
         console, data = Console(soft_wrap=True), replace(self.data_config(), read_retries=self.read_retries)
-        prefix = Path(self.output).expanduser()
-        bin_path, idx_path = pair_paths(prefix)
+        output = Path(self.output.removesuffix(".idx").removesuffix(".bin") + ".bin").expanduser()
+        idx_path = output.with_suffix(".idx")
         files = list_sources(data)
-        if bin_path.absolute() in {file.path for file in files}:
+        if output.absolute() in {file.path for file in files}:
             raise ConfigError(
-                f"{bin_path} is both a source and the output", so="the source would be lost", fix="name another output"
+                f"{output} is both a source and the output", so="the source would be lost", fix="name another output"
             )
         if idx_path.exists() and not self.overwrite:
             raise ConfigError(
                 f"{idx_path} exists", so="it would be replaced", fix="name another output or pass --overwrite"
             )
         total_bytes = sum(file.num_bytes for file in files)
-        console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {bin_path}, {idx_path.name}")
+        console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {output}, {idx_path.name}")
         if self.dry_run:
             for kind in sorted({file.format for file in files}):
                 sizes = [file.num_bytes for file in files if file.format == kind]
@@ -94,11 +94,11 @@ class TokenizeConfig(CorpusOptions):
             tokenizing = time.perf_counter()
             runs = itertools.groupby(files, key=lambda file: file.format == "bin")  # the pair has the files' order
             shards = [shard for _, run in runs for shard in reader.plan(list(run))]
-            metadata = write_as_pair(reader, shards, prefix, self.num_workers, progress)
+            metadata = write_as_pair(reader, shards, output, self.num_workers, progress)
         ended = time.perf_counter()
         _print_metadata(console, metadata, seconds=ended - started, rate_seconds=ended - tokenizing)
         console.print(
-            f"Next: bytescale data stats {bin_path}, or train with data.sources = [{str(bin_path)!r}]", markup=False
+            f"Next: bytescale data stats {output}, or train with data.sources = [{str(output)!r}]", markup=False
         )
         return 0
 

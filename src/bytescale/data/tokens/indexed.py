@@ -14,6 +14,9 @@ sequence starts::
     8 D+8  number of the first sequence of each document, then S, int64
 
 A document may consist of several sequences. They follow each other in ``.bin``, so a document is one token range.
+
+A pair is named by the path of its ``.bin``. What belongs to it has another ending there: ``.idx``, ``.meta.json``
+(``data.tokens.metadata``), and ``.weights.bin`` for the pair of a field (``data.tokens.fields``).
 """
 
 from __future__ import annotations
@@ -32,7 +35,6 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import remove_stale_temporaries, temporary_path, write_atomically
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
-from bytescale.data.tokens.fields import field_prefix
 from bytescale.storage.place import Place
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -85,7 +87,7 @@ class Tokens(Protocol):
 class IndexedDataset:
     """A ``.bin/.idx`` pair, open for reading."""
 
-    prefix: Path
+    path: Path
     index: TokenIndex
     tokens: Tokens  # [num_tokens] memory-mapped, in the file's own integer type
     fields: Mapping[str, Tokens] = field(default_factory=dict)
@@ -93,20 +95,19 @@ class IndexedDataset:
 
     @staticmethod
     def open(path: Path, fields: Sequence[str] = OWN_FIELDS) -> IndexedDataset:
-        """Open the pair that ``path`` names (with or without its ending), and those of ``fields`` that lie beside it.
+        """Open the pair whose ``.bin`` is ``path``, and those of ``fields`` that lie beside it.
 
         Raises:
             DataError: one of the two files is missing or broken, or they do not belong together; or a field has another
                 number of documents or tokens.
         """
         index, tokens = _open(path, TOKEN_DTYPES)
-        prefix = pair_paths(path)[0].with_suffix("")
         found = {}
         for name in fields:
-            _, idx_path = pair_paths(field_prefix(prefix, name))
+            idx_path = path.with_suffix(f".{name}.idx")
             if not idx_path.exists():
                 continue
-            own, found[name] = _open(idx_path, NUMBER_DTYPES)
+            own, found[name] = _open(idx_path.with_suffix(".bin"), NUMBER_DTYPES)
             if not np.array_equal(own.document_offsets, index.document_offsets):
                 raise DataError(
                     f"{idx_path} describes {own.num_documents} documents with {own.num_tokens} numbers, for "
@@ -114,17 +115,17 @@ class IndexedDataset:
                     so="the numbers could not be given to their tokens",
                     fix="make both pairs from the same documents, or take this one away",
                 )
-        return IndexedDataset(prefix=prefix, index=index, tokens=tokens, fields=found)
+        return IndexedDataset(path=path, index=index, tokens=tokens, fields=found)
 
 
 def _open(path: Path, dtypes: Mapping[int, np.dtype]) -> tuple[TokenIndex, NDArray]:
-    bin_path, idx_path = pair_paths(path)
-    if not bin_path.exists():
-        raise DataError(f"{bin_path} does not exist", so=f"{idx_path} describes no tokens", fix="restore the .bin")
-    index, num_bytes = read_index(idx_path, dtypes), bin_path.stat().st_size
-    check_size(bin_path, index, num_bytes)
+    idx_path = path.with_suffix(".idx")
+    if not path.exists():
+        raise DataError(f"{path} does not exist", so=f"{idx_path} describes no tokens", fix="restore the .bin")
+    index, num_bytes = read_index(idx_path, dtypes), path.stat().st_size
+    check_size(path, index, num_bytes)
     # An empty file cannot be mapped.
-    return index, np.memmap(bin_path, index.dtype, "r") if num_bytes else np.zeros(0, index.dtype)
+    return index, np.memmap(path, index.dtype, "r") if num_bytes else np.zeros(0, index.dtype)
 
 
 def check_size(bin_path: Place, index: TokenIndex, num_bytes: int) -> None:
@@ -137,18 +138,6 @@ def check_size(bin_path: Place, index: TokenIndex, num_bytes: int) -> None:
             so="documents would be cut in the wrong places",
             fix="restore the pair from where it was made, or tokenise again",
         )
-
-
-def pair_paths(path: Path) -> tuple[Path, Path]:
-    """Return the paths of the ``.bin`` and the ``.idx``. ``path`` is either of them, or their common prefix."""
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
-
-
-def metadata_path(path: Path) -> Path:
-    """Return the path of a pair's ``data.tokens.metadata``."""
-    bin_path, _ = pair_paths(path)
-    return bin_path.with_suffix(".meta.json")
 
 
 def read_index(path: Path, dtypes: Mapping[int, np.dtype] = TOKEN_DTYPES) -> TokenIndex:
@@ -217,14 +206,14 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class IndexedWriter:
-    """Streams documents into ``prefix.bin`` and, at the end, ``prefix.idx``, without which no reader takes a ``.bin``.
+    """Streams documents into a ``.bin`` and, at the end, writes its ``.idx``, without which no reader takes it.
 
     Leaving the ``with`` block without ``commit`` removes what was written. What a killed process leaves is removed by
     the next writer of the same pair.
     """
 
-    def __init__(self, prefix: Path, dtype: np.dtype) -> None:
-        self._bin_path, self._idx_path = pair_paths(prefix)
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self._bin_path, self._idx_path = path, path.with_suffix(".idx")
         self._dtype = dtype
         self._lengths: list[NDArray[np.int32]] = []
         try:
@@ -260,7 +249,7 @@ class IndexedWriter:
     def commit(self, metadata: bytes | None) -> None:
         """Make the pair appear under its names, in place of an older one.
 
-        ``metadata`` is the content of ``prefix.meta.json`` (``data.tokens.metadata``); the pair of a field has none.
+        ``metadata`` is the content of the ``.meta.json`` (``data.tokens.metadata``); the pair of a field has none.
         """
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -268,7 +257,7 @@ class IndexedWriter:
         self._idx_path.unlink(missing_ok=True)  # an old .idx must never stand beside the new .bin
         self._temporary.replace(self._bin_path)
         if metadata is not None:
-            write_atomically(metadata_path(self._bin_path), metadata)
+            write_atomically(self._bin_path.with_suffix(".meta.json"), metadata)
         write_atomically(self._idx_path, self._index())
 
     def _index(self) -> bytes:

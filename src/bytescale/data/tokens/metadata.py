@@ -1,4 +1,4 @@
-"""Metadata of a ``.bin/.idx`` pair that its index does not hold, kept beside the pair as ``prefix.meta.json``.
+"""Metadata of a ``.bin/.idx`` pair that its index does not hold, kept beside the pair as ``NAME.meta.json``.
 
 ``bytescale data tokenize`` writes that file. A pair that another program made has no such file. It is read through
 once, for its highest token id and the hash of its content, and the result is kept in the cache folder.
@@ -22,8 +22,8 @@ from bytescale.common.errors import DataError
 from bytescale.common.parsing import parse_json
 from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.sources.readers import ReadCounts
-from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix
-from bytescale.data.tokens.indexed import IndexedDataset, TokenIndex, metadata_path, pair_paths
+from bytescale.data.tokens.fields import LABELS, field_dtype
+from bytescale.data.tokens.indexed import IndexedDataset, TokenIndex
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.tokenizer import Tokenizer
 
@@ -136,40 +136,39 @@ def metadata_of(
 
     Raises ``DataError`` if the pair was made with fields that have vanished.
     """
-    cached = cache_dir / "facts" / _key_of(dataset, file)
-    for prefix in (dataset.prefix, cached):
-        metadata = load_metadata(prefix)
+    cached = cache_dir / "facts" / f"{_key_of(dataset, file)}.bin"  # there is no such file, but its .meta.json
+    for path in (dataset.path, cached):
+        metadata = load_metadata(path)
         if metadata is None or not metadata.describes(dataset.index):
             continue
-        lost = [name for name in metadata.fields if not pair_paths(field_prefix(dataset.prefix, name))[1].exists()]
+        lost = [name for name in metadata.fields if not dataset.path.with_suffix(f".{name}.idx").exists()]
         if lost:
             raise DataError(
-                f"{dataset.prefix}.bin was made with {' and '.join(lost)}, which do not lie beside it",
+                f"{dataset.path} was made with {' and '.join(lost)}, which do not lie beside it",
                 so="its tokens would be trained on as if they had none",
-                fix=f"restore {field_prefix(dataset.prefix, lost[0]).name}.bin and .idx",
+                fix=f"restore {dataset.path.stem}.{lost[0]}.bin and .idx",
             )
         if set(metadata.fields) >= set(dataset.fields):
             return metadata
     metadata = _scan(dataset, progress)
     cached.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(metadata_path(cached), metadata.to_json())
+    write_atomically(cached.with_suffix(".meta.json"), metadata.to_json())
     return metadata
 
 
-def is_as_written(
-    dataset: IndexedDataset, metadata: TokenMetadata, progress: ProgressCallback = ignore_progress
-) -> bool:
-    """Read a pair through, and return whether it holds the tokens and lengths of which ``metadata`` were gathered."""
-    if not metadata.describes(dataset.index):
-        return False
-    dataset = IndexedDataset.open(dataset.prefix, metadata.fields)
-    return _scan(dataset, progress).content_hash == metadata.content_hash
+def is_as_written(path: Path, metadata: TokenMetadata, progress: ProgressCallback = ignore_progress) -> bool:
+    """Read a pair through, and return whether it holds the tokens and lengths of which ``metadata`` were gathered.
+
+    Raises ``DataError`` as ``IndexedDataset.open``.
+    """
+    dataset = IndexedDataset.open(path, metadata.fields)
+    return metadata.describes(dataset.index) and _scan(dataset, progress).content_hash == metadata.content_hash
 
 
-def load_metadata(prefix: Path) -> TokenMetadata | None:
+def load_metadata(path: Path) -> TokenMetadata | None:
     """Return the metadata that stand beside a pair, or None if there are none that can be read."""
     try:
-        content = parse_json(metadata_path(prefix).read_text(encoding="utf-8"))
+        content = parse_json(path.with_suffix(".meta.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # the file is absent, or another program's: the metadata are gathered again
         return None
     names = {spec.name for spec in fields(TokenMetadata)}
@@ -183,7 +182,7 @@ def _key_of(dataset: IndexedDataset, file: SourceFile) -> str:
     """A name that changes when the pair or one of its fields is replaced."""
     beside = []
     for name in sorted(dataset.fields):
-        path = pair_paths(field_prefix(dataset.prefix, name))[0]
+        path = dataset.path.with_suffix(f".{name}.bin")
         found = path.stat()
         beside.append(SourceFile(path=path, format="bin", num_bytes=found.st_size, mtime_ns=found.st_mtime_ns))
     return fingerprint_files([file, *beside])
@@ -193,7 +192,7 @@ def _scan(dataset: IndexedDataset, progress: ProgressCallback) -> TokenMetadata:
     gatherer = MetadataGatherer(dataset.index.dtype)
     gatherer.add_fields({name: values[:0] for name, values in dataset.fields.items()})
     none = np.zeros(0, dtype=np.int64)
-    itemsize, stage = dataset.index.dtype.itemsize, f"reading {dataset.prefix.name}.bin through"
+    itemsize, stage = dataset.index.dtype.itemsize, f"reading {dataset.path.name} through"
     for start in range(0, dataset.index.num_tokens, _SCAN_TOKENS):
         part = dataset.tokens[start : start + _SCAN_TOKENS]
         gatherer.add(part, none)

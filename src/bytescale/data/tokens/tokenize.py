@@ -28,8 +28,8 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.sources.readers import ReadCounts, WorkUnit
 from bytescale.data.sources.records import RecordKind, iter_records, text_kind
 from bytescale.data.tokens.examples import Example, ExampleEncoder, concatenated
-from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix, without_field
-from bytescale.data.tokens.indexed import IndexedWriter, pair_paths, token_dtype
+from bytescale.data.tokens.fields import LABELS, field_dtype, without_field
+from bytescale.data.tokens.indexed import IndexedWriter, token_dtype
 from bytescale.data.tokens.metadata import MetadataGatherer, TokenMetadata
 from bytescale.data.tokens.progress import Progress, ProgressCallback
 from bytescale.data.tokens.tokenizer import Tokenizer
@@ -124,12 +124,12 @@ class UnitEncoder:
 
 def write_units(
     encoded: Iterable[EncodedUnit],
-    prefix: Path,
+    path: Path,
     tokenizer: Tokenizer | None,
     dtype: np.dtype,
     fields: Sequence[str] = (),
 ) -> TokenMetadata:
-    """Write units, in order, to ``prefix.bin/.idx``. The pair appears whole or not at all, in place of an older one.
+    """Write units, in order, as the pair of ``path``, a ``.bin``: whole or not at all, in place of an older one.
 
     Args:
         tokenizer: the tokenizer that made the tokens; None if it is not known.
@@ -141,9 +141,10 @@ def write_units(
     """
     gatherer, left_out = MetadataGatherer(dtype), ReadCounts()
     with ExitStack() as opened:
-        writer = opened.enter_context(IndexedWriter(prefix, dtype))
+        writer = opened.enter_context(IndexedWriter(path, dtype))
         beside = {
-            name: opened.enter_context(IndexedWriter(field_prefix(prefix, name), field_dtype(name))) for name in fields
+            name: opened.enter_context(IndexedWriter(path.with_suffix(f".{name}.bin"), field_dtype(name)))
+            for name in fields
         }
         gatherer.add_fields({name: np.zeros(0, field_dtype(name)) for name in fields})
         own_labels = LABELS in fields  # whether every label so far is its own token
@@ -162,9 +163,9 @@ def write_units(
             gatherer.leave_out(LABELS)
             del beside[LABELS]  # what was written of them is removed in the end, because it is not committed
         metadata = gatherer.finish(tokenizer, left_out)
-        pair_paths(prefix)[1].unlink(missing_ok=True)  # the old .idx must not stand beside new fields
+        path.with_suffix(".idx").unlink(missing_ok=True)  # the old .idx must not stand beside new fields
         for name in OWN_FIELDS:  # nor old weights beside new tokens
-            pair_paths(field_prefix(prefix, name))[1].unlink(missing_ok=True)
+            path.with_suffix(f".{name}.idx").unlink(missing_ok=True)
         for field_writer in beside.values():
             field_writer.commit(None)
         writer.commit(metadata.to_json())
