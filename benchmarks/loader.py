@@ -176,7 +176,7 @@ def planner_at_scale(folder: Path) -> None:
             actor: Any = ray.remote(PlannerActor).options(num_cpus=0, max_concurrency=48)
             planner = actor.remote(config, work, [server], ["this"])
             state = ray.get(planner.check_state.remote(None))
-            how = Shared((planner_for(num_ranks, 8192), steps))
+            how = Shared(planner_for(num_ranks, 8192))
             process = psutil.Process(ray.get(planner.__ray_call__.remote(lambda actor: os.getpid())))
             seconds = []
             for step in range(steps):
