@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from bytescale.checkpoint.disk import remove_folder
-from bytescale.checkpoint.manifest import STEP_NAME, step_name
+from bytescale.checkpoint.manifest import step_name, steps_in
 from bytescale.common.atomic import sync_folder
 from bytescale.config import CheckpointConfig
 from bytescale.storage.place import is_url
@@ -23,10 +23,7 @@ def local_folder(configured: str, own: Path) -> Path:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in ``folder``, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP_NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return [folder / step_name(step) for step in steps_in(folder)]
 
 
 def hidden_folder(folder: Path, step: int) -> Path:
