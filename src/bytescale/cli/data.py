@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -122,7 +122,8 @@ class StatsConfig(CorpusOptions):
                 lengths = document_lengths(prepare_corpus(self.data_config(), progress))
         stats = length_stats(lengths)
         if self.json:
-            print(json.dumps(_stats_as_dict(stats)))
+            counts = {"upper_edges_tokens": BUCKET_EDGES} | asdict(stats)
+            print(json.dumps(counts, default=np.ndarray.tolist))
         else:
             _print_stats(Console(soft_wrap=True), stats, self.compare)
         return 0
@@ -226,17 +227,6 @@ def _published_shares(name: str) -> list[str]:
     """Return the published share of each bucket, on the line of the bucket's upper edge. The first is 512 to 2K."""
     shares = dict(zip(bucket_edges()[1:].tolist(), token_shares(name).tolist(), strict=True))
     return [f"{100 * shares[edge]:.1f}" if edge in shares else "" for edge in [*BUCKET_EDGES.tolist(), -1]]
-
-
-def _stats_as_dict(stats: LengthStats) -> dict[str, object]:
-    return {
-        "upper_edges_tokens": BUCKET_EDGES.tolist(),
-        "num_documents": stats.num_documents.tolist(),
-        "num_tokens": stats.num_tokens.tolist(),
-        "longest_tokens": stats.longest_tokens,
-        "median_tokens": stats.median_tokens,
-        "median_token_tokens": stats.median_token_tokens,
-    }
 
 
 def _trained_runs(corpus: Corpus, document: Mapping[str, NDArray]) -> Iterator[dict[str, Any]]:
