@@ -245,7 +245,7 @@ def test_few_units_are_under_way_however_slow_the_reader_of_results(tmp_path: Pa
             taken.append(unit.start)
             yield unit
 
-    encode = UnitEncoder(tokenizer=ByteTokenizer())
+    encode = UnitEncoder.of(DataConfig(), ByteTokenizer())
     for done, _ in enumerate(encode_in_processes(take(), encode, num_workers=2), start=1):
         assert len(taken) <= done + 2 * 2
     assert done == len(units) == 11

@@ -28,7 +28,6 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit, too_many_corrupt_records
 from bytescale.data.sources.records import iter_records, plan_units
-from bytescale.data.tokens.examples import ExampleEncoder
 from bytescale.data.tokens.fields import WEIGHTS
 from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, read_index
 from bytescale.data.tokens.metadata import TokenMetadata, is_as_written, load_metadata, metadata_of
@@ -91,11 +90,8 @@ class ShardReader:
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer | None) -> ShardReader:
-        """Return the reader with the settings of ``config``. Raises as ``ExampleEncoder.of``."""
-        if tokenizer is None:
-            return ShardReader(config=config, encode=None)
-        examples = ExampleEncoder.of(config, tokenizer)
-        return ShardReader(config=config, encode=UnitEncoder(tokenizer=tokenizer, config=config, examples=examples))
+        """Return the reader with the settings of ``config``. Raises as ``UnitEncoder.of``."""
+        return ShardReader(config=config, encode=UnitEncoder.of(config, tokenizer) if tokenizer else None)
 
     @property
     def cache_dir(self) -> Path:

@@ -26,9 +26,10 @@ from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.units import format_count
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.readers import ReadCounts, WorkUnit
-from bytescale.data.sources.records import RecordKind, iter_records, text_kind
-from bytescale.data.tokens.examples import Example, ExampleEncoder, concatenated
-from bytescale.data.tokens.fields import LABELS, field_dtype, without_field
+from bytescale.data.sources.records import RecordKind, iter_records, kind_of, text_kind
+from bytescale.data.tokens.chat import ChatTemplate, load_template
+from bytescale.data.tokens.examples import Example, concatenated, example_of
+from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype, without_field
 from bytescale.data.tokens.indexed import IndexedWriter, token_dtype
 from bytescale.data.tokens.metadata import MetadataGatherer, TokenMetadata
 from bytescale.data.tokens.progress import Progress, ProgressCallback
@@ -55,14 +56,32 @@ class UnitEncoder:
     """Reads a unit and encodes it. Each worker process gets one copy."""
 
     tokenizer: Tokenizer
-    config: DataConfig = field(default_factory=DataConfig)
-    examples: ExampleEncoder | None = None
-    """For records of fine-tuning data; None: each document is one text."""
+    config: DataConfig
+    kind: RecordKind
+    template: ChatTemplate | None = None
+    """For conversations."""
+
+    @staticmethod
+    def of(config: DataConfig, tokenizer: Tokenizer) -> UnitEncoder:
+        """Return what encodes the records of ``config``.
+
+        Raises ``ConfigError`` if messages have no chat template, and ``DataError`` if the template is not one.
+        """
+        is_text = config.content == "text"
+        return UnitEncoder(
+            tokenizer=tokenizer,
+            config=config,
+            kind=text_kind(config.text_key) if is_text else kind_of(config.content, config.fields),
+            template=load_template(config.chat_template, config.tokenizer) if config.content == "messages" else None,
+        )
 
     @property
     def fingerprint(self) -> str:
         """A text that changes with the tokens that the same files give."""
-        kind = self.config.text_key if self.examples is None else self.examples.fingerprint
+        template = self.template.fingerprint if self.template else ""
+        kind = (
+            self.kind.keys[0] if self.kind.is_text else f"{self.kind.content} {' '.join(self.kind.fields)} {template}"
+        )
         return f"{kind} {self.tokenizer.fingerprint}"
 
     @property
@@ -71,23 +90,19 @@ class UnitEncoder:
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        return () if self.examples is None else self.examples.field_names
-
-    @property
-    def kind(self) -> RecordKind:
-        return text_kind(self.config.text_key) if self.examples is None else self.examples.kind
+        return {"text": (), "tokens": (WEIGHTS, LABELS, *self.kind.fields)}.get(self.kind.content, (WEIGHTS,))
 
     def __call__(self, unit: WorkUnit) -> EncodedUnit:
         """Encode a unit; a read that may succeed later is tried again. Raises ``DataError`` as ``iter_records``."""
-        encode = self._encode_texts if self.examples is None else partial(self._encode_records, self.examples)
+        encode = self._encode_texts if self.kind.is_text else self._encode_records
         return with_retries(partial(encode, unit), self.config.read_retries)
 
-    def _encode_records(self, encoder: ExampleEncoder, unit: WorkUnit) -> EncodedUnit:
+    def _encode_records(self, unit: WorkUnit) -> EncodedUnit:
         counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
         examples: list[Example] = []
-        for record in iter_records(unit, encoder.kind, counts):
+        for record in iter_records(unit, self.kind, counts):
             try:
-                examples.append(encoder.encode(record))
+                examples.append(example_of(record, self.kind, self.tokenizer, self.template))
             except DataError as error:
                 counts.leave_out(error)
         tokens = [np.zeros(0, self.dtype), *(example.tokens.astype(self.dtype) for example in examples)]
@@ -96,7 +111,7 @@ class UnitEncoder:
             lengths=np.array([len(example.tokens) for example in examples], dtype=np.int64),
             num_bytes=unit.num_bytes,
             counts=counts,
-            fields=concatenated(examples, encoder.field_names),
+            fields=concatenated(examples, self.field_names),
         )
 
     def _encode_texts(self, unit: WorkUnit) -> EncodedUnit:
@@ -105,7 +120,7 @@ class UnitEncoder:
         texts: list[str] = []
         num_characters = 0
         for record in iter_records(unit, self.kind, counts):
-            texts.append(record.values[self.config.text_key])
+            texts.append(record.values[self.kind.keys[0]])
             num_characters += len(texts[-1])
             if num_characters >= _BATCH_CHARACTERS:
                 encoded.extend(self.tokenizer.encode_batch(texts))
