@@ -32,8 +32,8 @@ from bytescale.data.length_distributions import sample_lengths
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import LocalFeed
 from bytescale.data.order.batches import BatchSampler
-from bytescale.data.tokens.indexed import IndexedWriter
-from bytescale.data.tokens.metadata import MetadataGatherer
+from bytescale.data.tokens.indexed import MetadataGatherer
+from bytescale.data.tokens.tokenize import IndexedWriter
 from bytescale.plan import RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 
@@ -55,8 +55,8 @@ def write_corpus(prefix: Path, num_tokens: int, context_length: int) -> None:
         for run in np.array_split(lengths, 32):
             tokens = random.integers(0, 50000, int(run.sum())).astype("<u2")
             writer.add_documents(tokens, run)
-            gatherer.add(tokens, run)
-        writer.commit(gatherer.finish().to_json())
+            gatherer.add(tokens)
+        writer.commit(gatherer.finish(lengths).to_json())
 
 
 def config_for(folder: Path, *, context_length: int, batch_tokens: int) -> DataConfig:

@@ -24,8 +24,7 @@ from bytescale.data.sources.readers import WorkUnit
 from bytescale.data.sources.records import plan_units, text_kind
 from bytescale.data.tokens import shards
 from bytescale.data.tokens.bpe import train_bpe
-from bytescale.data.tokens.indexed import IndexedDataset
-from bytescale.data.tokens.metadata import TokenMetadata, load_metadata, metadata_of
+from bytescale.data.tokens.indexed import IndexedDataset, TokenMetadata, load_metadata, metadata_of
 from bytescale.data.tokens.progress import Progress, ignore_progress
 from bytescale.data.tokens.shards import ShardReader, write_as_pair
 from bytescale.data.tokens.tokenize import UnitEncoder, encode_in_processes
@@ -228,7 +227,7 @@ def test_killed_between_bin_and_idx_the_old_pair_is_gone_and_the_new_not_there(
     def die(path: Path, content: bytes) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bytescale.data.tokens.indexed.write_atomically", die)
+    monkeypatch.setattr("bytescale.data.tokens.tokenize.write_atomically", die)
     with pytest.raises(KeyboardInterrupt):
         write_pair(tmp_path / "a", [[3], [4]])
     with pytest.raises(DataError, match=r"a.idx cannot be read"):

@@ -29,8 +29,16 @@ from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit, too_many_corrupt_records
 from bytescale.data.sources.records import iter_records, plan_units
 from bytescale.data.tokens.fields import WEIGHTS
-from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, read_index
-from bytescale.data.tokens.metadata import TokenMetadata, is_as_written, load_metadata, metadata_of
+from bytescale.data.tokens.indexed import (
+    IndexedDataset,
+    TokenMetadata,
+    Tokens,
+    check_size,
+    is_as_written,
+    load_metadata,
+    metadata_of,
+    read_index,
+)
 from bytescale.data.tokens.open_parts import RemoteTokens, local_copy
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.samples import make_samples, trained_of

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
+from bytescale.common.atomic import remove_stale_temporaries, temporary_path, write_atomically
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.units import format_count
@@ -30,8 +31,7 @@ from bytescale.data.sources.records import RecordKind, iter_records, kind_of, te
 from bytescale.data.tokens.chat import ChatTemplate, load_template
 from bytescale.data.tokens.examples import Example, concatenated, example_of
 from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype, without_field
-from bytescale.data.tokens.indexed import IndexedWriter, token_dtype
-from bytescale.data.tokens.metadata import MetadataGatherer, TokenMetadata
+from bytescale.data.tokens.indexed import MetadataGatherer, TokenMetadata, index_bytes, token_dtype
 from bytescale.data.tokens.progress import Progress, ProgressCallback
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.retry import with_retries
@@ -137,6 +137,77 @@ class UnitEncoder:
         )
 
 
+_MAX_LENGTH = np.iinfo(np.int32).max
+
+
+class IndexedWriter:
+    """Streams documents into a ``.bin`` and, at the end, writes its ``.idx``, without which no reader takes it.
+
+    Leaving the ``with`` block without ``commit`` removes what was written. What a killed process leaves is removed by
+    the next writer of the same pair.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self._bin_path, self._idx_path = path, path.with_suffix(".idx")
+        self._dtype = dtype
+        self._lengths: list[NDArray[np.int32]] = []
+        try:
+            self._bin_path.parent.mkdir(parents=True, exist_ok=True)
+            for path in (self._bin_path, self._idx_path):
+                remove_stale_temporaries(path)
+            self._temporary = temporary_path(self._bin_path)
+            self._file = self._temporary.open("wb")
+        except OSError as error:
+            raise DataError(
+                f"{self._bin_path} cannot be written ({error})", fix="choose a folder that you may write to"
+            ) from error
+
+    def add_documents(self, tokens: NDArray, lengths: IntArray) -> None:
+        """Append documents: ``tokens [sum of lengths]``, or numbers of a field, and ``lengths [number of documents]``.
+
+        Raises ``DataError`` for a document of more than 2^31 - 1 tokens, or a full disk.
+        """
+        assert len(tokens) == int(lengths.sum()), f"{len(tokens)} tokens for lengths that sum to {lengths.sum()}"
+        if len(lengths) and lengths.max() > _MAX_LENGTH:
+            raise DataError(
+                f"a document of {lengths.max()} tokens is longer than the {_MAX_LENGTH} that .idx can hold",
+                fix="split it into several documents",
+            )
+        try:
+            self._file.write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
+        except OSError as error:
+            raise DataError(
+                f"{self._temporary} cannot be written ({error})", fix="make room or choose another folder"
+            ) from error
+        self._lengths.append(lengths.astype("<i4"))
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """``[D]`` tokens of each document so far."""
+        return np.concatenate([np.zeros(0, dtype="<i4"), *self._lengths])
+
+    def commit(self, metadata: bytes | None) -> None:
+        """Make the pair appear under its names, in place of an older one.
+
+        ``metadata`` is the content of the ``.meta.json``; the pair of a field has none.
+        """
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._idx_path.unlink(missing_ok=True)  # an old .idx must never stand beside the new .bin
+        self._temporary.replace(self._bin_path)
+        if metadata is not None:
+            write_atomically(self._bin_path.with_suffix(".meta.json"), metadata)
+        write_atomically(self._idx_path, index_bytes(self._dtype, self.lengths))
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
 def write_units(
     encoded: Iterable[EncodedUnit],
     path: Path,
@@ -166,7 +237,7 @@ def write_units(
         for unit in encoded:
             tokens = unit.tokens.astype(dtype, copy=False)
             writer.add_documents(tokens, unit.lengths)
-            gatherer.add(tokens, unit.lengths)
+            gatherer.add(tokens)
             for name, field_writer in beside.items():
                 values = unit.fields[name] if name in unit.fields else without_field(name, unit.tokens)
                 values = np.asarray(values).astype(field_dtype(name), copy=False)
@@ -177,7 +248,7 @@ def write_units(
         if own_labels:
             gatherer.leave_out(LABELS)
             del beside[LABELS]  # what was written of them is removed in the end, because it is not committed
-        metadata = gatherer.finish(tokenizer, left_out)
+        metadata = gatherer.finish(writer.lengths, tokenizer, left_out)
         path.with_suffix(".idx").unlink(missing_ok=True)  # the old .idx must not stand beside new fields
         for name in OWN_FIELDS:  # nor old weights beside new tokens
             path.with_suffix(f".{name}.idx").unlink(missing_ok=True)
