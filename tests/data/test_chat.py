@@ -107,7 +107,7 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
     corpus = prepare_corpus(
         config(tmp_path, tmp_path / "a.jsonl", content="messages", chat_template=str(tmp_path / "own.jinja"))
     )
-    assert corpus.metadata.num_samples == 1
+    assert corpus.metadata.counts.num_samples == 1
 
 
 def test_templates_that_are_none(tmp_path: Path) -> None:

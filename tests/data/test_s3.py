@@ -86,7 +86,7 @@ def test_what_is_in_the_cache_is_not_read_again(tmp_path: Path, server: S3Server
         put(name, content)
     first = prepare_corpus(config(tmp_path, "s3://bucket/corpus"))
     server.requests.clear()
-    assert prepare_corpus(config(tmp_path, "s3://bucket/corpus")).metadata.fingerprint == first.metadata.fingerprint
+    assert prepare_corpus(config(tmp_path, "s3://bucket/corpus")).index.fingerprint == first.index.fingerprint
     objects = {path for method, path in server.requests if method == "GET" and path != "/bucket"}
     assert objects == {"/bucket/corpus/c/c.parquet"}, "a Parquet file's footer is all that is looked at"
 

@@ -26,7 +26,7 @@ from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile
-from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit, too_many_corrupt_records
+from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit
 from bytescale.data.sources.records import iter_records, plan_units
 from bytescale.data.tokens.fields import WEIGHTS
 from bytescale.data.tokens.indexed import (
@@ -324,15 +324,6 @@ def check_same_tokenizer(place: str, metadata: TokenMetadata, tokenizer: Tokeniz
             so="the same id would stand for different tokens",
             fix="set data.tokenizer to the one that made them",
         )
-
-
-def check_corrupt_records(metadata: Iterable[TokenMetadata], limit: int) -> None:
-    """Raise ``DataError`` if all shards together left out more than ``limit`` corrupt records; else log how many."""
-    places = [place for one in metadata for place in one.corrupt_records]
-    if len(places) > limit:
-        raise too_many_corrupt_records(len(places), places, limit)
-    if places:
-        logger.warning("the corpus is without %d corrupt records (%d are allowed)", len(places), limit)
 
 
 def _runs(units: Iterable[WorkUnit], least_bytes: int) -> Iterator[list[WorkUnit]]:
