@@ -95,7 +95,7 @@ def test_the_pair_does_not_depend_on_processes_units_or_shards(
     tmp_path: Path, mixed: list[SourceFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = [file for file in mixed if file.format != "bin"]
-    tokenizer = JsonTokenizer(train_bpe(text, "text", 280, ignore_progress), name="trained")
+    tokenizer = JsonTokenizer(train_bpe(text, DataConfig(bpe_vocab_size=280), ignore_progress), name="trained")
     calls: list[Progress] = []
     reference = tokenised(text, tmp_path / "one" / "pair.bin", tokenizer)
     monkeypatch.setattr(shards, "UNIT_BYTES", 64)

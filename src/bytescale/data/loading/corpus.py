@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -173,8 +172,7 @@ def choose_tokenizer(
                 so="there is no text to train it on",
                 fix="set data.tokenizer to the tokenizer.json that made them, or leave it out",
             )
-        cache_dir = Path(config.cache_dir).expanduser()
-        return cached_bpe(text_files, config.text_key, config.bpe_vocab_size, cache_dir, progress)
+        return cached_bpe(text_files, config, progress)
     if config.tokenizer in ("auto", "bytes") and not text_files:
         return None  # .bin files need no tokenizer
     return load_tokenizer(config.tokenizer, config.eos_token)

@@ -153,8 +153,7 @@ class IndexedWriter:
         self._lengths: list[NDArray[np.int32]] = []
         try:
             self._bin_path.parent.mkdir(parents=True, exist_ok=True)
-            for path in (self._bin_path, self._idx_path):
-                remove_stale_temporaries(path)
+            remove_stale_temporaries(self._bin_path)
             self._temporary = temporary_path(self._bin_path)
             self._file = self._temporary.open("wb")
         except OSError as error:
