@@ -32,8 +32,8 @@ from bytescale.data.length_distributions import sample_lengths
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import LocalFeed
 from bytescale.data.order.batches import BatchSampler
-from bytescale.data.tokens.indexed import IndexedWriter
-from bytescale.data.tokens.metadata import MetadataGatherer
+from bytescale.data.tokens.indexed import MetadataGatherer
+from bytescale.data.tokens.tokenize import IndexedWriter
 from bytescale.plan import RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 
@@ -51,12 +51,12 @@ def write_corpus(prefix: Path, num_tokens: int, context_length: int) -> None:
     random = np.random.default_rng(0)
     lengths = sample_lengths("github", num_tokens, seed=0, max_length=context_length)
     gatherer = MetadataGatherer(np.dtype("<u2"))
-    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+    with IndexedWriter(prefix.with_suffix(".bin"), np.dtype("<u2")) as writer:
         for run in np.array_split(lengths, 32):
             tokens = random.integers(0, 50000, int(run.sum())).astype("<u2")
             writer.add_documents(tokens, run)
-            gatherer.add(tokens, run)
-        writer.commit(gatherer.finish().to_json())
+            gatherer.add(tokens)
+        writer.commit(gatherer.finish(lengths).to_json())
 
 
 def config_for(folder: Path, *, context_length: int, batch_tokens: int) -> DataConfig:
@@ -176,7 +176,7 @@ def planner_at_scale(folder: Path) -> None:
             actor: Any = ray.remote(PlannerActor).options(num_cpus=0, max_concurrency=48)
             planner = actor.remote(config, work, [server], ["this"])
             state = ray.get(planner.check_state.remote(None))
-            how = Shared((planner_for(num_ranks, 8192), steps))
+            how = Shared(planner_for(num_ranks, 8192))
             process = psutil.Process(ray.get(planner.__ray_call__.remote(lambda actor: os.getpid())))
             seconds = []
             for step in range(steps):

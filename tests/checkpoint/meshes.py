@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bytescale.checkpoint.checkpointer import Checkpointer
-from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.reading import Wanted
 from bytescale.checkpoint.writing import layout_of
@@ -90,7 +89,6 @@ def with_checkpointer(
     /,
     *,
     shape: Architecture = SHAPE,
-    disk: Disk | None = None,
     **config: object,
 ) -> list[Result]:
     """``work`` on every rank of a mesh of threads."""
@@ -98,7 +96,7 @@ def with_checkpointer(
     def one_rank(own: Mesh) -> Result:
         settings = CheckpointConfig(**{"background": False, **config})  # type: ignore[arg-type]
         assert own.world.group is not None
-        return work(Checkpointer(folder, own.world.group, settings, disk=disk), make_optimizer(own, shape))
+        return work(Checkpointer(folder, own.world.group, settings), make_optimizer(own, shape))
 
     return run_mesh(mesh, one_rank, timeout_seconds=60)
 

@@ -195,7 +195,7 @@ def test_commands(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the file is missing" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(copy / "nothing")]) == 1
     assert "cannot be reached" in capsys.readouterr().err
-    assert list_checkpoints(copy)[0].step == 3
+    assert list_checkpoints(copy)[0].name == "step-000003"
 
 
 def test_bad_folders(tmp_path: Path) -> None:

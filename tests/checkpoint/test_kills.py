@@ -8,15 +8,23 @@ then on. The exhaustive version sends SIGKILL to a process with several ranks.
 from __future__ import annotations
 
 import errno
+import io
 import os
+import shutil
 import signal
+import stat
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from bytescale.checkpoint.checkpointer import Checkpointer
-from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.folder_of_run import complete_checkpoints, to_delete
 from bytescale.checkpoint.verify import problems_of
 from bytescale.common.errors import CheckpointError
@@ -36,15 +44,35 @@ class Killed(BaseException):
     """The process is gone."""
 
 
-class MortalDisk(Disk):
-    """Dies before the operation number ``last``, counted from 0; -1: never."""
+class MortalDisk:
+    """Counts what checkpoints change on the disk, and dies before number ``last`` of that, from 0; -1: never."""
+
+    changes = ((os, "mkdir"), (io, "open"), (os, "fsync"), (os, "replace"), (os, "unlink"), (os, "rmdir"))
 
     def __init__(self, last: int = -1) -> None:
         self.last = last
         self.operations: list[str] = []
         self._lock = threading.Lock()
 
-    def before(self, operation: str, path: Path) -> None:
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        with ExitStack() as patched:
+            for module, name in self.changes:
+                patched.enter_context(patch.object(module, name, self._counted(name, getattr(module, name))))
+            yield
+
+    def _counted(self, name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            if not is_of_checkpoints() or (name == "open" and "wb" not in arguments):
+                return change(*arguments, **options)
+            is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(arguments[0]).st_mode)
+            self.before("fsync folder" if is_folder else name)
+            made = change(*arguments, **options)
+            return WatchedFile(made, self) if name == "open" else made
+
+        return counted
+
+    def before(self, operation: str) -> None:
         with self._lock:
             self.operations.append(operation)
             if 0 <= self.last < len(self.operations):
@@ -62,14 +90,44 @@ class KilledDisk(MortalDisk):
 class FullDisk(MortalDisk):
     """Takes nothing more from the operation ``last`` on, but deletes."""
 
-    def before(self, operation: str, path: Path) -> None:
+    def before(self, operation: str) -> None:
         self.operations.append(operation)
-        if 0 <= self.last < len(self.operations) and operation in ("write", "make folder", "create", "sync"):
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        if 0 <= self.last < len(self.operations) and operation in ("write", "mkdir", "open", "fsync"):
+            raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def run_until(folder: Path, steps: tuple[int, ...], disk: Disk, mesh: MeshShape = ALONE) -> None:
-    save(mesh, folder, *steps, disk=disk, keep=1)
+class WatchedFile:
+    """A file that is written."""
+
+    def __init__(self, file: Any, disk: MortalDisk) -> None:
+        self._file, self._disk = file, disk
+
+    def __enter__(self) -> WatchedFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.raw.close()  # a dead process writes nothing that it still holds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, content: Any) -> None:
+        self._disk.before("write")
+        self._file.write(content)
+        self._file.flush()
+
+
+def is_of_checkpoints() -> bool:
+    """Whether code of checkpoints has called, at whatever distance."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_globals["__name__"].startswith("bytescale.checkpoint"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def run_until(folder: Path, steps: tuple[int, ...], disk: MortalDisk, mesh: MeshShape = ALONE) -> None:
+    with disk.watched():
+        save(mesh, folder, *steps, keep=1)
 
 
 def assert_usable(folder: Path, steps: tuple[int, ...], num_published: int) -> None:
@@ -103,9 +161,9 @@ def test_killed_before_every_operation(tmp_path: Path, steps: tuple[int, ...], e
     """The quick version takes the operations of the last checkpoint, and the first and the last of many writes."""
     counted = MortalDisk()
     run_until(tmp_path / "whole", steps, counted)
-    kinds = {"make folder", "create", "write", "sync", "rename", "sync folder", "remove", "remove folder"}
+    kinds = {"mkdir", "open", "write", "fsync", "replace", "fsync folder", "unlink", "rmdir"}
     assert set(counted.operations) == kinds
-    ends = [n for n, operation in enumerate(counted.operations) if operation == "rename"]
+    ends = [n for n, operation in enumerate(counted.operations) if operation == "replace"]
     published = ends[:1] + (ends[2::2] if len(set(steps)) == 1 else ends[1::2])
     points = [
         n
@@ -140,9 +198,10 @@ def test_sigkill_before_operations_of_several_ranks(tmp_path: Path, steps: tuple
 def test_a_disk_that_fills_up_costs_the_new_checkpoint_alone(tmp_path: Path) -> None:
     """From any operation of the second checkpoint on: the run goes on, and the first checkpoint is kept."""
     counted = FullDisk()
-    save(MeshShape(2), tmp_path / "first", 1, disk=counted)
-    first = len(counted.operations)
-    save(MeshShape(2), tmp_path / "first", 2, disk=counted)
+    with counted.watched():
+        save(MeshShape(2), tmp_path / "first", 1)
+        first = len(counted.operations)
+        save(MeshShape(2), tmp_path / "first", 2)
     opened = 2 * MeshShape(2).size  # the second save opened the folder once more than the runs below do
     for point in range(first, len(counted.operations) - opened, 13):
         folder, disk = tmp_path / str(point), FullDisk(point)
@@ -158,25 +217,23 @@ def test_a_disk_that_fills_up_costs_the_new_checkpoint_alone(tmp_path: Path) -> 
             checkpoints.save(run_state(3), optimizer)
             checkpoints.finish()
 
-        with_checkpointer(MeshShape(2), folder, work, disk=disk)
+        with disk.watched():
+            with_checkpointer(MeshShape(2), folder, work)
         assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000003"]
         assert restore(MeshShape(1), folder) == 3
         assert restore(MeshShape(1), folder, name="step-000001") == 1
 
 
-def test_space_is_looked_at_before_anything_is_written(tmp_path: Path) -> None:
-    class SmallDisk(MortalDisk):
-        free = 10**9
-
-        def free_bytes(self, folder: Path) -> int:
-            return self.free
-
-    disk = SmallDisk()
-    save(MeshShape(2), tmp_path, 1, disk=disk)
-    disk.free, disk.operations = 2**20 + 100, []
-    with pytest.raises(AssertionError, match=r"has 1.* free, and a checkpoint takes .* Nothing was written"):
-        save(MeshShape(2), tmp_path, 2, disk=disk)
-    assert set(disk.operations) == {"make folder", "remove folder"}
+def test_space_is_looked_at_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(MeshShape(2), tmp_path, 1)
+    disk, small = MortalDisk(), shutil.disk_usage(tmp_path)._replace(free=2**20 + 100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: small)
+    with (
+        disk.watched(),
+        pytest.raises(AssertionError, match=r"has 1.* free, and a checkpoint takes .* Nothing was written"),
+    ):
+        save(MeshShape(2), tmp_path, 2)
+    assert set(disk.operations) == {"mkdir", "rmdir"}
     assert restore(MeshShape(1), tmp_path) == 1
 
 

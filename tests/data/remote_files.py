@@ -67,11 +67,11 @@ def check_every_kind_of_source(tmp_path: Path, base: str, put: Callable[[str, by
     assert texts_of(here) == TEXTS
     for number, source in enumerate((base, f"{base}/", f"{base}/**")):
         there = prepare_corpus(config(tmp_path / str(number), source))
-        assert (there.metadata.fingerprint, texts_of(there)) == (here.metadata.fingerprint, TEXTS), source
+        assert (there.index.fingerprint, texts_of(there)) == (here.index.fingerprint, TEXTS), source
     assert texts_of(prepare_corpus(config(tmp_path, f"{base}/*.jsonl"))) == ["one", "two"]
     one_by_one = [f"{base}/{name}" for name in contents if not name.startswith(".")]
     assert texts_of(prepare_corpus(config(tmp_path, *one_by_one))) == TEXTS
-    assert prepare_corpus(config(tmp_path, f"{base}/d.idx")).metadata.num_tokens == 3
+    assert prepare_corpus(config(tmp_path, f"{base}/d.idx")).metadata.counts.num_tokens == 3
 
 
 def check_changes_are_seen(tmp_path: Path, base: str, put: Callable[[str, bytes], object]) -> None:
@@ -79,7 +79,7 @@ def check_changes_are_seen(tmp_path: Path, base: str, put: Callable[[str, bytes]
     for source in (base, f"{base}/a.jsonl"):
         put("a.jsonl", json_lines("old"))
         before = prepare_corpus(config(tmp_path, source))
-        assert prepare_corpus(config(tmp_path, source)).metadata.fingerprint == before.metadata.fingerprint
+        assert prepare_corpus(config(tmp_path, source)).index.fingerprint == before.index.fingerprint
         put("a.jsonl", json_lines("new"))
         after = prepare_corpus(config(tmp_path, source))
         assert (texts_of(before), texts_of(after)) == (["old"], ["new"])

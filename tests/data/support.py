@@ -20,11 +20,11 @@ from bytescale.data.order.epoch import MIB
 from bytescale.data.order.index import CorpusIndex, PartFinder
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import WorkUnit
-from bytescale.data.tokens.indexed import IndexedWriter, metadata_path
-from bytescale.data.tokens.metadata import MetadataGatherer
+from bytescale.data.tokens.indexed import MetadataGatherer
 from bytescale.data.tokens.open_parts import OpenParts
 from bytescale.data.tokens.samples import Samples
 from bytescale.data.tokens.shards import PartContent, Shard
+from bytescale.data.tokens.tokenize import IndexedWriter
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.plan import Planner
 
@@ -35,12 +35,13 @@ def write_pair(prefix: Path, documents: Sequence[Sequence[int]], tokenizer: Toke
     tokens = np.array([token for document in documents for token in document], dtype=dtype)
     lengths = np.array([len(document) for document in documents], dtype=np.int64)
     gatherer = MetadataGatherer(dtype)
-    gatherer.add(tokens, lengths)
-    with IndexedWriter(prefix, dtype) as writer:
+    gatherer.add(tokens)
+    path = prefix.with_name(f"{prefix.name}.bin")
+    with IndexedWriter(path, dtype) as writer:
         writer.add_documents(tokens, lengths)
-        writer.commit(gatherer.finish(tokenizer).to_json())
+        writer.commit(gatherer.finish(lengths, tokenizer).to_json())
     if tokenizer is None:
-        metadata_path(prefix).unlink()
+        path.with_suffix(".meta.json").unlink()
 
 
 def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
@@ -87,10 +88,10 @@ def memory_corpus(
         tokens = np.arange(first, first + own.sum(), dtype=np.int32)
         first += len(tokens)
         gatherer = MetadataGatherer(tokens.dtype)
-        gatherer.add(tokens, own)
+        gatherer.add(tokens)
         offsets = np.concatenate([[0], np.cumsum(own)])
         parts.append(tokens)
-        contents.append(PartContent(document_offsets=offsets, metadata=gatherer.finish()))
+        contents.append(PartContent(document_offsets=offsets, metadata=gatherer.finish(own)))
         if len(shards) < num_parts:
             shards.append(Shard(source=0, units=(WorkUnit(files=(), num_bytes=part_mib * MIB),)))
         else:

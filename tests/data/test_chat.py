@@ -11,7 +11,7 @@ from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.sources.records import Record, kind_of
 from bytescale.data.tokens.chat import ChatTemplate, load_template
-from bytescale.data.tokens.examples import ExampleEncoder
+from bytescale.data.tokens.examples import Example, example_of
 from bytescale.data.tokens.tokenizer import load_tokenizer
 from tests.data.chats import CHATML, MARKED, THOUGHTS, chat_folder, conversations
 from tests.data.support import config, write_jsonl
@@ -29,11 +29,10 @@ def said(template: str, messages: list[dict[str, Any]]) -> list[str]:
     return [text[start:stop] for start, stop, _ in spans]
 
 
-def encoder_of(folder: Path) -> ExampleEncoder:
-    name = str(folder)
-    return ExampleEncoder(
-        tokenizer=load_tokenizer(name), kind=kind_of("messages", ()), template=load_template("", name)
-    )
+def encoded(record: dict[str, Any], folder: Path) -> Example:
+    """The example of a record of messages, with the tokenizer and the template of a folder."""
+    tokenizer, template = load_tokenizer(str(folder)), load_template("", str(folder))
+    return example_of(Record(values=record, path=folder, row=1), kind_of("messages", ()), tokenizer, template)
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -42,9 +41,8 @@ def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, template: str
     folder = chat_folder(tmp_path / "model", template)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     theirs_marked = transformers.AutoTokenizer.from_pretrained(chat_folder(tmp_path / "marked", MARKED))
-    encoder = encoder_of(folder)
     for record in conversations(20):
-        ours = encoder.encode(Record(values=record, path=tmp_path, row=1))
+        ours = encoded(record, folder)
         assert ours.tokens.tolist() == theirs.apply_chat_template(record["messages"], return_dict=False)
         marked = theirs_marked.apply_chat_template(
             record["messages"], return_assistant_tokens_mask=True, return_dict=True
@@ -63,11 +61,10 @@ def test_what_the_assistant_said_ends_with_its_turn() -> None:
 
 def test_the_weight_of_a_message_scales_what_it_says(tmp_path: Path) -> None:
     messages = [{**turn, "weight": 0.5} if turn["content"] == "ok" else turn for turn in TURNS]
-    encoder = encoder_of(chat_folder(tmp_path))
-    example = encoder.encode(Record(values={"messages": messages}, path=tmp_path, row=1))
+    example = encoded({"messages": messages}, chat_folder(tmp_path))
     weights = example.fields["weights"].tolist()
     assert sorted(set(weights)) == [0.0, 0.5, 1.0]
-    assert encoder.tokenizer.decode(example.tokens[example.fields["weights"] == 0.5]) == "ok<|im_end|>"
+    assert load_tokenizer(str(tmp_path)).decode(example.tokens[example.fields["weights"] == 0.5]) == "ok<|im_end|>"
 
 
 def test_a_template_that_changes_earlier_turns_is_refused() -> None:
@@ -110,7 +107,7 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
     corpus = prepare_corpus(
         config(tmp_path, tmp_path / "a.jsonl", content="messages", chat_template=str(tmp_path / "own.jinja"))
     )
-    assert corpus.metadata.num_samples == 1
+    assert corpus.metadata.counts.num_samples == 1
 
 
 def test_templates_that_are_none(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_tokenize_writes_a_pair_and_says_what_it_did(
     tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert settings(tmp_path).run() == 0
-    assert IndexedDataset.open(tmp_path / "out/pair").index.document_lengths.tolist() == [11, 601, 5001]
+    assert IndexedDataset.open(tmp_path / "out/pair.bin").index.document_lengths.tolist() == [11, 601, 5001]
     output = capsys.readouterr().out
     assert "3 documents, 5613 tokens" in output
     assert "longest document 5001 tokens" in output
@@ -53,7 +53,7 @@ def test_an_existing_pair_is_replaced_only_on_request(tmp_path: Path, source: Pa
     with pytest.raises(ConfigError, match=r"pair.idx exists.*--overwrite"):
         settings(tmp_path).run()
     assert settings(tmp_path, overwrite=True).run() == 0
-    assert IndexedDataset.open(tmp_path / "out/pair").index.num_documents == 3
+    assert IndexedDataset.open(tmp_path / "out/pair.bin").index.num_documents == 3
 
 
 def test_the_output_is_no_source(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_weights_of_other_documents(tmp_path: Path) -> None:
     for ending in ("bin", "idx"):
         (tmp_path / f"b.weights.{ending}").rename(pair / f"all.weights.{ending}")
     with pytest.raises(DataError, match="describes 2 documents with 6 numbers, for 3 documents with 36 tokens"):
-        IndexedDataset.open(pair / "all")
+        IndexedDataset.open(pair / "all.bin")
 
 
 def test_not_a_number_in_a_second_pair(tmp_path: Path) -> None:

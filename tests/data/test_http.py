@@ -38,7 +38,7 @@ def test_jsonl_and_a_pair_over_http(tmp_path: Path, files: Files) -> None:
     assert texts_of(corpus) == ["one", "two", "ab", "c"]
     seen = len(files.requests)
     again = prepare_corpus(config(tmp_path, f"{files.url}/a.jsonl", f"{files.url}/d.bin"))
-    assert again.metadata.fingerprint == corpus.metadata.fingerprint
+    assert again.index.fingerprint == corpus.index.fingerprint
     assert not [path for path, asked, _ in files.requests[seen:] if asked], "what was read is in the cache"
 
 

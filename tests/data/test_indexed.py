@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from bytescale.common.errors import DataError
-from bytescale.data.tokens.indexed import IndexedDataset, IndexedWriter, read_index, token_dtype
+from bytescale.data.tokens.indexed import IndexedDataset, read_index, token_dtype
+from bytescale.data.tokens.tokenize import IndexedWriter
 from tests.data.support import write_pair
 
 DOCUMENTS = [[5, 6, 7], [8], [], [9, 10, 11, 12]]
@@ -46,17 +47,16 @@ def test_reads_what_megatron_writes_in_every_integer_type(tmp_path: Path, code: 
     itemsize = struct.calcsize(letter)
     (tmp_path / "m.idx").write_bytes(megatron_idx([3, 1, 2], [0, 2, 2, 3], code=code, itemsize=itemsize))
     (tmp_path / "m.bin").write_bytes(struct.pack(f"<6{letter}", *range(1, 7)))
-    for name in ("m", "m.bin", "m.idx"):
-        dataset = IndexedDataset.open(tmp_path / name)
-        assert dataset.index.document_lengths.tolist() == [4, 0, 2]
-        assert dataset.tokens[:].tolist() == [1, 2, 3, 4, 5, 6]
-        assert dataset.index.document_offsets.tolist() == [0, 4, 4, 6]
-        assert (dataset.index.num_documents, dataset.index.num_tokens) == (3, 6)
+    dataset = IndexedDataset.open(tmp_path / "m.bin")
+    assert dataset.index.document_lengths.tolist() == [4, 0, 2]
+    assert dataset.tokens[:].tolist() == [1, 2, 3, 4, 5, 6]
+    assert dataset.index.document_offsets.tolist() == [0, 4, 4, 6]
+    assert (dataset.index.num_documents, dataset.index.num_tokens) == (3, 6)
 
 
 def test_tokens_are_a_view_into_the_file(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", DOCUMENTS)
-    dataset = IndexedDataset.open(tmp_path / "a")
+    dataset = IndexedDataset.open(tmp_path / "a.bin")
     assert isinstance(dataset.tokens, np.memmap)
     assert np.shares_memory(dataset.tokens[4:8], dataset.tokens)
 
@@ -64,7 +64,7 @@ def test_tokens_are_a_view_into_the_file(tmp_path: Path) -> None:
 def test_an_empty_pair(tmp_path: Path) -> None:
     write_pair(tmp_path / "a.v1", [])
     assert (tmp_path / "a.v1.bin").stat().st_size == 0
-    assert IndexedDataset.open(tmp_path / "a.v1").index.num_documents == 0
+    assert IndexedDataset.open(tmp_path / "a.v1.bin").index.num_documents == 0
 
 
 @pytest.mark.parametrize(("vocab_size", "kind"), [(257, "<u2"), (65499, "<u2"), (65500, "<i4"), (200_000, "<i4")])
@@ -77,7 +77,7 @@ def test_a_bin_of_another_size(tmp_path: Path) -> None:
     with (tmp_path / "a.bin").open("ab") as file:
         file.write(b"\0\0")
     with pytest.raises(DataError, match=r"a.idx describes 8 tokens of 2 bytes = 16 bytes, but .*a.bin has 18"):
-        IndexedDataset.open(tmp_path / "a")
+        IndexedDataset.open(tmp_path / "a.bin")
 
 
 def test_one_of_the_two_is_missing(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_one_of_the_two_is_missing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a.idx cannot be read \(No such file.*restore the .idx"):
         IndexedDataset.open(tmp_path / "a.bin")
     with pytest.raises(DataError, match=r"b.bin does not exist"):
-        IndexedDataset.open(tmp_path / "b.idx")
+        IndexedDataset.open(tmp_path / "b.bin")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_broken_idx(tmp_path: Path, content: bytes, message: str) -> None:
 
 
 def test_leaving_without_commit_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), IndexedWriter(tmp_path / "a", np.dtype("<u2")) as writer:  # noqa: PT012
+    with pytest.raises(RuntimeError), IndexedWriter(tmp_path / "a.bin", np.dtype("<u2")) as writer:  # noqa: PT012
         writer.add_documents(np.array([1, 2]), np.array([2]))
         assert not (tmp_path / "a.bin").exists()
         raise RuntimeError("in the middle")
@@ -130,10 +130,10 @@ def test_commit_replaces_an_older_pair_and_removes_what_dead_processes_left(tmp_
     assert not stale.exists()
     assert ours.exists()
     assert elsewhere.exists()
-    assert IndexedDataset.open(tmp_path / "a").index.num_documents == 4
+    assert IndexedDataset.open(tmp_path / "a.bin").index.num_documents == 4
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"a.bin cannot be written"):
-        IndexedWriter(tmp_path / "file/a", np.dtype("<u2"))
+        IndexedWriter(tmp_path / "file/a.bin", np.dtype("<u2"))

@@ -131,8 +131,6 @@ def test_length_filters(tmp_path: Path, settings: DataConfig) -> None:
     corpus = prepare_corpus(filtered)
     assert {len(text) for text in texts_of(corpus)} == {6, 9, 12}  # with EOS 7, 10 and 13
     assert corpus.metadata.counts.num_filtered == 12 + 24
-    assert (
-        corpus.metadata.fingerprint != prepare_corpus(replace(filtered, max_document_tokens=None)).metadata.fingerprint
-    )
+    assert corpus.index.fingerprint != prepare_corpus(replace(filtered, max_document_tokens=None)).index.fingerprint
     with pytest.raises(DataError, match=r"72 documents are outside data.min_document_tokens and data.max_document_tok"):
         prepare_corpus(replace(filtered, min_document_tokens=1000, max_document_tokens=None))

@@ -102,7 +102,7 @@ def test_the_order_does_not_depend_on_what_was_read_when(
     num_parts = min(num_parts, len(lengths))
     at_once = memory_corpus(lengths, 20, num_parts=num_parts, part_mib=4)
     as_needed, _ = later(lengths, num_parts)
-    assert as_needed.metadata.fingerprint == at_once.metadata.fingerprint
+    assert as_needed.index.fingerprint == at_once.index.fingerprint
     wanted = batches(at_once, stop + 8, window_mib)
     given_batches = batches(as_needed, stop + 8, window_mib)
     assert names(given_batches) == names(wanted)
@@ -132,7 +132,7 @@ def test_only_the_window_is_read_and_the_next_one_expected() -> None:
     assert parts.found == windows[0].tolist()
     assert parts.expected == windows[1].tolist()
     assert corpus.index.metadata.num_parts_read == 2
-    assert corpus.index.metadata.num_tokens == 50
+    assert corpus.index.metadata.counts.num_tokens == 50
     sampler.next_batch()  # 5 of the 10 samples
     assert parts.found == windows[0].tolist()
     sampler.next_batch()
@@ -200,7 +200,7 @@ def test_a_state_of_other_texts_or_another_window() -> None:
         sampler.next_batch()
     state = sampler.state_dict()
     other = memory_corpus(lengths[::-1], 20, num_parts=5, part_mib=4)  # files of the same sizes
-    assert other.metadata.fingerprint == corpus.metadata.fingerprint
+    assert other.index.fingerprint == corpus.index.fingerprint
     with pytest.raises(CheckpointError, match=r"made with other texts: their content was \w+ and is now \w+"):
         sampler_of(other.index, 25, 1, window_mib=8, state=state)
     with pytest.raises(CheckpointError, match=r"data shuffle_window 8 MiB, this run has 4 MiB"):

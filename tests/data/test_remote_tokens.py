@@ -43,7 +43,7 @@ def read(corpus: Corpus, row: int) -> list[int]:
 def test_only_what_is_read_is_fetched(tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = prepare_corpus(config(tmp_path, tmp_path / "pair.bin"))
     there = prepare_corpus(config(tmp_path, f"{base}/pair.bin"))
-    assert there.metadata.fingerprint == here.metadata.fingerprint
+    assert there.index.fingerprint == here.index.fingerprint
     assert there.metadata == here.metadata
     asked: list[tuple[int, int]] = []
     read_range = Url.read

@@ -86,7 +86,7 @@ def test_what_is_in_the_cache_is_not_read_again(tmp_path: Path, server: S3Server
         put(name, content)
     first = prepare_corpus(config(tmp_path, "s3://bucket/corpus"))
     server.requests.clear()
-    assert prepare_corpus(config(tmp_path, "s3://bucket/corpus")).metadata.fingerprint == first.metadata.fingerprint
+    assert prepare_corpus(config(tmp_path, "s3://bucket/corpus")).index.fingerprint == first.index.fingerprint
     objects = {path for method, path in server.requests if method == "GET" and path != "/bucket"}
     assert objects == {"/bucket/corpus/c/c.parquet"}, "a Parquet file's footer is all that is looked at"
 
@@ -108,7 +108,7 @@ def test_commands(tmp_path: Path, server: S3Server, capsys: pytest.CaptureFixtur
     server.failures_left = 4
     tokenize = TokenizeConfig(sources=("s3://bucket/corpus",), output=output, cache_dir=cache, num_workers=1)
     assert tokenize.run() == 0
-    assert IndexedDataset.open(Path(output)).index.num_documents == len(TEXTS)
+    assert IndexedDataset.open(Path(f"{output}.bin")).index.num_documents == len(TEXTS)
 
 
 @pytest.mark.parametrize("method", one_of(["HEAD", "GET"], "GET"))

@@ -24,8 +24,7 @@ from bytescale.data.sources.readers import WorkUnit
 from bytescale.data.sources.records import plan_units, text_kind
 from bytescale.data.tokens import shards
 from bytescale.data.tokens.bpe import train_bpe
-from bytescale.data.tokens.indexed import IndexedDataset
-from bytescale.data.tokens.metadata import TokenMetadata, load_metadata, metadata_of
+from bytescale.data.tokens.indexed import IndexedDataset, TokenMetadata, load_metadata, metadata_of
 from bytescale.data.tokens.progress import Progress, ignore_progress
 from bytescale.data.tokens.shards import ShardReader, write_as_pair
 from bytescale.data.tokens.tokenize import UnitEncoder, encode_in_processes
@@ -34,13 +33,13 @@ from tests.data.support import write_jsonl, write_pair
 
 
 def tokenised(
-    files: Sequence[SourceFile], prefix: Path, tokenizer: Tokenizer | None = None, **settings: Any
+    files: Sequence[SourceFile], path: Path, tokenizer: Tokenizer | None = None, **settings: Any
 ) -> TokenMetadata:
     """The files as one pair, as ``bytescale data tokenize`` makes it; the cache lies beside the pair's folder."""
-    data = DataConfig(cache_dir=str(prefix.parent.with_name("cache")), read_retries=0)
+    data = DataConfig(cache_dir=str(path.parent.with_name("cache")), read_retries=0)
     reader = ShardReader.of(data, tokenizer or ByteTokenizer())
     runs = itertools.groupby(files, key=lambda file: file.format == "bin")
-    return write_as_pair(reader, [shard for _, run in runs for shard in reader.plan(list(run))], prefix, **settings)
+    return write_as_pair(reader, [shard for _, run in runs for shard in reader.plan(list(run))], path, **settings)
 
 
 @pytest.fixture
@@ -72,18 +71,18 @@ def mixed(tmp_path: Path) -> list[SourceFile]:
     return expand_sources([str(folder)])
 
 
-def documents(prefix: Path) -> list[list[int]]:
-    dataset = IndexedDataset.open(prefix)
+def documents(path: Path) -> list[list[int]]:
+    dataset = IndexedDataset.open(path)
     offsets = dataset.index.document_offsets.tolist()
     return [dataset.tokens[start:stop].tolist() for start, stop in itertools.pairwise(offsets)]
 
 
 def test_every_format_into_one_pair_in_order(tmp_path: Path, mixed: list[SourceFile]) -> None:
-    metadata = tokenised(mixed, tmp_path / "out" / "pair")
+    metadata = tokenised(mixed, tmp_path / "out" / "pair.bin")
     texts = ["first text <|endoftext|>", *(f"line {i} " * (i % 7) for i in range(50) if i % 7)]
     texts += [f"row {i}" for i in range(20)]
     expected = [[*text.encode(), 256] for text in texts] + [[1, 2, 256], [3, 256], [*b"last", 256]]
-    assert documents(tmp_path / "out" / "pair") == expected
+    assert documents(tmp_path / "out" / "pair.bin") == expected
     assert metadata.num_documents == len(expected)
     assert metadata.num_tokens == sum(map(len, expected))
     assert metadata.longest_document_tokens == max(map(len, expected))
@@ -96,26 +95,26 @@ def test_the_pair_does_not_depend_on_processes_units_or_shards(
     tmp_path: Path, mixed: list[SourceFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = [file for file in mixed if file.format != "bin"]
-    tokenizer = JsonTokenizer(train_bpe(text, "text", 280, ignore_progress), name="trained")
+    tokenizer = JsonTokenizer(train_bpe(text, DataConfig(bpe_vocab_size=280), ignore_progress), name="trained")
     calls: list[Progress] = []
-    reference = tokenised(text, tmp_path / "one" / "pair", tokenizer)
+    reference = tokenised(text, tmp_path / "one" / "pair.bin", tokenizer)
     monkeypatch.setattr(shards, "UNIT_BYTES", 64)
     monkeypatch.setattr(shards, "SHARD_BYTES", 200)
     monkeypatch.setattr(shards, "_COPY_TOKENS", 20)
     (tmp_path / "cache").rename(tmp_path / "first")
-    other = tokenised(text, tmp_path / "two" / "pair", tokenizer, num_workers=3, progress=calls.append)
+    other = tokenised(text, tmp_path / "two" / "pair.bin", tokenizer, num_workers=3, progress=calls.append)
     assert [stage for stage, _ in itertools.groupby(call.stage for call in calls)] == ["tokenising", "writing pair.bin"]
     assert len(calls) > 10
     assert calls[-1].done_bytes == calls[-1].total_bytes
     assert len(list((tmp_path / "cache").rglob("*.idx"))) > 3
-    assert reference == other == load_metadata(tmp_path / "one" / "pair")
+    assert reference == other == load_metadata(tmp_path / "one" / "pair.bin")
     for ending in (".bin", ".idx", ".meta.json"):
         paths = (tmp_path / folder / f"pair{ending}" for folder in ("one", "two"))
         assert len({path.read_bytes() for path in paths}) == 1
 
 
 def test_metadata_of_a_pair_from_elsewhere_are_those_written(tmp_path: Path, mixed: list[SourceFile]) -> None:
-    written = tokenised(mixed, tmp_path / "out" / "pair")
+    written = tokenised(mixed, tmp_path / "out" / "pair.bin")
     (tmp_path / "out" / "pair.meta.json").unlink()
     (file,) = expand_sources([str(tmp_path / "out" / "pair.bin")])
     calls: list[Progress] = []
@@ -142,7 +141,7 @@ def test_bad_input_in_a_worker_reaches_the_caller_and_leaves_no_pair(tmp_path: P
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     files = expand_sources([str(tmp_path / "a.jsonl")])
     with pytest.raises(DataError, match=r"a.jsonl:151 is not JSON"):
-        tokenised(files, tmp_path / "out" / "pair", num_workers=2)
+        tokenised(files, tmp_path / "out" / "pair.bin", num_workers=2)
     assert not (tmp_path / "out").exists()
     assert not list((tmp_path / "cache").rglob("*.tmp"))
 
@@ -152,14 +151,14 @@ def test_a_missing_column_is_found_before_any_work(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"other": ["a"]}), tmp_path / "b.parquet")
     calls: list[Progress] = []
     with pytest.raises(DataError, match=r"b.parquet has no column 'text'"):
-        tokenised(expand_sources([str(tmp_path)]), tmp_path / "out" / "pair", progress=calls.append)
+        tokenised(expand_sources([str(tmp_path)]), tmp_path / "out" / "pair.bin", progress=calls.append)
     assert calls == []
 
 
 def test_a_bin_with_foreign_ids(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", [[1, 300]])
     with pytest.raises(DataError, match=r"a.bin holds id 300, but tokenizer 'bytes' has the ids 0 to 256"):
-        tokenised(expand_sources([str(tmp_path / "a.bin")]), tmp_path / "out" / "pair")
+        tokenised(expand_sources([str(tmp_path / "a.bin")]), tmp_path / "out" / "pair.bin")
     assert not (tmp_path / "out").exists()
 
 
@@ -167,7 +166,7 @@ def test_a_bin_with_foreign_ids(tmp_path: Path) -> None:
 def test_a_worker_that_dies(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 50}] * 100)
     with pytest.raises(DataError, match=r"A process that tokenises died.*lower data.num_workers"):
-        tokenised(expand_sources([str(path)]), tmp_path / "out" / "pair", KilledTokenizer(), num_workers=2)
+        tokenised(expand_sources([str(path)]), tmp_path / "out" / "pair.bin", KilledTokenizer(), num_workers=2)
     assert not (tmp_path / "out").exists()
 
 
@@ -193,7 +192,7 @@ if __name__ == "__main__":
 @pytest.mark.usefixtures("small_units")
 def test_kill_minus_9_leaves_nothing_that_looks_finished(tmp_path: Path, stage: str) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 50}] * 200)
-    output = tmp_path / "out" / "pair"
+    output = tmp_path / "out" / "pair.bin"
     command = [sys.executable, "-c", KILLED_PROGRAM, str(path), str(output), stage]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -228,11 +227,11 @@ def test_killed_between_bin_and_idx_the_old_pair_is_gone_and_the_new_not_there(
     def die(path: Path, content: bytes) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bytescale.data.tokens.indexed.write_atomically", die)
+    monkeypatch.setattr("bytescale.data.tokens.tokenize.write_atomically", die)
     with pytest.raises(KeyboardInterrupt):
         write_pair(tmp_path / "a", [[3], [4]])
     with pytest.raises(DataError, match=r"a.idx cannot be read"):
-        IndexedDataset.open(tmp_path / "a")
+        IndexedDataset.open(tmp_path / "a.bin")
 
 
 def test_few_units_are_under_way_however_slow_the_reader_of_results(tmp_path: Path) -> None:
@@ -245,7 +244,7 @@ def test_few_units_are_under_way_however_slow_the_reader_of_results(tmp_path: Pa
             taken.append(unit.start)
             yield unit
 
-    encode = UnitEncoder(tokenizer=ByteTokenizer())
+    encode = UnitEncoder.of(DataConfig(), ByteTokenizer())
     for done, _ in enumerate(encode_in_processes(take(), encode, num_workers=2), start=1):
         assert len(taken) <= done + 2 * 2
     assert done == len(units) == 11

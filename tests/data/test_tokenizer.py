@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError, DataError
+from bytescale.config import DataConfig
 from bytescale.data.sources.files import expand_sources
 from bytescale.data.tokens.bpe import cached_bpe, train_bpe
 from bytescale.data.tokens.progress import Progress, ignore_progress
@@ -23,7 +24,8 @@ WORDS = "the quick brown fox jumps over the lazy dog and the dog does not mind "
 def trained(tmp_path_factory: pytest.TempPathFactory) -> JsonTokenizer:
     folder = tmp_path_factory.mktemp("bpe")
     (folder / "a.txt").write_text(WORDS)
-    return JsonTokenizer(train_bpe(expand_sources([str(folder)]), "text", 300, ignore_progress), name="trained")
+    trained = train_bpe(expand_sources([str(folder)]), DataConfig(bpe_vocab_size=300), ignore_progress)
+    return JsonTokenizer(trained, name="trained")
 
 
 def word_level(*tokens: str) -> tokenizers.Tokenizer:
@@ -124,10 +126,11 @@ def test_a_broken_tokenizer_config(tmp_path: Path) -> None:
 def test_training_is_cached_and_follows_its_sources(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text(WORDS)
+    settings = DataConfig(bpe_vocab_size=300, cache_dir=str(tmp_path / "cache"))
     calls: list[Progress] = []
 
     def train() -> JsonTokenizer:
-        return cached_bpe(expand_sources([str(tmp_path / "text")]), "text", 300, tmp_path / "cache", calls.append)
+        return cached_bpe(expand_sources([str(tmp_path / "text")]), settings, calls.append)
 
     first = train()
     assert len(calls) == 1
@@ -142,9 +145,9 @@ def test_training_needs_room_for_all_bytes_and_some_text(tmp_path: Path) -> None
     (tmp_path / "a.txt").write_text("")
     files = expand_sources([str(tmp_path)])
     with pytest.raises(ConfigError, match=r"data.bpe_vocab_size is 256.*at least 257"):
-        cached_bpe(files, "text", 256, tmp_path / "cache", ignore_progress)
+        cached_bpe(files, DataConfig(bpe_vocab_size=256), ignore_progress)
     with pytest.raises(DataError, match=r"no text to train a tokenizer on"):
-        cached_bpe(files, "text", 300, tmp_path / "cache", ignore_progress)
+        cached_bpe(files, DataConfig(bpe_vocab_size=300, cache_dir=str(tmp_path / "cache")), ignore_progress)
 
 
 def test_decode_takes_arrays(trained: JsonTokenizer) -> None:

@@ -38,7 +38,7 @@ def lines(*texts: str) -> bytes:
 
 
 def same_corpus(left: Corpus, right: Corpus) -> bool:
-    return left.metadata.fingerprint == right.metadata.fingerprint and texts_of(left) == texts_of(right)
+    return left.index.fingerprint == right.index.fingerprint and texts_of(left) == texts_of(right)
 
 
 def test_every_format_from_a_url(tmp_path: Path, memory: Any) -> None:

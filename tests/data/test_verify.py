@@ -28,13 +28,13 @@ def test_a_cache_that_has_rotted_is_made_again(tmp_path: Path, caplog: pytest.Lo
     first = prepare_corpus(settings)
     (path,) = (tmp_path / "cache").rglob(f"*{ending}")
     whole = path.read_bytes()
-    assert prepare_corpus(settings).metadata.fingerprint == first.metadata.fingerprint
+    assert prepare_corpus(settings).index.fingerprint == first.index.fingerprint
     assert path.read_bytes() == whole
     assert "is not what was written" not in caplog.text
     flip(path, {".bin": 6, ".idx": HEADER.size, ".meta.json": whole.find(b"content_hash") + 20}[ending])
     again = prepare_corpus(settings)
     assert "is not what was written: its source is tokenised again" in caplog.text
-    assert (again.metadata.fingerprint, texts_of(again)) == (first.metadata.fingerprint, [TEXT])
+    assert (again.index.fingerprint, texts_of(again)) == (first.index.fingerprint, [TEXT])
     assert path.read_bytes() == whole
 
 

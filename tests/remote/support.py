@@ -17,8 +17,8 @@ from bytescale.cost import Cluster, Profile
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Feed, LocalFeed, StepData
 from bytescale.data.order.batches import SamplerState
-from bytescale.data.tokens.indexed import IndexedWriter
-from bytescale.data.tokens.metadata import MetadataGatherer
+from bytescale.data.tokens.indexed import MetadataGatherer
+from bytescale.data.tokens.tokenize import IndexedWriter
 from bytescale.planner.verified import VerifiedPlanner
 
 CONTEXT = 96
@@ -31,10 +31,10 @@ def write_numbered_corpus(prefix: Path, num_documents: int = 120, seed: int = 0,
     lengths = np.minimum(np.random.default_rng(seed).lognormal(2.5, 1.4, num_documents).astype(np.int64) + 1, 300)
     tokens = np.arange(first_token, first_token + lengths.sum(), dtype="<i4")
     gatherer = MetadataGatherer(tokens.dtype)
-    gatherer.add(tokens, lengths)
-    with IndexedWriter(prefix, tokens.dtype) as writer:
+    gatherer.add(tokens)
+    with IndexedWriter(prefix.with_suffix(".bin"), tokens.dtype) as writer:
         writer.add_documents(tokens, lengths)
-        writer.commit(gatherer.finish().to_json())
+        writer.commit(gatherer.finish(lengths).to_json())
     return len(tokens)
 
 

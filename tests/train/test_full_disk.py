@@ -74,4 +74,4 @@ def test_a_cache_on_a_full_disk(tmp_path: Path, disk: Path) -> None:
         prepare_corpus(config)
     assert not [path for path in disk.rglob("*") if path.suffix in (".bin", ".idx", ".tmp")]
     grow(disk, 20 * MIB)
-    assert prepare_corpus(config).metadata.num_tokens == 1_800_001
+    assert prepare_corpus(config).metadata.counts.num_tokens == 1_800_001

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bytescale.checkpoint.agree import attempt, settle
-from bytescale.checkpoint.disk import Disk
+from bytescale.checkpoint.disk import remove_folder
 from bytescale.checkpoint.folder_of_run import (
     clean,
     complete_checkpoints,
@@ -44,7 +44,6 @@ class Checkpointer:
         config: CheckpointConfig,
         *,
         say: Callable[[str], None] = lambda line: None,
-        disk: Disk | None = None,
     ) -> None:
         """Claim ``config.folder``. Nothing is written or deleted in a folder that is only read from.
 
@@ -52,7 +51,6 @@ class Checkpointer:
             folder: the run's own, for its checkpoints, or for copies if ``config.folder`` is a URL.
             group: all ranks, in a group of gloo that nothing else uses meanwhile.
             say: takes what people should know; called on the first rank.
-            disk: another one in tests.
 
         Raises ``ConfigError`` on every rank when another run writes to ``config.folder``, and ``CheckpointError`` when
         that cannot be reached.
@@ -62,7 +60,6 @@ class Checkpointer:
         self._group = group
         self._is_first = group.rank() == 0
         self._say = say
-        self._disk = disk or Disk()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-checkpoint")
         self._pending: tuple[int, Future[None]] | None = None  # with its step
         self._failure: CheckpointError | None = None  # of the newest checkpoint, where it could not be written
@@ -155,11 +152,11 @@ class Checkpointer:
         group, hidden = self._group, hidden_folder(self.folder, state.step)
         settle(attempt(self._clean_once), group)
         try:
-            write_checkpoint(self._disk, hidden, state, snapshot, group)
+            write_checkpoint(hidden, state, snapshot, group)
         except BaseException:
             if self._is_first:
                 with suppress(OSError):  # the error that is raised says more
-                    self._disk.remove_folder(hidden)
+                    remove_folder(hidden)
             raise
         settle(attempt(lambda: self._publish(hidden, state)) if self._is_first else None, group)
         if self._uploader is not None:
@@ -169,7 +166,7 @@ class Checkpointer:
     def _clean_once(self) -> None:
         """Delete what a killed run has left half written. For the first rank, before this run uses the folder."""
         if self._is_first and not self._is_clean:
-            clean(self._disk, self.folder)
+            clean(self.folder)
         self._is_clean = True
 
     def _open(self, own_folder: Path) -> None:
@@ -219,12 +216,12 @@ class Checkpointer:
         return str(self._uploader.store.checkpoint(newer[-1])) if newer else ""
 
     def _publish(self, hidden: Path, state: RunState) -> None:
-        publish(self._disk, hidden, self.folder / step_name(state.step))
+        publish(hidden, self.folder / step_name(state.step))
         complete = {step_of(path.name): path for path in complete_checkpoints(self.folder)}
         under_way = self._uploader.step_under_way if self._uploader is not None else None
         kept = [*best_step(state), *([] if under_way is None else [under_way])]
         for step in to_delete(list(complete), self.config, also_kept=kept):
-            delete(self._disk, complete[step])
+            delete(complete[step])
 
     def _settle(self) -> None:
         if self._pending is None:

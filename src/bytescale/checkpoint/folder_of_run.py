@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from bytescale.checkpoint.disk import Disk
-from bytescale.checkpoint.manifest import STEP_NAME, step_name
+from bytescale.checkpoint.disk import remove_folder
+from bytescale.checkpoint.manifest import step_name, steps_in
+from bytescale.common.atomic import sync_folder
 from bytescale.config import CheckpointConfig
 from bytescale.storage.place import is_url
 
@@ -22,43 +23,40 @@ def local_folder(configured: str, own: Path) -> Path:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in ``folder``, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP_NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return [folder / step_name(step) for step in steps_in(folder)]
 
 
 def hidden_folder(folder: Path, step: int) -> Path:
     return folder / f".{step_name(step)}.tmp"
 
 
-def publish(disk: Disk, hidden: Path, final: Path) -> None:
+def publish(hidden: Path, final: Path) -> None:
     """Give a complete checkpoint its name. One that has the name already is kept until then, and deleted."""
     doomed = final.with_name(f".{final.name}.replaced.tmp")
     if final.exists():
-        disk.rename(final, doomed)
-    disk.rename(hidden, final)
-    disk.sync_folder(final.parent)
-    disk.remove_folder(doomed)
+        final.replace(doomed)
+    hidden.replace(final)
+    sync_folder(final.parent)
+    remove_folder(doomed)
 
 
-def clean(disk: Disk, folder: Path) -> None:
+def clean(folder: Path) -> None:
     """Delete what a run that was killed has left half written or half deleted."""
     if not folder.is_dir():
         return
     for leftover in sorted(folder.glob(".step-*.replaced.tmp")):  # killed between the two renames of ``publish``
         final = leftover.with_name(leftover.name.removeprefix(".").removesuffix(".replaced.tmp"))
         if not final.exists():
-            disk.rename(leftover, final)
+            leftover.replace(final)
     for leftover in sorted(folder.glob(".step-*.tmp")):
-        disk.remove_folder(leftover)
+        remove_folder(leftover)
 
 
-def delete(disk: Disk, checkpoint: Path) -> None:
+def delete(checkpoint: Path) -> None:
     """Delete a checkpoint. It is renamed first: a half-deleted folder is never taken for a checkpoint."""
     doomed = checkpoint.with_name(f".{checkpoint.name}.tmp")
-    disk.rename(checkpoint, doomed)
-    disk.remove_folder(doomed)
+    checkpoint.replace(doomed)
+    remove_folder(doomed)
 
 
 def to_delete(steps: Sequence[int], config: CheckpointConfig, *, also_kept: Collection[int] = ()) -> list[int]:

@@ -30,12 +30,12 @@ from bytescale.checkpoint.layout import Layout, LayoutEntry
 from bytescale.common.errors import CheckpointError
 from bytescale.common.parsing import parse_json
 from bytescale.storage.filesystems import credentials_hint
-from bytescale.storage.place import Place, is_url, read_file
+from bytescale.storage.place import Place, folders_in, is_url, read_file
 
 FORMAT = 4
 """1 stored flat buffers, 2 was PyTorch's, of version 0.1.0, and 3 had checksums of blocks; none is read any more."""
 MANIFEST = "run_state.json"
-STEP_NAME = re.compile(r"step-(\d{6,})")
+_STEP_NAME = re.compile(r"step-(\d{6,})")
 OLDER = "use an older checkpoint of the run (`bytescale checkpoint verify` says which are whole), or a trusted copy"
 
 Value = TypeVar("Value")
@@ -100,6 +100,11 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def steps_in(folder: Place) -> list[int]:
+    """The steps of the checkpoints in a folder, in rising order. Raises ``OSError``."""
+    return sorted(int(match[1]) for name in folders_in(folder) if (match := _STEP_NAME.fullmatch(name)))
+
+
 def step_of(name: str) -> int:
     """Return the step of the folder of a checkpoint: the inverse of ``step_name``."""
     return int(name.removeprefix("step-"))
@@ -129,7 +134,7 @@ def read_manifest(folder: Place) -> Manifest:
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise damaged(folder, MANIFEST, f"it has no valid {printable(error)}") from error
     name = folder.resolve().name if isinstance(folder, Path) else folder.name
-    named = STEP_NAME.fullmatch(name)
+    named = _STEP_NAME.fullmatch(name)
     if named and int(named[1]) != state.step:
         raise damaged(folder, MANIFEST, f"it is of step {state.step}, and its folder is named {name}")
     return manifest

@@ -20,18 +20,18 @@ from pathlib import Path
 from bytescale.checkpoint.folder_of_run import to_delete
 from bytescale.checkpoint.manifest import (
     MANIFEST,
-    STEP_NAME,
     Manifest,
     file_name,
     read_manifest,
     step_name,
+    steps_in,
     unreachable,
 )
 from bytescale.common.atomic import write_atomically
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.common.parsing import parse_json
 from bytescale.config import CheckpointConfig
-from bytescale.storage.place import Place, Url, file_sizes, folders_in, place_at, read_file
+from bytescale.storage.place import Place, Url, file_sizes, place_at, read_file
 from bytescale.storage.retry import in_a_thread
 
 logger = logging.getLogger(__name__)
@@ -57,10 +57,7 @@ class Store:
 
     def complete(self) -> list[int]:
         """Steps of the complete checkpoints, in rising order."""
-        return [step for step in self._steps() if self._is_complete(step)]
-
-    def _steps(self) -> list[int]:
-        return sorted(int(match[1]) for name in folders_in(self.folder) if (match := STEP_NAME.fullmatch(name)))
+        return [step for step in steps_in(self.folder) if self._is_complete(step)]
 
     def _is_complete(self, step: int) -> bool:
         """Whether the manifest is there and whole: a store may have cut it short."""
@@ -86,7 +83,7 @@ class Store:
 
     def clean(self) -> None:
         """Delete what was half uploaded or half deleted when a run was killed."""
-        for step in self._steps():
+        for step in steps_in(self.folder):
             if MANIFEST not in file_sizes(self.checkpoint(step)):
                 self.remove(step)
 

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from bytescale.checkpoint.layout import Layout
 from bytescale.checkpoint.manifest import (
     MANIFEST,
-    STEP_NAME,
     CheckpointDamage,
     Manifest,
     damaged,
     file_name,
     read_manifest,
+    step_name,
+    steps_in,
     unreachable,
 )
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
 from bytescale.common.errors import BytescaleError
-from bytescale.storage.place import Place, file_sizes, folders_in
+from bytescale.storage.place import Place, file_sizes
 
 
 def problems_of(folder: Place) -> list[str]:
@@ -65,7 +66,6 @@ class ListedCheckpoint:
     """One line of ``bytescale checkpoint list``."""
 
     name: str
-    step: int
     num_bytes: int
     mesh: dict[str, int]
     wrong: str
@@ -74,18 +74,17 @@ class ListedCheckpoint:
 
 def list_checkpoints(folder: Place) -> list[ListedCheckpoint]:
     """Every checkpoint in a run's folder of checkpoints, oldest first. Raises ``OSError``."""
-    names = sorted((int(match[1]), name) for name in folders_in(folder) if (match := STEP_NAME.fullmatch(name)))
-    return [_listed(folder / name, step) for step, name in names]
+    return [_listed(folder / step_name(step)) for step in steps_in(folder)]
 
 
-def _listed(folder: Place, step: int) -> ListedCheckpoint:
+def _listed(folder: Place) -> ListedCheckpoint:
     try:
         manifest = read_manifest(folder)
         wrong = wrong_files(folder, manifest)
         num_bytes = sum(file_sizes(folder).values())
-        return ListedCheckpoint(folder.name, manifest.state.step, num_bytes, manifest.state.mesh, "".join(wrong[:1]))
+        return ListedCheckpoint(folder.name, num_bytes, manifest.state.mesh, "".join(wrong[:1]))
     except BytescaleError as error:
-        return ListedCheckpoint(folder.name, step, sum(file_sizes(folder).values()), {}, str(error))
+        return ListedCheckpoint(folder.name, sum(file_sizes(folder).values()), {}, str(error))
 
 
 def _check_file(folder: Place, file: TensorFile, held: tuple[Layout, int] | None) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bytescale.checkpoint.agree import attempt, settle
-from bytescale.checkpoint.disk import Disk, checksum_of, make_room
+from bytescale.checkpoint.disk import checksum_of, make_room, write_to_disk
 from bytescale.checkpoint.layout import Layout, LayoutEntry
 from bytescale.checkpoint.manifest import (
     MANIFEST,
@@ -30,6 +30,7 @@ from bytescale.checkpoint.manifest import (
     layout_to_json,
 )
 from bytescale.checkpoint.tensor_file import METADATA, piece_name
+from bytescale.common.atomic import sync_folder
 from bytescale.common.errors import CheckpointError
 from bytescale.runtime import Range, ShardedOptimizer, values_of
 from bytescale.runtime.optimizer.units import UnitParameters
@@ -102,7 +103,7 @@ def layout_of(optimizer: ShardedOptimizer) -> Layout:
     )
 
 
-def write_checkpoint(disk: Disk, folder: Path, state: RunState, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
+def write_checkpoint(folder: Path, state: RunState, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
     """Write a whole checkpoint into ``folder``. All ranks of ``group`` call it.
 
     Raises the same on every rank:
@@ -114,18 +115,18 @@ def write_checkpoint(disk: Disk, folder: Path, state: RunState, snapshot: Snapsh
     total_bytes = torch.tensor([own_bytes])
     dist.all_reduce(total_bytes, group=group)
     is_first = group.rank() == 0
-    settle(attempt(lambda: disk.make_folder(folder)) if is_first else None, group)
+    settle(attempt(lambda: folder.mkdir(parents=True, exist_ok=True)) if is_first else None, group)
     is_shared = folder.is_dir()  # by the nodes of all ranks; otherwise each node keeps what its own ranks write
     needed = int(total_bytes) if is_shared else own_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    settle(attempt(lambda: make_room(disk, folder, needed)), group)  # before any rank takes up space
+    settle(attempt(lambda: make_room(folder, needed)), group)  # before any rank takes up space
     path, written = folder / file_name(snapshot.layout.file_of(snapshot.shard)), list[StoredFile]()
-    settle(attempt(lambda: written.append(write_tensors(disk, path, tensors, state.step))), group)
+    settle(attempt(lambda: written.append(write_tensors(path, tensors, state.step))), group)
     rows, layouts = _gather(written[0], snapshot, group)
     manifest = Manifest(state=state, states=list(snapshot.states), layouts=layouts, files=rows)
 
     def complete() -> None:
-        disk.write_file(folder / MANIFEST, manifest.to_json())
-        disk.sync_folder(folder)
+        write_to_disk(folder / MANIFEST, [manifest.to_json()])
+        sync_folder(folder)
 
     settle(attempt(complete) if is_first else None, group)
 
@@ -159,14 +160,10 @@ def _gather(written: StoredFile, snapshot: Snapshot, group: dist.ProcessGroup) -
     return [files[number] for number in range(len(rows))], layouts
 
 
-def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor], step: int) -> StoredFile:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], step: int) -> StoredFile:
     """Write the file of ``tensor_file`` and wait until it is on disk. Raises ``OSError``."""
     header = _header(tensors, step)
-    with disk.create(path) as file:
-        disk.write(file, header)
-        for tensor in tensors.values():
-            disk.write(file, bytes_of(tensor))
-        disk.sync(file)
+    write_to_disk(path, [header, *map(bytes_of, tensors.values())])
     total = len(header) + sum(tensor.nbytes for tensor in tensors.values())
     return StoredFile(num_bytes=total, header_bytes=len(header), checksum=checksum_of(header))
 

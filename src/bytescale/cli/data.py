@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,8 +30,7 @@ from bytescale.data.loading.corpus import Corpus, choose_tokenizer, list_sources
 from bytescale.data.loading.record import check_record
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
 from bytescale.data.tokens.fields import WEIGHTS
-from bytescale.data.tokens.indexed import pair_paths, read_index
-from bytescale.data.tokens.metadata import TokenMetadata
+from bytescale.data.tokens.indexed import TokenMetadata, read_index
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.data.tokens.shards import ShardReader, write_as_pair
 
@@ -69,19 +68,19 @@ class TokenizeConfig(CorpusOptions):
     def run(self) -> int:
         """Return the exit code. Raises as ``write_as_pair``."""
         console, data = Console(soft_wrap=True), replace(self.data_config(), read_retries=self.read_retries)
-        prefix = Path(self.output).expanduser()
-        bin_path, idx_path = pair_paths(prefix)
+        output = Path(self.output.removesuffix(".idx").removesuffix(".bin") + ".bin").expanduser()
+        idx_path = output.with_suffix(".idx")
         files = list_sources(data)
-        if bin_path.absolute() in {file.path for file in files}:
+        if output.absolute() in {file.path for file in files}:
             raise ConfigError(
-                f"{bin_path} is both a source and the output", so="the source would be lost", fix="name another output"
+                f"{output} is both a source and the output", so="the source would be lost", fix="name another output"
             )
         if idx_path.exists() and not self.overwrite:
             raise ConfigError(
                 f"{idx_path} exists", so="it would be replaced", fix="name another output or pass --overwrite"
             )
         total_bytes = sum(file.num_bytes for file in files)
-        console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {bin_path}, {idx_path.name}")
+        console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {output}, {idx_path.name}")
         if self.dry_run:
             for kind in sorted({file.format for file in files}):
                 sizes = [file.num_bytes for file in files if file.format == kind]
@@ -94,11 +93,11 @@ class TokenizeConfig(CorpusOptions):
             tokenizing = time.perf_counter()
             runs = itertools.groupby(files, key=lambda file: file.format == "bin")  # the pair has the files' order
             shards = [shard for _, run in runs for shard in reader.plan(list(run))]
-            metadata = write_as_pair(reader, shards, prefix, self.num_workers, progress)
+            metadata = write_as_pair(reader, shards, output, self.num_workers, progress)
         ended = time.perf_counter()
         _print_metadata(console, metadata, seconds=ended - started, rate_seconds=ended - tokenizing)
         console.print(
-            f"Next: bytescale data stats {bin_path}, or train with data.sources = [{str(bin_path)!r}]", markup=False
+            f"Next: bytescale data stats {output}, or train with data.sources = [{str(output)!r}]", markup=False
         )
         return 0
 
@@ -122,7 +121,8 @@ class StatsConfig(CorpusOptions):
                 lengths = document_lengths(prepare_corpus(self.data_config(), progress))
         stats = length_stats(lengths)
         if self.json:
-            print(json.dumps(_stats_as_dict(stats)))
+            counts = {"upper_edges_tokens": BUCKET_EDGES} | asdict(stats)
+            print(json.dumps(counts, default=np.ndarray.tolist))
         else:
             _print_stats(Console(soft_wrap=True), stats, self.compare)
         return 0
@@ -226,17 +226,6 @@ def _published_shares(name: str) -> list[str]:
     """Return the published share of each bucket, on the line of the bucket's upper edge. The first is 512 to 2K."""
     shares = dict(zip(bucket_edges()[1:].tolist(), token_shares(name).tolist(), strict=True))
     return [f"{100 * shares[edge]:.1f}" if edge in shares else "" for edge in [*BUCKET_EDGES.tolist(), -1]]
-
-
-def _stats_as_dict(stats: LengthStats) -> dict[str, object]:
-    return {
-        "upper_edges_tokens": BUCKET_EDGES.tolist(),
-        "num_documents": stats.num_documents.tolist(),
-        "num_tokens": stats.num_tokens.tolist(),
-        "longest_tokens": stats.longest_tokens,
-        "median_tokens": stats.median_tokens,
-        "median_token_tokens": stats.median_token_tokens,
-    }
 
 
 def _trained_runs(corpus: Corpus, document: Mapping[str, NDArray]) -> Iterator[dict[str, Any]]:

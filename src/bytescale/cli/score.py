@@ -134,7 +134,8 @@ def score_on_ranks(options: ScoreOptions) -> None:
             say=print if ranks.is_first else lambda line: None,
         )
         if ranks.is_first:
-            print(f"{corpus.metadata.num_samples} documents, {corpus.metadata.num_tokens} tokens -> {options.out}")
+            counts = corpus.metadata.counts
+            print(f"{counts.num_samples} documents, {counts.num_tokens} tokens -> {options.out}")
 
 
 def model_identity(folder: Path) -> str:

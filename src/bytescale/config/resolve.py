@@ -89,30 +89,16 @@ def _model_of_folder(folder: Path, trained: dict[str, Any]) -> Architecture | At
 
 def _stored_architecture(folder: str) -> Architecture | AttachedArchitecture:
     """How a checkpoint describes its model. ``folder`` may be a URL."""
+    from bytescale.storage.place import place_at, read_file  # imports fsspec
+
     try:
-        if "://" in folder:
-            text = _read_url(f"{folder}/run_state.json")
-        else:
-            text = (Path(folder).expanduser() / "run_state.json").read_bytes()
-        stored = dict(parse_json(text)["architecture"])
+        stored = dict(parse_json(read_file(place_at(folder) / "run_state.json"))["architecture"])
         return AttachedArchitecture.of_dict(stored) if AttachedArchitecture.is_in(stored) else Architecture(**stored)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"the folder {folder} is not a checkpoint of bytescale: {error}",
             fix="name a folder checkpoints/step-*",
         ) from error
-
-
-def _read_url(url: str) -> bytes:
-    """Raises ``OSError``, whatever the file system raises. What reads the weights has better messages."""
-    import fsspec
-
-    try:
-        system, path = fsspec.core.url_to_fs(url)
-        content: bytes = system.cat_file(path)
-        return content
-    except Exception as error:  # botocore, aiohttp and others have exceptions of their own
-        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def _check_architecture(shape: Architecture) -> None:

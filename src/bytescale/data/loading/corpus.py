@@ -7,12 +7,10 @@ wait for it and open what it wrote.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +44,7 @@ class Corpus:
     tokenizer: Tokenizer | None
     """None when all sources are ``.bin`` and no tokenizer.json is set."""
     close: Callable[[], None] = lambda: None
-    """Ends the threads that tokenise in the background."""
+    """Ends the thread that tokenises in the background."""
 
     @property
     def metadata(self) -> CorpusMetadata:
@@ -81,7 +79,7 @@ def prepare_corpus(
     """Tokenise the sources of ``config``, as far as the cache does not have them, and open the corpus.
 
     With ``text_later``, a part of the text is tokenised only when it is first needed (``CorpusIndex.load``). With
-    ``ahead``, threads in the background also tokenise the parts that are expected, until ``Corpus.close``. Several
+    ``ahead``, a thread in the background also tokenises the parts that are expected, until ``Corpus.close``. Several
     processes may call this function at the same time.
 
     Raises ``ConfigError`` if a source matches nothing, or there is no such tokenizer; ``DataError`` if a file is
@@ -123,22 +121,13 @@ class TokeniseHere:
         self._reader = reader
         self._progress = progress
         self._ahead = ahead
-        self._threads: list[threading.Thread] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bytescale-tokeniser")
 
     def expect(self, parts: Sequence[int]) -> None:
         """Tokenise ``parts`` in a thread. An error there is not reported: ``find`` meets it again and raises it."""
-        if not self._ahead:
-            return
-
-        def ahead() -> None:
-            with suppress(Exception):
-                self._reader.prepare(
-                    [self._shards[part] for part in parts], self._reader.config.num_workers, self._stop_if_closed
-                )
-
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(threading.Thread(target=ahead, name="bytescale-tokeniser", daemon=True))
-        self._threads[-1].start()
+        if self._ahead:
+            shards = [self._shards[part] for part in parts]
+            self._thread.submit(self._reader.prepare, shards, self._reader.config.num_workers, self._stop_if_closed)
 
     def find(self, parts: Sequence[int]) -> list[PartContent]:
         shards = [self._shards[part] for part in parts]
@@ -146,10 +135,9 @@ class TokeniseHere:
         return [self._reader.content(shard, self._progress) for shard in shards]
 
     def close(self) -> None:
-        """End the threads. Each ends after the unit of text (``data.sources.readers``) that it works on."""
+        """End the thread, after the unit of text (``data.sources.readers``) that it works on."""
         self._ahead = False
-        for thread in self._threads:
-            thread.join()
+        self._thread.shutdown(cancel_futures=True)
 
     def _stop_if_closed(self, _: Progress) -> None:
         if not self._ahead:
@@ -184,8 +172,7 @@ def choose_tokenizer(
                 so="there is no text to train it on",
                 fix="set data.tokenizer to the tokenizer.json that made them, or leave it out",
             )
-        cache_dir = Path(config.cache_dir).expanduser()
-        return cached_bpe(text_files, config.text_key, config.bpe_vocab_size, cache_dir, progress)
+        return cached_bpe(text_files, config, progress)
     if config.tokenizer in ("auto", "bytes") and not text_files:
         return None  # .bin files need no tokenizer
     return load_tokenizer(config.tokenizer, config.eos_token)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from queue import Empty, Queue
 from typing import Any, Self
 
 from bytescale.config.schema import DataConfig, LossPer
@@ -127,43 +126,29 @@ class PrefetchedSteps(Iterator[StepData]):
     """
 
     def __init__(self, steps: Iterator[StepData], depth: int, write: Callable[[StepData], None] | None = None) -> None:
-        """``depth``: how many steps may wait. ``write`` is called with every step before it is handed out."""
+        """``depth``: steps that may wait behind the next one. ``write`` is called with every step before it is used."""
         assert depth >= 1, f"prefetching {depth} steps is not prefetching"
+        self._steps = steps
         self._write = write
-        self._ready: Queue[StepData | BaseException] = Queue(depth)  # the end is an exception, too
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._make, args=(steps,), name="bytescale-loader", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bytescale-loader")
+        self._asked = deque(self._thread.submit(next, steps, None) for _ in range(depth + 1))  # None: the end
 
     def __next__(self) -> StepData:
-        started, ready = time.perf_counter(), self._ready.qsize()
-        data = self._ready.get()
-        if isinstance(data, BaseException):
-            self._ready.put(data)  # for whoever asks again
-            raise data
+        started, ready = time.perf_counter(), sum(step.done() for step in self._asked)
+        data = self._asked[0].result() if self._asked else None  # an error stays, for whoever asks again
+        if data is None:
+            raise StopIteration
         waited = time.perf_counter() - started
+        self._asked.popleft()
+        self._asked.append(self._thread.submit(next, self._steps, None))
         if self._write is not None:
             self._write(data)
         return replace(data, times=replace(data.times, wait_seconds=waited, steps_ready=ready))
 
     def close(self) -> None:
         """Drop what is ready, and wait until the thread has made what it is making. May be called twice."""
-        self._is_closed = True
-        while self._thread.is_alive() or not self._ready.empty():
-            with suppress(Empty):
-                self._ready.get(timeout=0.01)
-        self._ready.put(StopIteration())
-
-    def _make(self, steps: Iterator[StepData]) -> None:
-        end: BaseException = StopIteration()
-        try:
-            for data in steps:
-                self._ready.put(data)
-                if self._is_closed:
-                    return
-        except BaseException as error:  # handed to the consumer, whatever it is
-            end = error
-        self._ready.put(end)
+        self._thread.shutdown(cancel_futures=True)
+        self._asked.clear()
 
     def __enter__(self) -> Self:
         return self

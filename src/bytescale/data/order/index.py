@@ -9,6 +9,7 @@ size takes the memory of a window (``data.order.epoch``).
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,10 +19,13 @@ import numpy as np
 
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
-from bytescale.data.tokens.metadata import TokenMetadata
+from bytescale.data.sources.readers import check_corrupt_records
+from bytescale.data.tokens.indexed import TokenMetadata
 from bytescale.data.tokens.samples import SampleCounts, Samples, make_samples
-from bytescale.data.tokens.shards import PartContent, Shard, check_corrupt_records
+from bytescale.data.tokens.shards import PartContent, Shard
 from bytescale.data.tokens.tokenize import UnitEncoder
+
+logger = logging.getLogger(__name__)
 
 
 class PartFinder(Protocol):
@@ -45,16 +49,12 @@ class CorpusMetadata:
     num_parts_read: int
     """The other parts are text that has not been tokenised yet. The counts below do not include them."""
     counts: SampleCounts
-    num_samples: int
-    num_tokens: int
-    """Tokens of all samples, which is what an epoch trains on."""
     vocab_size: int
     """Ids that the model must have: the tokenizer's, or the highest id + 1 in ``.bin`` files made elsewhere."""
     tokenizer: str | None
     """Name of the tokenizer. None when all sources are ``.bin`` and no tokenizer.json is set."""
     skipped_files: tuple[str, ...]
     """Files among the sources that were skipped because they are not text."""
-    fingerprint: str
 
     @property
     def is_complete(self) -> bool:
@@ -79,8 +79,7 @@ class CorpusIndex:
         self._encode = encode  # None: all parts are .bin files, and no tokenizer is known
         self._finder = finder
         self._known: dict[int, TokenMetadata] = {}  # metadata of the parts read so far
-        self._num_samples = self._num_tokens = 0  # of all samples of these parts
-        self._counts = SampleCounts()
+        self._counts = SampleCounts()  # of these parts
         self.part_sources = np.array([shard.source for shard in shards], dtype=np.int64)
         """``[number of parts]`` place of each part's source in ``data.sources``."""
         self.is_text = np.array([shard.file is None for shard in shards], dtype=np.bool_)
@@ -144,7 +143,12 @@ class CorpusIndex:
         known = self._known | dict(zip(parts, (content.metadata for content in contents), strict=True))
         check_one_tokenizer(list(known.values()))
         if any(content.metadata.corrupt_records for content in contents):
-            check_corrupt_records(known.values(), self._config.max_corrupt_records)
+            corrupt, limit = (
+                [p for one in known.values() for p in one.corrupt_records],
+                self._config.max_corrupt_records,
+            )
+            check_corrupt_records(corrupt, limit)
+            logger.warning("the corpus is without %d corrupt records (%d are allowed)", len(corrupt), limit)
         found = []
         for part, content in zip(parts, contents, strict=True):
             samples, counts = make_samples(part, content.document_offsets, self._config)
@@ -154,8 +158,6 @@ class CorpusIndex:
             found.append(samples)
             if part not in self._known:
                 self._counts += counts
-                self._num_samples += len(samples)
-                self._num_tokens += samples.num_tokens
         self._known = known
         read = [known[part] for part in sorted(known)]
         num_empty = self._counts.num_empty_documents + sum(metadata.num_empty_documents for metadata in read)
@@ -164,14 +166,11 @@ class CorpusIndex:
             num_parts=self.num_parts,
             num_parts_read=len(read),
             counts=replace(self._counts, num_empty_documents=num_empty),
-            num_samples=self._num_samples,
-            num_tokens=self._num_tokens,
             vocab_size=self._encode.tokenizer.vocab_size if self._encode else max(vocabularies, default=0),
             tokenizer=self._encode.tokenizer.name if self._encode else None,
             skipped_files=tuple(path for metadata in read for path in metadata.skipped_files),
-            fingerprint=self.fingerprint,
         )
-        if self.metadata.is_complete and not self._num_samples:
+        if self.metadata.is_complete and not self._counts.num_samples:
             raise self.nothing_to_draw()
         return found
 

@@ -7,7 +7,7 @@ who         what it does, and how it recovers after ``kill -9``
 ==========  ==========================================================================================================
 server      It tokenises its share of the shards, reports document lengths and sends token ranges. After a restart it
             finds its finished work in the cache.
-planner     One on every node. It draws, plans and verifies global batches ahead of the ranks of its node. After a
+planner     One on every node. It draws, plans and verifies the batches that the ranks of its node ask for. After a
             restart it asks the servers for the lengths again. Every request says where its step starts, how to plan,
             and with which costs.
 client      It lives in a training rank. It gets the rank's part of the plan, and fetches the token ranges of that part,

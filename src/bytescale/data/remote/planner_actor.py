@@ -1,16 +1,16 @@
-"""The planner actor of a node. It draws, plans and verifies global batches ahead of the ranks of its node.
+"""The planner actor of a node. It draws, plans and verifies the global batches that the ranks of its node ask for.
 
 Planning a step is a pure function of the state in which the step starts, and of its costs if ranks refine these while
-they train. So every node plans for itself, and gets the plans of the others. It plans steps that nobody has asked for
-only if all steps have the same costs.
+they train. So every node plans for itself, and gets the plans of the others. Ranks ask for a step while they still
+fetch the tokens of the one before, so it is planned ahead of them.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import uuid
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -33,9 +33,6 @@ from bytescale.plan import Planner
 
 _LOOK_AGAIN_SECONDS = 1.0
 
-HowToPlan = Shared[tuple[Planner, int | None]]
-"""The planner, and the step before which planning ahead ends."""
-
 
 class PlannerActor:
     """Many requests wait at the same time for one thread that plans: only that thread uses index and sampler."""
@@ -49,11 +46,10 @@ class PlannerActor:
         self._finder = AskServers(servers)
         self._life = uuid.uuid4().hex
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-planner")
-        self._lock = threading.Lock()  # of what follows, up to _latest
-        self._checked: tuple[str, Future[SamplerState]] | None = None  # the last state that was checked
-        self._how: tuple[Planner, int | None] | None = None
-        self._steps: dict[int, tuple[SamplerState, Any, Future[PlannedStep]]] = {}  # with state before, and costs
-        self._latest = -1  # the latest step that anybody has asked for
+        self._lock = threading.Lock()  # of what was asked for, and of the planner
+        # No rank lags behind others by more steps than these; if one does, its step is planned again.
+        self._asked: deque[tuple[Any, Future[Any]]] = deque(maxlen=config.prefetch_steps + 5)
+        self._planner: Planner | None = None
         self._cutting = threading.Lock()  # a part of a group of thousands of ranks takes GB while it is cut
         self._made_index: CorpusIndex | None = None
         self._sampler: BatchSampler | None = None
@@ -67,34 +63,23 @@ class PlannerActor:
 
         The call returns once the texts of that step are tokenised. Raises as ``BatchSampler``.
         """
-        key = json.dumps(state, sort_keys=True)
-        with self._lock:  # every rank asks about the same state
-            if self._checked is None or self._checked[0] != key or _failed(self._checked[1]):
-                made = self._thread.submit(lambda: BatchSampler(self._index(), self._config, state).state_dict())
-                self._checked = key, made
-            checked = self._checked[1]
-        return checked.result()
+        return self._once(state, lambda: BatchSampler(self._index(), self._config, state).state_dict()).result()
 
     def num_waiting(self) -> int:
         """Return the number of parts of text that servers tokenise while somebody waits for them."""
         return self._finder.num_waiting
 
-    def part(self, rank: int, state: SamplerState, costs: Any, how: HowToPlan) -> tuple[StepData, Segments, str]:
+    def part(self, rank: int, state: SamplerState, costs: Any, how: Shared[Planner]) -> tuple[StepData, Segments, str]:
         """Return the part of HDP ``rank`` in the step that starts at ``state``, where its tokens are, and an id.
 
         The id changes when the planner is restarted. The first rank gets the whole plan, too. ``costs``: what the step
-        is planned with (``plan.plan.costs_of_step``). Every rank sends the same ``how``.
+        is planned with (``plan.plan.costs_of_step``). Every rank sends the same planner.
 
         Raises ``PlanError``, ``CheckpointError`` or ``DataError`` if the step cannot be drawn or planned.
         """
         with self._lock:
-            self._how = self._how or how.get()
-            self._latest = max(self._latest, int(state["step"]))
-            for old in [old for old in self._steps if old < self._latest - self._config.prefetch_steps - 4]:
-                del self._steps[old]  # no rank lags behind that far; if one does, the step is planned again
-            asked = self._step(state, costs)
-        planned = asked.result()
-        self._run_ahead(planned.state_after, costs)
+            planner = self._planner = self._planner or how.get()
+        planned = self._once((state, costs), lambda: self._plan(planner, state, costs)).result()
         with self._cutting:
             data, segments = planned.part_of(rank)
         return replace(data, plan=data.plan if rank == 0 else None), segments, self._life
@@ -110,37 +95,23 @@ class PlannerActor:
         )
         return self._made_index
 
-    def _step(self, state: SamplerState, costs: Any) -> Future[PlannedStep]:
-        """The step that starts at ``state``; one that failed is planned again. The caller holds the lock."""
-        step = int(state["step"])
-        known = self._steps.get(step)
-        if known is None or known[:2] != (state, costs) or _failed(known[2]):
-            known = self._steps[step] = state, costs, self._thread.submit(self._plan, state, costs)
-        return known[2]
+    def _once(self, asked: Any, make: Callable[[], Any]) -> Future[Any]:
+        """Make in the thread what is ``asked``, for all ranks that ask alike; again if it failed."""
+        with self._lock:
+            for known, future in self._asked:
+                if known == asked and not _failed(future):
+                    return future
+            self._asked.append((asked, self._thread.submit(make)))
+            return self._asked[-1][1]
 
-    def _plan(self, state: SamplerState, costs: Any) -> PlannedStep:
-        assert self._how is not None, "a request says how to plan"
+    def _plan(self, planner: Planner, state: SamplerState, costs: Any) -> PlannedStep:
         sampler = self._sampler or BatchSampler(self._index(), self._config, state)
         self._sampler = None  # after an error it is not used again: half a batch may have been drawn from it
         if sampler.state_dict() != state:
             sampler.load_state_dict(state)
-        planned = PlannedStep.draw(sampler, self._how[0], costs, self._config.loss_per)
+        planned = PlannedStep.draw(sampler, planner, costs, self._config.loss_per)
         self._sampler = sampler
-        self._run_ahead(planned.state_after, costs)
         return planned
-
-    def _run_ahead(self, state: SamplerState, costs: Any) -> None:
-        """Plan the steps from ``state`` on, up to ``prefetch_steps`` beyond what anybody has asked for."""
-        with self._lock:
-            assert self._how is not None, "a request says how to plan"
-            stop, last = self._how[1], self._latest + self._config.prefetch_steps
-            step = int(state["step"])
-            while costs is None and step <= last and (stop is None or step < stop):
-                planned = self._step(state, None)
-                if not planned.done() or _failed(planned):  # the thread goes on from there, or a request does
-                    return
-                state = planned.result().state_after
-                step = int(state["step"])
 
 
 class AskServers:

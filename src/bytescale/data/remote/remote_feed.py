@@ -20,7 +20,7 @@ from bytescale.data.loading.loader import Feed, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.data.order.index import CorpusMetadata
 from bytescale.data.remote.calls import Shared, no_answer, wait_for
-from bytescale.data.remote.planner_actor import HowToPlan, PlannerActor
+from bytescale.data.remote.planner_actor import PlannerActor
 from bytescale.data.remote.ray_cluster import NAMESPACE
 from bytescale.data.remote.server import SharedWork, server_actor, servers_of
 from bytescale.data.tokens.open_parts import Slice
@@ -98,7 +98,7 @@ class RemoteFeed(Feed):
 
     def steps(self, planner: Planner, stop_step: int | None) -> Iterator[StepData]:
         state = self.state_dict()
-        how: HowToPlan = Shared((planner, stop_step))
+        how = Shared(planner)
 
         def wants(state: SamplerState) -> bool:
             return stop_step is None or state["step"] < stop_step

@@ -64,7 +64,7 @@ _FORMAT_OF_ENDING: dict[str, FileFormat] = {
     ".bin": "bin",
 }
 _METADATA = ".meta.json"
-"""Ending of the metadata of a pair of tokens (``data.tokens.metadata``)."""
+"""Ending of the metadata of a pair of tokens (``data.tokens.indexed``)."""
 _NOT_STDLIB = {"site-packages", "dist-packages"}
 _TESTS = {"test", "tests", "idle_test"}
 

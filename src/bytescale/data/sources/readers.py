@@ -66,18 +66,18 @@ class ReadCounts:
             raise error
         self.corrupt.append(str(error).split(" To fix:")[0])
         logger.warning("left out a corrupt record: %s", self.corrupt[-1])
-        if len(self.corrupt) > self.max_corrupt:
-            raise too_many_corrupt_records(len(self.corrupt), self.corrupt, self.max_corrupt) from error
+        check_corrupt_records(self.corrupt, self.max_corrupt, error)
 
 
-def too_many_corrupt_records(number: int, places: Sequence[str], limit: int) -> DataError:
-    """Return the error for a corpus with more corrupt records than ``data.max_corrupt_records`` allows."""
-    shown = " ".join(places[:_SHOWN_PLACES]) + (" ..." if number > _SHOWN_PLACES else "")
-    return DataError(
-        f"{number} records are corrupt, data.max_corrupt_records is {limit}: {shown}",
-        so="leaving out more than that may bias what is learnt",
-        fix="mend the records, or raise data.max_corrupt_records",
-    )
+def check_corrupt_records(places: Sequence[str], limit: int, last: DataError | None = None) -> None:
+    """Raise ``DataError`` for more records than ``data.max_corrupt_records`` allows. ``last``: of the last one."""
+    if len(places) > limit:
+        shown = " ".join(places[:_SHOWN_PLACES]) + (" ..." if len(places) > _SHOWN_PLACES else "")
+        raise DataError(
+            f"{len(places)} records are corrupt, data.max_corrupt_records is {limit}: {shown}",
+            so="leaving out more than that may bias what is learnt",
+            fix="mend the records, or raise data.max_corrupt_records",
+        ) from last
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from bytescale.common.atomic import file_lock, write_atomically
 from bytescale.common.errors import ConfigError, DataError
+from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.sources.readers import ReadCounts, WorkUnit
 from bytescale.data.sources.records import iter_records, plan_units, text_kind
@@ -27,51 +28,47 @@ BPE_EOS = "<|endoftext|>"
 TRAINING_BYTES = 256 * 1024**2
 """Bytes of text that training reads. More text changes the vocabulary little, and all word counts are in memory."""
 _LEAST_VOCABULARY = 257
-_READ_RETRIES = 3
 _VERSION = 1
 
 
-def cached_bpe(
-    files: Sequence[SourceFile], text_key: str, vocab_size: int, cache_dir: Path, progress: ProgressCallback
-) -> JsonTokenizer:
+def cached_bpe(files: Sequence[SourceFile], config: DataConfig, progress: ProgressCallback) -> JsonTokenizer:
     """Return the tokenizer trained on ``files``. It is trained now if the cache has none for these files and settings.
 
-    Raises ``ConfigError`` if ``vocab_size`` is below 257, the 256 bytes and EOS; ``DataError`` if there is no text, or
-    a file cannot be read (as ``iter_records``).
+    Raises ``ConfigError`` if ``bpe_vocab_size`` is below 257, the 256 bytes and EOS; ``DataError`` if there is no text,
+    or a file cannot be read (as ``iter_records``).
     """
+    vocab_size = config.bpe_vocab_size
     if vocab_size < _LEAST_VOCABULARY:
         raise ConfigError(
             f"data.bpe_vocab_size is {vocab_size}",
             so="not even the 256 bytes and an end-of-text token would fit",
             fix=f"use at least {_LEAST_VOCABULARY}, or data.tokenizer = 'bytes'",
         )
-    settings = f"{fingerprint_files(files)} {text_key} {vocab_size} {TRAINING_BYTES} {_VERSION}"
+    settings = f"{fingerprint_files(files)} {config.text_key} {vocab_size} {TRAINING_BYTES} {_VERSION}"
     key = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
-    path = cache_dir / "tokenizers" / f"bpe-{vocab_size}-{key}.json"
+    path = Path(config.cache_dir).expanduser() / "tokenizers" / f"bpe-{vocab_size}-{key}.json"
     with file_lock(path.with_suffix(".lock")):
         if not path.exists():
-            tokenizer = train_bpe(files, text_key, vocab_size, progress)
+            tokenizer = train_bpe(files, config, progress)
             write_atomically(path, tokenizer.to_str().encode())
             logger.info("trained a BPE tokenizer of %d ids: %s", tokenizer.get_vocab_size(), path)
     return JsonTokenizer.from_file(path, BPE_EOS)
 
 
-def train_bpe(
-    files: Sequence[SourceFile], text_key: str, vocab_size: int, progress: ProgressCallback
-) -> tokenizers.Tokenizer:
-    """Train a byte-level BPE of at most ``vocab_size`` ids. It has fewer if the text has no more pairs to merge."""
+def train_bpe(files: Sequence[SourceFile], config: DataConfig, progress: ProgressCallback) -> tokenizers.Tokenizer:
+    """Train a byte-level BPE of at most ``bpe_vocab_size`` ids. It has fewer if the text has no more pairs to merge."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=config.bpe_vocab_size,
         special_tokens=[BPE_EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    units = with_retries(partial(plan_units, files, text_kind(text_key)), _READ_RETRIES)
+    units = with_retries(partial(plan_units, files, text_kind(config.text_key)), config.read_retries)
     stride = max(1, -(-sum(unit.num_bytes for unit in units) // TRAINING_BYTES))
-    tokenizer.train_from_iterator(_training_texts(units[::stride], text_key, progress), trainer)
+    tokenizer.train_from_iterator(_training_texts(units[::stride], config, progress), trainer)
     return tokenizer
 
 
@@ -81,12 +78,12 @@ def _texts_of(unit: WorkUnit, text_key: str) -> list[str]:
     return [record.values[text_key] for record in iter_records(unit, text_kind(text_key), counts)]
 
 
-def _training_texts(units: list[WorkUnit], text_key: str, progress: ProgressCallback) -> Iterator[list[str]]:
+def _training_texts(units: list[WorkUnit], config: DataConfig, progress: ProgressCallback) -> Iterator[list[str]]:
     """Yield the texts of one unit at a time, because the library spreads the texts of one item over all cores."""
     total_bytes = sum(unit.num_bytes for unit in units)
     done_bytes = num_documents = 0
     for unit in units:
-        texts = with_retries(partial(_texts_of, unit, text_key), _READ_RETRIES)
+        texts = with_retries(partial(_texts_of, unit, config.text_key), config.read_retries)
         num_documents += len(texts)
         yield texts
         done_bytes += unit.num_bytes

@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config.schema import DataConfig
-from bytescale.data.sources.records import Record, RecordKind, kind_of
-from bytescale.data.tokens.chat import ChatTemplate, load_template, texts_of_message
+from bytescale.data.sources.records import Record, RecordKind
+from bytescale.data.tokens.chat import ChatTemplate, texts_of_message
 from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype
 from bytescale.data.tokens.tokenizer import Tokenizer
 
@@ -44,137 +43,112 @@ class Example:
     fields: Mapping[str, NDArray]  # [T] each; ``weights`` is one of them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExampleEncoder:
-    """Turns records of one kind into examples. It can be pickled."""
+def example_of(record: Record, kind: RecordKind, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> Example:
+    """Return the example of a record that is no text. Conversations need a ``template``.
 
-    tokenizer: Tokenizer
-    kind: RecordKind
-    template: ChatTemplate | None = None
+    Raises ``DataError``, which begins with the record's place.
+    """
+    try:
+        match kind.content:
+            case "messages":
+                assert template is not None, "conversations need a template"
+                example = _conversation(record.values, tokenizer, template)
+            case "prompt":
+                example = _completion(record.values, tokenizer)
+            case _:
+                example = _tokens(record.values, tokenizer, kind.fields)
+        if not example.fields[WEIGHTS][1:].any():
+            raise DataError(
+                "there is nothing to train on: no token behind the first one has a weight",
+                so="the record would only take time",
+                fix="delete it; a run may leave such records out (data.max_corrupt_records)",
+            )
+    except UnicodeEncodeError as error:
+        raise DataError(f"{record.place} holds half a surrogate pair (\\ud8..)", fix="mend the record") from error
+    except DataError as error:
+        raise DataError(f"{record.place}: {error}") from error
+    return example
 
-    @staticmethod
-    def of(config: DataConfig, tokenizer: Tokenizer) -> ExampleEncoder | None:
-        """Return what turns records into examples, or None if the documents of ``config`` are texts.
 
-        Raises ``ConfigError`` if messages have no chat template, and ``DataError`` if the template is not one.
-        """
-        if config.content == "text":
-            return None
-        return ExampleEncoder(
-            tokenizer=tokenizer,
-            kind=kind_of(config.content, config.fields),
-            template=load_template(config.chat_template, config.tokenizer) if config.content == "messages" else None,
+def _conversation(values: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate) -> Example:
+    messages = _checked_messages(values["messages"])
+    text, spans = template.render_with_spans(messages, values.get("tools"))
+    scales = {number: _message_weight(message, number) for number, message in enumerate(messages)}
+    if any(number < 0 for _, _, number in spans) and set(scales.values()) != {1.0}:
+        raise DataError(
+            "messages have weights, but the template marks several runs of text in one turn",
+            so="it is not known which message a run belongs to",
+            fix="leave the weights out, or mark each turn of the assistant once",
         )
+    text.encode()  # raises if it has no UTF-8 form
+    tokens, offsets = tokenizer.encode_with_offsets(text)
+    weights = np.zeros(len(tokens), dtype=np.float32)
+    for start, stop, number in spans:
+        weights[(offsets[:, 0] < stop) & (offsets[:, 1] > start)] = scales.get(number, 1.0)
+    return Example(tokens=tokens, fields={WEIGHTS: weights})
 
-    @property
-    def field_names(self) -> tuple[str, ...]:
-        return (WEIGHTS, LABELS, *self.kind.fields) if self.kind.content == "tokens" else (WEIGHTS,)
 
-    @property
-    def fingerprint(self) -> str:
-        """Everything that the tokens depend on besides the records and the tokenizer."""
-        return f"{self.kind.content} {' '.join(self.kind.fields)} {self.template.fingerprint if self.template else ''}"
-
-    def encode(self, record: Record) -> Example:
-        """Return the example of a record. Raises ``DataError``, which begins with the record's place."""
-        try:
-            match self.kind.content:
-                case "messages":
-                    example = self._conversation(record.values)
-                case "prompt":
-                    example = self._completion(record.values)
-                case _:
-                    example = self._tokens(record.values)
-            if not example.fields[WEIGHTS][1:].any():
-                raise DataError(
-                    "there is nothing to train on: no token behind the first one has a weight",
-                    so="the record would only take time",
-                    fix="delete it; a run may leave such records out (data.max_corrupt_records)",
-                )
-        except UnicodeEncodeError as error:
-            raise DataError(f"{record.place} holds half a surrogate pair (\\ud8..)", fix="mend the record") from error
-        except DataError as error:
-            raise DataError(f"{record.place}: {error}") from error
-        return example
-
-    def _conversation(self, values: Mapping[str, Any]) -> Example:
-        assert self.template is not None, "conversations need a template"
-        messages = _checked_messages(values["messages"])
-        text, spans = self.template.render_with_spans(messages, values.get("tools"))
-        scales = {number: _message_weight(message, number) for number, message in enumerate(messages)}
-        if any(number < 0 for _, _, number in spans) and set(scales.values()) != {1.0}:
+def _completion(values: Mapping[str, Any], tokenizer: Tokenizer) -> Example:
+    for name in ("prompt", "completion"):
+        if not isinstance(values[name], str):
             raise DataError(
-                "messages have weights, but the template marks several runs of text in one turn",
-                so="it is not known which message a run belongs to",
-                fix="leave the weights out, or mark each turn of the assistant once",
+                f"{name!r} is a {type(values[name]).__name__}, not a string",
+                fix="write text; conversations belong under 'messages' (data.content = 'messages')",
             )
-        text.encode()  # raises if it has no UTF-8 form
-        tokens, offsets = self.tokenizer.encode_with_offsets(text)
-        weights = np.zeros(len(tokens), dtype=np.float32)
-        for start, stop, number in spans:
-            weights[(offsets[:, 0] < stop) & (offsets[:, 1] > start)] = scales.get(number, 1.0)
-        return Example(tokens=tokens, fields={WEIGHTS: weights})
+    (values["prompt"] + values["completion"]).encode()  # raises if they have no UTF-8 form
+    prompt, completion = tokenizer.encode_batch([values["prompt"], values["completion"]])
+    if not len(completion):
+        raise DataError("the completion is empty", so="there is nothing to train on", fix="delete it")
+    tokens = np.concatenate([prompt, completion, [tokenizer.eos_id]]).astype(np.int64)
+    weights = np.ones(len(tokens), dtype=np.float32)
+    weights[: len(prompt)] = 0
+    return Example(tokens=tokens, fields={WEIGHTS: weights})
 
-    def _completion(self, values: Mapping[str, Any]) -> Example:
-        for name in ("prompt", "completion"):
-            if not isinstance(values[name], str):
-                raise DataError(
-                    f"{name!r} is a {type(values[name]).__name__}, not a string",
-                    fix="write text; conversations belong under 'messages' (data.content = 'messages')",
-                )
-        (values["prompt"] + values["completion"]).encode()  # raises if they have no UTF-8 form
-        prompt, completion = self.tokenizer.encode_batch([values["prompt"], values["completion"]])
-        if not len(completion):
-            raise DataError("the completion is empty", so="there is nothing to train on", fix="delete it")
-        tokens = np.concatenate([prompt, completion, [self.tokenizer.eos_id]]).astype(np.int64)
-        weights = np.ones(len(tokens), dtype=np.float32)
-        weights[: len(prompt)] = 0
-        return Example(tokens=tokens, fields={WEIGHTS: weights})
 
-    def _tokens(self, values: Mapping[str, Any]) -> Example:
-        (name,) = [name for name in ("tokens", "input_ids") if name in values]
-        tokens = _numbers(name, values[name], whole=True)
-        if not len(tokens):
-            raise DataError(f"{name!r} is empty", so="there is nothing to train on", fix="delete the record")
-        if tokens.min() < 0 or tokens.max() >= self.tokenizer.vocab_size:
-            wrong = int(tokens[(tokens < 0) | (tokens >= self.tokenizer.vocab_size)][0])
-            raise DataError(
-                f"{name!r} holds id {wrong}, but tokenizer {self.tokenizer.name!r} has the ids 0 to "
-                f"{self.tokenizer.vocab_size - 1}",
-                so="the model would have no embedding for it",
-                fix="set data.tokenizer to the one that made the tokens",
-            )
-        fields = {key: _aligned(key, values[key], tokens) for key in self.kind.fields}
-        weights = np.ones(len(tokens), dtype=np.float32)
-        if "weights" in values:
-            weights = _aligned("weights", values["weights"], tokens)
-        labels = tokens
-        if "labels" in values:
-            labels = self._labels(values["labels"], tokens)
-            weights = np.where(labels == IGNORE_INDEX, np.float32(0), weights)
-            labels = np.where(labels == IGNORE_INDEX, tokens, labels)
-        return Example(tokens=tokens, fields={WEIGHTS: weights, LABELS: labels, **fields})
+def _tokens(values: Mapping[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> Example:
+    (name,) = [name for name in ("tokens", "input_ids") if name in values]
+    tokens = _numbers(name, values[name], whole=True)
+    if not len(tokens):
+        raise DataError(f"{name!r} is empty", so="there is nothing to train on", fix="delete the record")
+    if tokens.min() < 0 or tokens.max() >= tokenizer.vocab_size:
+        wrong = int(tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)][0])
+        raise DataError(
+            f"{name!r} holds id {wrong}, but tokenizer {tokenizer.name!r} has the ids 0 to {tokenizer.vocab_size - 1}",
+            so="the model would have no embedding for it",
+            fix="set data.tokenizer to the one that made the tokens",
+        )
+    fields = {key: _aligned(key, values[key], tokens) for key in names}
+    weights = np.ones(len(tokens), dtype=np.float32)
+    if "weights" in values:
+        weights = _aligned("weights", values["weights"], tokens)
+    labels = tokens
+    if "labels" in values:
+        labels = _labels(values["labels"], tokens, tokenizer)
+        weights = np.where(labels == IGNORE_INDEX, np.float32(0), weights)
+        labels = np.where(labels == IGNORE_INDEX, tokens, labels)
+    return Example(tokens=tokens, fields={WEIGHTS: weights, LABELS: labels, **fields})
 
-    def _labels(self, values: Any, tokens: IntArray) -> IntArray:
-        """``[T]`` for each token its label as in transformers: an id of the vocabulary, or -100; not shifted."""
-        labels = _numbers("labels", values, whole=True, count=len(tokens))
-        wrong = np.flatnonzero((labels != IGNORE_INDEX) & ((labels < 0) | (labels >= self.tokenizer.vocab_size)))
-        if len(wrong):
-            raise DataError(
-                f"labels[{wrong[0]}] is {labels[wrong[0]]}, but tokenizer {self.tokenizer.name!r} has the ids 0 to "
-                f"{self.tokenizer.vocab_size - 1}",
-                so="the model could not predict it",
-                fix=f"write an id, or {IGNORE_INDEX} for a token without loss",
-            )
-        others = np.flatnonzero((labels != IGNORE_INDEX) & (labels != tokens))
-        is_next = (labels[:-1] == tokens[1:]) | (labels[:-1] == IGNORE_INDEX)
-        if len(others) > 1 and is_next.all():
-            raise DataError(
-                f"'labels' are the next tokens: labels[{others[0]}] is token {others[0] + 1}",
-                so="the model would learn to leave a token out",
-                fix="write labels as transformers has them: labels[i] belongs to token i itself",
-            )
-        return labels
+
+def _labels(values: Any, tokens: IntArray, tokenizer: Tokenizer) -> IntArray:
+    """``[T]`` for each token its label as in transformers: an id of the vocabulary, or -100; not shifted."""
+    labels = _numbers("labels", values, whole=True, count=len(tokens))
+    wrong = np.flatnonzero((labels != IGNORE_INDEX) & ((labels < 0) | (labels >= tokenizer.vocab_size)))
+    if len(wrong):
+        raise DataError(
+            f"labels[{wrong[0]}] is {labels[wrong[0]]}, but tokenizer {tokenizer.name!r} has the ids 0 to "
+            f"{tokenizer.vocab_size - 1}",
+            so="the model could not predict it",
+            fix=f"write an id, or {IGNORE_INDEX} for a token without loss",
+        )
+    others = np.flatnonzero((labels != IGNORE_INDEX) & (labels != tokens))
+    is_next = (labels[:-1] == tokens[1:]) | (labels[:-1] == IGNORE_INDEX)
+    if len(others) > 1 and is_next.all():
+        raise DataError(
+            f"'labels' are the next tokens: labels[{others[0]}] is token {others[0] + 1}",
+            so="the model would learn to leave a token out",
+            fix="write labels as transformers has them: labels[i] belongs to token i itself",
+        )
+    return labels
 
 
 def _checked_messages(messages: Any) -> list[dict[str, Any]]:

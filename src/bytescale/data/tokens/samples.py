@@ -92,6 +92,9 @@ class SampleCounts:
     """Documents that the length filters left out."""
     num_lost_tokens: int = 0
     """Tokens of truncated ends and of documents that were left out."""
+    num_samples: int = 0
+    num_tokens: int = 0
+    """Tokens of all samples, which is what an epoch trains on."""
 
     def __add__(self, other: SampleCounts) -> SampleCounts:
         return SampleCounts(
@@ -151,6 +154,8 @@ def make_samples(part: int, offsets: IntArray, config: DataConfig) -> tuple[Samp
         num_dropped=int(too_long.sum()) if over_length == "drop" else 0,
         num_filtered=int(filtered.sum()),
         num_lost_tokens=int(offsets[-1]) - samples.num_tokens,
+        num_samples=len(samples),
+        num_tokens=samples.num_tokens,
     )
     return samples, counts
 

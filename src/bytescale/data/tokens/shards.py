@@ -26,12 +26,19 @@ from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile
-from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit, too_many_corrupt_records
+from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit
 from bytescale.data.sources.records import iter_records, plan_units
-from bytescale.data.tokens.examples import ExampleEncoder
-from bytescale.data.tokens.fields import WEIGHTS, field_prefix
-from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, read_index
-from bytescale.data.tokens.metadata import TokenMetadata, is_as_written, load_metadata, metadata_of
+from bytescale.data.tokens.fields import WEIGHTS
+from bytescale.data.tokens.indexed import (
+    IndexedDataset,
+    TokenMetadata,
+    Tokens,
+    check_size,
+    is_as_written,
+    load_metadata,
+    metadata_of,
+    read_index,
+)
 from bytescale.data.tokens.open_parts import RemoteTokens, local_copy
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.samples import make_samples, trained_of
@@ -91,11 +98,8 @@ class ShardReader:
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer | None) -> ShardReader:
-        """Return the reader with the settings of ``config``. Raises as ``ExampleEncoder.of``."""
-        if tokenizer is None:
-            return ShardReader(config=config, encode=None)
-        examples = ExampleEncoder.of(config, tokenizer)
-        return ShardReader(config=config, encode=UnitEncoder(tokenizer=tokenizer, config=config, examples=examples))
+        """Return the reader with the settings of ``config``. Raises as ``UnitEncoder.of``."""
+        return ShardReader(config=config, encode=UnitEncoder.of(config, tokenizer) if tokenizer else None)
 
     @property
     def cache_dir(self) -> Path:
@@ -141,9 +145,9 @@ class ShardReader:
         encoded = report_progress(made_of, _TOKENISING, total_bytes, progress)
         for shard in shards:
             own = itertools.islice(encoded, len(shard.units))
-            with file_lock(self._prefix(shard).with_suffix(".lock")):
+            with file_lock(self._path(shard).with_suffix(".lock")):
                 if not self._is_prepared(shard):
-                    made = write_units(own, self._prefix(shard), encode.tokenizer, encode.dtype, encode.field_names)
+                    made = write_units(own, self._path(shard), encode.tokenizer, encode.dtype, encode.field_names)
                     what = made.num_documents, made.num_tokens, len(made.skipped_files)
                     logger.info("tokenised %d documents into %d tokens (%d files are not text)", *what)
                 elif shard is not shards[-1]:  # another process has done this shard: skip its units
@@ -158,18 +162,17 @@ class ShardReader:
         Raises ``DataError`` if the pair is broken, lacks a field, or was made with another tokenizer.
         """
         if shard.file is None:
-            prefix = self._prefix(shard)
-            metadata = load_metadata(prefix)
-            assert metadata is not None, f"{prefix} is prepared before it is opened"
-            return IndexedDataset.open(prefix, self.field_names), metadata
+            path = self._path(shard)
+            metadata = load_metadata(path)
+            assert metadata is not None, f"{path} is prepared before it is opened"
+            return IndexedDataset.open(path, self.field_names), metadata
         dataset, metadata = self._open_bin(shard.file, progress)
         check_same_tokenizer(f"{shard.file.path}", metadata, self.tokenizer)
         if missing := set(self.config.fields) - set(dataset.fields):
             raise DataError(
                 f"{shard.file.path} has no field {min(missing)!r}, which data.fields names",
                 so="its documents would lack it",
-                fix=f"put {field_prefix(dataset.prefix, min(missing)).name}.bin and .idx beside it, or "
-                "leave the field out",
+                fix=f"put {dataset.path.stem}.{min(missing)}.bin and .idx beside it, or leave the field out",
             )
         return dataset, metadata
 
@@ -180,7 +183,7 @@ class ShardReader:
         if weights is None:
             return PartContent(document_offsets=offsets, metadata=metadata)
         samples, _ = make_samples(0, offsets, self.config)
-        trained = trained_of(samples, weights[:], f"{dataset.prefix}.{WEIGHTS}.bin")
+        trained = trained_of(samples, weights[:], str(dataset.path.with_suffix(f".{WEIGHTS}.bin")))
         return PartContent(document_offsets=offsets, metadata=metadata, trained=trained)
 
     def open_part(self, shard: Shard) -> tuple[Tokens, Mapping[str, Tokens]]:
@@ -215,13 +218,13 @@ class ShardReader:
             if is_large and has_ranges and metadata and metadata.describes(index):
                 check_size(path, index, file.num_bytes)
                 tokens = RemoteTokens(path, index.dtype, index.num_tokens, self.config.read_retries)
-                return IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens), metadata
+                return IndexedDataset(path=copy, index=index, tokens=tokens), metadata
             path, _ = with_retries(partial(copied, whole=True), self.config.read_retries)
         dataset = IndexedDataset.open(path, self.field_names)
         metadata, place = metadata_of(dataset, file, self.cache_dir, progress), f"{file.path}"
         if not self.config.verify or place in self.verified:
             return dataset, metadata
-        if not is_as_written(dataset, metadata, progress):
+        if not is_as_written(dataset.path, metadata, progress):
             raise DataError(
                 f"{place} holds other tokens than when it was made",
                 so="it is damaged, or it was replaced without its .meta.json",
@@ -231,22 +234,22 @@ class ShardReader:
         return dataset, metadata
 
     def _is_prepared(self, shard: Shard) -> bool:
-        prefix = self._prefix(shard)
-        metadata = load_metadata(prefix) if prefix.with_suffix(".idx").exists() else None
+        path = self._path(shard)
+        metadata = load_metadata(path) if path.with_suffix(".idx").exists() else None
         if metadata is None or not self.config.verify or shard.name in self.verified:
             return metadata is not None
         try:
-            is_right = is_as_written(IndexedDataset.open(prefix), metadata)
+            is_right = is_as_written(path, metadata)
         except DataError:  # a file of the pair is missing or truncated
             is_right = False
         if is_right:
             self.verified.add(shard.name)
         else:
-            logger.warning("%s.bin is not what was written: its source is tokenised again", prefix)
+            logger.warning("%s is not what was written: its source is tokenised again", path)
         return is_right
 
-    def _prefix(self, shard: Shard) -> Path:
-        return self.cache_dir / "tokens" / shard.name[:2] / shard.name
+    def _path(self, shard: Shard) -> Path:
+        return self.cache_dir / "tokens" / shard.name[:2] / f"{shard.name}.bin"
 
     def _shard(self, source: int, units: Sequence[WorkUnit]) -> Shard:
         settings = hashlib.blake2b(f"{_CACHE_VERSION} {self._encode.fingerprint}".encode(), digest_size=8)
@@ -260,11 +263,11 @@ class ShardReader:
 def write_as_pair(
     reader: ShardReader,
     shards: Sequence[Shard],
-    prefix: Path,
+    path: Path,
     num_workers: int = 1,
     progress: ProgressCallback = ignore_progress,
 ) -> TokenMetadata:
-    """Write all documents of ``shards``, in order, to ``prefix.bin/.idx``, which is replaced if it exists.
+    """Write all documents of ``shards``, in order, as the pair of ``path``, a ``.bin``, which is replaced if it exists.
 
     Text is tokenised into the cache first, shard by shard: a process that was killed goes on behind the last one.
     Raises ``DataError`` as ``ShardReader.prepare`` and ``ShardReader.open``, or for a full disk.
@@ -276,8 +279,8 @@ def write_as_pair(
     of_text = [reader.encode.dtype] if reader.encode is not None else []
     copied = itertools.chain.from_iterable(_documents_of(*reader.open(shard)) for shard in shards)
     return write_units(
-        report_progress(copied, f"writing {prefix.name}.bin", total_bytes, progress),
-        prefix,
+        report_progress(copied, f"writing {path.name}", total_bytes, progress),
+        path,
         reader.tokenizer,
         np.result_type(*of_text, *(metadata.dtype for metadata in known)),
         sorted(set(reader.field_names) & {name for metadata in known for name in metadata.fields}),
@@ -321,15 +324,6 @@ def check_same_tokenizer(place: str, metadata: TokenMetadata, tokenizer: Tokeniz
             so="the same id would stand for different tokens",
             fix="set data.tokenizer to the one that made them",
         )
-
-
-def check_corrupt_records(metadata: Iterable[TokenMetadata], limit: int) -> None:
-    """Raise ``DataError`` if all shards together left out more than ``limit`` corrupt records; else log how many."""
-    places = [place for one in metadata for place in one.corrupt_records]
-    if len(places) > limit:
-        raise too_many_corrupt_records(len(places), places, limit)
-    if places:
-        logger.warning("the corpus is without %d corrupt records (%d are allowed)", len(places), limit)
 
 
 def _runs(units: Iterable[WorkUnit], least_bytes: int) -> Iterator[list[WorkUnit]]:

@@ -21,16 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
+from bytescale.common.atomic import remove_stale_temporaries, temporary_path, write_atomically
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.units import format_count
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.readers import ReadCounts, WorkUnit
-from bytescale.data.sources.records import RecordKind, iter_records, text_kind
-from bytescale.data.tokens.examples import Example, ExampleEncoder, concatenated
-from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix, without_field
-from bytescale.data.tokens.indexed import IndexedWriter, pair_paths, token_dtype
-from bytescale.data.tokens.metadata import MetadataGatherer, TokenMetadata
+from bytescale.data.sources.records import RecordKind, iter_records, kind_of, text_kind
+from bytescale.data.tokens.chat import ChatTemplate, load_template
+from bytescale.data.tokens.examples import Example, concatenated, example_of
+from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype, without_field
+from bytescale.data.tokens.indexed import MetadataGatherer, TokenMetadata, index_bytes, token_dtype
 from bytescale.data.tokens.progress import Progress, ProgressCallback
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.retry import with_retries
@@ -55,14 +56,32 @@ class UnitEncoder:
     """Reads a unit and encodes it. Each worker process gets one copy."""
 
     tokenizer: Tokenizer
-    config: DataConfig = field(default_factory=DataConfig)
-    examples: ExampleEncoder | None = None
-    """For records of fine-tuning data; None: each document is one text."""
+    config: DataConfig
+    kind: RecordKind
+    template: ChatTemplate | None = None
+    """For conversations."""
+
+    @staticmethod
+    def of(config: DataConfig, tokenizer: Tokenizer) -> UnitEncoder:
+        """Return what encodes the records of ``config``.
+
+        Raises ``ConfigError`` if messages have no chat template, and ``DataError`` if the template is not one.
+        """
+        is_text = config.content == "text"
+        return UnitEncoder(
+            tokenizer=tokenizer,
+            config=config,
+            kind=text_kind(config.text_key) if is_text else kind_of(config.content, config.fields),
+            template=load_template(config.chat_template, config.tokenizer) if config.content == "messages" else None,
+        )
 
     @property
     def fingerprint(self) -> str:
         """A text that changes with the tokens that the same files give."""
-        kind = self.config.text_key if self.examples is None else self.examples.fingerprint
+        template = self.template.fingerprint if self.template else ""
+        kind = (
+            self.kind.keys[0] if self.kind.is_text else f"{self.kind.content} {' '.join(self.kind.fields)} {template}"
+        )
         return f"{kind} {self.tokenizer.fingerprint}"
 
     @property
@@ -71,23 +90,19 @@ class UnitEncoder:
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        return () if self.examples is None else self.examples.field_names
-
-    @property
-    def kind(self) -> RecordKind:
-        return text_kind(self.config.text_key) if self.examples is None else self.examples.kind
+        return {"text": (), "tokens": (WEIGHTS, LABELS, *self.kind.fields)}.get(self.kind.content, (WEIGHTS,))
 
     def __call__(self, unit: WorkUnit) -> EncodedUnit:
         """Encode a unit; a read that may succeed later is tried again. Raises ``DataError`` as ``iter_records``."""
-        encode = self._encode_texts if self.examples is None else partial(self._encode_records, self.examples)
+        encode = self._encode_texts if self.kind.is_text else self._encode_records
         return with_retries(partial(encode, unit), self.config.read_retries)
 
-    def _encode_records(self, encoder: ExampleEncoder, unit: WorkUnit) -> EncodedUnit:
+    def _encode_records(self, unit: WorkUnit) -> EncodedUnit:
         counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
         examples: list[Example] = []
-        for record in iter_records(unit, encoder.kind, counts):
+        for record in iter_records(unit, self.kind, counts):
             try:
-                examples.append(encoder.encode(record))
+                examples.append(example_of(record, self.kind, self.tokenizer, self.template))
             except DataError as error:
                 counts.leave_out(error)
         tokens = [np.zeros(0, self.dtype), *(example.tokens.astype(self.dtype) for example in examples)]
@@ -96,7 +111,7 @@ class UnitEncoder:
             lengths=np.array([len(example.tokens) for example in examples], dtype=np.int64),
             num_bytes=unit.num_bytes,
             counts=counts,
-            fields=concatenated(examples, encoder.field_names),
+            fields=concatenated(examples, self.field_names),
         )
 
     def _encode_texts(self, unit: WorkUnit) -> EncodedUnit:
@@ -105,7 +120,7 @@ class UnitEncoder:
         texts: list[str] = []
         num_characters = 0
         for record in iter_records(unit, self.kind, counts):
-            texts.append(record.values[self.config.text_key])
+            texts.append(record.values[self.kind.keys[0]])
             num_characters += len(texts[-1])
             if num_characters >= _BATCH_CHARACTERS:
                 encoded.extend(self.tokenizer.encode_batch(texts))
@@ -122,14 +137,84 @@ class UnitEncoder:
         )
 
 
+_MAX_LENGTH = np.iinfo(np.int32).max
+
+
+class IndexedWriter:
+    """Streams documents into a ``.bin`` and, at the end, writes its ``.idx``, without which no reader takes it.
+
+    Leaving the ``with`` block without ``commit`` removes what was written. What a killed process leaves is removed by
+    the next writer of the same pair.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self._bin_path, self._idx_path = path, path.with_suffix(".idx")
+        self._dtype = dtype
+        self._lengths: list[NDArray[np.int32]] = []
+        try:
+            self._bin_path.parent.mkdir(parents=True, exist_ok=True)
+            remove_stale_temporaries(self._bin_path)
+            self._temporary = temporary_path(self._bin_path)
+            self._file = self._temporary.open("wb")
+        except OSError as error:
+            raise DataError(
+                f"{self._bin_path} cannot be written ({error})", fix="choose a folder that you may write to"
+            ) from error
+
+    def add_documents(self, tokens: NDArray, lengths: IntArray) -> None:
+        """Append documents: ``tokens [sum of lengths]``, or numbers of a field, and ``lengths [number of documents]``.
+
+        Raises ``DataError`` for a document of more than 2^31 - 1 tokens, or a full disk.
+        """
+        assert len(tokens) == int(lengths.sum()), f"{len(tokens)} tokens for lengths that sum to {lengths.sum()}"
+        if len(lengths) and lengths.max() > _MAX_LENGTH:
+            raise DataError(
+                f"a document of {lengths.max()} tokens is longer than the {_MAX_LENGTH} that .idx can hold",
+                fix="split it into several documents",
+            )
+        try:
+            self._file.write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
+        except OSError as error:
+            raise DataError(
+                f"{self._temporary} cannot be written ({error})", fix="make room or choose another folder"
+            ) from error
+        self._lengths.append(lengths.astype("<i4"))
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """``[D]`` tokens of each document so far."""
+        return np.concatenate([np.zeros(0, dtype="<i4"), *self._lengths])
+
+    def commit(self, metadata: bytes | None) -> None:
+        """Make the pair appear under its names, in place of an older one.
+
+        ``metadata`` is the content of the ``.meta.json``; the pair of a field has none.
+        """
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._idx_path.unlink(missing_ok=True)  # an old .idx must never stand beside the new .bin
+        self._temporary.replace(self._bin_path)
+        if metadata is not None:
+            write_atomically(self._bin_path.with_suffix(".meta.json"), metadata)
+        write_atomically(self._idx_path, index_bytes(self._dtype, self.lengths))
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
 def write_units(
     encoded: Iterable[EncodedUnit],
-    prefix: Path,
+    path: Path,
     tokenizer: Tokenizer | None,
     dtype: np.dtype,
     fields: Sequence[str] = (),
 ) -> TokenMetadata:
-    """Write units, in order, to ``prefix.bin/.idx``. The pair appears whole or not at all, in place of an older one.
+    """Write units, in order, as the pair of ``path``, a ``.bin``: whole or not at all, in place of an older one.
 
     Args:
         tokenizer: the tokenizer that made the tokens; None if it is not known.
@@ -141,16 +226,17 @@ def write_units(
     """
     gatherer, left_out = MetadataGatherer(dtype), ReadCounts()
     with ExitStack() as opened:
-        writer = opened.enter_context(IndexedWriter(prefix, dtype))
+        writer = opened.enter_context(IndexedWriter(path, dtype))
         beside = {
-            name: opened.enter_context(IndexedWriter(field_prefix(prefix, name), field_dtype(name))) for name in fields
+            name: opened.enter_context(IndexedWriter(path.with_suffix(f".{name}.bin"), field_dtype(name)))
+            for name in fields
         }
         gatherer.add_fields({name: np.zeros(0, field_dtype(name)) for name in fields})
         own_labels = LABELS in fields  # whether every label so far is its own token
         for unit in encoded:
             tokens = unit.tokens.astype(dtype, copy=False)
             writer.add_documents(tokens, unit.lengths)
-            gatherer.add(tokens, unit.lengths)
+            gatherer.add(tokens)
             for name, field_writer in beside.items():
                 values = unit.fields[name] if name in unit.fields else without_field(name, unit.tokens)
                 values = np.asarray(values).astype(field_dtype(name), copy=False)
@@ -161,10 +247,10 @@ def write_units(
         if own_labels:
             gatherer.leave_out(LABELS)
             del beside[LABELS]  # what was written of them is removed in the end, because it is not committed
-        metadata = gatherer.finish(tokenizer, left_out)
-        pair_paths(prefix)[1].unlink(missing_ok=True)  # the old .idx must not stand beside new fields
+        metadata = gatherer.finish(writer.lengths, tokenizer, left_out)
+        path.with_suffix(".idx").unlink(missing_ok=True)  # the old .idx must not stand beside new fields
         for name in OWN_FIELDS:  # nor old weights beside new tokens
-            pair_paths(field_prefix(prefix, name))[1].unlink(missing_ok=True)
+            path.with_suffix(f".{name}.idx").unlink(missing_ok=True)
         for field_writer in beside.values():
             field_writer.commit(None)
         writer.commit(metadata.to_json())

@@ -205,5 +205,5 @@ def describe_corpus(corpus: CorpusMetadata) -> str:
     lost = f", {format_count(counts.num_lost_tokens)} tokens lost" if counts.num_lost_tokens else ""
     return (
         f"{first}{counts.num_documents} documents ({', '.join(cut) or 'none longer than the context'}{lost}) -> "
-        f"{corpus.num_samples} sequences, {format_count(corpus.num_tokens)} tokens; tokenizer {tokenizer}"
+        f"{corpus.counts.num_samples} sequences, {format_count(corpus.counts.num_tokens)} tokens; tokenizer {tokenizer}"
     )
