@@ -86,7 +86,7 @@ class DegreeGrid:
         return np.array([row[1][at] for row, at in pairs]), -np.array([row[0][at] for row, at in pairs])
 
     def grow(self, length: int, fewest: int, degree: int, most: int, room: float) -> tuple[int, float]:
-        """The fewest ranks, more than ``degree`` and at most ``most``, that end within ``room`` seconds; the time there.
+        """The fewest ranks, from ``degree + 1`` to ``most``, that end within ``room`` seconds, and the time there.
 
         If none do, the fastest number of ranks. ``fewest``: the ranks that hold the sequence.
         """
