@@ -97,7 +97,7 @@ class Ours:
         profile = rates.profile(spec, bytes_per_element=4)
         cost = replace(
             profile.cost_model(ranks_per_node=per_node),
-            gather_seconds=round_seconds(profile, domain=domain, ranks_per_node=per_node).of_round,
+            gather_seconds=sum(round_seconds(profile, domain=domain, ranks_per_node=per_node)),
         )
         options: dict[str, Any] = {"shard": "parameters", "domain": domain} if domain > 1 else {}
         self.hdp = bytescale.HDP(self.model, capacity_tokens=CAPACITY_TOKENS, cost=cost, **options)

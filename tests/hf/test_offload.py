@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import bytescale
 from bytescale.attention import select_kernel
 from bytescale.common.errors import ConfigError, PlanError
+from bytescale.cost.memory import States
 from bytescale.hf.costs.live_bytes import LiveBytes
 from bytescale.hf.costs.measure import measure_rows, measured_memory
 from bytescale.plan import Plan
@@ -116,10 +117,16 @@ def test_detaching_and_copies_leave_nothing_behind() -> None:
 def test_an_optimizer_without_room_in_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = deep_model()
     hdp = bytescale.HDP(model, capacity_tokens=100)
-    monkeypatch.setattr("bytescale.hf.loop.updates.machine_bytes", lambda: 1000.0)
+    monkeypatch.setattr("bytescale.common.environment.machine_bytes", lambda: 1000.0)
     with pytest.raises(ConfigError, match=r"ost memory is too small.* 800 B that a rank may use"):
         hdp.adamw(lr=1e-2, offload=True)
     assert not hdp.has_optimizer
+    states = States(
+        num_parameters=sum(p.numel() for p in model.parameters()), element_bytes=8, num_ranks=1, on_host=True
+    )
+    monkeypatch.setattr("bytescale.common.environment.machine_bytes", lambda: 0.9 * states.host_bytes / 0.8)
+    with pytest.raises(ConfigError, match="ost memory is too small"):  # FP64, of which each number takes 8 bytes
+        hdp.adamw(lr=1e-2, offload=True)
     monkeypatch.undo()
     hdp.adamw(lr=1e-2, offload=True)
 

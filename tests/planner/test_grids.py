@@ -21,6 +21,7 @@ from bytescale.plan.nodes import alignment, crossings
 from bytescale.plan.tiles import shares_of
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, evaluate, static_plan
+from bytescale.planner.adaptive.degrees import DegreeGrid
 from bytescale.planner.adaptive.unequal import MANY, last_end, shares, unequal_blocks
 from bytescale.planner.verified import VerifiedPlanner, narrowed
 from bytescale.simulator import ClusterConfig, simulate
@@ -265,7 +266,9 @@ def test_a_group_of_unequal_ranks_takes_as_long_as_its_last_member(
     speeds = np.where(np.arange(64) % 8 < 4, 1.0, 0.4)
     cluster = Cluster(capacity_tokens=np.where(speeds < 1, capacity, 8192), speeds=speeds)
     lengths = np.array([length])
-    degree, seconds = unequal_blocks(lengths, np.ones(1, np.int64), cluster, IDEAL, 1e30, {}).grow(0, first, most, None)
+    degree, seconds = unequal_blocks(
+        DegreeGrid(IDEAL, cluster.num_ranks), lengths, np.ones(1, np.int64), 1e30, cluster
+    ).grow(0, first, most, None)
     if degree == 0:
         assert cluster.capacity_tokens[first : first + most].sum() < length
         return

@@ -313,7 +313,7 @@ def test_nobody_waits_inside_blocks(count: int, num_ranks: int, snap: float, lin
 @examples(20, 60)
 @given(length=st.integers(1, 2_000_000), num_ranks=st.integers(1, 300), factor=st.floats(0.2, 3.0))
 def test_degrees_are_the_fewest_in_time(length: int, num_ranks: int, factor: float) -> None:
-    """By trying all of them. Where the formula has to fall back on a grid, one step of it more (5 %)."""
+    """By trying all of them. Where a ring of as many ranks as compute needs is late, one step of the grid more."""
     fewest = np.array([max(1, num_ranks // 3)])
     every = np.arange(fewest[0], num_ranks + 1)
     taken = block_seconds(LINKS, np.full(len(every), length), every)

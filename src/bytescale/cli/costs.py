@@ -234,7 +234,7 @@ class Costs:
         per_node = self.cluster.ranks_per_node
         cost = self.profile.cost_model(ranks_per_node=per_node, pipeline_parallel=self.cluster.pp)
         a_round = round_seconds(self.profile, domain=self.domain, ranks_per_node=per_node)
-        return replace(cost, gather_seconds=a_round.of_round)
+        return replace(cost, gather_seconds=sum(a_round))
 
     @property
     def domain(self) -> int:

@@ -30,6 +30,11 @@ def machine_bytes() -> float:
     return min(total, math.inf if text == "max" else float(text))
 
 
+def bytes_of_a_rank(share: float, num_ranks: int) -> float:
+    """What each of the ranks on this machine may use of its memory, if all of them together may use this share."""
+    return share * machine_bytes() / ranks_here(num_ranks)
+
+
 def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
     """Let PyTorch's CUDA allocator grow its segments, unless the user has set any of its options.
 

@@ -136,5 +136,5 @@ def assumed_cost(
     return replace(
         cost,
         micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[device],
-        gather_seconds=a_round.of_round,
+        gather_seconds=sum(a_round),
     )

@@ -246,24 +246,17 @@ def most_probable_factors(matrix: FloatArray, vector: FloatArray) -> FloatArray:
     """``[N]`` the factors f with the smallest ``f M f - 2 v f + x P x``, where x = log f.
 
     M and v are normal equations ``[N, N]`` and ``[N]`` of rows whose products with f should be 1. P is the inverse of
-    the covariance of x, times the variance of the rows. There may be several valleys, so the search starts where all
-    factors are equal, and where each term alone explains half of every row.
+    the covariance of x, times the variance of the rows. The search starts where all factors are equal.
     """
     count = len(vector)
     covariance = OWN_FACTOR**2 * np.eye(count) + SAME_FACTOR**2
     prior: FloatArray = np.asarray(NOISE**2 * np.linalg.inv(covariance), dtype=np.float64)
     same = np.full(count, math.log(float(vector.sum()) / float(matrix.sum())))
-    starts = [same]
-    for term in np.flatnonzero(np.diag(matrix) > 0).tolist():
-        start = same.copy()
-        start[term] = math.log(0.5 * float(vector[term]) / float(matrix[term, term]))
-        starts.append(start)
-    ends = [_valley(matrix, vector, prior, start) for start in starts]
-    return np.exp(min(ends, key=lambda end: end[0])[1])
+    return np.exp(_valley(matrix, vector, prior, same))
 
 
-def _valley(matrix: FloatArray, vector: FloatArray, prior: FloatArray, start: FloatArray) -> tuple[float, FloatArray]:
-    """The local minimum that Newton's method with damping finds from ``start``: its value, and its logarithms."""
+def _valley(matrix: FloatArray, vector: FloatArray, prior: FloatArray, start: FloatArray) -> FloatArray:
+    """The local minimum that Newton's method with damping finds from ``start``, as logarithms."""
 
     def penalty(logs: FloatArray) -> float:
         factors = np.exp(logs)
@@ -284,7 +277,7 @@ def _valley(matrix: FloatArray, vector: FloatArray, prior: FloatArray, start: Fl
         logs, least, damping = tried, found, damping / 10
         if done:
             break
-    return least, logs
+    return logs
 
 
 def _with(known: tuple[float, ...], samples: LinkSamples, first: float) -> tuple[float, ...]:

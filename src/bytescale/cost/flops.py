@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from bytescale.config import Architecture
 
-BACKWARD_LINEAR_RATIO = 2.0  # backward computes two gradients: of the inputs and of the weights
 BACKWARD_ATTENTION_RATIO = 2.5  # five matrix products in backward, two in forward
 
 

@@ -43,10 +43,20 @@ def sync_bytes(profile: Profile, parameters_per_device: float, num_ranks: int) -
     return parameters_per_device * both * (num_ranks - 1) / num_ranks
 
 
+def gathered_parameters(profile: Profile) -> tuple[float, float]:
+    """Weights per device that a lockstep domain gathers in a round, without a pipeline: in forward, and in backward.
+
+    The last layer and the head stay open until backward comes (``runtime.optimizer.units``).
+    """
+    shape, words = profile.architecture, flops.head_parameters(profile.architecture)
+    forward = shape.num_layers * profile.layer_parameters + 2 * words
+    return forward / profile.tensor_parallel, (forward - profile.layer_parameters - words) / profile.tensor_parallel
+
+
 def gather_bytes(profile: Profile, parameters_per_device: float, domain: int) -> float:
-    """Bytes that each device of a lockstep domain sends in a round: two gathers of the parameters, and a reduction."""
-    every = gradient_bytes(profile) + 2 * profile.parameter_bytes
-    return parameters_per_device * every * (domain - 1) / domain
+    """Bytes that each device of a lockstep domain sends in a round, in which ``parameters_per_device`` are reduced."""
+    reduced, gathered = parameters_per_device * gradient_bytes(profile), sum(gathered_parameters(profile))
+    return (reduced + profile.parameter_bytes * gathered) * (domain - 1) / domain
 
 
 def gradient_bytes(profile: Profile) -> int:
@@ -60,11 +70,6 @@ class BucketSeconds:
 
     reduce: float
     gather: float
-
-    @property
-    def of_round(self) -> float:
-        """Of a forward, which gathers, and a backward, which gathers again and reduces."""
-        return 2 * self.gather + self.reduce
 
 
 def bucket_seconds(
@@ -89,15 +94,18 @@ def bucket_seconds(
     )
 
 
-def round_seconds(profile: Profile, *, domain: int, ranks_per_node: int) -> BucketSeconds:
-    """Seconds of a lockstep domain's collectives in a round: one gather of all parameters, one reduction of gradients.
+def round_seconds(profile: Profile, *, domain: int, ranks_per_node: int) -> tuple[float, float]:
+    """Seconds of a lockstep domain's collectives in a round, without a pipeline: in forward, and in backward.
 
-    Both are made layer by layer. Forward takes one gather; backward takes another one and the reduction. Without a
-    pipeline.
+    Forward gathers the parameters layer by layer. Backward does it once more, and reduces the gradients.
     """
-    count, parameters = profile.architecture.num_layers, stage_parameters(profile, stage=0, pipeline_parallel=1)
-    layer = bucket_seconds(profile, parameters, count, num_ranks=domain, ranks_per_node=ranks_per_node)
-    return BucketSeconds(reduce=count * layer.reduce, gather=count * layer.gather)
+    count, (forward, backward) = profile.architecture.num_layers, gathered_parameters(profile)
+    reduced = stage_parameters(profile, stage=0, pipeline_parallel=1)
+    of_forward, of_backward, of_gradients = (
+        bucket_seconds(profile, parameters, count, num_ranks=domain, ranks_per_node=ranks_per_node)
+        for parameters in (forward, backward, reduced)
+    )
+    return count * of_forward.gather, count * (of_backward.gather + of_gradients.reduce)
 
 
 def num_buckets(parameters_per_device: float, bucket_bytes: float) -> int:

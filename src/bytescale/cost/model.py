@@ -97,8 +97,8 @@ class CostModel:
     passes: tuple[Pass, ...] = (Pass(),)
     """Forward and backward. One pass: how the sums are shared out is not known, and they count as a whole."""
     gather_seconds: float = field(default=0.0, metadata=limits(least=0))
-    """Least time of a round of a lockstep domain, forward and backward: two gathers of parameters and one reduction of
-    gradients (``cost.gradient_sync.round_seconds``). They travel beside compute."""
+    """Least time of a round of a lockstep domain, forward and backward: parameters are gathered in both, and gradients
+    are reduced in one (``cost.gradient_sync.round_seconds``). They travel beside compute."""
     recurrent_share: float = field(default=0.0, metadata=limits(least=0))
     """Share of the layers that are recurrent. They have no rings; a group exchanges their states in
     ``ceil(log2(2D))`` rounds of one message's latency, before and after which they wait."""

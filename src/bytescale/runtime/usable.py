@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bytescale.common.environment import machine_bytes, ranks_here
+from bytescale.common.environment import bytes_of_a_rank
 from bytescale.common.units import GIBI
 
 SHARE = 0.92
@@ -17,4 +17,4 @@ def usable_device_bytes(device: torch.device, num_ranks: int, wanted_gib: float 
         return wanted_gib * GIBI
     if device.type == "cuda":
         return SHARE * torch.cuda.get_device_properties(device).total_memory
-    return SHARE * machine_bytes() / ranks_here(num_ranks)
+    return bytes_of_a_rank(SHARE, num_ranks)

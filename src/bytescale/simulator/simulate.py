@@ -109,8 +109,7 @@ def _in_lockstep(
 
     A rank that waits for the gathers of a round counts as waiting for other ranks.
     """
-    a_round = round_seconds(profile, domain=plan.domain, ranks_per_node=cluster.ranks_per_node)
-    least = np.array([[a_round.gather], [a_round.gather + a_round.reduce]])
+    least = np.array(round_seconds(profile, domain=plan.domain, ranks_per_node=cluster.ranks_per_node))[:, None]
     begins, ends = run_rounds(plan, np.maximum(seconds[:, events.micro_batch_events], least))
     start = np.empty((events.num_events, 1, 2))
     at = plan.micro_batch_rounds, plan.micro_batch_ranks // plan.domain

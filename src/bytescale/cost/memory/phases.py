@@ -37,31 +37,26 @@ class CountedMemory(DeviceMemory):
         return RowBytes.of(self.share, self.kernels, element_bytes=self.element_bytes, checkpointing=self.checkpointing)
 
     def phases(self) -> tuple[Phase, ...]:
-        loss = self._loss() if self.share.is_last else ()
+        loss = (self._loss(),) if self.share.is_last else ()
         return (*loss, self._feed_forward(), *self._attention())
 
     @property
     def _wide(self) -> int:
         return max(4, self.element_bytes)
 
-    def _loss(self) -> tuple[Phase, Phase]:
+    def _loss(self) -> Phase:
         shape, parts, wide = self.share.architecture, self.share.tensor_parallel, self._wide
         words, vocab_size = flops.head_parameters(shape) // parts, shape.vocab_size / parts
-        loss = Phase(
+        # The head's gradient is summed in fp32 or wider: what is added of it at a time is a copy. Logits that are
+        # converted themselves take more than that, and are gone by then.
+        converted = min(words, self.kernels.head_chunk_numbers) if self.kernels.fused_loss else 0
+        return Phase(
             name="loss",
-            fixed_bytes=words * wide,
+            fixed_bytes=words * wide + converted * self.element_bytes,
             bytes_per_token=self.rows.hidden,
             chunk_tokens=self.kernels.loss_chunk_tokens,
             bytes_per_chunk_token=vocab_size * self.rows.logit + 2 * self.rows.hidden,
         )
-        # The head's gradient is summed in fp32 or wider: what is added of it at a time is a copy.
-        converted = min(words, self.kernels.head_chunk_numbers) if self.element_bytes < wide else 0
-        head_gradient = replace(
-            loss,
-            fixed_bytes=words * wide + converted * self.element_bytes,
-            bytes_per_chunk_token=vocab_size * self.element_bytes + 2 * self.rows.hidden,
-        )
-        return loss, head_gradient
 
     def _feed_forward(self) -> Phase:
         shape, parts, rows = self.share.architecture, self.share.tensor_parallel, self.rows

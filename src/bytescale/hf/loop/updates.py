@@ -15,7 +15,7 @@ from bytescale.checkpoint.agree import settle
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.checkpoint.manifest import RunState, read_manifest, step_name, step_of
-from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, machine_bytes, ranks_here
+from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, bytes_of_a_rank
 from bytescale.common.errors import CheckpointError, ConfigError, NonFiniteError
 from bytescale.config import CheckpointConfig
 from bytescale.cost.memory import States, host_bytes_left
@@ -109,9 +109,14 @@ class Updates:
         return self._optimizer.torch_optimizer
 
     def _require_host_room(self) -> None:
-        number = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-        states = States(num_parameters=number, element_bytes=4, num_ranks=self.group.size, on_host=True)
-        room = HOST_SHARE_WITH_OPTIMIZER * machine_bytes() / ranks_here(self.group.size) - self.engine.host_bytes
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        states = States(
+            num_parameters=sum(parameter.numel() for parameter in trained),
+            element_bytes=max((parameter.element_size() for parameter in trained), default=4),
+            num_ranks=self.group.size,
+            on_host=True,
+        )
+        room = bytes_of_a_rank(HOST_SHARE_WITH_OPTIMIZER, self.group.size) - self.engine.host_bytes
         host_bytes_left(states, -self.group.max_of([-room])[0])  # of the rank with the least, so that all ranks agree
 
     def zero_grad(self, set_to_none: bool = True) -> None:

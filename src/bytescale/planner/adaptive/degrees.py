@@ -6,7 +6,7 @@ Shape letter: L sequences that may have to be shared, longest first.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,12 +15,11 @@ from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import CostModel
-from bytescale.planner.adaptive.effort import GRID, TRIES
+from bytescale.planner.adaptive.effort import GRID
 from bytescale.planner.order import rising
 
 AT_ONCE = 96
 """Sequences for which the grid is computed at once: its arrays stay in the processor's cache."""
-_NEVER = np.iinfo(np.int64).max
 
 
 class Rectangles(NamedTuple):
@@ -64,15 +63,15 @@ def _shaped_seconds(cost: CostModel, lengths: FloatArray, degrees: IntArray, col
 
 
 class DegreeGrid:
-    """``GRID`` degrees, from fewest to all, of sequences near their shortest possible time.
+    """``GRID`` degrees, from the fewest to all, of sequences near their shortest possible time.
 
     Every length is tried once, however many limits are asked for. Degrees faster than every smaller one are kept.
     """
 
     def __init__(self, cost: CostModel, num_ranks: int) -> None:
-        self.cost, self.num_ranks = cost, num_ranks
-        self.exposed: dict[tuple[int, int, bool], float] = {}  # length, ranks, leaves a node: seconds (``unequal``)
-        self._kept: dict[int, tuple[FloatArray, IntArray]] = {}  # length: minus the seconds, rising, and the degrees
+        self.cost, self.num_ranks, self.is_ideal = cost, num_ranks, is_ideal(cost)
+        self._exposed: dict[tuple[int, int, bool], float] = {}  # length, ranks, leaves a node: seconds
+        self._kept: dict[int, tuple[list[float], list[int]]] = {}  # length: minus the seconds, rising, and the degrees
 
     def within(self, lengths: IntArray, fewest: IntArray, seconds: float) -> tuple[IntArray, FloatArray]:
         """``degrees_within`` of these degrees alone. ``fewest`` may not differ between sequences of one length."""
@@ -85,6 +84,36 @@ class DegreeGrid:
         at = [min(bisect_left(taken, -seconds), len(taken) - 1) for taken, _ in kept]
         pairs = list(zip(kept, at, strict=True))
         return np.array([row[1][at] for row, at in pairs]), -np.array([row[0][at] for row, at in pairs])
+
+    def grow(self, length: int, fewest: int, degree: int, most: int, room: float) -> tuple[int, float]:
+        """The fewest ranks, from ``degree + 1`` to ``most``, that end within ``room`` seconds, and the time there.
+
+        If none do, the fastest number of ranks. ``fewest``: the ranks that hold the sequence.
+        """
+        if self.is_ideal:
+            work, launch = float(self.cost.work_seconds(length)), self.cost.micro_batch_seconds
+            needed = -int(-work // (room - launch)) if room > launch else most
+            return (ranks := min(max(degree + 1, needed), most)), work / ranks + launch
+        if length not in self._kept:
+            self._try([length], np.array([fewest]))
+        taken, degrees = self._kept[length]
+        last = bisect_right(degrees, most) - 1
+        at = min(max(bisect_left(taken, -room * (1 + 1e-9)), bisect_right(degrees, degree)), last)
+        return (degrees[at], -taken[at]) if degrees[at] > degree else (degree, self.seconds(length, degree))
+
+    def seconds(self, length: int, degree: int) -> float:
+        """The time of a sequence on so many ranks, in their best shape."""
+        compute = float(self.cost.work_seconds(length)) / degree + self.cost.micro_batch_seconds
+        far, shapes = degree > self.cost.ranks_per_node, [c for c in self.cost.shapes if degree >= 2 * c - 1]
+        return compute + (0.0 if self.is_ideal else self.exposed(length, degree, far, shapes))
+
+    def exposed(self, length: int, degree: int, far: bool, shapes: Sequence[int]) -> float:
+        """The part of it that compute does not hide. ``far``: whether the group leaves a node; ``shapes``: columns."""
+        if (length, degree, far) not in self._exposed:
+            dividing = (columns for columns in shapes if degree % columns == 0)
+            of_shapes = (self.cost.exposed_of_one(length, degree, columns, far=far) for columns in dividing)
+            self._exposed[length, degree, far] = min(of_shapes)
+        return self._exposed[length, degree, far]
 
     def _try(self, lengths: list[int], fewest: IntArray) -> None:
         steps = (self.num_ranks / fewest) ** (np.arange(GRID) / (GRID - 1))[:, None]
@@ -100,7 +129,7 @@ class DegreeGrid:
         is_faster = taken < np.concatenate((np.full((1, len(lengths)), np.inf), least[:-1]))
         for item, length in enumerate(lengths):
             kept = is_faster[:, item]
-            self._kept[length] = -taken[kept, item], degrees[kept, item]
+            self._kept[length] = (-taken[kept, item]).tolist(), degrees[kept, item].tolist()
 
 
 def degrees_within(
@@ -108,8 +137,8 @@ def degrees_within(
 ) -> tuple[IntArray, FloatArray]:
     """Fewest ranks on which each sequence ends within ``seconds``, and its time there, both ``[L]``.
 
-    Start from the degree that compute alone requires, and add ranks for the exposed time, in every number of columns.
-    If that finds none, try a grid of degrees. A sequence that no degree ends in time takes its fastest degree.
+    A ring of as many ranks as compute alone requires often does. Otherwise the grid of degrees is asked. A sequence
+    that no degree ends in time takes its fastest degree.
 
     ``lengths [L]`` are in tokens, and ``fewest [L]`` the ranks that hold each.
     """
@@ -117,53 +146,19 @@ def degrees_within(
     work = cost.work_seconds(lengths)
     room = max(seconds - cost.micro_batch_seconds, 1e-3 * seconds)
     degrees = np.clip(np.ceil(work / room * (1 - 1e-12)), fewest, num_ranks).astype(np.int64)
-    if is_ideal(cost):
+    if tried.is_ideal:
         return degrees, work / degrees + cost.micro_batch_seconds
-    limit = seconds * (1 + 1e-9)
-    tokens = lengths.astype(np.float64)
-    taken = _shaped_seconds(cost, tokens, degrees, 1)
-    late = np.flatnonzero(taken > limit)
-    if len(late):
-        degrees[late], taken[late] = _with_exposed(cost, tokens[late], degrees[late], num_ranks, seconds)
-        late = late[taken[late] > limit]
+    taken = _shaped_seconds(cost, lengths.astype(np.float64), degrees, 1)
+    late = np.flatnonzero(taken > seconds * (1 + 1e-9))
     if len(late):
         degrees[late], taken[late] = tried.within(lengths[late], fewest[late], seconds)
     return degrees, taken
 
 
-def _with_exposed(
-    cost: CostModel, lengths: FloatArray, degrees: IntArray, num_ranks: int, seconds: float
-) -> tuple[IntArray, FloatArray]:
-    """``degrees_within`` from the ranks that compute needs, ``degrees`` ``[L]``; of a late sequence the fastest."""
-    columns = _columns(cost, num_ranks)[:, None]  # [C, 1]
-    work, most = cost.work_seconds(lengths), num_ranks // columns * columns
-    room = max(seconds - cost.micro_batch_seconds, 1e-3 * seconds)
-    limit = seconds * (1 + 1e-9)
-    asked = np.minimum(_multiples(np.broadcast_to(degrees, (len(columns), len(degrees))), columns), most)  # [C, L]
-    taken = _shaped_seconds(cost, lengths, asked, columns)
-    for _ in range(TRIES):
-        is_late = taken > limit
-        if not is_late.any():
-            break
-        left = np.maximum(room - (taken - cost.micro_batch_seconds - work / asked), 0.05 * room)
-        more = _multiples(np.maximum(np.ceil(work / left), asked + 1).astype(np.int64), columns)
-        asked = np.where(is_late, np.minimum(more, most), asked)
-        taken = _shaped_seconds(cost, lengths, asked, columns)
-    taken = np.where(asked < degrees, np.inf, taken)
-    in_time = taken <= limit
-    chosen = np.where(in_time.any(axis=0), np.where(in_time, asked, _NEVER).argmin(axis=0), taken.argmin(axis=0))
-    items = np.arange(len(degrees))
-    return asked[chosen, items], taken[chosen, items]
-
-
 def fastest_seconds(tried: DegreeGrid, length: int, fewest: int) -> float:
-    """Seconds of a sequence on its fastest number of ranks, from ``fewest`` on: any for rings, some for grids."""
-    every = np.arange(fewest, tried.num_ranks + 1)
-    ring = float(_shaped_seconds(tried.cost, np.full(len(every), float(length)), every, 1).min())
-    if tried.cost.row_bytes_per_token is None:
-        return ring
+    """Seconds of a sequence on its fastest number of ranks of the grid, from ``fewest`` on."""
     _, taken = tried.within(np.array([length]), np.array([fewest]), 0.0)
-    return min(ring, float(taken[0]))
+    return float(taken[0])
 
 
 def _columns(cost: CostModel, num_ranks: int) -> IntArray:
@@ -176,63 +171,22 @@ def _multiples(degrees: IntArray, columns: IntArray) -> IntArray:
     return np.maximum(-(-degrees // columns), np.where(columns > 1, 2, 1)) * columns
 
 
-def grow(cost: CostModel, length: int, work: float, degree: int, most: int, room: float) -> tuple[int, float]:
-    """The fewest ranks, more than ``degree`` and at most ``most``, that end within ``room`` seconds; the time there.
-
-    If none do, the faster of ``degree`` and ``most`` ranks. ``work``: seconds of the sequence on one rank.
-    """
-    ideal, launch = is_ideal(cost), cost.micro_batch_seconds
-    shapes = cost.shapes[:1] if ideal else cost.shapes
-
-    def seconds_on(ranks: int, columns: int) -> float:
-        return work / ranks + launch + (0.0 if ideal else cost.exposed_of_one(length, ranks, columns))
-
-    def fewest_in(columns: int, below: int) -> tuple[int, float] | None:
-        asked, beside_compute = degree, 0.0
-        for _ in range(TRIES):
-            if beside_compute >= room:
-                return None
-            asked = max(asked + 1, -int(-work // (room - beside_compute)), 2 * columns if columns > 1 else 1)
-            asked = -(-asked // columns) * columns
-            if asked > below:
-                return None
-            height = seconds_on(asked, columns)
-            if height <= room * (1 + 1e-9):
-                return asked, height
-            beside_compute = height - work / asked
-        return None
-
-    best: tuple[int, float] | None = None
-    for columns in shapes if room > 0 else ():
-        best = fewest_in(columns, most if best is None else best[0] - 1) or best
-    if best is not None:
-        return best
-
-    def fastest_of(ranks: int) -> float:
-        return min(
-            seconds_on(ranks, columns) for columns in shapes if ranks % columns == 0 and ranks >= 2 * columns - 1
-        )
-
-    fewest, all_of_it = fastest_of(degree), fastest_of(most)
-    return (degree, fewest) if fewest <= all_of_it else (most, all_of_it)
-
-
 def equal_blocks(tried: DegreeGrid, lengths: IntArray, fewest: IntArray, longest: float) -> Rectangles:
     """The groups of ``lengths`` ``[L]`` on equal ranks, each on the fewest that end it within ``longest`` seconds.
 
     ``fewest`` ``[L]`` are the ranks that hold each.
     """
-    cost, num_ranks = tried.cost, tried.num_ranks
+    num_ranks = tried.num_ranks
     degrees, seconds = degrees_within(tried, lengths, fewest, longest)
     order = rising(degrees.max(initial=1) - degrees)
-    degrees, lengths = degrees[order], lengths[order]
-    tokens, works, widths = lengths.tolist(), cost.work_seconds(lengths).tolist(), degrees.tolist()
-    node = 1 if is_ideal(cost) else cost.ranks_per_node
+    degrees, tokens, least = degrees[order], lengths[order].tolist(), fewest[order].tolist()
+    widths = degrees.tolist()
+    node = 1 if tried.is_ideal else tried.cost.ranks_per_node
 
     def wider(group: int, first: int, most: int, room: float | None) -> tuple[int, float]:
         del first  # equal ranks
         if room is None:
-            return grow(cost, tokens[group], works[group], most, most, 0.0)
-        return grow(cost, tokens[group], works[group], widths[group], most, room)
+            return most, tried.seconds(tokens[group], most)
+        return tried.grow(tokens[group], least[group], widths[group], most, room)
 
     return Rectangles(order, degrees, seconds[order], wider, range(num_ranks + 1), node)

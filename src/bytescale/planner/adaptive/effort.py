@@ -57,7 +57,5 @@ MIN_PACK = 8192
 """Tokens; packs of whole sequences are halved down to this size."""
 
 # How a sequence's number of ranks is found.
-TRIES = 4
-"""Times that ranks are added for the exposed time that was found."""
-GRID = 96
-"""Degrees tried, in geometric steps, where ``TRIES`` find none: some 5 % apart on 100 ranks."""
+GRID = 192
+"""Degrees tried, in geometric steps: some 2.5 % apart on 100 ranks."""

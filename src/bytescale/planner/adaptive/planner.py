@@ -273,7 +273,7 @@ def _blocks(batch: Batch, longest: float) -> Rectangles:
     lengths, fewest = batch.lengths[:count], batch.fewest[:count]
     if cluster.is_uniform:
         return equal_blocks(batch.tried, lengths, fewest, longest)
-    return unequal_blocks(lengths, fewest, cluster, batch.cost, longest, batch.tried.exposed)
+    return unequal_blocks(batch.tried, lengths, fewest, longest, cluster)
 
 
 def _filled(batch: Batch, blocks: Rectangles, placed: Placement) -> Trial:

@@ -15,7 +15,7 @@ from bytescale.cost import Cluster, CostModel
 from bytescale.plan.nodes import crossings
 from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.plan.tiles import shares_of
-from bytescale.planner.adaptive.degrees import Rectangles
+from bytescale.planner.adaptive.degrees import DegreeGrid, Rectangles
 
 WIDE, MULTIPLE = 16, 8
 """Groups of at least ``WIDE`` ranks have a ``MULTIPLE`` of ranks where grids are known, so that they have shapes."""
@@ -26,17 +26,13 @@ SHORT = 1e-9
 
 
 def unequal_blocks(
-    lengths: IntArray,
-    fewest: IntArray,
-    cluster: Cluster,
-    cost: CostModel,
-    longest: float,
-    known: dict[tuple[int, int, bool], float],
+    tried: DegreeGrid, lengths: IntArray, fewest: IntArray, longest: float, cluster: Cluster
 ) -> Rectangles:
     """The groups of ``lengths`` ``[G]``, longest first. If possible, none computes for more than ``longest`` seconds.
 
-    ``fewest`` ``[G]`` is a lower bound of the ranks that hold each. ``known`` keeps exposed seconds from call to call.
+    ``fewest`` ``[G]`` is a lower bound of the ranks that hold each.
     """
+    cost = tried.cost
     capacity, speed = (
         np.concatenate(([0], np.cumsum(part))).tolist() for part in (cluster.capacity_tokens, cluster.speeds)
     )
@@ -70,15 +66,9 @@ def unequal_blocks(
             end = first - (first - end) // MULTIPLE * MULTIPLE
         end = min(end, stop, first + length)  # every member gets a token
         compute = work * slowest_member(group, first, end) / length
-        return end - first, compute + exposed(first, end - first, length) + cost.micro_batch_seconds
-
-    def exposed(first: int, degree: int, length: int) -> float:
-        far = first // node != (first + degree - 1) // node
-        if (length, degree, far) not in known:
-            shapes = [columns for columns in cost.shapes if degree % columns == 0] if degree >= WIDE else [1]
-            of_shapes = (cost.exposed_of_one(length, degree, columns, far=far) for columns in shapes)
-            known[length, degree, far] = min(of_shapes)
-        return known[length, degree, far]
+        shapes, far = cost.shapes if end - first >= WIDE else (1,), first // node != (end - 1) // node
+        exposed = tried.exposed(length, end - first, far, shapes)
+        return end - first, compute + exposed + cost.micro_batch_seconds
 
     return Rectangles(np.arange(len(lengths)), fewest, np.full(len(lengths), np.inf), grow, speed, node=1)
 

@@ -118,13 +118,6 @@ class RoundBatch:
         steps = (self.cluster.num_ranks / fewest) ** (np.arange(DEGREES) / (DEGREES - 1))[:, None]
         return self.exposed(self.lengths[: self.num_long], self.in_nodes(np.ceil(fewest * steps - 1e-9)))
 
-    @cached_property
-    def unavoidable(self) -> FloatArray:
-        """``[L]`` least exposed seconds of the long sequences on any degree, all ranks together."""
-        fewest = self.fewest[: self.num_long]
-        steps = (self.cluster.num_ranks / fewest) ** (np.arange(DEGREES) / (DEGREES - 1))[:, None]
-        return (self.in_nodes(np.ceil(fewest * steps - 1e-9)) * self.table).min(axis=0)
-
     def likely(self, first: int, degrees: IntArray) -> FloatArray:
         """``[J, n]`` about the exposed seconds of the sequences from ``first`` on, interpolated between steps."""
         if is_ideal(self.cost):
@@ -213,7 +206,6 @@ def _tried(batch: RoundBatch, first: int, count: int) -> Tried:
     ends = work / at_least + exposed
     reach = ends + batch.rate * np.where(room >= batch.shortest, room, 0)
     wasted = (at_least * (np.maximum(times - reach, 0) + exposed)).sum(axis=1)
-    wasted -= batch.unavoidable[first : first + count].sum()
     wasted += np.maximum(num_ranks - at_most.sum(axis=1), 0) * np.maximum(times[:, 0] - full, 0)
     wasted += num_ranks * np.maximum(ends - times, 0).max(axis=1)
     wasted[at_least.sum(axis=1) > num_ranks] = np.inf

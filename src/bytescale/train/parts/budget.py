@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, machine_bytes, ranks_here
+from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, bytes_of_a_rank, machine_bytes
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import GIBI, format_bytes, format_count
 from bytescale.config import Architecture, Config
@@ -145,8 +145,7 @@ def usable_host_bytes(config: Config, num_ranks: int) -> float:
     """What one rank may use of host memory for activations and the optimizer."""
     if config.memory.host_gib is not None:
         return config.memory.host_gib * GIBI
-    share = HOST_SHARE_WITH_OPTIMIZER if config.optimizer.offload else HOST_SHARE
-    return share * machine_bytes() / ranks_here(num_ranks)
+    return bytes_of_a_rank(HOST_SHARE_WITH_OPTIMIZER if config.optimizer.offload else HOST_SHARE, num_ranks)
 
 
 def check_room(num_ranks: int) -> None:

@@ -197,7 +197,7 @@ def plan_of_run(
     planner = VerifiedPlanner(
         config.planner,
         budget.cluster,
-        replace(cost, gather_seconds=a_round.of_round),
+        replace(cost, gather_seconds=sum(a_round)),
         budget.limits,
         num_stages=mesh.pp,
         domain=domain,

@@ -109,7 +109,8 @@ def check_host_room(config: Config) -> None:
         from bytescale.hf.files.folder import parameters_of
 
         number = sum(value.numel() for value in parameters_of(shape.content).values())
-    states = States(num_parameters=number, element_bytes=4, num_ranks=hdp_ranks(parallel), on_host=True)
+    element = 8 if config.trainer.dtype == "fp64" else 4
+    states = States(num_parameters=number, element_bytes=element, num_ranks=hdp_ranks(parallel), on_host=True)
     host_bytes_left(states, usable_host_bytes(config, parallel.ranks))
 
 
