@@ -26,19 +26,25 @@ NEW_TOKENS = 32 if REST else 16
 
 # A window that ends inside of prompts, grouped key/value heads, other layers than the last with full attention.
 MODELS: dict[str, dict[str, Any]] = {
+    "falcon_mamba": {},  # no attention, and no count of tokens
     "qwen3": {},
     "mistral": {"sliding_window": 16},
     "gemma3_text": {"sliding_window": 16, "num_hidden_layers": 7},
     "gpt2": {},
+    "falcon_h1": {},
     "mixtral": {},
     "qwen3_next": {},
-    "falcon_h1": {},
     "jamba": {},
     "lfm2": {},
+    "deepseek_v3": {},  # compressed keys and values
+    "kimi_linear": {},
     "nemotron_h": {},
     "bamba": {},
     "granitemoehybrid": {},
+    "minimax": {},  # a class of caches of its own
     "olmo_hybrid": {},
+    "zamba2": {},  # an attention that is several layers'
+    "mamba2": {},
 }
 
 
@@ -54,7 +60,7 @@ def plain(model: nn.Module, prompt: torch.Tensor) -> torch.Tensor:
     return found[0, len(prompt) :]
 
 
-@pytest.mark.parametrize("name", one_in(6, list(MODELS)))
+@pytest.mark.parametrize("name", one_in(5, list(MODELS)))
 @pytest.mark.parametrize("num_ranks", one_of([1, 2, 3], 2))
 def test_greedy_text_is_that_of_transformers(name: str, num_ranks: int) -> None:
     with WideCasts():  # recurrences cast to fp32
@@ -77,15 +83,13 @@ def compare_text(name: str, num_ranks: int) -> None:
         assert hdp.group.sum_of([float(len(first))]) == [len(LENGTHS)]
         torch.testing.assert_close(filled.next_logits(), torch.stack(logits), rtol=1e-10, atol=1e-10)
         texts = []
-        for number, prompt in enumerate(prompts()):
+        for number in range(len(LENGTHS)):
             rank = number % group.size()
             given = filled.inputs(number, rank)
             assert (given is None) == (group.rank() != rank)
             if given is not None:
-                length = len(prompt)
-                assert given["past_key_values"].get_seq_length() == length
                 found = own.generate(**given, max_new_tokens=NEW_TOKENS - 1, do_sample=False)
-                texts.append((number, found[0, length:]))
+                texts.append((number, found[0, given["input_ids"].shape[1] - 1 :]))
         return texts
 
     def widened(group: dist.ProcessGroup, own: nn.Module) -> list[torch.Tensor]:
@@ -138,8 +142,8 @@ def test_a_cache_stays_where_it_was_computed() -> None:
         held = [
             [
                 (start, start + len(part))
-                for (start, kind), part in filled.parts.get(number, {}).items()
-                if kind == "rows"
+                for (layer, kind, start), part in filled.parts.get(number, {}).items()
+                if (layer, kind) == (0, "keys")
             ]
             for number in (0, 2)
         ]

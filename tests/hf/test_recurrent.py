@@ -174,31 +174,6 @@ def test_detaching_gives_mixers_their_forward_back() -> None:
     assert torch.equal(model(input_ids=tokens).logits, before)
 
 
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("minimax", "MiniMaxLightningAttention"),
-        ("deepseek_v3", "DeepseekV3Attention"),
-        ("zamba2", "A layer that is used"),
-        ("mamba2", "A model without attention"),
-    ],
-)
-def test_a_cache_that_holds_something_else_is_refused(name: str, part: str) -> None:
-    model = small_model(name)
-    prompts = [row["tokens"] for row in random_documents(model, Setup(lengths=(9, 21)))]
-    with WideCasts():
-        expected = [int(model(input_ids=tokens[None]).logits[0, -1].argmax()) for tokens in prompts]
-
-    def work(group: dist.ProcessGroup, own: nn.Module) -> list[int]:
-        with WideCasts():
-            result = bytescale.HDP(own, group, capacity_tokens=16, forward_only=True).prefill(prompts)
-        with pytest.raises(ConfigError, match=f"{part}.* cannot be attached: the model's cache does not hold"):
-            result.cache(0)
-        return result.next_tokens.tolist()
-
-    assert on_ranks(2, model, work) == [expected, expected]
-
-
 def test_three_places_of_a_token_are_cut_with_it() -> None:
     """mRoPE: a picture's tokens lie at places in time, height and width. Equal to whole documents, on three ranks."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}

@@ -5,13 +5,15 @@ wait for long ones (``planner.short_first``). Keys and values stay where they we
 recurrent layers, which the rank with a prompt's last token has. ``Prefill.cache`` gathers those of one prompt on one
 rank, as a cache of transformers.
 
-Shape letters: P prompts, S tokens of a prompt, T rows of a micro-batch, H key/value heads, D width, V vocabulary, W
-numbers of a token in the caches of all layers.
+What a layer's cache holds is what the layer gives it: in a pass of prefill the model has a cache that keeps just that
+(``_Keeping``). So keys may be compressed (DeepSeek, Kimi Linear), and a layer may have several places (Zamba 2).
+
+Shape letters: P prompts, S tokens of a prompt, T rows of a micro-batch, H key/value heads, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from bytescale.common.errors import DataError
 from bytescale.hf.batch.documents import Documents
@@ -35,10 +38,9 @@ if TYPE_CHECKING:
 Ready = Callable[[int, Tensor], None]
 """Called with the number of a prompt and the logits ``[V]`` of its next token, in fp32 or wider."""
 
-Parts = dict[tuple[int, str], Tensor]
-"""What a rank has of a prompt. By the first token of a run and ``"rows"``: its keys and values ``[n, W]``, of each
-layer the keys of all heads, and then the values. By layer and ``"conv"`` or ``"recurrent"``: a state as transformers'
-caches have it, on the rank with the prompt's last token."""
+Parts = dict[tuple[int, str, int], Tensor]
+"""What a rank has of a prompt. By layer, ``"keys"`` or ``"values"``, and the first token of a run: ``[n, H, D]``. By
+layer, ``"conv"`` or ``"recurrent"``, and 0: a state as caches have it, on the rank with the prompt's last token."""
 
 
 @dataclass
@@ -85,52 +87,54 @@ class Prefill:
         return group.all_reduce(table)
 
     def cache(self, prompt: int, rank: int = 0) -> Any:
-        """The prompt's KV cache (``transformers.DynamicCache``) on ``rank``; None on the others.
+        """The prompt's cache on ``rank``, of the class that its model makes; None on the others.
 
         The members send what they hold. Their own parts stay, so a cache may be gathered again. Raises ``ConfigError``
-        for a model whose cache holds something else (compressed keys of DeepSeek and Kimi Linear, MiniMax's states,
-        layers that Zamba 2 uses several times), and for one without attention, such as Mamba.
+        for a model that leaves a part of its cache empty.
         """
-        from transformers import DynamicCache
-
-        decoder = self.hdp.engine.decoder
-        unlike = ["a layer that is used several times"] * (len(set(self._layers())) < len(decoder.facts.layers))
-        unlike += [type(mixer).__name__ for mixer in decoder.mixers if has_own_cache(mixer)]
-        unlike += [type(layer).__name__ for layer in decoder.attentions if hasattr(layer, "expand_kv")]
-        unlike += ["a model without attention"] * (not decoder.attentions)  # generate names its cache otherwise
-        for name in unlike:
-            raise refusal(
-                name,
-                "the model's cache does not hold the keys and values, or the states, that its layers compute with",
-                so="generate could not go on from what prefill gathers",
-                fix="call model.generate without past_key_values; next tokens and logits are known without it",
-            )
         held = self._gathered(prompt, rank)
         if held is None:
             return None
-        rows = torch.cat([held.pop(key) for key in sorted(held) if key[1] == "rows"])
-        cache = DynamicCache(config=causal_model(self.hdp.model).config)
-        shapes = self._shapes()
-        split = rows.split([math.prod(shape) for shape in shapes], dim=1)
-        parts = [part.unflatten(1, shape).transpose(0, 1)[None] for part, shape in zip(split, shapes, strict=True)]
-        for index, keys, values in zip(self._layers(), parts[::2], parts[1::2], strict=True):
-            cache.update(keys, values, index)
-        for (index, kind), state in held.items():
-            update = cache.update_conv_state if kind == "conv" else cache.update_recurrent_state
-            update(state[None], index)
+        cache = _empty_cache(self.hdp)
+        for layer in sorted({layer for layer, kind, _ in held if kind == "keys"}):
+            runs = [[held.pop(key) for key in sorted(held) if key[:2] == (layer, kind)] for kind in ("keys", "values")]
+            cache.update(*(torch.cat(parts).transpose(0, 1)[None] for parts in runs), layer)
+        for (layer, kind, _), state in held.items():
+            if hasattr(cache, "set_linear_cache"):
+                cache.set_linear_cache(layer, state.mT[None])  # keys before values
+            elif kind == "conv":
+                cache.update_conv_state(state[None], layer)
+            else:
+                cache.update_recurrent_state(state[None], layer)
+        for number, place in enumerate(cache.layers if type(cache) is DynamicCache else ()):
+            states = getattr(place, "has_previous_state", {})
+            if not all(states.values()) or not getattr(place, "is_initialized", True):
+                raise refusal(
+                    f"layer {number}",
+                    f"its {type(place).__name__} has parts that no attention and no recurrence of it gave to prefill",
+                    so="generate could not go on from what prefill gathers",
+                    fix="call model.generate without past_key_values; next tokens and logits are known without it",
+                )
         return cache
 
     def inputs(self, prompt: int, rank: int = 0) -> dict[str, Any] | None:
         """Arguments for ``model.generate`` on ``rank``: the prompt with its most probable next token, and its cache.
 
-        ``generate`` then computes no token of the prompt again. On the other ranks None.
+        ``generate`` then computes no token of the prompt again. Where the cache does not tell how many tokens it has
+        seen (Mamba's, MiniMax's), the prompt is left out: it would be. On the other ranks None.
         """
         cache = self.cache(prompt, rank)
         if cache is None:
             return None
         parts = self.prompts[prompt], self.next_tokens[prompt, None]
-        tokens = torch.cat([part.to(self.hdp.group.device) for part in parts])
-        return {"input_ids": tokens[None], "attention_mask": torch.ones_like(tokens)[None], "past_key_values": cache}
+        tokens = torch.cat([part.to(self.hdp.group.device) for part in parts])[None]
+        mask = torch.ones_like(tokens)
+        name = _cache_name(causal_model(self.hdp.model))
+        if name == "cache_params":  # such models multiply all given rows by their mask
+            tokens, mask = tokens[:, -1:], mask[:, -1:]
+        elif cache.get_seq_length() == 0:
+            tokens = tokens[:, -1:]
+        return {"input_ids": tokens, "attention_mask": mask, name: cache}
 
     def free(self, prompt: int) -> None:
         """Forget this rank's part of a prompt's cache."""
@@ -142,16 +146,16 @@ class Prefill:
         ``kept``: by layer and kind, ``"keys"`` and ``"values"`` ``[T, H, D]``, or states ``[F, ...]`` after each run of
         rows; ``logits``: ``[V]`` by prompt.
         """
-        own = [part.flatten(1) for (_, kind), part in kept.items() if kind in ("keys", "values")]
-        rows = torch.cat(own, dim=1) if own else torch.zeros(micro.num_rows, 0)
-        runs = micro.plan.runs
-        for (prompt, start, stop), part in zip(runs, rows.split([b - a for _, a, b in runs]), strict=True):
-            if stop > start:
-                self.parts.setdefault(prompt, {})[start, "rows"] = part.clone()
-        states = {key: part for key, part in kept.items() if key[1] in ("conv", "recurrent")}
-        for number, (prompt, start, stop) in enumerate(runs):
-            if start < stop == len(self.prompts[prompt]):
-                self.parts[prompt] |= {key: part[number].clone() for key, part in states.items()}
+        row = 0
+        for number, (prompt, start, stop) in enumerate(micro.plan.runs):
+            rows = slice(row, row + stop - start)
+            row = rows.stop
+            for (layer, kind), part in kept.items() if start < stop else ():
+                own = self.parts.setdefault(prompt, {})
+                if kind in ("keys", "values"):
+                    own[layer, kind, start] = part[rows].clone()
+                elif stop == len(self.prompts[prompt]):
+                    own[layer, kind, 0] = part[number].clone()
         self._logits.update(logits)
 
     def _gathered(self, prompt: int, rank: int) -> Parts | None:
@@ -170,20 +174,27 @@ class Prefill:
                 group.exchange.start(send=part.contiguous(), to=rank, receive=None, source=rank, tag=0).wait()
             return None
         for source, line in enumerate(table):
-            for place, kind, shape, dtype in line if source != rank else ():
+            for layer, kind, start, shape, dtype in line if source != rank else ():
                 part = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
                 group.exchange.start(send=None, to=source, receive=part, source=source, tag=0).wait()
-                own[place, kind] = part
+                own[layer, kind, start] = part
         return own
 
-    def _layers(self) -> list[int]:
-        """The place of every attention layer among the model's layers, in the order of their calls."""
-        return [layer_of(module, place) for place, module in enumerate(self.hdp.engine.decoder.attentions)]
 
-    def _shapes(self) -> list[tuple[int, int]]:
-        """``(H, D)`` of the keys and of the values of every layer, in the order of the layers."""
-        layers = self.hdp.facts.layers
-        return [(layer.num_kv_heads, width) for layer in layers for width in (layer.head_dim, layer.value_dim)]
+class _Keeping(DynamicCache):
+    """Stands for an empty cache in a pass of prefill, and keeps what the layers give it."""
+
+    def __init__(self, config: Any, kept: dict[tuple[int, str], Tensor]) -> None:
+        super().__init__(config=config)
+        self._kept = kept
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """``[1, H, T, D]``; they are all that the layer sees of this rank."""
+        for kind, part in (("keys", key_states), ("values", value_states)):
+            self._kept[layer_idx, kind] = part[0].transpose(0, 1)
+        return key_states, value_states
 
 
 @torch.no_grad()
@@ -210,12 +221,13 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
     for micro in hdp.plan(rows, plan=plan):
         kept: dict[tuple[int, str], Tensor] = {}
         micro.target.keep = partial(_keep, kept)
+        inputs = micro.inputs | {_cache_name(root): _Keeping(root.config, kept)}
         ends, row = {}, 0
         for prompt, start, stop in micro.plan.runs:
             row += stop - start
             if start < stop == lengths[prompt]:
                 ends[prompt] = row - 1
-        hidden, head = hidden_states(hdp.model, micro.inputs)
+        hidden, head = hidden_states(hdp.model, inputs)
         logits = head(hidden[0, list(ends.values())]) if ends else hidden.new_zeros(0, 0)
         values_of = dict(zip(ends, logits.to(torch.promote_types(logits.dtype, torch.float32)), strict=True))
         result.add(micro, kept, values_of)
@@ -228,8 +240,8 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
 
 
 def _keep(kept: dict[tuple[int, str], Tensor], module: nn.Module, kind: str, part: Tensor) -> None:
-    key = layer_of(module, len(kept) // 2), kind
-    if key in kept and kind in ("conv", "recurrent"):
+    key = int(module.layer_idx), kind  # type: ignore[arg-type]
+    if key in kept:
         raise refusal(
             type(module).__name__,
             f"it has several states of one kind ({kind})",
@@ -239,7 +251,16 @@ def _keep(kept: dict[tuple[int, str], Tensor], module: nn.Module, kind: str, par
     kept[key] = part
 
 
-def layer_of(module: nn.Module, place: int) -> int:
-    """The layer whose cache an attention or recurrence of transformers uses; ``place`` where it does not tell."""
-    layer = getattr(module, "layer_idx", None)
-    return place if layer is None else int(layer)
+def _cache_name(model: nn.Module) -> str:
+    """Mamba, Mamba 2 and Falcon-Mamba have another name for the argument."""
+    takes = inspect.signature(model.forward).parameters
+    return next(name for name in ("cache_params", "past_key_values") if name in takes)
+
+
+def _empty_cache(hdp: HDP) -> Any:
+    """As ``generate`` makes it. MiniMax alone has a class of its own."""
+    if any(has_own_cache(mixer) for mixer in hdp.engine.decoder.mixers):
+        from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+        return MiniMaxCache()
+    return DynamicCache(config=causal_model(hdp.model).config)

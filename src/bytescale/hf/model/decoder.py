@@ -186,8 +186,7 @@ class MicroBatchPass(Target):
         """
         self.decoder, self.num_rows, self.has_ring, self.name = decoder, num_rows, has_ring, name
         self.keep: Callable[[nn.Module, str, Tensor], None] | None = None
-        """Called by every layer in forward with this rank's ``"keys"`` and ``"values"`` ``[T, Hkv, D]``, or with what
-        its recurrence leaves behind (``GroupCuts.keep``)."""
+        """Called by every recurrence with what it leaves behind (``GroupCuts.keep``)."""
         self._attention_of, self._around, self._context = attention_of, around, ExitStack()
         self.trained = False
         """Whether the model has run it with gradients."""
@@ -255,9 +254,6 @@ class MicroBatchPass(Target):
             out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
         else:
             out = attention(q, k, v, layer.rules, sinks)
-        if self._in_forward and self.keep is not None:
-            self.keep(call.module, "keys", k[: self.num_rows])
-            self.keep(call.module, "values", v[: self.num_rows])
         return self._counted(out)[None]
 
     @torch.compiler.disable

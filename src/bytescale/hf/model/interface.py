@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -82,6 +82,8 @@ def _forward(function: FunctionType, names: set[str]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given: Target | None = kwargs.pop(KEYWORD, None)
         target = _pass.get() if given is None else given  # some layers hand no keywords down to it
+        if target is not None:  # a cache of prefill, which is told what the fragments leave behind
+            kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
         plain = partial(type(self).forward, self, *args, **kwargs)
         if target is not None:
             return target.mix(self, plain, partial(_with_cuts, partial(cut_forward, self, *args, **kwargs)))
