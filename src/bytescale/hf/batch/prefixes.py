@@ -99,10 +99,8 @@ def _rows(
     micro_batch: MicroBatch, documents: Documents, per_document: Collection[str], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """``[T, ...]`` of every field but ``per_document``, and ``multiplicity``."""
-    trees = micro_batch.trees
-    assert trees is not None, "part_of_trees has added them"
-    runs = micro_batch.document_runs(trees)
-    numbers = trees.documents[[document for document, _, _ in runs]].tolist()
+    runs = micro_batch.rows_of_documents
+    numbers = [number for number, _, _ in runs]
     bounds = [(start, start + len(rows)) for _, start, rows in runs]
     places = torch.as_tensor(np.concatenate([np.zeros(0, np.int64), *(rows for _, _, rows in runs)]))
 

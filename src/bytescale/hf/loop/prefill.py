@@ -3,7 +3,8 @@
 The planner spreads the prompts as it spreads documents in training, and short prompts come first, so that they do not
 wait for long ones (``planner.short_first``). Keys and values stay where they were computed, and so do the states of
 recurrent layers, which the rank with a prompt's last token has. ``Prefill.cache`` gathers those of one prompt on one
-rank, as a cache of transformers.
+rank, as a cache of transformers. What prompts begin with, such as a document that many questions are about, is computed
+and held once where that saves time (``hf.batch.prefixes``); each prompt's cache has all of it.
 
 Shape letters: P prompts, S tokens of a prompt, T rows of a micro-batch, H key/value heads, D width, V vocabulary, W
 numbers of a token in the caches of all layers.
@@ -22,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import DataError
-from bytescale.hf.batch.documents import Documents
+from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.head import causal_model, hidden_states
 from bytescale.hf.model.interface import has_own_cache, refusal
+from bytescale.planner.prefixes import cost_of_trees
 from bytescale.planner.short_first import short_first
 from bytescale.runtime.plain_data import all_gather_json
 
@@ -133,7 +135,7 @@ class Prefill:
         return {"input_ids": tokens[None], "attention_mask": torch.ones_like(tokens)[None], "past_key_values": cache}
 
     def free(self, prompt: int) -> None:
-        """Forget this rank's part of a prompt's cache."""
+        """Forget this rank's part of a prompt's cache. What it shares with other prompts is kept as long as theirs."""
         self.parts.pop(prompt, None)
 
     def add(self, micro: Micro, kept: dict[tuple[int, str], Tensor], logits: dict[int, Tensor]) -> None:
@@ -142,14 +144,15 @@ class Prefill:
         ``kept``: by layer and kind, ``"keys"`` and ``"values"`` ``[T, H, D]``, or states ``[F, ...]`` after each run of
         rows; ``logits``: ``[V]`` by prompt.
         """
-        own = [part.flatten(1) for (_, kind), part in kept.items() if kind in ("keys", "values")]
-        rows = torch.cat(own, dim=1) if own else torch.zeros(micro.num_rows, 0)
-        runs = micro.plan.runs
-        for (prompt, start, stop), part in zip(runs, rows.split([b - a for _, a, b in runs]), strict=True):
-            if stop > start:
-                self.parts.setdefault(prompt, {})[start, "rows"] = part.clone()
+        flat = [part.flatten(1) for (_, kind), part in kept.items() if kind in ("keys", "values")]
+        rows = torch.cat(flat, dim=1) if flat else torch.zeros(micro.num_rows, 0)
+        for prompt, start, places in micro.plan.rows_of_documents:
+            for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
+                part = rows[run[0] : run[-1] + 1]  # prompts that share rows do so here, too
+                self.parts.setdefault(prompt, {})[start, "rows"] = part if micro.plan.trees else part.clone()
+                start += len(run)
         states = {key: part for key, part in kept.items() if key[1] in ("conv", "recurrent")}
-        for number, (prompt, start, stop) in enumerate(runs):
+        for number, (prompt, start, stop) in enumerate(micro.plan.runs if states else ()):
             if start < stop == len(self.prompts[prompt]):
                 self.parts[prompt] |= {key: part[number].clone() for key, part in states.items()}
         self._logits.update(logits)
@@ -198,23 +201,21 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
             so="nothing could go on from its KV caches",
             fix="load it with AutoModelForCausalLM; to score documents, use bytescale.score",
         )
-    given = (torch.as_tensor(prompt, device="cpu") for prompt in prompts)  # tokenizers return one as [1, S]
-    rows = [{"tokens": tokens[0] if tokens.dim() == 2 and len(tokens) == 1 else tokens} for tokens in given]
-    documents = Documents.of(rows)
-    lengths, device = documents.lengths, hdp.group.device
-    result = Prefill(hdp, documents.fields["tokens"], torch.zeros(len(prompts), dtype=torch.int64))
+    flat = (torch.as_tensor(prompt, device="cpu") for prompt in prompts)  # tokenizers return one as [1, S]
+    rows = [{"tokens": tokens[0] if tokens.dim() == 2 and len(tokens) == 1 else tokens} for tokens in flat]
+    # A branch of a recurrence would have to begin with the state at the end of its prefix.
+    given = BatchToPlan.of(hdp, rows, shift_labels=False, per_document=None if hdp.engine.decoder.mixers else ())
+    lengths, device = given.documents.lengths, hdp.group.device
+    result = Prefill(hdp, given.documents.fields["tokens"], torch.zeros(len(prompts), dtype=torch.int64))
     next_tokens = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-    plan = hdp.planner(np.array(lengths))
+    plan, forest = given.plan()
     if hdp.domain == 1:  # counts that are equal, backwards, would not meet at equal places
-        plan = short_first(plan, hdp.cost)
-    for micro in hdp.plan(rows, plan=plan):
+        plan = short_first(plan, cost_of_trees(hdp.cost, forest))
+    for micro in given.part(plan, forest):
         kept: dict[tuple[int, str], Tensor] = {}
         micro.target.keep = partial(_keep, kept)
-        ends, row = {}, 0
-        for prompt, start, stop in micro.plan.runs:
-            row += stop - start
-            if start < stop == lengths[prompt]:
-                ends[prompt] = row - 1
+        runs = micro.plan.rows_of_documents
+        ends = {prompt: int(own[-1]) for prompt, start, own in runs if start + len(own) == lengths[prompt]}
         hidden, head = hidden_states(hdp.model, micro.inputs)
         logits = head(hidden[0, list(ends.values())]) if ends else hidden.new_zeros(0, 0)
         values_of = dict(zip(ends, logits.to(torch.promote_types(logits.dtype, torch.float32)), strict=True))

@@ -92,13 +92,12 @@ def add_to_buckets(
     totals: NDArray[np.float64], lengths: IntArray, part: MicroBatch, data: MicroBatchData, losses: NDArray[np.float64]
 ) -> None:
     """Add the tokens of a micro-batch to ``totals [B, 3]``, under the lengths ``[S]`` of their sequences."""
-    counts, sequences, rows = part.segment_stops - part.segment_starts, part.segment_sequences, np.arange(len(losses))
-    if part.trees is not None:  # each document has its rows
-        runs = part.document_runs(part.trees)
-        sequences = part.trees.documents[[document for document, _, _ in runs]]
-        counts, rows = np.array([len(own) for _, _, own in runs]), np.concatenate([own for _, _, own in runs] or [rows])
-    weights = (data.labels != IGNORE_INDEX).astype(np.float64) if data.weights is None else data.weights
-    bucket, weights = np.searchsorted(BUCKET_EDGES, np.repeat(lengths[sequences], counts)), weights[rows]
+    runs = part.rows_of_documents
+    rows = np.concatenate([np.zeros(0, np.int64), *(own for _, _, own in runs)])
+    bucket = np.repeat(
+        np.searchsorted(BUCKET_EDGES, lengths[[number for number, _, _ in runs]]), [len(own) for _, _, own in runs]
+    )
+    weights = ((data.labels != IGNORE_INDEX).astype(np.float64) if data.weights is None else data.weights)[rows]
     for column, values in enumerate((weights * losses[rows], np.abs(weights), weights != 0)):
         np.add.at(totals[:, column], bucket, values)
 
