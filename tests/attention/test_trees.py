@@ -87,7 +87,9 @@ def test_rows_and_pairs_are_those_of_the_paths(seed: int, limit: int) -> None:
     random = np.random.default_rng(seed)
     documents = random_tree(random)
     forest = forest_of(documents, limit)
-    forest.verify([len(document) for document in documents])
+    forest.verify(np.array([len(document) for document in documents]))
+    largest = int(forest.sequence_lengths[np.diff(forest.offsets) > 1].max(initial=0))
+    assert np.array_equal(forest_of(documents, largest).shared, forest.shared)  # a limit that cuts nothing more
     assert [min(own) for own in np.split(forest.documents, forest.offsets[1:-1])] == sorted(
         min(own) for own in np.split(forest.documents, forest.offsets[1:-1])
     )
@@ -181,12 +183,12 @@ def rows_of(lengths: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 
 def test_a_wrong_forest_is_found() -> None:
     documents = [[1, 2, 0], [1, 2, 1], [1, 2, 2, 2], [0]]
-    lengths = [len(document) for document in documents]
+    lengths = np.array([len(document) for document in documents])
     forest = forest_of(documents, 10**6)
     forest.verify(lengths)
     assert forest.shared.sum() == 4
     with pytest.raises(PlanError, match="are not its"):
-        forest.verify([3, 3, 5, 1])
+        forest.verify(np.array([3, 3, 5, 1]))
     with pytest.raises(PlanError, match="are not its"):
         replace(forest, lengths=forest.lengths + np.eye(4, dtype=int)[1]).verify(lengths)
     with pytest.raises(PlanError, match="are not its"):

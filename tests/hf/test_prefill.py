@@ -13,6 +13,7 @@ from torch import nn
 
 from bytescale import HDP
 from bytescale.common.errors import ConfigError, DataError
+from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.parity import small_model
 from bytescale.parity.compare import WideCasts
 from bytescale.plan import Plan
@@ -114,7 +115,47 @@ def test_short_prompts_come_before_the_long_one() -> None:
     assert all(0 not in order[:-1] for order in orders)
 
 
-def test_more_ranks_share_a_prompt_than_it_has_tokens() -> None:
+@pytest.mark.parametrize("num_ranks", one_of([1, 2, 3, 4], 2))
+@pytest.mark.parametrize("name", one_of(["qwen3", "gemma3_text", "gpt2", "deepseek_v3"], "qwen3"))
+def test_questions_about_one_document_compute_it_once(name: str, num_ranks: int) -> None:
+    """Caches and logits are transformers', also of equal prompts, of the document alone, and of other prompts."""
+    changes = {} if name == "gpt2" else {"max_position_embeddings": 256, **MODELS.get(name, {})}
+    model, generator = small_model(name, **changes).eval(), torch.Generator().manual_seed(1)
+    document, *ends = (torch.randint(2, 67, (n,), generator=generator) for n in (80, 9, 1, 25, 14, 6, 30))
+    questions = [torch.cat([document, end]) for end in ends] + [document, torch.cat([document, ends[0]]), *prompts()]
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> tuple[int, list[Any]]:
+        hdp, rows = HDP(own.eval(), group, capacity_tokens=-(-400 // num_ranks), forward_only=True), [0]
+        own.get_input_embeddings().register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].numel()))
+        filled, caches = hdp.prefill(questions), []
+        for number in range(len(questions) if name != "deepseek_v3" else 0):  # its cache holds something else
+            cache = filled.cache(number, number % num_ranks)
+            if cache is not None:
+                filled.free(number)
+                caches.append((number, [part for layer in cache.layers for part in (layer.keys, layer.values)]))
+        return sum(rows), [filled.next_logits(), filled.next_tokens, caches]
+
+    def widened(group: dist.ProcessGroup, own: nn.Module) -> tuple[int, list[Any]]:
+        with WideCasts():
+            return work(group, own)
+
+    with WideCasts(), torch.no_grad():
+        wanted = [model(input_ids=question[None], use_cache=True) for question in questions]
+    found = on_ranks(num_ranks, model, widened)
+    assert sum(rows for rows, _ in found) < 0.6 * sum(map(len, questions))
+    logits = torch.stack([own.logits[0, -1] for own in wanted])
+    for _, (ours, tokens, _) in found:
+        torch.testing.assert_close(ours, logits, rtol=1e-10, atol=1e-10)
+        assert tokens.tolist() == logits.argmax(dim=1).tolist()
+    caches = dict(pair for _, (_, _, own) in found for pair in own)
+    assert len(caches) == (0 if name == "deepseek_v3" else len(questions))
+    for number, parts in caches.items():
+        theirs = [part for layer in wanted[number].past_key_values.layers for part in (layer.keys, layer.values)]
+        for part, own in zip(parts, theirs, strict=True):
+            torch.testing.assert_close(part, own, rtol=1e-10, atol=1e-10)
+
+
+def test_more_ranks_share_a_prompt_than_it_has_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four members' eight runs five are empty, four of them at the prompt's end; one rank has its last token."""
     model, prompt = small_model("llama").eval(), torch.tensor([5, 9, 2])
     shared = Plan.build(
@@ -124,10 +165,10 @@ def test_more_ranks_share_a_prompt_than_it_has_tokens() -> None:
         schedule=[[[0]]] * 4,
     )
 
+    monkeypatch.setattr(BatchToPlan, "plan", lambda self: (shared, None))
+
     def work(group: dist.ProcessGroup, own: nn.Module) -> torch.Tensor:
-        hdp = HDP(own.eval(), group, capacity_tokens=8, forward_only=True)
-        hdp.planner = lambda lengths: shared
-        return hdp.prefill([prompt]).next_tokens
+        return HDP(own.eval(), group, capacity_tokens=8, forward_only=True).prefill([prompt]).next_tokens
 
     with torch.no_grad():
         expected = model(input_ids=prompt[None]).logits[0, -1].argmax()

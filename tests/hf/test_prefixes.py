@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 import bytescale
 from bytescale.common.errors import ConfigError, DataError, PlanError
 from bytescale.hf.batch.planning import make_planner
-from bytescale.hf.batch.prefixes import rows_of_sequences, shared_plan
+from bytescale.hf.batch.prefixes import part_of_trees, shared_plan
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.parity.compare import random_plan
-from bytescale.plan import Plan
+from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.planner.prefixes import with_equal_work
 from tests.helpers.effort import one_of
@@ -361,12 +361,13 @@ def test_rows_of_other_documents_are_found(llama: nn.Module) -> None:
     """A planted fault: a tree that says that documents share one row more than they have in common."""
     hdp = bytescale.HDP(copy.deepcopy(llama), capacity_tokens=4096)
     given = BatchToPlan.of(hdp, tree(), shift_labels=False, per_document=())
-    _, forest = given.plan()
+    plan, forest = given.plan()
     assert forest is not None
-    rows_of_sequences(given.documents, forest, (), torch.float64)
+    rank_plan = RankPlan.of(plan, 0)
+    part_of_trees(rank_plan, given.documents, forest, (), torch.float64)
     wrong = replace(forest, shared=forest.shared + (forest.shared > 0) * (forest.shared < forest.lengths))
     with pytest.raises(PlanError, match="are not those of its field"):
-        rows_of_sequences(given.documents, wrong, (), torch.float64)
+        part_of_trees(rank_plan, given.documents, wrong, (), torch.float64)
 
 
 @pytest.mark.parametrize(

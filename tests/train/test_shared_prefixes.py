@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 import bytescale
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, DataConfig, ModelConfig
+from bytescale.config import Config, DataConfig, EvalConfig, ModelConfig
 from bytescale.config.validate import validate
+from bytescale.data.loading.assemble import MicroBatchData
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.record import check_record
 from bytescale.parity import small_model
+from bytescale.plan import RankPlan
+from bytescale.runtime.executor import Executor
+from bytescale.train.loop import evaluation
 from bytescale.train.loop.trainer import train
 from tests.helpers.effort import one_of
 from tests.train.runs import WORDS, interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
@@ -52,9 +58,16 @@ def pair(tmp_path: Path, ranks: int, **data: object) -> tuple[Config, Config]:
 
 @pytest.mark.parametrize("ranks", one_of([1, 2, 3], quick=2))
 @pytest.mark.parametrize("loss_per", one_of(["token", "sequence"], quick="sequence"))
-def test_a_run_has_the_losses_of_documents_apart(tmp_path: Path, ranks: int, loss_per: str) -> None:
-    """For two thirds of the rows, with the same record of the corpus, and through an interruption."""
-    config, shared = pair(tmp_path, ranks, loss_per=loss_per)
+def test_a_run_has_the_losses_of_documents_apart(
+    tmp_path: Path, ranks: int, loss_per: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For two thirds of the rows, with the same record of the corpus, the same evaluation, through an interruption."""
+    monkeypatch.setattr(evaluation, "BUCKET_EDGES", np.array([130, 160, 1000]))
+    count_evaluated_rows(monkeypatch, tmp_path / "evaluated")
+    config, shared = (
+        replace(one, eval=EvalConfig(sources=one.data.sources, every=STEPS))
+        for one in pair(tmp_path, ranks, loss_per=loss_per)
+    )
     wanted = run(config)
     if ranks == 3:
         interrupt(shared, after_step=2)
@@ -64,8 +77,34 @@ def test_a_run_has_the_losses_of_documents_apart(tmp_path: Path, ranks: int, los
     assert sum(rows) < 0.7 * sum(tokens)
     corpus = prepare_corpus(config.data)
     found = [check_record(Path(one.trainer.run_dir) / "data", STEPS, corpus, one.data) for one in (config, shared)]
+    compare_evaluations([config, shared])
+    evaluated = sum(map(int, (tmp_path / "evaluated").read_text().split()))
+    assert evaluated < 1.7 * corpus.samples.num_tokens  # both runs'
     assert found[0].state == found[1].state
     assert found[0].num_tokens == found[1].num_tokens == sum(tokens)
+
+
+def count_evaluated_rows(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    whole = Executor.evaluate
+
+    def evaluate(self: Executor, rank_plan: RankPlan, data: Sequence[MicroBatchData]) -> list[Tensor]:
+        with file.open("a") as lines:
+            lines.write("".join(f"{len(own.tokens)}\n" for own in data))
+        return whole(self, rank_plan, data)
+
+    monkeypatch.setattr(Executor, "evaluate", evaluate)
+
+
+def compare_evaluations(configs: Sequence[Config]) -> None:
+    """They are equal by length of documents, too, where documents of several lengths share prefixes."""
+    apart, shared = (
+        json.loads((Path(one.trainer.run_dir) / "evaluations.jsonl").read_text().splitlines()[-1]) for one in configs
+    )
+    assert shared["num_targets"] == apart["num_targets"]
+    assert shared["loss"] == pytest.approx(apart["loss"], rel=1e-10)
+    assert len(apart["buckets"]) == 3
+    for ours, wanted in zip(shared["buckets"], apart["buckets"], strict=True):
+        assert ours == pytest.approx(wanted, rel=1e-10)
 
 
 @pytest.mark.exhaustive

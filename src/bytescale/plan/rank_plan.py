@@ -137,6 +137,20 @@ class MicroBatch:
             first += stop - start
         return found
 
+    @property
+    def rows_of_documents(self) -> list[tuple[int, int, IntArray]]:
+        """``(document, first token, rows)`` of the runs of tokens that the rank has, with and without ``trees``.
+
+        ``document`` is a number of the batch.
+        """
+        if self.trees is not None:
+            return [(int(self.trees.documents[at]), start, own) for at, start, own in self.document_runs(self.trees)]
+        ends = np.cumsum(self.segment_stops - self.segment_starts).tolist()
+        runs = zip(self.runs, ends, strict=True)
+        return [
+            (number, start, np.arange(start, stop) + end - stop) for (number, start, stop), end in runs if stop > start
+        ]
+
     def _runs_of_trees(self, trees: Forest) -> list[tuple[int, int, int]]:
         """``runs`` with the place of the sequence in ``trees``."""
         first = 0 if self.shared is None else len(self.shared.sequences)

@@ -18,7 +18,6 @@ Shape letters: D documents, S sequences, B nodes of one depth, T rows of all seq
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -101,22 +100,21 @@ class Forest:
             low, high, above = starts, stops, position[subtree]
         return found
 
-    def verify(self, lengths: Sequence[int]) -> None:
-        """Raise ``PlanError`` unless every token of the documents of these ``lengths`` has one row.
+    def verify(self, lengths: IntArray) -> None:
+        """Raise ``PlanError`` unless every token of the documents of these ``lengths [D]`` has one row.
 
         A row stands for one token of each document whose path it is on; a token of a prefix that several sequences
         have is computed once in each of them. A document's own rows are at positions ``shared`` to its length, and the
         first ``shared`` rows of the path before it are at positions 0 to ``shared``, if that path is long enough.
         """
-        numbers = np.argsort(self.documents, kind="stable")
-        if not np.array_equal(self.documents[numbers], np.arange(len(lengths))):
+        if len(self.documents) != len(lengths) or (np.bincount(self.documents, minlength=len(lengths)) != 1).any():
             raise PlanError(
                 "the sequences of a plan with shared prefixes do not have every document once",
                 so="documents would be left out, or counted twice",
             )
         before = np.concatenate([[0], self.lengths[:-1]])
         before[self.offsets[:-1]] = 0
-        wrong = (self.lengths != np.asarray(lengths)[self.documents]) | (self.shared < 0)
+        wrong = (self.lengths != lengths[self.documents]) | (self.shared < 0)
         wrong |= self.shared > np.minimum(before, self.lengths)
         if wrong.any():
             document = int(self.documents[wrong.argmax()])

@@ -136,12 +136,13 @@ def plan_prefixes(
     capacity = int(cluster.capacity_tokens.min())
     limits = {cluster.room, even, -(-even // 2), 3 * capacity, 2 * capacity, capacity, 0}
     best: tuple[float, Plan, Forest] | None = None
-    problem, before, enough = None, None, 0.0
+    problem, largest, enough = None, np.inf, 0.0
     for limit in sorted(limits, reverse=True):
+        if largest <= limit:
+            continue  # nothing more would be cut
         forest = prefixes.forest(shared, limit)
-        if before is not None and np.array_equal(forest.shared, before.shared):
-            continue
-        own, before = replace(planner, cost=cost_of_trees(cost, forest)), forest
+        largest = forest.sequence_lengths[np.diff(forest.offsets) > 1].max(initial=0)
+        own = replace(planner, cost=cost_of_trees(cost, forest))
         ideal = float(own.cost.work_seconds(forest.sequence_lengths).sum() / cluster.speeds.sum())
         enough = enough or GOOD_ENOUGH * ideal  # of the fewest rows
         if best is not None and best[0] <= max(enough, ideal):
@@ -161,7 +162,9 @@ def plan_prefixes(
         assert problem is not None, "documents apart are among the limits"
         raise problem
     _, plan, forest = best
-    forest.verify(prefixes.lengths[np.argsort(prefixes.order)].tolist())
+    lengths = np.empty_like(prefixes.lengths)
+    lengths[prefixes.order] = prefixes.lengths
+    forest.verify(lengths)
     return plan, forest if forest.shared.any() else None
 
 

@@ -12,7 +12,7 @@ import hashlib
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX, MICRO_BATCH_NAMES
 from bytescale.plan import MicroBatch, Plan, RankPlan
-from bytescale.plan.trees import Forest, with_trees
+from bytescale.plan.trees import Forest
 from bytescale.runtime import RankGroup
 
 Batch = Sequence[Mapping[str, Any]]
@@ -261,17 +261,14 @@ class RankBatch:
         return [int(end) for end in group.max_of(ends.tolist())] if self.lengths is None else self.lengths
 
     @staticmethod
-    def of(rank_plan: RankPlan, documents: Documents, forest: Forest | None = None) -> RankBatch:
-        """The rows of ``documents`` that belong to a rank; ``forest``: whose sequences they are."""
-        if forest is not None:
-            rank_plan = replace(rank_plan, micro_batches=tuple(with_trees(m, forest) for m in rank_plan.micro_batches))
+    def of(rank_plan: RankPlan, documents: Documents) -> RankBatch:
+        """The rows of ``documents`` that belong to a rank."""
         return RankBatch(
             rank_plan=rank_plan,
             rows=[documents.rows(micro_batch) for micro_batch in rank_plan.micro_batches],
             no_rows={name: values[0][:0] for name, values in documents.fields.items()},
             num_documents=len(documents.lengths),
             lengths=documents.lengths,
-            forest=forest,
         )
 
 

@@ -12,6 +12,7 @@ Shape letters: D documents, S sequences, U rows of one sequence.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor
 
 from bytescale.common.errors import ConfigError, DataError, PlanError
-from bytescale.hf.batch.documents import Documents
-from bytescale.plan import Plan
+from bytescale.hf.batch.documents import Documents, RankBatch
+from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import offsets_of
-from bytescale.plan.trees import Forest
+from bytescale.plan.trees import Forest, with_trees
 from bytescale.planner.prefixes import Prefixes, plan_prefixes, with_equal_work
 from bytescale.planner.verified import VerifiedPlanner
 
@@ -73,34 +74,65 @@ def require_attention_alone(has_recurrences: bool) -> None:
         )
 
 
-def rows_of_sequences(
-    documents: Documents, forest: Forest, per_document: Collection[str], dtype: torch.dtype
-) -> Documents:
-    """The sequences of ``forest`` as documents, with ``multiplicity``.
+def part_of_trees(
+    rank_plan: RankPlan, documents: Documents, forest: Forest, per_document: Collection[str], dtype: torch.dtype
+) -> RankBatch:
+    """A rank's part of ``documents`` under a plan of the sequences of ``forest``: its own rows, with ``multiplicity``.
 
     Weights are added up in fp64, and kept in their own dtype or a wider one: at least fp32, and ``dtype`` if that is
-    fp64 as the model's.
+    fp64 as the model's. Raises ``PlanError`` for a row that is not that of all documents that have it.
     """
-    fields = {name: values for name, values in documents.fields.items() if name not in ("weights", *per_document)}
-    starts, stops, numbers = (array.tolist() for array in (forest.shared, forest.lengths, forest.documents))
-    edges = list(zip(forest.offsets[:-1].tolist(), forest.offsets[1:].tolist(), strict=True))
-    of_sequences = {
-        name: [torch.cat([values[numbers[at]][starts[at] : stops[at]] for at in range(*edge)]) for edge in edges]
-        for name, values in fields.items()
-    }
-    for name, values in fields.items():
-        for number, rows in zip(numbers, of_documents(forest, of_sequences[name]), strict=True):
-            if not torch.equal(rows, values[number]):
-                raise PlanError(
-                    f"the rows of document {number} under a plan of trees are not those of its field {name!r}",
-                    so="rows of other documents would be trained on in its place",
-                    fix="report this, with the documents",
+    micro_batches = tuple(with_trees(micro_batch, forest) for micro_batch in rank_plan.micro_batches)
+    nothing = with_trees(MicroBatch.of_documents(0, []), forest)
+    no_rows, *rows = (_rows(own, documents, per_document, dtype) for own in (nothing, *micro_batches))
+    return RankBatch(
+        rank_plan=replace(rank_plan, micro_batches=micro_batches),
+        rows=rows,
+        no_rows=no_rows,
+        num_documents=len(forest.sequence_lengths),
+        lengths=forest.sequence_lengths.tolist(),
+        forest=forest,
+    )
+
+
+def _rows(
+    micro_batch: MicroBatch, documents: Documents, per_document: Collection[str], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """``[T, ...]`` of every field but ``per_document``, and ``multiplicity``."""
+    runs = micro_batch.rows_of_documents
+    numbers = [number for number, _, _ in runs]
+    bounds = [(start, start + len(rows)) for _, start, rows in runs]
+    places = torch.as_tensor(np.concatenate([np.zeros(0, np.int64), *(rows for _, _, rows in runs)]))
+
+    def of_runs(values: Sequence[Tensor]) -> Tensor:
+        cut = [values[number][start:stop] for number, (start, stop) in zip(numbers, bounds, strict=True)]
+        return torch.cat([values[0][:0], *cut])
+
+    found = {}
+    for name, values in documents.fields.items():
+        if name in ("weights", *per_document):
+            continue
+        given = of_runs(values)
+        at = places.to(given.device)
+        found[name] = given.new_empty(micro_batch.num_tokens, *given.shape[1:]).index_put((at,), given)
+        differs = (found[name][at] != given).flatten(1).any(dim=1) if given.dim() > 1 else found[name][at] != given
+        if differs.any():
+            run = int(
+                np.searchsorted(
+                    np.cumsum([stop - start for start, stop in bounds]), int(differs.int().argmax()), "right"
                 )
-    weights = documents.fields["weights"]
-    kept = torch.promote_types(weights[0].dtype, torch.promote_types(dtype, torch.float32))
-    of_sequences["weights"] = [total.to(kept) for total in add_up(forest, [own.double() for own in weights])]
-    of_sequences["multiplicity"] = add_up(forest, [torch.ones_like(own, dtype=torch.int64) for own in weights])
-    return Documents(fields=of_sequences)
+            )
+            raise PlanError(
+                f"the rows of document {numbers[run]} under a plan of trees are not those of its field {name!r}",
+                so="rows of other documents would be trained on in its place",
+                fix="report this, with the documents",
+            )
+    weights = of_runs(documents.fields["weights"])
+    kept = torch.promote_types(weights.dtype, torch.promote_types(dtype, torch.float32))
+    for name, counted, own in (("weights", weights.double(), kept), ("multiplicity", torch.ones_like(places), None)):
+        sums = counted.new_zeros(micro_batch.num_tokens).index_add_(0, places.to(counted.device), counted)
+        found[name] = sums.to(own or sums.dtype)
+    return found
 
 
 def add_up(forest: Forest, values: Sequence[Tensor] | Mapping[int, Tensor]) -> list[Tensor]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from bytescale.common.errors import PlanError
 from bytescale.hf.batch.documents import Batch, Documents, RankBatch
-from bytescale.hf.batch.prefixes import require_attention_alone, rows_of_sequences, shared_plan
+from bytescale.hf.batch.prefixes import part_of_trees, require_attention_alone, shared_plan
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.model.head import require_words
 from bytescale.plan import Plan, RankPlan
@@ -52,11 +52,8 @@ class BatchToPlan:
 
     def part(self, plan: Plan, forest: Forest | None = None, *, last: bool = False) -> PlannedBatch:
         """This rank's part of the batch under a plan. Raises as ``HDP.plan`` for a plan of other documents or ranks."""
-        hdp, rows, digest = self.hdp, self.documents, self.documents.digest()
-        if forest is not None:
-            dtype = next(hdp.model.parameters()).dtype
-            rows = rows_of_sequences(rows, forest, self.per_document or (), dtype)
-        lengths, ranks = rows.lengths, hdp.group.size
+        hdp, digest, ranks = self.hdp, self.documents.digest(), self.hdp.group.size
+        lengths = self.documents.lengths if forest is None else forest.sequence_lengths.tolist()
         if plan.lengths.tolist() != lengths or plan.num_ranks != ranks:
             raise PlanError(
                 f"the plan is of {plan.num_sequences} documents with {plan.num_tokens} tokens on {plan.num_ranks} "
@@ -67,4 +64,8 @@ class BatchToPlan:
             )
         rank_plan = RankPlan.of(plan, hdp.group.rank)
         hdp.group.agree("the documents of a batch, or its plan", digest ^ rank_plan.digest)
-        return PlannedBatch(hdp, RankBatch.of(rank_plan, rows, forest), last=last)
+        if forest is None:
+            return PlannedBatch(hdp, RankBatch.of(rank_plan, self.documents), last=last)
+        dtype = next(hdp.model.parameters()).dtype
+        part = part_of_trees(rank_plan, self.documents, forest, self.per_document or (), dtype)
+        return PlannedBatch(hdp, part, last=last)

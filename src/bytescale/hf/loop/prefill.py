@@ -3,7 +3,8 @@
 The planner spreads the prompts as it spreads documents in training, and short prompts come first, so that they do not
 wait for long ones (``planner.short_first``). Keys and values stay where they were computed, and so do the states of
 recurrent layers, which the rank with a prompt's last token has. ``Prefill.cache`` gathers those of one prompt on one
-rank, as a cache of transformers.
+rank, as a cache of transformers. What prompts begin with, such as a document that many questions are about, is computed
+and held once where that saves time (``hf.batch.prefixes``); each prompt's cache has all of it.
 
 What a layer's cache holds is what the layer gives it: in a pass of prefill the model has a cache that keeps just that
 (``_Keeping``). So keys may be compressed (DeepSeek, Kimi Linear), and a layer may have several places (Zamba 2).
@@ -25,10 +26,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from bytescale.common.errors import DataError
-from bytescale.hf.batch.documents import Documents
+from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.head import causal_model, hidden_states
 from bytescale.hf.model.interface import has_own_cache, refusal
+from bytescale.planner.prefixes import cost_of_trees
 from bytescale.planner.short_first import short_first
 from bytescale.runtime.plain_data import all_gather_json
 
@@ -137,7 +139,7 @@ class Prefill:
         return {"input_ids": tokens, "attention_mask": mask, name: cache}
 
     def free(self, prompt: int) -> None:
-        """Forget this rank's part of a prompt's cache."""
+        """Forget this rank's part of a prompt's cache. What it shares with other prompts is kept as long as theirs."""
         self.parts.pop(prompt, None)
 
     def add(self, micro: Micro, kept: dict[tuple[int, str], Tensor], logits: dict[int, Tensor]) -> None:
@@ -146,16 +148,18 @@ class Prefill:
         ``kept``: by layer and kind, ``"keys"`` and ``"values"`` ``[T, H, D]``, or states ``[F, ...]`` after each run of
         rows; ``logits``: ``[V]`` by prompt.
         """
-        row = 0
+        is_shared = bool(micro.plan.trees)  # rows of several prompts, whose memory they share here, too
+        for prompt, start, places in micro.plan.rows_of_documents:
+            for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
+                for (layer, kind), part in kept.items() if len(run) else ():
+                    if kind in ("keys", "values"):
+                        rows = part[run[0] : run[-1] + 1]
+                        self.parts.setdefault(prompt, {})[layer, kind, start] = rows if is_shared else rows.clone()
+                start += len(run)
         for number, (prompt, start, stop) in enumerate(micro.plan.runs):
-            rows = slice(row, row + stop - start)
-            row = rows.stop
-            for (layer, kind), part in kept.items() if start < stop else ():
-                own = self.parts.setdefault(prompt, {})
-                if kind in ("keys", "values"):
-                    own[layer, kind, start] = part[rows].clone()
-                elif stop == len(self.prompts[prompt]):
-                    own[layer, kind, 0] = part[number].clone()
+            for (layer, kind), part in kept.items() if start < stop == len(self.prompts[prompt]) else ():
+                if kind not in ("keys", "values"):
+                    self.parts.setdefault(prompt, {})[layer, kind, 0] = part[number].clone()
         self._logits.update(logits)
 
     def _gathered(self, prompt: int, rank: int) -> Parts | None:
@@ -209,24 +213,22 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
             so="nothing could go on from its KV caches",
             fix="load it with AutoModelForCausalLM; to score documents, use bytescale.score",
         )
-    given = (torch.as_tensor(prompt, device="cpu") for prompt in prompts)  # tokenizers return one as [1, S]
-    rows = [{"tokens": tokens[0] if tokens.dim() == 2 and len(tokens) == 1 else tokens} for tokens in given]
-    documents = Documents.of(rows)
-    lengths, device = documents.lengths, hdp.group.device
-    result = Prefill(hdp, documents.fields["tokens"], torch.zeros(len(prompts), dtype=torch.int64))
+    flat = (torch.as_tensor(prompt, device="cpu") for prompt in prompts)  # tokenizers return one as [1, S]
+    rows = [{"tokens": tokens[0] if tokens.dim() == 2 and len(tokens) == 1 else tokens} for tokens in flat]
+    # A branch of a recurrence would have to begin with the state at the end of its prefix.
+    given = BatchToPlan.of(hdp, rows, shift_labels=False, per_document=None if hdp.engine.decoder.mixers else ())
+    lengths, device = given.documents.lengths, hdp.group.device
+    result = Prefill(hdp, given.documents.fields["tokens"], torch.zeros(len(prompts), dtype=torch.int64))
     next_tokens = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-    plan = hdp.planner(np.array(lengths))
+    plan, forest = given.plan()
     if hdp.domain == 1:  # counts that are equal, backwards, would not meet at equal places
-        plan = short_first(plan, hdp.cost)
-    for micro in hdp.plan(rows, plan=plan):
+        plan = short_first(plan, cost_of_trees(hdp.cost, forest))
+    for micro in given.part(plan, forest):
         kept: dict[tuple[int, str], Tensor] = {}
         micro.target.keep = partial(_keep, kept)
         inputs = micro.inputs | {_cache_name(root): _Keeping(root.config, kept)}
-        ends, row = {}, 0
-        for prompt, start, stop in micro.plan.runs:
-            row += stop - start
-            if start < stop == lengths[prompt]:
-                ends[prompt] = row - 1
+        runs = micro.plan.rows_of_documents
+        ends = {prompt: int(own[-1]) for prompt, start, own in runs if start + len(own) == lengths[prompt]}
         hidden, head = hidden_states(hdp.model, inputs)
         logits = head(hidden[0, list(ends.values())]) if ends else hidden.new_zeros(0, 0)
         values_of = dict(zip(ends, logits.to(torch.promote_types(logits.dtype, torch.float32)), strict=True))

@@ -11,19 +11,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import EvalConfig
 from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus, check_vocabulary, prepare_corpus
 from bytescale.data.order.batches import GlobalBatch, batches_once
 from bytescale.data.stats import BUCKET_EDGES
-from bytescale.plan import Plan, RankPlan
+from bytescale.data.tokens.fields import WEIGHTS
+from bytescale.hf.batch.documents import Documents
+from bytescale.hf.batch.prefixes import part_of_trees, shared_plan
+from bytescale.plan import MicroBatch, RankPlan
+from bytescale.planner.verified import VerifiedPlanner
+from bytescale.train.parts.feed import documents_of, micro_batches_of_trees
 from bytescale.train.parts.job import Job
 from bytescale.train.reporting.metrics import EvaluationMetrics
 
 _COLUMNS = 3  # of a bucket: sum of weighted losses, sum of absolute weights, labels that are counted
+
+PlannedBatch = tuple[GlobalBatch, RankPlan, Sequence[MicroBatchData]]
+"""With the rank's rows where prefixes are shared (``data.share_prefixes``); others are read for each evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +42,7 @@ class Evaluation:
 
     job: Job
     corpus: Corpus
-    batches: Sequence[tuple[GlobalBatch, Plan]]
+    batches: Sequence[PlannedBatch]
 
     @staticmethod
     def of(job: Job) -> Evaluation | None:
@@ -44,7 +54,7 @@ class Evaluation:
         check_vocabulary(corpus.metadata, job.architecture.vocab_size)
         forward_cost = job.planner.cost.forward_only(job.ranks.dtype.itemsize)
         planner = replace(job.planner, cost=forward_cost, step_times=None)
-        batches = [(batch, planner(batch.lengths)) for batch in batches_once(corpus.index, data.batch_tokens)]
+        batches = [_planned(job, planner, corpus, batch) for batch in batches_once(corpus.index, data.batch_tokens)]
         return Evaluation(job=job, corpus=corpus, batches=batches)
 
     def run(self, step: int) -> EvaluationMetrics:
@@ -52,26 +62,43 @@ class Evaluation:
         mesh = self.job.ranks.mesh
         self.job.optimizer.wait_for_parameters()
         totals = np.zeros((len(BUCKET_EDGES) + 1, _COLUMNS))
-        for number, (batch, plan) in enumerate(self.batches):
-            rank_plan = RankPlan.of(plan, mesh.hdp.rank)
+        for number, (batch, rank_plan, rows) in enumerate(self.batches):
             mesh.world.agree(f"the plan of evaluation batch {number} after step {step}", rank_plan.digest)
-            data = self.corpus.micro_batches(rank_plan, Segments.of(batch, rank_plan, "token"))
+            data = rows or self.corpus.micro_batches(rank_plan, Segments.of(batch, rank_plan, "token"))
             losses = self.job.executor.evaluate(rank_plan, data)
             if losses and mesh.tp.rank == 0:  # those of the last stage; all ranks of a TP group have the same
                 for part, own, values in zip(rank_plan.micro_batches, data, losses, strict=True):
-                    lengths = np.repeat(batch.lengths[part.segment_sequences], part.segment_stops - part.segment_starts)
-                    add_to_buckets(totals, lengths, own, values.double().cpu().numpy())
+                    add_to_buckets(totals, batch.lengths, part, own, values.double().cpu().numpy())
         sums = mesh.world.sum_of(totals.flatten().tolist())
         return EvaluationMetrics.of(step, BUCKET_EDGES, np.array(sums).reshape(-1, _COLUMNS))
 
 
+def _planned(job: Job, planner: VerifiedPlanner, corpus: Corpus, batch: GlobalBatch) -> PlannedBatch:
+    rank = job.ranks.mesh.hdp.rank
+    if not job.config.data.share_prefixes:
+        return batch, RankPlan.of(planner(batch.lengths), rank), ()
+    documents = documents_of(corpus, batch, "token")
+    # A loss is counted with the weight of each of its documents, so rows whose weights differ stay apart.
+    plan, forest = shared_plan(Documents(fields={**documents.fields, "own": documents.fields[WEIGHTS]}), planner)
+    if forest is None:
+        return batch, RankPlan.of(plan, rank), ()
+    part = part_of_trees(RankPlan.of(plan, rank), documents, forest, (), torch.float64)
+    rows = micro_batches_of_trees(part, batch)
+    of_each = [(own[WEIGHTS] / own["multiplicity"]).numpy() for own in part.rows]
+    return batch, part.rank_plan, [replace(own, weights=one) for own, one in zip(rows, of_each, strict=True)]
+
+
 def add_to_buckets(
-    totals: NDArray[np.float64], lengths: NDArray, data: MicroBatchData, losses: NDArray[np.float64]
+    totals: NDArray[np.float64], lengths: IntArray, part: MicroBatch, data: MicroBatchData, losses: NDArray[np.float64]
 ) -> None:
-    """Add the tokens of a micro-batch to ``totals [B, 3]``. ``lengths [T]`` are those of the tokens' sequences."""
-    weights = (data.labels != IGNORE_INDEX).astype(np.float64) if data.weights is None else data.weights
-    bucket = np.searchsorted(BUCKET_EDGES, lengths)
-    for column, values in enumerate((weights * losses, np.abs(weights), weights != 0)):
+    """Add the tokens of a micro-batch to ``totals [B, 3]``, under the lengths ``[S]`` of their sequences."""
+    runs = part.rows_of_documents
+    rows = np.concatenate([np.zeros(0, np.int64), *(own for _, _, own in runs)])
+    bucket = np.repeat(
+        np.searchsorted(BUCKET_EDGES, lengths[[number for number, _, _ in runs]]), [len(own) for _, _, own in runs]
+    )
+    weights = ((data.labels != IGNORE_INDEX).astype(np.float64) if data.weights is None else data.weights)[rows]
+    for column, values in enumerate((weights * losses[rows], np.abs(weights), weights != 0)):
         np.add.at(totals[:, column], bucket, values)
 
 

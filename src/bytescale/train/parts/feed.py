@@ -14,14 +14,16 @@ import torch
 
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import Config
+from bytescale.config.schema import LossPer
 from bytescale.data.feed import opened_feed
 from bytescale.data.loading.assemble import MicroBatchData
+from bytescale.data.loading.corpus import Corpus
 from bytescale.data.loading.loader import Feed, LocalFeed, PlannedStep, Reader, StepData
 from bytescale.data.loading.record import new_attempt_folder, recorder
 from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.tokens.fields import LABELS, WEIGHTS
 from bytescale.hf.batch.documents import Documents, RankBatch
-from bytescale.hf.batch.prefixes import rows_of_sequences, shared_plan
+from bytescale.hf.batch.prefixes import part_of_trees, shared_plan
 from bytescale.plan.plan import Planner
 from bytescale.plan.trees import Forest
 from bytescale.planner.verified import VerifiedPlanner
@@ -68,7 +70,7 @@ class PrefixFeed(LocalFeed):
         of_trees, sampler = replace(planner, step_times=None), self._started()
         while stop_step is None or sampler.next_step < stop_step:
             batch, started = sampler.next_batch(), time.perf_counter()
-            documents = self._documents(batch)
+            documents = documents_of(self._corpus, batch, self._config.loss_per)
             plan, forest = shared_plan(documents, of_trees)
             plan = planner(batch.lengths) if forest is None else plan
             planned = PlannedStep.of(batch, plan, sampler, self._config.loss_per, started)
@@ -80,25 +82,24 @@ class PrefixFeed(LocalFeed):
             read = batch.num_tokens * self._corpus.index.token_bytes
             yield replace(data, times=replace(data.times, bytes_read=read))
 
-    def _documents(self, batch: GlobalBatch) -> Documents:
-        """The batch with the weights that its loss has; a label of weight 0 is none."""
-        found = self._corpus.documents(batch.samples)
-        fields = {name: [torch.from_numpy(np.array(own[name])) for own in found] for name in ("tokens", LABELS)}
-        scales = batch.scaling(self._config.loss_per).scales.tolist()
-        weights = [torch.from_numpy(own[WEIGHTS].astype(np.float64)) for own in found]
-        for labels, own in zip(fields[LABELS], weights, strict=True):
-            labels[own == 0] = IGNORE_INDEX
-        return Documents(fields={**fields, WEIGHTS: [own * scale for own, scale in zip(weights, scales, strict=True)]})
+
+def documents_of(corpus: Corpus, batch: GlobalBatch, loss_per: LossPer) -> Documents:
+    """The batch with the weights that its loss has; a label of weight 0 is none."""
+    found = corpus.documents(batch.samples)
+    fields = {name: [torch.from_numpy(np.array(own[name])) for own in found] for name in ("tokens", LABELS)}
+    scales = batch.scaling(loss_per).scales.tolist()
+    weights = [torch.from_numpy(own[WEIGHTS].astype(np.float64)) for own in found]
+    for labels, own in zip(fields[LABELS], weights, strict=True):
+        labels[own == 0] = IGNORE_INDEX
+    return Documents(fields={**fields, WEIGHTS: [own * scale for own, scale in zip(weights, scales, strict=True)]})
 
 
-def _of_trees(data: StepData, documents: Documents, forest: Forest, batch: GlobalBatch) -> StepData:
-    """A rank's step under a plan of the sequences of ``forest``: a label that several documents share counts once."""
-    rows = rows_of_sequences(documents, forest, (), torch.float64)
-    part = RankBatch.of(data.rank_plan, rows, forest)
-    micro_batches = []
+def micro_batches_of_trees(part: RankBatch, batch: GlobalBatch) -> tuple[MicroBatchData, ...]:
+    """A rank's rows under a plan of trees: a label that several documents share counts once."""
+    found = []
     for micro_batch, own in zip(part.rank_plan.micro_batches, part.rows, strict=True):
-        assert micro_batch.trees is not None, "RankBatch.of has added them"
-        micro_batches.append(
+        assert micro_batch.trees is not None, "part_of_trees has added them"
+        found.append(
             MicroBatchData(
                 tokens=own["tokens"].numpy(),
                 labels=own[LABELS].numpy(),
@@ -107,11 +108,18 @@ def _of_trees(data: StepData, documents: Documents, forest: Forest, batch: Globa
                 weights=own[WEIGHTS].numpy(),
             )
         )
+    return tuple(found)
+
+
+def _of_trees(data: StepData, documents: Documents, forest: Forest, batch: GlobalBatch) -> StepData:
+    """A rank's step under a plan of the sequences of ``forest``."""
+    part = part_of_trees(data.rank_plan, documents, forest, (), torch.float64)
+    own_rows = zip(forest.documents.tolist(), forest.shared.tolist(), strict=True)
     squares = int((forest.lengths**2 - forest.shared**2).sum())
     return replace(
         data,
-        num_targets=sum(int((labels != IGNORE_INDEX).sum()) for labels in rows.fields[LABELS]),
+        num_targets=sum(int((documents.fields[LABELS][at][first:] != IGNORE_INDEX).sum()) for at, first in own_rows),
         rank_plan=part.rank_plan,
-        micro_batches=tuple(micro_batches),
+        micro_batches=micro_batches_of_trees(part, batch),
         summary=replace(data.summary, sum_of_squares=squares),
     )
