@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from bytescale.attention import select_kernel
-from bytescale.config import Architecture, OptimizerConfig
+from bytescale.common.cut import Cut
+from bytescale.config import Architecture, Experts, OptimizerConfig
 from bytescale.cost.memory import MemoryModel, ModelShare
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.parity.compare import random_plan
@@ -23,17 +24,25 @@ from tests.runtime.test_mesh_parity import MIXTURE, mesh_shape, put_together
 from tests.runtime.test_moe_parity import reference as mixture_reference
 
 LENGTHS = [33, 5, 18, 1, 9, 27, 2]
-FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "tied": {"tie_embeddings": True}, "mixtral": MIXTURE}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tie_embeddings": True},
+    "mixtral": MIXTURE,
+    "experts in parallel": MIXTURE,
+}
 CASES = [
     (name, hdp, tp, domain, seed)
     for name in FAMILIES
     for hdp, tp, domain in ((2, 1, 2), (4, 1, 2), (4, 1, 4), (2, 2, 2), (4, 2, 2), (2, 4, 2))
     for seed in range(3)
+    if tp == 1 or name != "experts in parallel"
 ]
 
 
-def built(shape: Architecture, mesh: Mesh, dtype: torch.dtype, **optimizer: Any) -> tuple[OwnModel, ShardedOptimizer]:
-    model = build_own_model(shape, mesh, dtype=dtype, seed=0, bucket_bytes=4096)
+def built(
+    shape: Architecture, mesh: Mesh, dtype: torch.dtype, *, experts: Experts = "gathered", **optimizer: Any
+) -> tuple[OwnModel, ShardedOptimizer]:
+    model = build_own_model(shape, mesh, dtype=dtype, seed=0, bucket_bytes=4096, experts=experts)
     config = OptimizerConfig(lr=1e-2, **optimizer)
     return model, ShardedOptimizer.of_config(model.parameters, config, mesh, more=model.more, units=model.units)
 
@@ -56,6 +65,7 @@ def run(model: OwnModel, mesh: Mesh, plan: Plan, batch: Batch, checkpointing: An
     [
         ("tied", 4, 1, 2, 0),
         ("mixtral", 2, 2, 2, 1),
+        ("experts in parallel", 4, 1, 2, 1),
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in CASES),
     ],
 )
@@ -65,13 +75,16 @@ def test_gradients_are_those_of_one_process(name: str, hdp: int, tp: int, domain
     plan = random_plan(LENGTHS, hdp, seed, domain=domain)
 
     def one_rank(mesh: Mesh) -> tuple[float, dict[str, Any]]:
-        model, optimizer = built(shape, mesh, torch.float64)
+        model, optimizer = built(shape, mesh, torch.float64, experts="parallel" if "parallel" in name else "gathered")
         assert model.units is not None
         result = run(model, mesh, plan, batch, ("none", "full", "attention")[seed % 3])
         for zero in optimizer.zeros:
             sum_replicas(zero.parameters, mesh.tp)
         cuts = {entry.name: entry.cut for zero in optimizer.zeros for entry in zero.parameters.entries}
-        gradients = {key: (cuts[key], value) for key, value in optimizer.whole_gradients().items()}
+        gradients = {
+            key: (cuts[key] if value.shape == cuts[key].part_shape else Cut(shape=tuple(value.shape)), value)
+            for key, value in optimizer.whole_gradients().items()
+        }
         return result.loss_sum, gradients if mesh.hdp.rank == 0 else {}
 
     results = run_mesh(MeshShape(hdp=hdp, tp=tp), one_rank, domain=domain)

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from bytescale.common.environment import ranks_here
 from bytescale.common.errors import ConfigError, PlanError
-from bytescale.config import DataConfig, PlannerName, Shard, sharing_domain
+from bytescale.config import DataConfig, Experts, PlannerName, Shard, sharing_domain
+from bytescale.config.validate import check_experts
 from bytescale.cost import Cluster, CostModel
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.memory import DeviceKind
@@ -67,6 +68,7 @@ class HDP(Updates):
         equal_counts: bool = False,
         shard: Shard = "optimizer",
         domain: int | None = None,
+        experts: Experts = "gathered",
         longest_document: int | None = None,
         cost: CostModel | None = None,
         forward_only: bool = False,
@@ -88,6 +90,9 @@ class HDP(Updates):
                 ``parameters``, ranks share the parameters and gradients of the layers, too, from ``adamw`` or
                 ``optimizer`` on, and gather a layer when it computes. They run in lockstep, as with ``equal_counts``.
             domain: consecutive ranks that share parameters; None: those of a node. It divides the number of ranks.
+            experts: ``parallel``: of every mixture of experts, the ranks of a domain keep whole experts, equally many
+                each, and tokens travel to those that the router has chosen and back (``runtime.experts``). With
+                ``gathered``, a layer's experts are gathered as all else.
             longest_document: tokens for which rotary positions that depend on the longest one (dynamic NTK, longrope)
                 are fixed, for good; other models do not need it.
             cost: what the planner is to believe of training; None: counted from the model.
@@ -104,6 +109,8 @@ class HDP(Updates):
         self.capacity_tokens = capacity_tokens
         self.sharing = _sharing(shard, domain, self.group, equal_counts=equal_counts)
         self.domain = self.group.size if equal_counts else self.sharing
+        check_experts(experts, shard)
+        self.experts = experts
         self._looped: PlannedBatch | None = None
         self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
         require_use_of_host_memory(host_gib, equal_counts=equal_counts, forward_only=forward_only)
@@ -112,6 +119,8 @@ class HDP(Updates):
             undo.callback(decoder.undo)
             self.engine = Engine(decoder, self.group, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
             undo.callback(self.engine.activations.remove)
+            if experts == "parallel":
+                decoder.require_experts(self.sharing)
             self._prepare(planner, cost, forward_only)
             undo.pop_all()
 
@@ -325,7 +334,15 @@ class HDP(Updates):
     def _fingerprint(self) -> int:
         """63 bits of what has to be equal on all ranks."""
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
-        settings = (self.facts, self.cost, self.capacity_tokens, self.domain, self.sharing, self.planner.config)
+        settings = (
+            self.facts,
+            self.cost,
+            self.capacity_tokens,
+            self.domain,
+            self.sharing,
+            self.experts,
+            self.planner.config,
+        )
         return _digest(settings, shapes, _weight_sums(self.model))
 
 

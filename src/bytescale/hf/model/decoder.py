@@ -28,6 +28,7 @@ from bytescale.hf.model.interface import KEYWORD, Attachment, Call, Target, fore
 from bytescale.hf.model.long_rope import fix_rope, unfix_rope
 from bytescale.hf.model.probe import ModelFacts, probe
 from bytescale.recurrence import Cuts, GroupCuts
+from bytescale.runtime.experts import num_experts_of
 from bytescale.runtime.loss import Head, PlainHead
 
 
@@ -105,6 +106,24 @@ class AttachedDecoder(nn.Module):
         """Embedding, layers and head (``lockstep.Units``), an empty module in place of one that does not exist."""
         embedding, head = (module or nn.Module() for module in embeddings_of(self.model))
         return [embedding, *self.layers, head]
+
+    @property
+    def experts(self) -> list[nn.Module]:
+        """Of every mixture, the module that has all experts, in stacked weights, and takes what the router says."""
+        return [module for module in self.model.modules() if hasattr(module, "_is_expert_parallel")]
+
+    def require_experts(self, domain: int) -> None:
+        """Raise ``ConfigError`` unless the ranks of a ``domain`` can have the experts in parallel."""
+        if not self.experts:
+            raise refusal(
+                "the model",
+                "it has no mixture of experts whose weights transformers stacks",
+                so="no token could travel to another rank's experts",
+                fix='leave experts = "parallel" out',
+            )
+        for module in self.experts:
+            num_experts_of(module, domain)
+        _ = self.spec  # counted while the experts are here
 
     @cached_property
     def spec(self) -> ModelSpec:

@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError, RankFailure
+from bytescale.runtime.experts import ParallelExperts
 from bytescale.runtime.group import PendingCollective
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.flat import Entry
-from bytescale.runtime.optimizer.units import Named, UnitParameters
+from bytescale.runtime.optimizer.units import DomainParameters, ExpertParameters, Named, UnitParameters
 
 AT_ONCE = "is_differentiated_at_once"
 """An attribute of a head whose gradients are computed in forward (``Head.add_loss``), when no backward runs."""
@@ -31,9 +32,19 @@ AT_ONCE = "is_differentiated_at_once"
 class Units:
     """Opens and closes the parts of a model while they compute, forward and backward."""
 
-    def __init__(self, parts: Sequence[nn.Module], stores: Sequence[UnitParameters]) -> None:
-        """Hook the parts. ``stores``: all of their parameters, by dtype and by whether they are trained."""
-        self.stores = list(stores)
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        stores: Sequence[UnitParameters],
+        mixtures: Sequence[ParallelExperts] = (),
+        experts: Sequence[ExpertParameters] = (),
+    ) -> None:
+        """Hook the parts. ``stores``: all of their parameters, by dtype and by whether they are trained.
+
+        ``experts`` are in other memory, and those of ``mixtures``, whose messages all ranks of a domain need.
+        """
+        self.stores, self.mixtures = list(stores), list(mixtures)
+        self._experts = {id(p): store for store in experts for p in store.parameters}
         self._unit_of = units_of(parts)
         self._first, self._head = 0 if any(True for _ in parts[0].parameters()) else 1, len(parts) - 1
         self._head_module, self._trains = parts[-1], _trains_layers(parts)
@@ -67,6 +78,8 @@ class Units:
 
     def whole(self, parameter: nn.Parameter) -> Tensor:
         """A parameter's values: a copy, if ranks share it. All ranks of the domain call it, in the same order."""
+        if id(parameter) in self._experts:
+            return self._experts[id(parameter)].gathered(parameter)
         if id(parameter) not in self._shared:
             return parameter.detach()
         unit = self._unit_of[id(parameter)]
@@ -81,6 +94,11 @@ class Units:
         for hook in self._hooks:
             hook.remove()
         self._show(sorted({*self._unit_of.values()}))
+        for store in dict.fromkeys(self._experts.values()):
+            for parameter in dict.fromkeys(store.parameters):
+                parameter.data = store.gathered(parameter)
+        for mixture in self.mixtures:
+            mixture.undo()
 
     # -- the order of operations, the same on all ranks of a domain ------------------------------------------------
 
@@ -254,15 +272,19 @@ def shard_parts(
     late: Collection[str] = (),
     cuts: Mapping[str, Cut] | None = None,
     initial: Callable[[Entry], Tensor] | None = None,
-) -> tuple[list[Named], list[UnitParameters], Units]:
+    experts: Sequence[nn.Module] = (),
+) -> tuple[list[Named], list[DomainParameters], Units]:
     """Let the ranks of ``mesh.domain`` share the parameters of ``parts``: the embedding, the layers and the head.
 
     Returns the parameters that stay whole, what is trained of the others, and what opens the parts. Parameters stay
     whole that ``units_of`` leaves out, that tensor-parallel ranks hold alike, and ``late`` ones, whose gradients come
     after the layers' backward. ``dtype``: of the parameters; None: the one that each of them has. ``cuts, initial``:
-    see ``UnitParameters``.
+    see ``UnitParameters``. ``experts``: modules of mixtures in the parts, in order, whose experts are computed in
+    parallel (``runtime.experts``), and not gathered.
     """
     unit_of = units_of(parts)
+    mixtures = [ParallelExperts(module, mesh.domain) for module in experts]
+    in_parallel, named = _experts(named, experts, mesh, dtype=dtype, initial=initial)
     for name, parameter in named:
         if name in late or (cuts is not None and cuts[name].replicas > 1):
             unit_of.pop(id(parameter), None)
@@ -276,5 +298,28 @@ def shard_parts(
         key: UnitParameters(units[key], mesh, dtype=key[1], trained=key[0], cuts=cuts, initial=initial)
         for key in sorted(units, key=str)
     }
-    trained = [store for (is_trained, _), store in stores.items() if is_trained]
-    return rest, trained, Units(parts, list(stores.values()))
+    trained = [store for store in (*stores.values(), *in_parallel) if store.trained]
+    return rest, trained, Units(parts, list(stores.values()), mixtures, in_parallel)
+
+
+def _experts(
+    named: Sequence[Named],
+    modules: Sequence[nn.Module],
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype | None,
+    initial: Callable[[Entry], Tensor] | None,
+) -> tuple[list[ExpertParameters], list[Named]]:
+    """The parameters of mixtures in parallel, by dtype and by whether they are trained; and what is left of all."""
+    names = {id(parameter): name for name, parameter in named}
+    mixtures = [[(names[id(parameter)], parameter) for parameter in module.parameters()] for module in modules]
+    own = [item for mixture in mixtures for item in mixture]
+    stores = []
+    for trained, kind in sorted({(p.requires_grad, dtype or p.dtype) for _, p in own}, key=str):
+        given = [
+            [item for item in mixture if (item[1].requires_grad, dtype or item[1].dtype) == (trained, kind)]
+            for mixture in mixtures
+        ]
+        stores.append(ExpertParameters(list(filter(None, given)), mesh, dtype=kind, trained=trained, initial=initial))
+    taken = {id(parameter) for _, parameter in own}
+    return stores, [item for item in named if id(item[1]) not in taken]
