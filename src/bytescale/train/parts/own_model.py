@@ -15,7 +15,7 @@ from bytescale.config import Architecture, Config, Experts
 from bytescale.cost.memory import DeviceKind
 from bytescale.cost.spec import ModelSpec
 from bytescale.cost.split import split_layers
-from bytescale.models import Llama, build_model
+from bytescale.models import Llama, build_model, moe
 from bytescale.models.compiled import apply_compiled
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.initial_values import initial_values
@@ -124,7 +124,7 @@ def build_own_model(
             late=late,
             cuts=cuts,
             initial=lambda entry: initial_values(entry.name, entry.cut, architecture, seed),
-            experts=[layer.mlp.experts for layer in module.layers] if experts == "parallel" else (),
+            experts=[own for own in module.modules() if isinstance(own, moe.Experts)] if experts == "parallel" else (),
         )
         more += sharing
     parameters = FlatParameters(own, mesh.hdp.size, cuts, bucket_bytes=bucket_bytes, late=late)
