@@ -97,31 +97,43 @@ def test_gradients_are_those_of_one_process(name: str, hdp: int, tp: int, domain
     assert worst_relative_error(put_together([own for _, own in results], shape.tie_embeddings), wanted) <= 1e-10
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("mixtral", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("tp", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        ("llama", 2),
+        ("experts in parallel", 1),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("llama", 1), ("mixtral", 1), ("mixtral", 2))),
+    ],
+)
 def test_a_rank_holds_what_the_memory_model_says(name: str, tp: int) -> None:
     """Bytes between two steps, with the optimizer in host memory; and what two open layers add."""
-    shape = mesh_shape(**FAMILIES[name])
+    shape, parallel = mesh_shape(**FAMILIES[name]), name == "experts in parallel"
     batch, plan = random_batch(LENGTHS, shape.vocab_size, 0), random_plan(LENGTHS, 4, 0, domain=2)
 
     def one_rank(mesh: Mesh) -> tuple[int, int, int]:
-        model, optimizer = built(shape, mesh, torch.bfloat16, offload=True)
+        model, optimizer = built(
+            shape, mesh, torch.bfloat16, experts="parallel" if parallel else "gathered", offload=True
+        )
         run(model, mesh, plan, batch, "full")
         optimizer.reduce_gradients()
         optimizer.update(1.0, 0.0)
         optimizer.wait_for_parameters()
         flat = [model.parameters, *model.more]
-        storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.module.parameters()}
-        values = sum(storages.values()) + sum(own.values.nbytes for own in model.more)
+        held = [*model.module.parameters(), *(own.values for own in model.more)]
+        values = sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in held}.values())
         states = [value for own in optimizer.torch_optimizer.state.values() for value in own.values() if value.dim()]
         masters = [shard.master for zero in optimizer.zeros for shard in zero.shards]
         assert optimizer._host is not None
-        held = sum(value.nbytes for value in [*states, *masters, *optimizer._host._buffers])
-        return values, sum(own.gradients.nbytes for own in flat), held
+        on_host = sum(value.nbytes for value in [*states, *masters, *optimizer._host._buffers])
+        return values, sum(own.gradients.nbytes for own in flat), on_host
 
     share = ModelShare(architecture=shape, tensor_parallel=tp)
-    counted = MemoryModel(share=share, element_bytes=2, num_ranks=4, domain=2, optimizer_on_host=True).states
-    both = max(a + b for a, b in pairwise(counted.trained_of_units))  # the units that are open while they compute
+    counted = MemoryModel(
+        share=share, element_bytes=2, num_ranks=4, domain=2, optimizer_on_host=True, experts_in_parallel=parallel
+    ).states
+    experts = counted.trained_experts if parallel else [0] * len(counted.trained_of_units)
+    gathered = [units - own for units, own in zip(counted.trained_of_units, experts, strict=True)]
+    both = max(a + b for a, b in pairwise(gathered))  # the units that are open while they compute
     for values, gradients, host in run_mesh(MeshShape(hdp=4, tp=tp), one_rank, domain=2):
         padding = 64 * 4 * 6  # elements
         assert 0 <= values - (counted.parameter_bytes - 2 * both) <= 2 * padding

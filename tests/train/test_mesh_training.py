@@ -34,7 +34,10 @@ def deep_run(corpus: Path, run_dir: Path, **model: object) -> Config:
 
 
 def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, domain: int = 1) -> Config:
-    """Where there is nothing to choose, the cheapest planner: the usual one tries many plans of a pipeline."""
+    """Where there is nothing to choose, the cheapest planner: the usual one tries many plans of a pipeline.
+
+    Experts are in parallel wherever they can be.
+    """
     parallel = replace(
         config.parallel,
         ranks=tp * pp * hdp,
@@ -43,6 +46,7 @@ def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, domain: i
         capacity_tokens=256 if hdp == 1 else 128,
         shard="parameters" if domain > 1 else "optimizer",
         domain=0 if domain == 1 else domain,
+        experts="parallel" if domain > 1 and tp == 1 and config.model.num_experts else "gathered",
     )
     return replace(config, parallel=parallel, planner=replace(config.planner, name="adaptive" if hdp > 1 else "naive"))
 
@@ -118,7 +122,9 @@ def test_a_resume_on_the_same_mesh_is_exact(corpus: Path, tmp_path: Path, mesh: 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES, indirect=True)
-@pytest.mark.parametrize("mesh", [{"tp": 2, "pp": 2}, {"tp": 2, "hdp": 2, "domain": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"tp": 2, "pp": 2}, {"tp": 2, "hdp": 2, "domain": 2}, {"hdp": 4, "domain": 4}], ids=str
+)
 def test_weights_from_hugging_face_go_to_the_ranks_that_need_them(
     corpus: Path, tmp_path: Path, family: tuple, mesh: dict
 ) -> None:

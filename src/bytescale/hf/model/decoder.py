@@ -65,6 +65,7 @@ class AttachedDecoder(nn.Module):
         self.is_frozen = False
         self._random = {name: modules.get(name, model) for name in self.facts.random_parts}
         self._plain_heads: dict[int, bool] = {}
+        self._whole_sizes: dict[int, int] = {}
 
     def is_in(self, model: nn.Module) -> bool:
         """Whether ``model`` is the attached model or a module around it."""
@@ -124,6 +125,11 @@ class AttachedDecoder(nn.Module):
         for module in self.experts:
             num_experts_of(module, domain)
         _ = self.spec  # counted while the experts are here
+        self._whole_sizes = {id(p): p.numel() for module in self.experts for p in module.parameters()}
+
+    def size_of(self, parameter: Tensor) -> int:
+        """Numbers of a parameter, also of experts of which this rank has a part."""
+        return self._whole_sizes.get(id(parameter), parameter.numel())
 
     @cached_property
     def spec(self) -> ModelSpec:
