@@ -190,7 +190,7 @@ class Counted:
             counted.sent += (sum(sent) - sent[group.rank]) * rows[:1].nbytes
             return plain(group, rows, sent, received)
 
-        setattr(RankGroup, "all_to_all", all_to_all)
+        RankGroup.all_to_all = all_to_all  # type: ignore[method-assign, assignment]
         for layer in layers:
             mixture: Any = layer.mixture
             mixture.router.register_forward_hook(partial(self._routed, mixture, row_bytes))

@@ -90,9 +90,8 @@ class HDP(Updates):
                 ``parameters``, ranks share the parameters and gradients of the layers, too, from ``adamw`` or
                 ``optimizer`` on, and gather a layer when it computes. They run in lockstep, as with ``equal_counts``.
             domain: consecutive ranks that share parameters; None: those of a node. It divides the number of ranks.
-            experts: ``parallel``: of every mixture of experts, the ranks of a domain keep whole experts, equally many
-                each, and tokens travel to those that the router has chosen and back (``runtime.experts``). With
-                ``gathered``, a layer's experts are gathered as all else.
+            experts: ``gathered`` as all else of a layer, or ``parallel``: the ranks of a domain keep whole experts,
+                equally many each, and tokens travel to those that the router has chosen and back (``runtime.experts``).
             longest_document: tokens for which rotary positions that depend on the longest one (dynamic NTK, longrope)
                 are fixed, for good; other models do not need it.
             cost: what the planner is to believe of training; None: counted from the model.
@@ -107,10 +106,8 @@ class HDP(Updates):
         """
         super().__init__(model, _rank_group(group, next(model.parameters()).device))
         self.capacity_tokens = capacity_tokens
-        self.sharing = _sharing(shard, domain, self.group, equal_counts=equal_counts)
+        self.sharing, self.experts = _sharing(shard, domain, self.group, experts, equal_counts=equal_counts), experts
         self.domain = self.group.size if equal_counts else self.sharing
-        check_experts(experts, shard)
-        self.experts = experts
         self._looped: PlannedBatch | None = None
         self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
         require_use_of_host_memory(host_gib, equal_counts=equal_counts, forward_only=forward_only)
@@ -119,8 +116,6 @@ class HDP(Updates):
             undo.callback(decoder.undo)
             self.engine = Engine(decoder, self.group, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
             undo.callback(self.engine.activations.remove)
-            if experts == "parallel":
-                decoder.require_experts(self.sharing)
             self._prepare(planner, cost, forward_only)
             undo.pop_all()
 
@@ -132,6 +127,8 @@ class HDP(Updates):
     def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
         parameter = next(self.model.parameters())
         element = parameter.element_size()
+        if self.experts == "parallel":
+            self.engine.decoder.require_experts(self.sharing)
         if cost is None:
             device: DeviceKind = "cuda" if parameter.device.type == "cuda" else "cpu"
             cost = assumed_cost(self.engine.decoder.spec, device=device, bytes_per_element=element, domain=self.domain)
@@ -352,7 +349,8 @@ def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGr
     return RankGroup(None if group is None or group.size() == 1 else group, device=device)
 
 
-def _sharing(shard: Shard, domain: int | None, group: RankGroup, *, equal_counts: bool) -> int:
+def _sharing(shard: Shard, domain: int | None, group: RankGroup, experts: str, *, equal_counts: bool) -> int:
+    check_experts(experts, shard)
     if equal_counts and shard == "parameters":
         raise ConfigError(
             'equal_counts = True with shard = "parameters"',
