@@ -131,7 +131,8 @@ class HDP(Updates):
             self.engine.decoder.require_experts(self.sharing)
         if cost is None:
             device: DeviceKind = "cuda" if parameter.device.type == "cuda" else "cpu"
-            cost = assumed_cost(self.engine.decoder.spec, device=device, bytes_per_element=element, domain=self.domain)
+            spec, domain, experts = self.engine.decoder.spec, self.domain, self.experts
+            cost = assumed_cost(spec, device=device, bytes_per_element=element, domain=domain, experts=experts)
         self.cost = cost.forward_only(element) if forward_only else cost
         self.planner = make_planner(
             num_ranks=self.group.size,

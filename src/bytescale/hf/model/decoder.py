@@ -22,7 +22,7 @@ from bytescale.attention.autocast import in_autocast
 from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.common.units import format_bytes
 from bytescale.cost.spec import ModelSpec
-from bytescale.hf.model.costs import spec_of
+from bytescale.hf.model.costs import experts_of, spec_of
 from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states
 from bytescale.hf.model.interface import KEYWORD, Attachment, Call, Target, foreign_model, refusal
 from bytescale.hf.model.long_rope import fix_rope, unfix_rope
@@ -110,8 +110,7 @@ class AttachedDecoder(nn.Module):
 
     @property
     def experts(self) -> list[nn.Module]:
-        """Of every mixture, the module that has all experts, in stacked weights, and takes what the router says."""
-        return [module for module in self.model.modules() if hasattr(module, "_is_expert_parallel")]
+        return experts_of(self.model)
 
     def require_experts(self, domain: int) -> None:
         """Raise ``ConfigError`` unless the ranks of a ``domain`` can have the experts in parallel."""

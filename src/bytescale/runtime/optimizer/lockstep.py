@@ -282,44 +282,32 @@ def shard_parts(
     see ``UnitParameters``. ``experts``: modules of mixtures in the parts, in order, whose experts are computed in
     parallel (``runtime.experts``), and not gathered.
     """
-    unit_of = units_of(parts)
     mixtures = [ParallelExperts(module, mesh.domain) for module in experts]
-    in_parallel, named = _experts(named, experts, mesh, dtype=dtype, initial=initial)
+    mixture_of = {id(parameter): place for place, module in enumerate(experts) for parameter in module.parameters()}
+    unit_of = {key: unit for key, unit in units_of(parts).items() if key not in mixture_of}
     for name, parameter in named:
         if name in late or (cuts is not None and cuts[name].replicas > 1):
             unit_of.pop(id(parameter), None)
-    rest = [item for item in named if id(item[1]) not in unit_of]
-    units: dict[tuple[bool, torch.dtype], list[list[Named]]] = {}
+    rest = [item for item in named if id(item[1]) not in unit_of and id(item[1]) not in mixture_of]
+    stores = [
+        UnitParameters(units, mesh, dtype=kind, trained=trained, cuts=cuts, initial=initial)
+        for trained, kind, units in _by_kind(named, unit_of, dtype)
+    ]
+    in_parallel = [
+        ExpertParameters(list(filter(None, own)), mesh, dtype=kind, trained=trained, initial=initial)
+        for trained, kind, own in _by_kind(named, mixture_of, dtype)
+    ]
+    return rest, [own for own in (*stores, *in_parallel) if own.trained], Units(parts, stores, mixtures, in_parallel)
+
+
+def _by_kind(
+    named: Sequence[Named], place_of: Mapping[int, int], dtype: torch.dtype | None
+) -> list[tuple[bool, torch.dtype, list[list[Named]]]]:
+    """Of the parameters that have a place: those of each place, by whether they are trained, and by dtype."""
+    found: dict[tuple[bool, torch.dtype], list[list[Named]]] = {}
     for name, parameter in named:
-        if id(parameter) in unit_of:
-            key = parameter.requires_grad, dtype or parameter.dtype
-            units.setdefault(key, [[] for _ in range(len(parts) + 1)])[unit_of[id(parameter)]].append((name, parameter))
-    stores = {
-        key: UnitParameters(units[key], mesh, dtype=key[1], trained=key[0], cuts=cuts, initial=initial)
-        for key in sorted(units, key=str)
-    }
-    trained = [store for store in (*stores.values(), *in_parallel) if store.trained]
-    return rest, trained, Units(parts, list(stores.values()), mixtures, in_parallel)
-
-
-def _experts(
-    named: Sequence[Named],
-    modules: Sequence[nn.Module],
-    mesh: Mesh,
-    *,
-    dtype: torch.dtype | None,
-    initial: Callable[[Entry], Tensor] | None,
-) -> tuple[list[ExpertParameters], list[Named]]:
-    """The parameters of mixtures in parallel, by dtype and by whether they are trained; and what is left of all."""
-    names = {id(parameter): name for name, parameter in named}
-    mixtures = [[(names[id(parameter)], parameter) for parameter in module.parameters()] for module in modules]
-    own = [item for mixture in mixtures for item in mixture]
-    stores = []
-    for trained, kind in sorted({(p.requires_grad, dtype or p.dtype) for _, p in own}, key=str):
-        given = [
-            [item for item in mixture if (item[1].requires_grad, dtype or item[1].dtype) == (trained, kind)]
-            for mixture in mixtures
-        ]
-        stores.append(ExpertParameters(list(filter(None, given)), mesh, dtype=kind, trained=trained, initial=initial))
-    taken = {id(parameter) for _, parameter in own}
-    return stores, [item for item in named if id(item[1]) not in taken]
+        if id(parameter) in place_of:
+            kind = parameter.requires_grad, dtype or parameter.dtype
+            places = found.setdefault(kind, [[] for _ in range(max(place_of.values()) + 1)])
+            places[place_of[id(parameter)]].append((name, parameter))
+    return [(*kind, found[kind]) for kind in sorted(found, key=str)]
