@@ -10,14 +10,14 @@ A domain of d ranks has the experts of a layer between them. There are two ways 
     parallel    every token travels to the ranks that have its experts and back (EP), in forward and in backward, and
                 with full checkpointing once more
 
-The measured small model has nothing but layers of routers and experts. EP here is plain: a token goes once to each of
-its experts, no token is dropped, and nothing is overlapped. Both are compared with one process first, in FP64.
+The measured small model has nothing but layers of routers and experts, on the engine itself (``runtime.experts``). Both
+ways are compared with one process first, in FP64, and with the ideal: the experts that a rank has, on as many rows as
+it would get if all experts were chosen alike, without a message. At the end, the bytes that were sent are counted.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import statistics
 import time
@@ -31,9 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bytescale.config import PRESETS, Architecture
-from bytescale.models.balance import count_tokens
-from bytescale.models.llama import swiglu
-from bytescale.models.moe import MixtureOfExperts, expert_products, route
+from bytescale.models import moe
+from bytescale.models.moe import MixtureOfExperts
 from bytescale.runtime import RankGroup
 from bytescale.runtime.optimizer.take_over import take_over
 
@@ -100,52 +99,17 @@ def counts(domain: int) -> None:
         )
 
 
-class AllToAll(torch.autograd.Function):
-    """Rows to the ranks that they are for, and gradients back."""
+class EvenExperts(nn.Module):
+    """The ideal: as many experts and as many rows as a rank has where all are chosen alike, and no message."""
 
-    bytes = 0
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        ctx.counts = sent, received
-        arrived = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(arrived, rows.contiguous(), received, sent)
-        AllToAll.bytes += (sum(sent) - sent[dist.get_rank()]) * rows.shape[1] * rows.element_size()
-        return arrived
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        sent, received = ctx.counts
-        return AllToAll.apply(gradients[0], received, sent), None, None
-
-
-class ParallelExperts(nn.Module):
-    """A mixture of which this rank has ``E / d`` experts, and the router."""
-
-    def __init__(self, whole: MixtureOfExperts) -> None:
+    def __init__(self, shape: Architecture, ranks: int) -> None:
         super().__init__()
-        self.router, self.chosen = copy.deepcopy(whole.router), whole.experts_per_token
-        self.num_experts, self.ranks = len(whole.experts.gate_proj), dist.get_world_size()
-        matrices = whole.experts.gate_proj, whole.experts.up_proj, whole.experts.down_proj
-        own = [matrix.detach().chunk(self.ranks)[dist.get_rank()].clone() for matrix in matrices]
-        self.matrices = nn.ParameterList(own)
+        self.experts = moe.Experts(replace(shape, num_experts=shape.num_experts // ranks))
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        weights, chosen = route(self.router(hidden), self.chosen)
-        order = chosen.flatten().argsort(stable=True)
-        leaving = count_tokens(chosen, self.num_experts)
-        arriving = torch.empty_like(leaving)
-        dist.all_to_all_single(arriving, leaving)
-        by_rank = arriving.view(self.ranks, -1)
-        sent, received = leaving.view(self.ranks, -1).sum(1).tolist(), by_rank.sum(1).tolist()
-        rows = AllToAll.apply(hidden[order // self.chosen], sent, received)
-        # They lie by the rank that they come from, and then by expert.
-        expert_of = torch.arange(by_rank.shape[1]).repeat(self.ranks).repeat_interleave(arriving)
-        sorting = expert_of.argsort(stable=True)
-        gate, up, down = self.matrices
-        rows = expert_products(rows.dtype)(rows[sorting], by_rank.sum(0), gate, up, down, swiglu)
-        rows = AllToAll.apply(rows[sorting.argsort()], received, sent)[order.argsort()]
-        return (rows.view(*chosen.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        rows = torch.arange(chosen.numel(), device=chosen.device).view(chosen.shape)
+        result: Tensor = self.experts(hidden, rows % len(self.experts.gate_proj), weights)
+        return result
 
 
 class Layer(nn.Module):
@@ -176,15 +140,24 @@ def run(layers: nn.ModuleList, hidden: Tensor) -> float:
     return float(loss.detach())
 
 
-def both(shape: Architecture, dtype: torch.dtype) -> tuple[nn.ModuleList, Any, nn.ModuleList]:
-    """The layers gathered, with their optimizer, and in parallel."""
-    gathered = layers_of(shape, dtype)
-    parallel = nn.ModuleList(Layer(ParallelExperts(layer.mixture)) for layer in layers_of(shape, dtype))
-    group, size = RankGroup(dist.group.WORLD), dist.get_world_size()
-    parts = [nn.Module(), *gathered, nn.Module()]
-    named = [*gathered.named_parameters(), ("last", nn.Parameter(torch.zeros(1, dtype=dtype)))]
-    optimizer = take_over(named, group, torch.optim.SGD, {"lr": 0.0}, chunk=(gathered, parts), domain=size)
-    return gathered, optimizer, parallel
+def on_ranks(shape: Architecture, dtype: torch.dtype, way: str) -> tuple[nn.ModuleList, Any]:
+    """The layers and their optimizer: ``gathered``, with their experts in ``parallel``, or ``ideal``."""
+    layers = layers_of(shape, dtype)
+    mixtures: list[Any] = [layer.mixture for layer in layers]
+    if way == "ideal":
+        for mixture in mixtures:
+            mixture.experts = EvenExperts(shape, dist.get_world_size()).to(dtype)
+            for parameter in mixture.experts.parameters():
+                nn.init.normal_(parameter, std=shape.hidden_size**-0.5)
+        return layers, None
+    parts = [nn.Module(), *layers, nn.Module()]
+    named = [*layers.named_parameters(), ("last", nn.Parameter(torch.zeros(1, dtype=dtype)))]
+    experts = [mixture.experts for mixture in mixtures] if way == "parallel" else []
+    group = RankGroup(dist.group.WORLD)
+    optimizer = take_over(
+        named, group, torch.optim.SGD, {"lr": 0.0}, chunk=(layers, parts), domain=group.size, experts=experts
+    )
+    return layers, optimizer
 
 
 def check(shape: Architecture, tokens: int) -> float:
@@ -193,29 +166,45 @@ def check(shape: Architecture, tokens: int) -> float:
     inputs = torch.randn(
         size * tokens, shape.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
-    whole = layers_of(shape, torch.float64)
+    whole, worst = layers_of(shape, torch.float64), 0.0
     loss = run(whole, inputs)
     wanted = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
     largest = max(float(value.abs().max()) for value in wanted.values())
-    gathered, optimizer, parallel = both(shape, torch.float64)
-    losses = torch.tensor(
-        [run(layers, inputs.chunk(size)[rank]) for layers in (gathered, parallel)], dtype=torch.float64
-    )
-    dist.all_reduce(losses)
-    worst = float((losses / loss - 1).abs().max())
-    found = optimizer.whole_gradients()
-    for number, layer in enumerate(parallel):
-        mixture: Any = layer.mixture
-        router = mixture.router.weight.grad
-        dist.all_reduce(router)
-        pairs = [("router.weight", router, wanted[f"{number}.mixture.router.weight"])]
-        for name, own in zip(("gate_proj", "up_proj", "down_proj"), mixture.matrices, strict=True):
-            pairs.append((f"experts.{name}", own.grad, wanted[f"{number}.mixture.experts.{name}"].chunk(size)[rank]))
-        for name, ours, theirs in pairs:
-            whole_of = wanted[f"{number}.mixture.{name}"]
-            worst = max(worst, float((ours - theirs).abs().max()) / largest)
-            worst = max(worst, float((found[f"{number}.mixture.{name}"] - whole_of).abs().max()) / largest)
+    for way in ("gathered", "parallel"):
+        layers, optimizer = on_ranks(shape, torch.float64, way)
+        (ours,) = RankGroup(dist.group.WORLD).sum_of([run(layers, inputs.chunk(size)[rank])])
+        found = optimizer.whole_gradients()
+        worst = max(worst, abs(ours / loss - 1))
+        worst = max(worst, *(float((found[name] - value).abs().max()) / largest for name, value in wanted.items()))
     return worst
+
+
+class Counted:
+    """Bytes that this rank sends to other ranks: by the engine's own calls, and by what the routers have chosen."""
+
+    def __init__(self, layers: nn.ModuleList, row_bytes: int) -> None:
+        self.sent = self.formula = 0
+        plain, counted = RankGroup.all_to_all, self
+
+        def all_to_all(group: RankGroup, rows: Tensor, sent: Any, received: Any) -> Tensor:
+            counted.sent += (sum(sent) - sent[group.rank]) * rows[:1].nbytes
+            return plain(group, rows, sent, received)
+
+        RankGroup.all_to_all = all_to_all  # type: ignore[method-assign, assignment]
+        for layer in layers:
+            mixture: Any = layer.mixture
+            mixture.router.register_forward_hook(partial(self._routed, mixture, row_bytes))
+
+    def _routed(self, mixture: moe.MixtureOfExperts, row_bytes: int, router: object, args: object, out: Tensor) -> None:
+        """Each row goes there in forward and there in backward; the others' come back likewise. And the counts."""
+        size, rank, here = dist.get_world_size(), dist.get_rank(), len(mixture.experts.gate_proj)
+        _, chosen = moe.route(out, mixture.experts_per_token)
+        table = [torch.empty(size, dtype=torch.int64) for _ in range(size)]
+        dist.all_gather(table, torch.bincount(chosen.flatten() // here, minlength=size))
+        away = (
+            int(table[rank].sum() - table[rank][rank]) + sum(int(row[rank]) for row in table) - int(table[rank][rank])
+        )
+        self.formula += 2 * away * row_bytes + (size - 1) * here * 8
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -231,31 +220,36 @@ def measure(shape: Architecture, repeats: int) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     worst = check(replace(shape, num_layers=2), 40)
     assert worst < 1e-10, worst
-    gathered, _, parallel = both(shape, torch.float32)
+    ways = {way: on_ranks(shape, torch.float32, way)[0] for way in ("ideal", "parallel", "gathered")}
     weights = 3 * shape.num_experts * shape.ffn_hidden_size * shape.hidden_size * shape.num_layers
-    sent = 3 * 4 * weights * (size - 1) / size  # in FP32, of two gathers and a reduction
+    gathered = 3 * 4 * weights * (size - 1) / size  # in FP32, of two gathers and a reduction
     if rank == 0:
         print(
-            f"\n{size} gloo ranks, {shape.num_layers} layers of {shape.num_experts} experts; to one process {worst:.0e}"
+            f"\n{size} gloo ranks, {shape.num_layers} layers of {shape.num_experts} experts "
+            f"({shape.hidden_size} x {shape.ffn_hidden_size}, {shape.experts_per_token} a token), FP32; "
+            f"to one process {worst:.0e}\n"
+            "tokens a rank   ideal s  parallel s  gathered s   parallel / ideal  gathered / parallel   parallel MB  "
+            "gathered MB"
         )
-        print("tokens a rank   gathered      s     MB      parallel      s     MB   gathered / parallel: s, MB")
-    for tokens in (256, 1024, 2048, 4096, 6144):
-        hidden = torch.randn(tokens, shape.hidden_size, generator=torch.Generator().manual_seed(rank))
-        times: dict[str, list[float]] = {"gathered": [], "parallel": []}
+    for tokens in (256, 1024, 2048):
+        hidden = torch.randn(tokens, shape.hidden_size, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        times: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(repeats + 1):
-            for name, layers in (("gathered", gathered), ("parallel", parallel)):
-                AllToAll.bytes = 0
+            for way, layers in ways.items():
                 taken = seconds_of(partial(run, layers, hidden))
                 if number:
-                    times[name].append(taken)
-        moved = torch.tensor([float(AllToAll.bytes)])
-        dist.all_reduce(moved)
+                    times[way].append(taken)
+        a, b, c = (statistics.median(times[way]) for way in ways)
+        moved = torch.tensor([4.0 * tokens * shape.experts_per_token * shape.num_layers * shape.hidden_size * 4])
         if rank == 0:
-            a, b = (statistics.median(times[name]) for name in ("gathered", "parallel"))
-            mean = float(moved) / size
             print(
-                f"{tokens:13} {a:19.3f} {sent / 1e6:6.1f} {b:20.3f} {mean / 1e6:6.1f} {a / b:14.2f} {sent / mean:.2f}"
+                f"{tokens:13} {a:9.3f} {b:11.3f} {c:11.3f} {b / a:18.3f} {c / b:20.2f} "
+                f"{float(moved) * (size - 1) / size / 1e6:13.1f} {gathered / 1e6:12.1f}"
             )
+    counted = Counted(ways["parallel"], 4 * shape.hidden_size)
+    run(ways["parallel"], hidden)
+    assert counted.sent == counted.formula, (counted.sent, counted.formula)
+    print(f"rank {rank}: {counted.sent} bytes sent for the last row, as the formula says")
 
 
 def main() -> None:
@@ -268,11 +262,12 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    tiny = replace(
-        PRESETS["tiny-moe"], num_layers=4, hidden_size=128, ffn_hidden_size=64, num_experts=64, experts_per_token=4,
-        router_aux_loss_weight=0.0,
-    )  # fmt: skip
-    measure(tiny, arguments.repeats)
+    for hidden, width in ((128, 64), (128, 512)):
+        shape = replace(
+            PRESETS["tiny-moe"], num_layers=4, hidden_size=hidden, ffn_hidden_size=width, num_experts=64,
+            experts_per_token=4, router_aux_loss_weight=0.0,
+        )  # fmt: skip
+        measure(shape, arguments.repeats)
     dist.destroy_process_group()
 
 

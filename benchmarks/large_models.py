@@ -11,8 +11,9 @@ that is. Nothing runs.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
-from bytescale.config import AUTO_CAPACITY, PRESETS, Config
+from bytescale.config import AUTO_CAPACITY, PRESETS, Config, Experts
 from bytescale.cost.memory import MemoryModel
 
 GIB = 2**30
@@ -31,6 +32,17 @@ SHAPES = {
 """Llama 3's 8B and 70B, and decoders of the sizes of Qwen3-32B and Qwen3-30B-A3B."""
 MODES = ((1, 1, False), (1, 1, True), (1, 8, False), (1, 8, True), (2, 4, True), (4, 2, True), (8, 1, True))
 """Tensor parallelism, ranks that share layers, and whether the optimizer is in host memory."""
+MIXTURES = {
+    "30B-A3B": SHAPES["30B-A3B"],
+    "235B-A22B": replace(
+        SHAPES["30B-A3B"], num_layers=94, hidden_size=4096, num_heads=64, head_dim=128, ffn_hidden_size=1536
+    ),
+    "671B-A37B": replace(
+        SHAPES["30B-A3B"], num_layers=61, hidden_size=7168, num_heads=128, num_kv_heads=8, head_dim=128,
+        ffn_hidden_size=2048, vocab_size=129280, num_experts=256,
+    ),
+}  # fmt: skip
+"""Mixtures of the sizes of Qwen3's two and DeepSeek-V3, without its latent attention and its shared expert."""
 
 
 def line(name: str, tp: int, domain: int, on_host: bool) -> str:
@@ -55,10 +67,36 @@ def line(name: str, tp: int, domain: int, on_host: bool) -> str:
     )
 
 
+def of_mixture(name: str, num_ranks: int, experts: Experts) -> str:
+    """A mixture on domains of all ranks, with the optimizer in host memory."""
+    config = Config()
+    config = replace(
+        config,
+        memory=replace(config.memory, checkpointing="full", offload="on"),
+        optimizer=replace(config.optimizer, offload=True),
+        parallel=replace(config.parallel, shard="parameters", experts=experts, capacity_tokens=AUTO_CAPACITY),
+    )
+    memory = MemoryModel.of_config(
+        config, MIXTURES[name], "cuda", element_bytes=2, num_ranks=num_ranks, device_bytes=USABLE_BYTES,
+        domain=num_ranks,
+    )  # fmt: skip
+    states = memory.states
+    room = [max(0, memory.capacity_tokens(USABLE_BYTES, moved)) for moved in (1.0, 0.0)]
+    return (
+        f"{name:9} {num_ranks:3} GPUs, experts {experts:8}: {states.device_bytes / GIB:6.1f} GiB of states a GPU, "
+        f"{states.host_bytes / GIB:4.0f} GiB on the host; a rank holds {room[0] / 1000:.0f}K tokens "
+        f"({room[1] / 1000:.0f}K without offloading)"
+    )
+
+
 def main() -> None:
     for name in SHAPES:
         for mode in MODES:
             print(line(name, *mode))
+    for name in MIXTURES:
+        for num_ranks in (8, 16, 32, 64, 128):
+            for experts in get_args(Experts):
+                print(of_mixture(name, num_ranks, experts))
 
 
 if __name__ == "__main__":

@@ -176,6 +176,15 @@ def test_ranks_that_share_parameters_hold_what_single_ranks_do_not(capsys: pytes
         plan.run([*SMALL, *devices, "--parallel.shard", "parameters", "--parallel.domain", "3"])
 
 
+def test_experts_in_parallel_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer's experts are not open, so that a smaller device is enough."""
+    devices = ["--model.preset", "mixtral-8x7b", "--parallel.ranks", "64", "--parallel.capacity-tokens", "auto"]
+    devices += ["--parallel.shard", "parameters", "--memory.device-gib", "60", "--memory.checkpointing", "full"]
+    with pytest.raises(ConfigError, match=r"need .* GiB a rank, of 60 GiB that a rank may use"):
+        plan.run([*SMALL[:4], *devices])
+    assert plan.run([*SMALL[:4], *devices, "--parallel.experts", "parallel", "--json"]) == 0
+
+
 def test_simulate_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "plan.npz"
     plan.run([*SMALL, "--parallel.ranks", "32", "--parallel.tp", "2", "--planners", "naive", "--save", str(saved)])

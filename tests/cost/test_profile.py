@@ -10,6 +10,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.config import PRESETS, config_to_toml
 from bytescale.cost import CostModel, Links, flops
 from bytescale.cost.curve import Curve, fit_curve, relative_errors
+from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import (
     load_profile,
@@ -196,3 +197,16 @@ def test_a_profile_takes_the_terms_of_a_cost_model_and_keeps_how_they_are_shared
             assert getattr(changed, name).quadratic == pytest.approx(3 * getattr(profile, name).quadratic)
         for name in ("rest_forward", "rest_backward", "head_forward", "head_backward"):
             assert getattr(changed, name).linear == pytest.approx(0.5 * getattr(profile, name).linear)
+
+
+def test_experts_in_parallel_are_messages_and_no_gathers() -> None:
+    """K rows of a token go to other ranks and back, in forward and in backward, but those whose expert is at home."""
+    shape, links = PRESETS["mixtral-8x7b"], Links(intra_node_bytes_per_second=2e11, node_bytes_per_second=2e11)
+    profile = Profile.from_flops(shape, flops_per_second=4e14, links=links)
+    assert profile.with_parallel_experts(shape, domain=1) == profile
+    ours = profile.with_parallel_experts(shape, domain=4)
+    added = ours.cost_model().token_seconds - profile.cost_model().token_seconds
+    assert added == pytest.approx(shape.num_layers * 4 * 2 * 4096 * 2 * 3 / 4 / 2e11)
+    experts = shape.num_layers * 3 * 8 * 14336 * 4096
+    saved = [round_seconds(one, domain=4, ranks_per_node=8).of_round for one in (profile, ours)]
+    assert saved[0] - saved[1] == pytest.approx(experts * (2 + 2 + 4) * 3 / 4 / 2e11)

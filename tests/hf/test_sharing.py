@@ -267,16 +267,19 @@ def test_offloaded_activations_and_one_backward_through_two_passes() -> None:
 
 
 @pytest.mark.parametrize("dtype", one_of([torch.float32, torch.bfloat16], torch.bfloat16))
-def test_a_rank_holds_what_the_memory_model_says(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "experts"), one_of([("llama", "gathered"), ("qwen3_moe", "parallel")], ("llama", "gathered"))
+)
+def test_a_rank_holds_what_the_memory_model_says(name: str, experts: str, dtype: torch.dtype) -> None:
     """Bytes of weights, gradients and states, counted, with the layers that are open at a time; of adapters, too."""
-    model = small_model("llama", dtype=dtype, num_hidden_layers=4)
+    model = small_model(name, dtype=dtype, num_hidden_layers=4)
     model.model.layers[0].requires_grad_(False)  # type: ignore[union-attr]
 
     def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
         return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
 
     def work(group: Any, own: nn.Module) -> tuple[list[int], States]:
-        hdp = shared(own, group, 2)
+        hdp = shared(own, group, 2, experts=experts)
         hdp.adamw(lr=1e-2)
         zeros, units = hdp.sharded().zeros, hdp.sharded().units
         assert units is not None
@@ -302,11 +305,11 @@ def test_a_rank_holds_what_the_memory_model_says(dtype: torch.dtype) -> None:
         held = [values + most[0], gradients + most[1], sum(storages([*states, *masters]).values())]
         rows = MeasuredRows(saved_per_token=0, peak_per_token=0, fixed=0)
         memory = measured_memory(hdp.engine.decoder, rows, kind="cpu", num_ranks=4)
-        return held, replace(memory.states, domain=2)
+        return held, replace(memory.states, domain=2, experts_in_parallel=experts == "parallel")
 
     results = on_ranks(4, model, work)
     states = results[0][1]
-    padding = 64 * 4 * 6  # elements of each of the four layers, of the rest, and of what is open
+    padding = 64 * 4 * 8  # elements of each of the four layers, of the rest, and of what is open
     assert states.num_frozen == states.frozen_of_units[1] > 0
     for held, _ in results:
         assert 0 <= held[0] - states.parameter_bytes <= padding * states.element_bytes + 100

@@ -11,17 +11,19 @@ import pytest
 import torch
 
 import bytescale
+from bytescale.attention import RingBuffers
 from bytescale.cost import CostModel
 from bytescale.parity import small_model
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
 from bytescale.runtime import Decoder, Executor, Mesh, MeshShape, RankGroup, ShardedOptimizer
+from bytescale.runtime.executor import _Run
 from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.optimizer.units import UnitParameters
 from tests.helpers.effort import one_of
 from tests.helpers.steps import random_batch, slice_batch
-from tests.nccl.recorder import Event, RecordedGroup, ZeroKernel, record
+from tests.nccl.recorder import Event, Post, RecordedGroup, ZeroKernel, record
 from tests.nccl.replay import ALL_RULES, Mismatch, Replay
 from tests.nccl.steps import tiny, training_step
 from tests.nccl.test_nccl import assert_finishes
@@ -92,7 +94,9 @@ def telling(name: str) -> Any:
     return patch.object(UnitParameters, name, tells)
 
 
-def programs(plan: Plan, loop: Callable[..., None], checkpointing: Any = "none") -> list[list[Event]]:
+def programs(
+    plan: Plan, loop: Callable[..., None], checkpointing: Any = "none", *, family: str = "llama", **options: Any
+) -> list[list[Event]]:
     """All ranks' programs of a step."""
     verify(plan, level="full")
     reduce = ShardedOptimizer.reduce_gradients
@@ -102,9 +106,9 @@ def programs(plan: Plan, loop: Callable[..., None], checkpointing: Any = "none")
         return 1.0  # nothing was received, so that numbers mean nothing
 
     def steps(mesh: Mesh) -> None:
-        model = small_model("llama", dtype=torch.float32, num_hidden_layers=3)
-        options: dict[str, Any] = {"capacity_tokens": 64, "shard": "parameters", "domain": plan.domain}
-        hdp = bytescale.HDP(model, mesh.hdp.group, checkpointing=checkpointing, **options)
+        model = small_model(family, dtype=torch.float32, num_hidden_layers=3)
+        shared: dict[str, Any] = {"capacity_tokens": 64, "shard": "parameters", "domain": plan.domain}
+        hdp = bytescale.HDP(model, mesh.hdp.group, checkpointing=checkpointing, **shared, **options)
         hdp.group.exchange = hdp.group.make_exchange(batched=True)
         hdp.engine._kernel = lambda dtype: ZeroKernel()  # type: ignore[assignment]
         hdp.adamw(lr=1e-3)
@@ -133,6 +137,30 @@ def programs(plan: Plan, loop: Callable[..., None], checkpointing: Any = "none")
 )
 def test_gathers_amid_rings_finish_under_all_rules(plan: Plan, loop: Callable[..., None], checkpointing: str) -> None:
     assert_finishes(programs(plan, loop, checkpointing))
+
+
+@pytest.mark.parametrize("loop", one_of([user_loop, trainer_loop], trainer_loop))
+@pytest.mark.parametrize("checkpointing", one_of(["none", "full", "attention"], "full"))
+@pytest.mark.parametrize(
+    "plan",
+    [across_domains(), *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (idle_domain(), of_planner(4)))],
+    ids=lambda plan: f"domains of {plan.domain}, {plan.num_micro_batches} micro-batches",
+)
+def test_tokens_that_travel_to_experts_amid_rings_and_gathers_finish(
+    plan: Plan, loop: Callable[..., None], checkpointing: str
+) -> None:
+    """Rows go where a rank's own router sends them, so that ranks post messages of different sizes."""
+    posted = programs(plan, loop, checkpointing, family="mixtral", experts="parallel")
+    assert any("all-to-all" in event.collective for event in posted[0] if isinstance(event, Post))
+    assert_finishes(posted)
+
+
+def test_a_rank_that_leaves_experts_out_without_work_is_caught() -> None:
+    def few(self: Executor, rank_plan: RankPlan, data: Any, number: float) -> _Run:
+        return _Run(self, rank_plan.micro_batches, data, number, RingBuffers())
+
+    with patch.object(Executor, "_begin", few):
+        assert is_caught(programs(across_domains(), trainer_loop, family="mixtral", experts="parallel"))
 
 
 @pytest.mark.parametrize("on_host", one_of([False, True], True))

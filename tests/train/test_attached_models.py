@@ -202,6 +202,13 @@ def test_a_run_goes_on_exactly_and_becomes_a_folder_again(corpus: Path, tmp_path
     [
         ("qwen3", (2, 2), (3, 1), {}),
         pytest.param("qwen3_moe", (4, 4), (2, 1), {}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "gpt_oss", (4, 4), (4, 2), {"experts": "parallel", "checkpointing": "full"}, marks=pytest.mark.exhaustive
+        ),
+        pytest.param("qwen3_moe", (4, 2), (2, 1), {"experts": "parallel"}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "qwen3_moe", (2, 1), (4, 4), {"dtype": "bf16", "experts": "parallel"}, marks=pytest.mark.exhaustive
+        ),
         pytest.param("gemma2", (4, 2), (3, 3), {"checkpointing": "full"}, marks=pytest.mark.exhaustive),
         pytest.param("qwen3", (2, 1), (4, 2), {"dtype": "bf16"}, marks=pytest.mark.exhaustive),
     ],
@@ -213,7 +220,8 @@ def test_ranks_that_share_parameters_train_and_go_on_in_any_other_number(
     folder = hf_folder(tmp_path / "source", name)
 
     def config_of(run_dir: str, ranks: int, domain: int) -> Config:
-        config = run_from(folder, corpus, tmp_path / run_dir, ranks, steps=5, **{"dtype": "fp64", **trainer})
+        given = trainer if domain > 1 else {key: value for key, value in trainer.items() if key != "experts"}
+        config = run_from(folder, corpus, tmp_path / run_dir, ranks, steps=5, **{"dtype": "fp64", **given})
         config = replace(
             config,
             checkpoint=replace(config.checkpoint, every=2),
@@ -254,6 +262,7 @@ def test_weights_go_through_a_checkpoint_bit_for_bit(corpus: Path, tmp_path: Pat
         ("memory", {"head_groups": 2, "checkpointing": "full"}, "memory.head_groups = 2"),
         ("model", {"num_layers": 3}, "model.num_layers is set"),
         ("parallel", {"shard": "parameters", "domain": 3, "ranks": 4}, "domain of 3 ranks .* does not divide 4 ranks"),
+        ("parallel", {"experts": "parallel", "ranks": 2}, "xperts is .parallel., but shard is .optimizer."),
         ("parallel", {"domain": 2, "ranks": 2}, "omain is 2, but shard is .optimizer."),
     ],
 )

@@ -33,8 +33,11 @@ def deep_run(corpus: Path, run_dir: Path, **model: object) -> Config:
     return replace(config, model=ModelConfig(preset="tiny-moe" if "num_experts" in model else "tiny", **shape))  # type: ignore[arg-type]
 
 
-def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, domain: int = 1) -> Config:
-    """Where there is nothing to choose, the cheapest planner: the usual one tries many plans of a pipeline."""
+def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, domain: int = 1, experts: str = "") -> Config:
+    """Where there is nothing to choose, the cheapest planner: the usual one tries many plans of a pipeline.
+
+    Experts are in parallel wherever they can be.
+    """
     parallel = replace(
         config.parallel,
         ranks=tp * pp * hdp,
@@ -43,6 +46,7 @@ def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, domain: i
         capacity_tokens=256 if hdp == 1 else 128,
         shard="parameters" if domain > 1 else "optimizer",
         domain=0 if domain == 1 else domain,
+        experts=experts or ("parallel" if domain > 1 and tp == 1 and config.model.num_experts else "gathered"),  # type: ignore[arg-type]
     )
     return replace(config, parallel=parallel, planner=replace(config.planner, name="adaptive" if hdp > 1 else "naive"))
 
@@ -118,7 +122,9 @@ def test_a_resume_on_the_same_mesh_is_exact(corpus: Path, tmp_path: Path, mesh: 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES, indirect=True)
-@pytest.mark.parametrize("mesh", [{"tp": 2, "pp": 2}, {"tp": 2, "hdp": 2, "domain": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"tp": 2, "pp": 2}, {"tp": 2, "hdp": 2, "domain": 2}, {"hdp": 4, "domain": 4}], ids=str
+)
 def test_weights_from_hugging_face_go_to_the_ranks_that_need_them(
     corpus: Path, tmp_path: Path, family: tuple, mesh: dict
 ) -> None:
@@ -149,6 +155,12 @@ def test_a_run_on_a_mesh_counts_every_token_once(corpus: Path, tmp_path: Path) -
     ("mesh", "model", "message"),
     [
         ({"pp": 2, "hdp": 2, "domain": 2}, {}, "shard is .parameters., and parallel.pp is 2"),
+        ({"hdp": 2, "domain": 2, "experts": "parallel"}, {}, "parallel.tp = 1 and 0 experts in a layer"),
+        (
+            {"tp": 2, "hdp": 2, "domain": 2, "experts": "parallel"},
+            {"num_experts": 4, "experts_per_token": 2},
+            "parallel.tp = 2 and 4 experts in a layer",
+        ),
         ({"tp": 3}, {}, "num_heads = 4 is no multiple of parallel.tp = 3"),
         ({"pp": 5}, {}, "parallel.pp = 5 exceeds the model's 4 layers"),
         ({"tp": 4}, {"num_heads": 12, "num_kv_heads": 6, "head_dim": 4}, "either of parallel.tp = 4 and"),

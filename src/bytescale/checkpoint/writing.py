@@ -33,7 +33,7 @@ from bytescale.checkpoint.tensor_file import METADATA, piece_name
 from bytescale.common.atomic import sync_folder
 from bytescale.common.errors import CheckpointError
 from bytescale.runtime import Range, ShardedOptimizer, values_of
-from bytescale.runtime.optimizer.units import UnitParameters
+from bytescale.runtime.optimizer.units import DomainParameters
 
 _TAG = 7
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -90,7 +90,7 @@ def layout_of(optimizer: ShardedOptimizer) -> Layout:
         )
     for zero, offset in optimizer.offsets.items():
         bounds += [offset + bucket.stop for bucket in zero.parameters.buckets]
-        if not isinstance(zero.parameters, UnitParameters):
+        if not isinstance(zero.parameters, DomainParameters):
             domain_start = bounds[-1]
     return Layout(
         entries=tuple(entries),

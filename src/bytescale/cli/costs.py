@@ -289,7 +289,12 @@ def costs_of(options: CostOptions, cluster: ClusterConfig, *, longest: int, voca
         model, counted = _described(known, vocab_size, *device, num_ranks=cluster.num_ranks)
     profile = times_of(config, model, measured, options.rates, bytes_per_element=device[1])
     split_layers(profile.architecture, cluster.pp)  # refuses more stages than layers
-    return Costs(options, cluster, profile, counted or profile.architecture, device)
+    costs = Costs(options, cluster, profile, counted or profile.architecture, device)
+    if config.parallel.experts == "parallel":
+        domain, per_node = costs.domain, cluster.ranks_per_node
+        profile = profile.with_parallel_experts(model or profile.architecture, domain=domain, ranks_per_node=per_node)
+        costs = replace(costs, profile=profile)
+    return costs
 
 
 def _described(

@@ -1,4 +1,4 @@
-"""Describes the part of a parameter that a tensor-parallel rank holds."""
+"""Describes the part of a parameter that a tensor-parallel rank holds, or a rank with some of the experts."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ class Cut:
         return (*self.shape[: self.dim], self.shape[self.dim] // self.count, *self.shape[self.dim + 1 :])
 
     def of_row(self) -> Cut:
-        """Return the cut of ``whole[i]``, for any i. The parameter must not be cut along its first dimension."""
-        return replace(self, shape=self.shape[1:], dim=max(self.dim - 1, 0))
+        """Return the cut of ``whole[i]``, for any i that the part has: all of it, if the first dimension is cut."""
+        if self.dim == 0:
+            return Cut(shape=self.shape[1:], replicas=self.replicas, replica=self.replica)
+        return replace(self, shape=self.shape[1:], dim=self.dim - 1)
 
     def of(self, whole: Any) -> Any:
         """Return this part of the tensor ``whole``, as a view. This layer does not import torch."""

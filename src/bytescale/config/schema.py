@@ -16,6 +16,7 @@ AUTO_DOMAIN = 0
 AUTO_HEAD_GROUPS = 0
 LossPer = Literal["token", "sequence", "weight"]
 Shard = Literal["optimizer", "parameters"]
+Experts = Literal["gathered", "parallel"]
 PlannerName = Literal["adaptive", "paper", "greedy", "naive", "static"]
 
 
@@ -178,6 +179,10 @@ class ParallelConfig:
     pp."""
     domain: int = field(default=AUTO_DOMAIN, metadata=limits(least=0, auto=AUTO_DOMAIN))
     """Consecutive HDP ranks that share parameters; `auto` (or 0): those of a node."""
+    experts: Experts = "gathered"
+    """How a domain that shares parameters computes mixtures of experts. gathered: as all else of a layer. parallel:
+    every rank keeps whole experts, as many as the others, and tokens travel to the experts that the router has chosen
+    and back; not with tp."""
     gradient_bucket_mib: float = field(default=1.0, metadata=limits(least=0))
     """MiB of gradients in one bucket. HDP ranks reduce gradients bucket by bucket while they compute, and gather
     parameters in the same parts. Large models have larger buckets, because there are at most 64. 0: everything is

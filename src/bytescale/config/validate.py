@@ -18,6 +18,7 @@ from bytescale.config.schema import (
     AUTO_CAPACITY,
     Config,
     DataConfig,
+    Experts,
     MemoryConfig,
     ParallelConfig,
     Shard,
@@ -55,7 +56,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
             f'least {-(-data.context_length // ranks)}, a shorter context, or memory.offload = "on"',
         )
     _check_optimizer(config)
-    _check_sharing(config, ranks)
+    _check_sharing(config, shape, ranks)
     if (config.eval.keep_best or config.eval.patience) and not config.eval.sources:
         name = "eval.keep_best" if config.eval.keep_best else "eval.patience"
         raise ConfigError(f"{name} is set, but eval.sources is empty", so="no loss would be lower than another",
@@ -259,9 +260,30 @@ def _check_prefixes(config: Config, shape: Architecture | AttachedArchitecture) 
                           fix="use the local loader, tp = pp = 1 and a weight of 0, or leave it out")  # fmt: skip
 
 
-def _check_sharing(config: Config, ranks: int) -> None:
+def check_experts(experts: str, shard: str) -> None:
+    """Raise ``ConfigError`` where experts cannot be computed as it was asked for, whatever the model."""
+    if experts not in get_args(Experts):
+        raise ConfigError(f"experts is {experts!r}", fix=f"use one of {', '.join(get_args(Experts))}")
+    if experts == "parallel" and shard == "optimizer":
+        raise ConfigError(
+            'experts is "parallel", but shard is "optimizer"',
+            so="every rank would keep all experts, and tokens had no reason to travel",
+            fix='set shard to "parameters", or leave experts out',
+        )
+
+
+def _check_sharing(config: Config, shape: Architecture | AttachedArchitecture, ranks: int) -> None:
     parallel = config.parallel
-    if sharing_domain(parallel.shard, parallel.domain, ranks, ranks) == 1:
+    check_experts(parallel.experts, parallel.shard)
+    if parallel.experts == "parallel" and (parallel.tp > 1 or getattr(shape, "num_experts", 1) == 0):
+        raise ConfigError(
+            f'parallel.experts is "parallel" with parallel.tp = {parallel.tp} and {getattr(shape, "num_experts", "")} '
+            "experts in a layer",
+            so="ranks have whole experts, and none of them a part of one",
+            fix="set parallel.tp to 1 and take a mixture of experts, or leave parallel.experts out",
+        )
+    domain = sharing_domain(parallel.shard, parallel.domain, ranks, ranks)
+    if domain == 1:
         return
     if parallel.pp > 1:
         raise ConfigError(

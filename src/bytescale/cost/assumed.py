@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bytescale.common.limits import limits
-from bytescale.config import Architecture, Config
+from bytescale.config import Architecture, Config, Experts
 from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel
@@ -125,12 +125,15 @@ def assumed_cost(
     device: Literal["cpu", "cuda"],
     bytes_per_element: int,
     domain: int = 1,
+    experts: Experts = "gathered",
 ) -> CostModel:
     """The cost model of a model on a device of ``ASSUMED``, without any measurement.
 
-    ``domain``: consecutive ranks that gather the parameters in every round (``plan.Plan``).
+    ``domain``: consecutive ranks that gather the parameters in every round (``plan.Plan``), or all but the experts.
     """
     profile = ASSUMED[device].profile(model, bytes_per_element=bytes_per_element)
+    if experts == "parallel":
+        profile = profile.with_parallel_experts(model, domain=domain)
     cost = profile.cost_model()
     a_round = round_seconds(profile, domain=domain, ranks_per_node=cost.ranks_per_node)
     return replace(

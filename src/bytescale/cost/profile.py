@@ -219,6 +219,27 @@ class Profile:
             passes=self._passes(),
         )
 
+    def with_parallel_experts(
+        self, model: Architecture | ModelSpec, *, domain: int, ranks_per_node: int = 8
+    ) -> Profile:
+        """This profile where the ranks of a ``domain`` have the experts in parallel (``runtime.experts``).
+
+        A row goes to each of a token's experts and back, in forward, and again in backward. Messages are spread evenly,
+        and nothing hides them. Experts are neither gathered nor reduced; that domains reduce theirs once is left out.
+        """
+        spec = ModelSpec.of(model)
+        if domain == 1:
+            return self
+        row_bytes = self.architecture.hidden_size * self.parameter_bytes
+        sent = 2 * spec.expert_rows * row_bytes * (domain - 1) / domain
+        seconds = sent / self.links.ring_bytes_per_second(domain > ranks_per_node)
+        return replace(
+            self,
+            rest_forward=replace(self.rest_forward, linear=self.rest_forward.linear + seconds),
+            rest_backward=replace(self.rest_backward, linear=self.rest_backward.linear + seconds),
+            layer_parameters=max(1, self.layer_parameters - spec.experts),
+        )
+
     def _passes(self) -> tuple[Pass, ...]:
         """Forward and backward, with their shares of the sums in ``cost_model``."""
         attention = (self.attention_forward.quadratic, self.attention_backward.quadratic)

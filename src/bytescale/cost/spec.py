@@ -31,6 +31,10 @@ class ModelSpec:
     """Weights that a token is multiplied with. Of a mixture of experts, those of its own experts."""
     trained: float
     """Those of them that are trained."""
+    experts: int = 0
+    """Weights of all experts, which ``parameters`` has; routers and shared experts are not among them."""
+    expert_rows: float = 0.0
+    """How many experts a token is sent to."""
     head: int
     """Weights of the output projection."""
     head_trained: int
@@ -58,6 +62,8 @@ class ModelSpec:
             parameters=flops.layer_parameters(model),
             active=active,
             trained=active,
+            experts=3 * model.num_experts * model.ffn_hidden_size * model.hidden_size,
+            expert_rows=model.experts_per_token if model.num_experts else 0,
             head=head,
             head_trained=head,
             total=total,

@@ -160,7 +160,7 @@ def delivered(
         parts.append(torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(group.device))
     counts = [int(row[group.rank]) for row in group.share([float(len(part)) for part in parts])]
     found: dict[int, dict[str, Tensor]] = {}
-    for part in group.all_to_all(parts, counts).split(counts):
+    for part in group.all_to_all(torch.cat(parts), [len(part) for part in parts], counts).split(counts):
         for key, values in load(part.cpu().numpy().tobytes()).items():
             number, name = key.split("/", 1)
             found.setdefault(int(number), {})[name] = values.to(group.device)

@@ -40,7 +40,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.router(hidden, self.balance)
         weights, chosen = route(logits, self.experts_per_token)
-        return self.experts(hidden, weights, chosen)
+        return self.experts(hidden, chosen, weights)
 
 
 class Router(nn.Module):
@@ -66,8 +66,8 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(wide))
         self.down_proj = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size, shape.ffn_hidden_size))
 
-    def forward(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """``hidden [T, C], weights [T, K] fp32, chosen [T, K] int64 -> [T, C]``.
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """``hidden [T, C], chosen [T, K] int64, weights [T, K] -> [T, C]``, as transformers' modules of experts.
 
         Rows are sorted by a permutation, and each token's K rows are summed in a fixed order: bitwise reproducible.
         """

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.config import Experts
 from bytescale.cost import Cluster, CostModel
 from bytescale.hf.loop.hdp import HDP
 from bytescale.parity.thread_ranks import run_ranks
@@ -39,6 +40,7 @@ class Setup:
     equal_counts: bool = False
     domain: int = 1
     """Consecutive ranks that share the layers' parameters."""
+    experts: Experts = "gathered"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
             equal_counts=setup.equal_counts,
             shard="parameters" if setup.domain > 1 else "optimizer",
             domain=setup.domain,
+            experts=setup.experts,
         )
         hdp.optimizer(torch.optim.SGD, lr=0.0)
         loss_sum = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -149,16 +149,16 @@ class Executor:
         count = len(rank_plan.micro_batches)
         if len(micro_batches) != count:
             raise ValueError(f"tokens of {len(micro_batches)} micro-batches, the plan has {count}")
-        run = _Run(self, rank_plan.micro_batches, micro_batches, num_global_targets, RingBuffers())
+        run = self._begin(rank_plan, micro_batches, num_global_targets)
         self.part.activations.begin_step(rank_plan.micro_batches)
         if isinstance(self.part.module, HasBatchLoss):
             self.part.module.begin_batch()
 
         def step(action: Action, received: Tensor | None) -> Tensor | None:
-            with around(action):
+            with around(action) if action[1] < count else nullcontext():
                 return run.backward(action, received) if action[0] else run.forward(action, received)
 
-        self._walk(rank_plan, step, backward=True)
+        self._walk(rank_plan, run, step, backward=True)
         after_last_message()
         return run.result()
 
@@ -169,7 +169,7 @@ class Executor:
         On ranks that are not on the last stage the result is empty. The order is that of a training step, which cannot
         hang; messages of backward carry zeros.
         """
-        run = _Run(self, rank_plan.micro_batches, micro_batches, 1.0, RingBuffers())
+        run = self._begin(rank_plan, micro_batches, 1.0)
         losses: dict[int, Tensor] = {}
         inputs: dict[int, Tensor | None] = {}
 
@@ -182,14 +182,23 @@ class Executor:
             output = run.output(index, received)
             if not self.mesh.is_last_stage:
                 return output
-            losses[index] = token_losses(self.head(), output, torch.as_tensor(micro_batches[index].labels))
+            losses[index] = token_losses(self.head(), output, torch.as_tensor(run.data[index].labels))
             return None
 
-        self._walk(rank_plan, step, backward=False)
-        return [losses[index] for index in sorted(losses)]
+        self._walk(rank_plan, run, step, backward=False)
+        return [losses[index] for index in sorted(losses)][: len(micro_batches)]
+
+    def _begin(self, rank_plan: RankPlan, micro_batches: Sequence[MicroBatchTokens], num_global_targets: float) -> _Run:
+        """With experts in parallel, also of the rounds in which this rank has no tokens: the others' may come to it."""
+        plan, data = list(rank_plan.micro_batches), list(micro_batches)
+        if self.units is not None and self.units.mixtures:
+            for index in range(len(plan), rank_plan.num_rounds):
+                plan.append(MicroBatch.of_documents(index, []))
+                data.append(_NoTokens())
+        return _Run(self, plan, data, num_global_targets, RingBuffers())
 
     def _walk(
-        self, rank_plan: RankPlan, step: Callable[[Action, Tensor | None], Tensor | None], *, backward: bool
+        self, rank_plan: RankPlan, run: _Run, step: Callable[[Action, Tensor | None], Tensor | None], *, backward: bool
     ) -> None:
         """Run ``step`` for every forward and backward, from what it receives to what it sends to the next stage.
 
@@ -199,6 +208,7 @@ class Executor:
         dtype = next(iter(module.parameters())).dtype
         if self.units is not None:
             self.units.begin()
+        rank_plan = replace(rank_plan, micro_batches=tuple(run.plan))
         links = StageLinks(self.mesh, rank_plan, module.hidden_size, dtype)
         links.exchange(0)
         for place, action in enumerate(links.actions):
@@ -211,6 +221,13 @@ class Executor:
     def head(self) -> Head:
         part = self.part
         return PlainHead(part.module.head_weight, self.mesh.tp.group) if part.head is None else part.head
+
+
+class _NoTokens:
+    """``MicroBatchTokens`` of a round without tokens."""
+
+    tokens = labels = position_ids = torch.zeros(0, dtype=torch.int64)
+    weights = None
 
 
 @dataclass

@@ -97,14 +97,13 @@ class RankGroup:
             return
         self.timed(lambda: _all_gather(full, shard, group=self.group))
 
-    def all_to_all(self, parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-        """Send ``parts [n]``, one to each rank, in rank order. Returns what they send, end to end, ``counts`` long."""
-        sent = torch.cat(list(parts))
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send ``sent[r]`` of ``rows [R, ...]`` to rank r, in rank order. Returns the ``received`` ones, likewise."""
         if self.group is None:
-            return sent
-        received, sizes = sent.new_empty(sum(counts)), [len(part) for part in parts]
-        self.timed(lambda: dist.all_to_all_single(received, sent, list(counts), sizes, group=self.group))
-        return received
+            return rows
+        arrived, leaving = rows.new_empty(sum(received), *rows.shape[1:]), rows.contiguous()
+        self.timed(lambda: dist.all_to_all_single(arrived, leaving, list(received), list(sent), group=self.group))
+        return arrived
 
     def start_reduce_scatter(self, full: Tensor) -> PendingCollective:
         """Start to sum ``full [size * n]`` over ranks, in place; only this rank's part ``[n]`` is defined then."""

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes
@@ -35,6 +35,12 @@ class States:
     """How many of ``num_parameters`` they share in the embedding, each layer, the head, and what is both ends."""
     frozen_of_units: tuple[int, ...] = ()
     """The same of ``num_frozen``."""
+    trained_experts: tuple[int, ...] = ()
+    """How many of ``trained_of_units`` are experts'; empty: none."""
+    frozen_experts: tuple[int, ...] = ()
+    """How many of ``frozen_of_units`` are."""
+    experts_in_parallel: bool = False
+    """Whether experts are never gathered (``runtime.experts``)."""
     on_host: bool = False
     """Whether master weights and moments are in host memory (``runtime.optimizer.host_states``)."""
 
@@ -42,20 +48,24 @@ class States:
     def parameter_bytes(self) -> int:
         """The weights that compute: a rank's part of the units, and two neighbouring ones that are open."""
         units = [sum(both) for both in zip(self.trained_of_units, self.frozen_of_units, strict=True)]
-        return self._held(self.num_parameters + self.num_frozen, units) * self.element_bytes
+        pairs = zip_longest(self.trained_experts, self.frozen_experts, fillvalue=0)
+        experts = [sum(both) for both in pairs]
+        return self._held(self.num_parameters + self.num_frozen, units, experts) * self.element_bytes
 
     @property
     def gradient_bytes(self) -> int:
         """Gradient sums of all weights that are trained, likewise."""
-        return self._held(self.num_parameters, self.trained_of_units) * self._wide
+        return self._held(self.num_parameters, self.trained_of_units, self.trained_experts) * self._wide
 
-    def _held(self, total: int, of_units: Sequence[int]) -> int:
+    def _held(self, total: int, of_units: Sequence[int], experts: Sequence[int]) -> int:
         """Of ``total`` weights, how many a rank has at a time."""
         if self.domain == 1:
             return total
-        embedding, *layers, head, tied = of_units
+        apart = experts if self.experts_in_parallel else ()
+        gathered = [a - b for a, b in zip_longest(of_units, apart, fillvalue=0)]
+        embedding, *layers, head, tied = gathered
         most = max(a + b for a, b in pairwise([embedding + tied, *layers, head + tied]))
-        return total - sum(of_units) + sum(-(-own // self.domain) for own in of_units) + most
+        return total - sum(of_units) + sum(-(-own // self.domain) for own in (*gathered, *apart)) + most
 
     @property
     def optimizer_bytes(self) -> int:

@@ -29,8 +29,6 @@ class MemoryModel(CountedMemory):
 
     num_ranks: int
     """HDP ranks, over which the optimizer's states are sharded."""
-    domain: int = 1
-    """HDP ranks that share weights."""
     optimizer_on_host: bool = False
     nccl_bytes: int = 0
     """What NCCL holds beside everything that is counted here."""
@@ -81,9 +79,10 @@ class MemoryModel(CountedMemory):
         ``counted``: the shape of the model; or its memory, if that was measured, which is returned. ``domain``: HDP
         ranks that share weights.
         """
+        in_parallel = config.parallel.experts == "parallel" and domain > 1
         if isinstance(counted, MeasuredMemory):
-            states = counted.states
-            return replace(counted, states=replace(states, domain=domain, on_host=config.optimizer.offload))
+            states = replace(counted.states, domain=domain, experts_in_parallel=in_parallel)
+            return replace(counted, states=replace(states, on_host=config.optimizer.offload))
         parallel, memory = config.parallel, config.memory
         whole = MemoryModel.on_device(
             ModelShare(architecture=counted, tensor_parallel=parallel.tp, num_stages=parallel.pp),
@@ -93,7 +92,9 @@ class MemoryModel(CountedMemory):
             checkpointing=memory.checkpointing,
             attention=config.kernels.attention,
         )
-        whole = replace(whole, domain=domain, optimizer_on_host=config.optimizer.offload)
+        whole = replace(
+            whole, domain=domain, experts_in_parallel=in_parallel, optimizer_on_host=config.optimizer.offload
+        )
         if memory.head_groups != AUTO_HEAD_GROUPS:
             return replace(whole, head_groups=memory.head_groups)
         tokens = parallel.capacity_tokens or None
@@ -135,6 +136,7 @@ class MemoryModel(CountedMemory):
         words = flops.head_parameters(shape) // parts
         ends = (0, 0, words) if shape.tie_embeddings else (words, words, 0)
         units = (ends[0], *(layer,) * self.share.num_layers, *ends[1:])
+        experts = 3 * shape.num_experts * shape.ffn_hidden_size * shape.hidden_size // parts
         return States(
             num_parameters=self.share.num_parameters,
             element_bytes=self.element_bytes,
@@ -142,6 +144,8 @@ class MemoryModel(CountedMemory):
             domain=self.domain,
             trained_of_units=units,
             frozen_of_units=(0,) * len(units),
+            trained_experts=(0, *(experts,) * self.share.num_layers, *(0 for _ in ends[1:])),
+            experts_in_parallel=self.experts_in_parallel,
             on_host=self.optimizer_on_host,
         )
 

@@ -29,6 +29,10 @@ class CountedMemory(DeviceMemory):
     """2 for bf16, 4 for fp32, 8 for fp64. Sums are in fp32 or wider."""
     kernels: KernelMemory = field(default_factory=KernelMemory)
     checkpointing: Checkpointing = "none"
+    domain: int = 1
+    """HDP ranks that share weights."""
+    experts_in_parallel: bool = False
+    """Whether they have whole experts, to which tokens travel: this counts as many as come if all are chosen alike."""
     head_groups: int = 1
     """Groups of heads that attention and its projections take one after the other, under checkpointing."""
 
@@ -64,19 +68,23 @@ class CountedMemory(DeviceMemory):
         inner = max(1, shape.experts_per_token) * shape.ffn_hidden_size * self.element_bytes // parts
         # The largest gradient of a matrix. The experts' gradients come as one tensor.
         matrix = shape.ffn_hidden_size * shape.hidden_size * self.element_bytes // parts
+        experts, chunk_rows, sent = max(1, shape.num_experts), self.kernels.feed_forward_rows, 0
+        if self.experts_in_parallel:  # rows that leave and rows that come, all at once
+            experts, chunk_rows = experts // self.domain, math.inf
+            sent = 2 * shape.experts_per_token * rows.hidden
         phase = Phase(
             name="layer",
-            fixed_bytes=max(1, shape.num_experts) * matrix,
+            fixed_bytes=experts * matrix,
             bytes_per_shared_token=self._ring_buffers_beside_feed_forward,
             bytes_per_grid_token=self._rings.own_message,
             bytes_per_row_token=self._rings.row_buffers,
-            chunk_tokens=self.kernels.feed_forward_rows,
+            chunk_tokens=chunk_rows,
         )
         if self.checkpointing == "none":
-            return replace(phase, chunk_tokens=math.inf, bytes_per_token=rows.hidden + inner)
+            return replace(phase, chunk_tokens=math.inf, bytes_per_token=rows.hidden + inner + sent)
         # The recomputed first half, the second half's input, and the gradients of the second half's output and input.
         held = rows.first_half(self.head_groups) + 3 * rows.own_hidden - rows.final_norm
-        chunk = rows.feed_forward_inner + inner
+        chunk = rows.feed_forward_inner + inner + sent
         if parts == 1:
             chunk += rows.norm - rows.own_hidden + rows.feed_forward_input + rows.hidden
         else:  # the norm and the gathering are not part of the chunks, nor are the gathered gradients

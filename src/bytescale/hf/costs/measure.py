@@ -85,20 +85,26 @@ def measured_memory(
 ) -> MeasuredMemory:
     """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
     unit_of = units_of(decoder.parts)
-    trained, frozen = ([0] * (len(decoder.parts) + 1) for _ in range(2))
+    of_experts = {id(parameter) for module in decoder.experts for parameter in module.parameters()}
+    trained, frozen, trained_experts, frozen_experts = ([0] * (len(decoder.parts) + 1) for _ in range(4))
     for parameter in decoder.parameters():
         if id(parameter) in unit_of:
-            (trained if parameter.requires_grad else frozen)[unit_of[id(parameter)]] += parameter.numel()
+            unit, number = unit_of[id(parameter)], decoder.size_of(parameter)
+            (trained if parameter.requires_grad else frozen)[unit] += number
+            if id(parameter) in of_experts:
+                (trained_experts if parameter.requires_grad else frozen_experts)[unit] += number
     parameters, layers, weight = list(decoder.parameters()), decoder.facts.layers, decoder.model_head.weight
     element_bytes, vocab_size = parameters[0].element_size(), decoder.model_head.num_words
     return MeasuredMemory(
         states=States(
-            num_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            num_frozen=sum(parameter.numel() for parameter in parameters if not parameter.requires_grad),
+            num_parameters=sum(decoder.size_of(parameter) for parameter in parameters if parameter.requires_grad),
+            num_frozen=sum(decoder.size_of(parameter) for parameter in parameters if not parameter.requires_grad),
             element_bytes=element_bytes,
             num_ranks=num_ranks,
             trained_of_units=tuple(trained),
             frozen_of_units=tuple(frozen),
+            trained_experts=tuple(trained_experts),
+            frozen_experts=tuple(frozen_experts),
         ),
         rows=rows,
         rings=ring_widths(layers, element_bytes),

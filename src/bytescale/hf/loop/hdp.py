@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from bytescale.common.environment import ranks_here
 from bytescale.common.errors import ConfigError, PlanError
-from bytescale.config import DataConfig, PlannerName, Shard, sharing_domain
+from bytescale.config import DataConfig, Experts, PlannerName, Shard, sharing_domain
+from bytescale.config.validate import check_experts
 from bytescale.cost import Cluster, CostModel
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.memory import DeviceKind
@@ -72,6 +73,7 @@ class HDP(Updates):
         equal_counts: bool = False,
         shard: Shard = "optimizer",
         domain: int | None = None,
+        experts: Experts = "gathered",
         longest_document: int | None = None,
         cost: CostModel | None = None,
         forward_only: bool = False,
@@ -87,8 +89,7 @@ class HDP(Updates):
             group: the ranks; None: all ranks, or this one alone where torch.distributed has not been initialised.
             capacity_tokens: tokens that one micro-batch of a rank may hold (``auto``: as many as fit for training, see
                 ``hf.loop.room``). A longer document is shared by several.
-            device_gib: what a rank may use of its device, against which plans are checked; None: most of it with
-                ``auto``, and else they are not.
+            device_gib: what plans may use of a rank's device; None: most of it with ``auto``, else they are unchecked.
             planner: see ``make_planner``.
             equal_counts: whether every rank gets equally many micro-batches, as FSDP needs (see ``make_planner``).
                 Those that the plan does not have are one row that stands for no token.
@@ -96,8 +97,9 @@ class HDP(Updates):
                 ``parameters``, ranks share the parameters and gradients of the layers, too, from ``adamw`` or
                 ``optimizer`` on, and gather a layer when it computes. They run in lockstep, as with ``equal_counts``.
             domain: consecutive ranks that share parameters; None: those of a node. It divides the number of ranks.
-            longest_document: tokens for which rotary positions that depend on the longest one (dynamic NTK, longrope)
-                are fixed, for good; other models do not need it.
+            experts: ``gathered`` as all else of a layer, or ``parallel``: the ranks of a domain keep whole experts,
+                equally many each, and tokens travel to those that the router has chosen and back (``runtime.experts``).
+            longest_document: its tokens, fixed for good, where rotary positions depend on it (dynamic NTK, longrope).
             cost: what the planner is to believe of training; None: counted from the model.
             forward_only: whether plans are for passes without backward, as scoring and prefill have them.
             kernel: ``auto``, or ``math`` for the slow reference.
@@ -109,17 +111,16 @@ class HDP(Updates):
         is in the way; ``RankFailure`` if the ranks have different settings or models.
         """
         super().__init__(model, _rank_group(group, next(model.parameters()).device))
-        self.sharing = _sharing(shard, domain, self.group, equal_counts=equal_counts)
+        self.sharing, self.experts = _sharing(shard, domain, self.group, experts, equal_counts=equal_counts), experts
         self.domain = self.group.size if equal_counts else self.sharing
-        self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
-        unmeasured = {"equal_counts": equal_counts, "forward_only": forward_only}
-        require_use_of_memory(capacity_tokens, device_gib, host_gib, **unmeasured)
+        require_use_of_memory(capacity_tokens, device_gib, host_gib, equal_counts, forward_only)
         decoder = AttachedDecoder(model, longest_document=longest_document)
         with ExitStack() as undo:
             undo.callback(decoder.undo)
             self.engine = Engine(decoder, self.group, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
             undo.callback(self.engine.activations.remove)
-            self._prepare(Room.of(self.engine, capacity_tokens, device_gib, self.sharing), planner, cost, forward_only)
+            self.room = Room.of(self.engine, capacity_tokens, device_gib, self.sharing, experts)
+            self._prepare(planner, cost, forward_only)
             undo.pop_all()
 
     @property
@@ -132,13 +133,16 @@ class HDP(Updates):
         """Every layer's attention, as the probe has found it."""
         return self.engine.decoder.facts
 
-    def _prepare(self, room: Room, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
-        self.room = room
+    def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
+        self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
         parameter = next(self.model.parameters())
         element = parameter.element_size()
+        if self.experts == "parallel":
+            self.engine.decoder.require_experts(self.sharing)
         if cost is None:
             device: DeviceKind = "cuda" if parameter.device.type == "cuda" else "cpu"
-            cost = assumed_cost(self.engine.decoder.spec, device=device, bytes_per_element=element, domain=self.domain)
+            spec, domain, experts = self.engine.decoder.spec, self.domain, self.experts
+            cost = assumed_cost(spec, device=device, bytes_per_element=element, domain=domain, experts=experts)
         self.cost = cost.forward_only(element) if forward_only else cost
         self.planner = make_planner(
             num_ranks=self.group.size,
@@ -146,8 +150,8 @@ class HDP(Updates):
             cost=self.cost,
             planner=planner,
             domain=self.domain,
-            offload=room.offload,
-            limits=room.limits,
+            offload=self.room.offload,
+            limits=self.room.limits,
         )
         self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint())
 
@@ -341,7 +345,15 @@ class HDP(Updates):
     def _fingerprint(self) -> int:
         """63 bits of what has to be equal on all ranks."""
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
-        settings = (self.facts, self.cost, self.capacity_tokens, self.domain, self.sharing, self.planner.config)
+        settings = (
+            self.facts,
+            self.cost,
+            self.capacity_tokens,
+            self.domain,
+            self.sharing,
+            self.experts,
+            self.planner.config,
+        )
         return _digest(settings, shapes, _weight_sums(self.model))
 
 
@@ -351,7 +363,8 @@ def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGr
     return RankGroup(None if group is None or group.size() == 1 else group, device=device)
 
 
-def _sharing(shard: Shard, domain: int | None, group: RankGroup, *, equal_counts: bool) -> int:
+def _sharing(shard: Shard, domain: int | None, group: RankGroup, experts: str, *, equal_counts: bool) -> int:
+    check_experts(experts, shard)
     if equal_counts and shard == "parameters":
         raise ConfigError(
             'equal_counts = True with shard = "parameters"',

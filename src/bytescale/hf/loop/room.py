@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import AUTO_CAPACITY
+from bytescale.config import AUTO_CAPACITY, Experts
 from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.memory import MeasuredMemory, fitting_capacity
 from bytescale.cost.offload_rule import OffloadRule
@@ -37,7 +37,7 @@ class Room:
     offload: OffloadRule | None = None
 
     @staticmethod
-    def of(engine: Engine, capacity_tokens: Capacity, device_gib: float | None, domain: int) -> Room:
+    def of(engine: Engine, capacity_tokens: Capacity, device_gib: float | None, domain: int, experts: Experts) -> Room:
         """Measure what has to be known. Every rank calls it.
 
         Raises ``ConfigError`` for a capacity that does not fit ``device_gib``, and where offloading frees nothing.
@@ -47,7 +47,8 @@ class Room:
         if not (auto or device_gib is not None or engine.pool):
             return Room(capacity_tokens=wanted)
         memory, group = engine.measured_memory(), engine.group
-        memory = replace(memory, states=replace(memory.states, domain=domain))
+        states = replace(memory.states, domain=domain, experts_in_parallel=experts == "parallel")
+        memory = replace(memory, states=states)
         limits, offload, host_bytes = None, None, 0.0
         if engine.pool is not None:
             times = ASSUMED[memory.kind].profile(engine.decoder.spec, bytes_per_element=memory.states.element_bytes)
@@ -61,27 +62,22 @@ class Room:
         return Room(capacity_tokens=wanted, memory=memory, limits=limits, offload=offload)
 
 
-NEVER_MEASURED = {
-    "forward_only": "without a backward nothing is kept",
-    "equal_counts": "memory of weights that FSDP frees and fills again looks like activations",
-}
-
-
 def require_use_of_memory(
-    capacity_tokens: Capacity, device_gib: float | None, host_gib: float, **without: bool
+    capacity_tokens: Capacity, device_gib: float | None, host_gib: float, equal_counts: bool, forward_only: bool
 ) -> None:
-    """Raise ``ConfigError`` for what needs measured memory where it cannot be measured, and for other words.
-
-    ``without``: which of ``NEVER_MEASURED`` are set.
-    """
+    """Raise ``ConfigError`` for what needs measured memory where it cannot be measured, and for other words."""
     if isinstance(capacity_tokens, str) and capacity_tokens != "auto":
         raise ConfigError(f"capacity_tokens = {capacity_tokens!r}", fix='give a number of tokens, or "auto"')
     asked = [f"{name} = {value}" for name, value in (("device_gib", device_gib), ("host_gib", host_gib)) if value]
     if capacity_tokens == "auto":
         asked.append('capacity_tokens = "auto"')
-    for name in (name for name, is_set in without.items() if is_set and asked):
-        raise ConfigError(
-            f"{asked[0]} with {name} = True: {NEVER_MEASURED[name]}",
-            so="what a token needs could not be measured",
-            fix=f"leave {name} out, or give capacity_tokens alone, as a number",
-        )
+    for name, is_set, why in (
+        ("forward_only", forward_only, "without a backward nothing is kept"),
+        ("equal_counts", equal_counts, "memory of weights that FSDP frees and fills again looks like activations"),
+    ):
+        if asked and is_set:
+            raise ConfigError(
+                f"{asked[0]} with {name} = True: {why}",
+                so="what a token needs could not be measured",
+                fix=f"leave {name} out, or give capacity_tokens alone, as a number",
+            )

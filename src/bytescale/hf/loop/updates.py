@@ -17,7 +17,7 @@ from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.checkpoint.manifest import RunState, read_manifest, step_name, step_of
 from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, bytes_of_a_rank
 from bytescale.common.errors import CheckpointError, ConfigError, NonFiniteError
-from bytescale.config import CheckpointConfig
+from bytescale.config import CheckpointConfig, Experts
 from bytescale.cost.memory import States, host_bytes_left
 from bytescale.hf.files.weight_stream import named_weights
 from bytescale.hf.loop.micro_batch import Engine
@@ -34,6 +34,7 @@ class Updates:
 
     engine: Engine
     sharing: int
+    experts: Experts
     is_reducing = False
     """Whether ranks reduce gradients already: the loop over a batch that was planned with last=True has ended."""
 
@@ -102,6 +103,7 @@ class Updates:
             options,
             group_options,
             domain=self.sharing,
+            experts=decoder.experts if self.experts == "parallel" else (),
             on_host=offload,
             **_layers_of(decoder, shared=self.sharing > 1),
         )
@@ -244,7 +246,9 @@ class Updates:
         return extra
 
     def _architecture(self) -> dict[str, Any]:
-        shapes = {entry.name: list(entry.shape) for zero in self.sharded().zeros for entry in zero.parameters.entries}
+        shapes = {
+            entry.name: list(entry.cut.shape) for zero in self.sharded().zeros for entry in zero.parameters.entries
+        }
         return {"model": type(self.model).__name__, "parameters": shapes}
 
     def _checkpoints(self, folder: Path, keep: int) -> tuple[Checkpointer, dist.ProcessGroup]:

@@ -17,6 +17,11 @@ _STATE_FLOPS = 6
 """Operations of a recurrence for each number of its state and token: a decay, a write and a read."""
 
 
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    """Of every mixture, the module that has all experts, in stacked weights, and takes what the router says."""
+    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+
+
 def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
     """Count any attached model. All ranks get the same without a measurement.
 
@@ -35,6 +40,8 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
     matrices, trained, head, head_trained = _matrix_parameters(model)
     recurrences = _STATE_FLOPS / 2 * sum(mixer.state_numbers for mixer in facts.mixers)
     stack = _equal_layers(model, facts, (matrices - head) / count)
+    mixtures = experts_of(model)
+    of_experts = sum(parameter.numel() for module in mixtures for parameter in module.parameters())
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     total = sum(size for size, _ in sizes)
     vocabulary = flops.head_parameters(stack) * (1 if stack.tie_embeddings else 2)
@@ -46,6 +53,8 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
         parameters=max(0, total - vocabulary) // count,
         active=(matrices - head + recurrences) / count,
         trained=(trained - head_trained + recurrences) / count,
+        experts=of_experts // count,
+        expert_rows=len(mixtures) * getattr(getattr(model, "config", None), "num_experts_per_tok", 0) / count,
         head=head,
         head_trained=head_trained,
         total=total,

@@ -22,12 +22,13 @@ from bytescale.attention.autocast import in_autocast
 from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.common.units import format_bytes
 from bytescale.cost.spec import ModelSpec
-from bytescale.hf.model.costs import spec_of
+from bytescale.hf.model.costs import experts_of, spec_of
 from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states
 from bytescale.hf.model.interface import KEYWORD, Attachment, Call, Target, foreign_model, refusal
 from bytescale.hf.model.long_rope import fix_rope, unfix_rope
 from bytescale.hf.model.probe import ModelFacts, probe
 from bytescale.recurrence import Cuts, GroupCuts
+from bytescale.runtime.experts import num_experts_of
 from bytescale.runtime.loss import Head, PlainHead
 
 
@@ -64,6 +65,7 @@ class AttachedDecoder(nn.Module):
         self.is_frozen = False
         self._random = {name: modules.get(name, model) for name in self.facts.random_parts}
         self._plain_heads: dict[int, bool] = {}
+        self._whole_sizes: dict[int, int] = {}
 
     def is_in(self, model: nn.Module) -> bool:
         """Whether ``model`` is the attached model or a module around it."""
@@ -105,6 +107,28 @@ class AttachedDecoder(nn.Module):
         """Embedding, layers and head (``lockstep.Units``), an empty module in place of one that does not exist."""
         embedding, head = (module or nn.Module() for module in embeddings_of(self.model))
         return [embedding, *self.layers, head]
+
+    @property
+    def experts(self) -> list[nn.Module]:
+        return experts_of(self.model)
+
+    def require_experts(self, domain: int) -> None:
+        """Raise ``ConfigError`` unless the ranks of a ``domain`` can have the experts in parallel."""
+        if not self.experts:
+            raise refusal(
+                "the model",
+                "it has no mixture of experts whose weights transformers stacks",
+                so="no token could travel to another rank's experts",
+                fix='leave experts = "parallel" out',
+            )
+        for module in self.experts:
+            num_experts_of(module, domain)
+        _ = self.spec  # counted while the experts are here
+        self._whole_sizes = {id(p): p.numel() for module in self.experts for p in module.parameters()}
+
+    def size_of(self, parameter: Tensor) -> int:
+        """Numbers of a parameter, also of experts of which this rank has a part."""
+        return self._whole_sizes.get(id(parameter), parameter.numel())
 
     @cached_property
     def spec(self) -> ModelSpec:

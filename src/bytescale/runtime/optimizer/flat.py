@@ -190,6 +190,10 @@ class FlatParameters:
         """A copy ``[padded]`` of what this rank has in ``values`` or ``gradients``, with zeros for what it has not."""
         return own.clone()
 
+    def by_name(self, whole: Tensor) -> dict[str, Tensor]:
+        """Copies of what ``whole [padded]`` has of each parameter."""
+        return {own.name: whole[own.start : own.stop].view(own.shape).clone() for own in self.entries}
+
     def pieces(self, place: slice) -> Iterator[Piece]:
         """The parts of parameters inside a range of the buffers, in order."""
         for entry in self.entries:

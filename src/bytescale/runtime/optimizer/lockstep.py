@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError, RankFailure
+from bytescale.runtime.experts import ParallelExperts
 from bytescale.runtime.group import PendingCollective
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.flat import Entry
-from bytescale.runtime.optimizer.units import Named, UnitParameters
+from bytescale.runtime.optimizer.units import DomainParameters, ExpertParameters, Named, UnitParameters
 
 AT_ONCE = "is_differentiated_at_once"
 """An attribute of a head whose gradients are computed in forward (``Head.add_loss``), when no backward runs."""
@@ -31,9 +32,19 @@ AT_ONCE = "is_differentiated_at_once"
 class Units:
     """Opens and closes the parts of a model while they compute, forward and backward."""
 
-    def __init__(self, parts: Sequence[nn.Module], stores: Sequence[UnitParameters]) -> None:
-        """Hook the parts. ``stores``: all of their parameters, by dtype and by whether they are trained."""
-        self.stores = list(stores)
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        stores: Sequence[UnitParameters],
+        mixtures: Sequence[ParallelExperts] = (),
+        experts: Sequence[ExpertParameters] = (),
+    ) -> None:
+        """Hook the parts. ``stores``: all of their parameters, by dtype and by whether they are trained.
+
+        ``experts`` are in other memory, and those of ``mixtures``, whose messages all ranks of a domain need.
+        """
+        self.stores, self.mixtures = list(stores), list(mixtures)
+        self._experts = {id(p): store for store in experts for p in store.parameters}
         self._unit_of = units_of(parts)
         self._first, self._head = 0 if any(True for _ in parts[0].parameters()) else 1, len(parts) - 1
         self._head_module, self._trains = parts[-1], _trains_layers(parts)
@@ -67,6 +78,8 @@ class Units:
 
     def whole(self, parameter: nn.Parameter) -> Tensor:
         """A parameter's values: a copy, if ranks share it. All ranks of the domain call it, in the same order."""
+        if id(parameter) in self._experts:
+            return self._experts[id(parameter)].gathered(parameter)
         if id(parameter) not in self._shared:
             return parameter.detach()
         unit = self._unit_of[id(parameter)]
@@ -81,6 +94,11 @@ class Units:
         for hook in self._hooks:
             hook.remove()
         self._show(sorted({*self._unit_of.values()}))
+        for store in dict.fromkeys(self._experts.values()):
+            for parameter in dict.fromkeys(store.parameters):
+                parameter.data = store.gathered(parameter)
+        for mixture in self.mixtures:
+            mixture.undo()
 
     # -- the order of operations, the same on all ranks of a domain ------------------------------------------------
 
@@ -254,27 +272,42 @@ def shard_parts(
     late: Collection[str] = (),
     cuts: Mapping[str, Cut] | None = None,
     initial: Callable[[Entry], Tensor] | None = None,
-) -> tuple[list[Named], list[UnitParameters], Units]:
+    experts: Sequence[nn.Module] = (),
+) -> tuple[list[Named], list[DomainParameters], Units]:
     """Let the ranks of ``mesh.domain`` share the parameters of ``parts``: the embedding, the layers and the head.
 
     Returns the parameters that stay whole, what is trained of the others, and what opens the parts. Parameters stay
     whole that ``units_of`` leaves out, that tensor-parallel ranks hold alike, and ``late`` ones, whose gradients come
     after the layers' backward. ``dtype``: of the parameters; None: the one that each of them has. ``cuts, initial``:
-    see ``UnitParameters``.
+    see ``UnitParameters``. ``experts``: modules of mixtures in the parts, in order, whose experts are computed in
+    parallel (``runtime.experts``), and not gathered.
     """
-    unit_of = units_of(parts)
+    mixtures = [ParallelExperts(module, mesh.domain) for module in experts]
+    mixture_of = {id(parameter): place for place, module in enumerate(experts) for parameter in module.parameters()}
+    unit_of = {key: unit for key, unit in units_of(parts).items() if key not in mixture_of}
     for name, parameter in named:
         if name in late or (cuts is not None and cuts[name].replicas > 1):
             unit_of.pop(id(parameter), None)
-    rest = [item for item in named if id(item[1]) not in unit_of]
-    units: dict[tuple[bool, torch.dtype], list[list[Named]]] = {}
+    rest = [item for item in named if id(item[1]) not in unit_of and id(item[1]) not in mixture_of]
+    stores = [
+        UnitParameters(units, mesh, dtype=kind, trained=trained, cuts=cuts, initial=initial)
+        for trained, kind, units in _by_kind(named, unit_of, dtype)
+    ]
+    in_parallel = [
+        ExpertParameters(list(filter(None, own)), mesh, dtype=kind, trained=trained, initial=initial)
+        for trained, kind, own in _by_kind(named, mixture_of, dtype)
+    ]
+    return rest, [own for own in (*stores, *in_parallel) if own.trained], Units(parts, stores, mixtures, in_parallel)
+
+
+def _by_kind(
+    named: Sequence[Named], place_of: Mapping[int, int], dtype: torch.dtype | None
+) -> list[tuple[bool, torch.dtype, list[list[Named]]]]:
+    """Of the parameters that have a place: those of each place, by whether they are trained, and by dtype."""
+    found: dict[tuple[bool, torch.dtype], list[list[Named]]] = {}
     for name, parameter in named:
-        if id(parameter) in unit_of:
-            key = parameter.requires_grad, dtype or parameter.dtype
-            units.setdefault(key, [[] for _ in range(len(parts) + 1)])[unit_of[id(parameter)]].append((name, parameter))
-    stores = {
-        key: UnitParameters(units[key], mesh, dtype=key[1], trained=key[0], cuts=cuts, initial=initial)
-        for key in sorted(units, key=str)
-    }
-    trained = [store for (is_trained, _), store in stores.items() if is_trained]
-    return rest, trained, Units(parts, list(stores.values()))
+        if id(parameter) in place_of:
+            kind = parameter.requires_grad, dtype or parameter.dtype
+            places = found.setdefault(kind, [[] for _ in range(max(place_of.values()) + 1)])
+            places[place_of[id(parameter)]].append((name, parameter))
+    return [(*kind, found[kind]) for kind in sorted(found, key=str)]

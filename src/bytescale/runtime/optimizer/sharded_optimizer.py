@@ -251,8 +251,7 @@ class ShardedOptimizer:
             flat = zero.parameters
             flat.collect_gradients()
             total = self.group.all_reduce(flat.whole(flat.gradients))
-            for entry in flat.entries:
-                found[entry.name] = total[entry.start : entry.stop].view(entry.shape).clone()
+            found |= flat.by_name(total)
         return found
 
     def state(self) -> dict[str, Any]:
@@ -265,9 +264,8 @@ class ShardedOptimizer:
                 for own in ranges:
                     whole[own.start : own.start + len(own.values)] = own.values
                 self.group.all_reduce(whole)
-                for entry in flat.entries:
-                    found = whole[entry.start : entry.stop].view(entry.shape)
-                    tensors.setdefault(entry.name, {})[name] = found.to("cpu", copy=True)
+                for parameter, values in flat.by_name(whole).items():
+                    tensors.setdefault(parameter, {})[name] = values.cpu()
         return {"num_updates": self.num_updates, "numbers": self.state_numbers(), "tensors": tensors}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -286,7 +284,8 @@ class ShardedOptimizer:
                 for part in zero.parameters.pieces(place):
                     inside = part.inside(slice(part.entry.start, part.entry.stop))
                     for name, whole in tensors[part.entry.name].items():
-                        values_of(states[name], part.start, part.stop).copy_(whole.flatten()[inside])
+                        own = part.entry.cut.of(whole).flatten()[inside]
+                        values_of(states[name], part.start, part.stop).copy_(own)
         self.finish_restore(int(state["num_updates"]), state["numbers"])
 
     def states(self, zero: ZeroShards | None = None) -> dict[str, list[Range]]:
@@ -344,7 +343,7 @@ class ShardedOptimizer:
         self.zero_grad()
 
     def _require_fitting(self, tensors: dict[str, dict[str, Tensor]]) -> None:
-        ours = {entry.name: entry.shape for zero in self.zeros for entry in zero.parameters.entries}
+        ours = {entry.name: entry.cut.shape for zero in self.zeros for entry in zero.parameters.entries}
         theirs = {name: tuple(states["master"].shape) for name, states in tensors.items()}
         if ours != theirs:
             different = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))

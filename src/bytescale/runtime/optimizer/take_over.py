@@ -17,7 +17,7 @@ from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.optimizer.lockstep import shard_parts
 from bytescale.runtime.optimizer.optimizers import GroupOptions
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
-from bytescale.runtime.optimizer.units import UnitParameters
+from bytescale.runtime.optimizer.units import DomainParameters
 from bytescale.runtime.optimizer.zero import ZeroShards
 
 BUCKET_BYTES = int(ParallelConfig().gradient_bucket_mib * 2**20)
@@ -34,6 +34,7 @@ def take_over(
     chunk: Chunk | None = None,
     late: Collection[str] = (),
     domain: int = 1,
+    experts: Sequence[nn.Module] = (),
     on_host: bool = False,
 ) -> ShardedOptimizer:
     """Move all parameters that require a gradient into flat memory, one buffer for each dtype.
@@ -46,6 +47,7 @@ def take_over(
             share parameters, its parts (``lockstep.Units``).
         late: names of parameters whose gradients are complete at the end alone (``FlatParameters``).
         domain: consecutive ranks that share the parameters of the chunk's parts (``units``).
+        experts: mixtures whose experts they compute in parallel (``shard_parts``).
         on_host: whether master weights and states are in host memory, and updated there (``host_states``).
 
     Raises:
@@ -59,11 +61,11 @@ def take_over(
         )
     require_elementwise(cls, options, one_by_one=on_host)
     mesh = Mesh.of_hdp(group, domain)
-    shared: list[UnitParameters] = []
+    shared: list[DomainParameters] = []
     units = None
     if domain > 1:
         assert chunk is not None, "whoever shares parts knows them"
-        named_parameters, shared, units = shard_parts(named_parameters, chunk[1], mesh)
+        named_parameters, shared, units = shard_parts(named_parameters, chunk[1], mesh, experts=experts)
     trainable = [item for item in named_parameters if item[1].requires_grad]
     dtypes = sorted({p.dtype for _, p in trainable}, key=str)
     size = BUCKET_BYTES if chunk is not None and len(dtypes) == 1 else 0

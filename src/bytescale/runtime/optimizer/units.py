@@ -48,80 +48,36 @@ from bytescale.runtime.optimizer.flat import (
 Named = tuple[str, nn.Parameter]
 
 
-class UnitParameters(FlatParameters):
-    """The parameters of one dtype in the units of a model, of which this rank keeps 1/d (``FlatParameters``).
+class DomainParameters(FlatParameters):
+    """Parameters of one dtype, of which this rank keeps 1/d. What lies between two steps is the same for all of them.
 
     Attributes:
-        values: ``[padded / d]`` this rank's parts, unit by unit.
+        values: ``[padded / d]`` this rank's parts of all buckets, in order.
         gradients: ``[padded / d]`` in fp32 or wider; empty where the parameters are not trained.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Sequence[Named]],
-        mesh: Mesh,
-        *,
-        dtype: torch.dtype,
-        trained: bool = True,
-        cuts: Mapping[str, Cut] | None = None,
-        initial: Callable[[Entry], Tensor] | None = None,
-    ) -> None:
-        """Take over parameters, one unit after the other, so that one of them at a time exists twice.
-
-        Args:
-            units: the parameters of each; there may be none.
-            mesh: on whose device they are from now on.
-            trained: whether their gradients are summed.
-            cuts: as in ``FlatParameters``.
-            initial: the values of a parameter; None: those that it has.
-        """
+    def __init__(self, mesh: Mesh, *, trained: bool) -> None:
         self.trained = trained
         self.domain, self.num_domains = mesh.domain, mesh.replicas.size
-        self.late_stop, stop, quantum = 0, 0, mesh.hdp.size * ALIGNMENT
+        self.late_stop = 0
         self.entries, self.parameters, self.buckets = [], [], []
-        self._places: dict[int, tuple[Bucket, range]] = {}
-        for unit, named in enumerate(units):
-            start, first = stop, len(self.entries)
-            for name, parameter in named:
-                self.entries.append(Entry(name, cuts[name] if cuts else Cut(shape=tuple(parameter.shape)), stop))
-                self.parameters.append(parameter)
-                stop += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-            stop = -(-stop // quantum) * quantum
-            if named:
-                self.buckets.append(Bucket(start, stop, mesh.hdp.size))
-                self._places[unit] = self.buckets[-1], range(first, len(self.entries))
+        self._hooks, self._versions = [], []
+
+    def make_memory(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Once the buckets are known."""
         self._starts = [bucket.start for bucket in self.buckets]
-
-        device = mesh.hdp.device
+        stop = self.buckets[-1].stop if self.buckets else 0
         self.values = torch.zeros(stop // self.domain.size, dtype=dtype, device=device)
-        self.gradients = torch.zeros(len(self.values) if trained else 0, dtype=master_dtype_of(dtype), device=device)
-        self._nothing = torch.full((1,), torch.nan, dtype=dtype, device=device)
-        self._full: dict[Bucket, tuple[Tensor, Tensor]] = {}
-        self._hooks = []
-        for bucket, places in self._places.values():
-            full = torch.zeros(bucket.stop - bucket.start, dtype=dtype, device=device)
-            gradients = torch.zeros(len(full) if trained else 0, dtype=self.gradients.dtype, device=device)
-            self._full[bucket] = full, gradients
-            with torch.no_grad():
-                for place in places:
-                    entry = self.entries[place]
-                    self.value_of(entry).copy_(initial(entry) if initial else self.parameters[place])
-                self.values[self.held(bucket)] = self._own(full)
-            for place in places if trained else ():
-                entry, parameter = self.entries[place], self.parameters[place]
-                hook = _add_to(self.gradient_of(entry), entry.name)  # a view, which can be made while there is memory
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-            self._close(bucket, places)
-            gradients.untyped_storage().resize_(0)
-
-    # -- what ZeRO-1 asks of flat buffers, as in ``FlatParameters`` --------------------------------------------------
+        self.gradients = torch.zeros(
+            len(self.values) if self.trained else 0, dtype=master_dtype_of(dtype), device=device
+        )
 
     def shards(self, rank: int) -> list[slice]:
         domain, place = divmod(rank, self.domain.size)
         return [bucket.own(place * self.num_domains + domain) for bucket in self.buckets]
 
     def held(self, bucket: Bucket) -> slice:
-        """As ``FlatParameters``: this rank's part of a unit."""
+        """As ``FlatParameters``: this rank's part of a bucket."""
         return slice(bucket.start // self.domain.size, bucket.stop // self.domain.size)
 
     def own(self, place: slice) -> slice:
@@ -142,6 +98,68 @@ class UnitParameters(FlatParameters):
     def zero_gradients(self) -> None:
         self.gradients.zero_()
 
+    def collect_gradients(self) -> None:
+        """Nothing to do: a parameter's ``grad`` is None after every backward."""
+
+    def _own(self, full: Tensor) -> Tensor:
+        return full.view(self.domain.size, -1)[self.domain.rank]
+
+
+class UnitParameters(DomainParameters):
+    """The parameters of one dtype in the units of a model: one bucket for each unit, from its start to its end."""
+
+    def __init__(
+        self,
+        units: Sequence[Sequence[Named]],
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype,
+        trained: bool = True,
+        cuts: Mapping[str, Cut] | None = None,
+        initial: Callable[[Entry], Tensor] | None = None,
+    ) -> None:
+        """Take over parameters, one unit after the other, so that one of them at a time exists twice.
+
+        Args:
+            units: the parameters of each; there may be none.
+            mesh: on whose device they are from now on.
+            trained: whether their gradients are summed.
+            cuts: as in ``FlatParameters``.
+            initial: the values of a parameter; None: those that it has.
+        """
+        super().__init__(mesh, trained=trained)
+        stop, quantum = 0, mesh.hdp.size * ALIGNMENT
+        self._places: dict[int, tuple[Bucket, range]] = {}
+        for unit, named in enumerate(units):
+            start, first = stop, len(self.entries)
+            for name, parameter in named:
+                self.entries.append(Entry(name, cuts[name] if cuts else Cut(shape=tuple(parameter.shape)), stop))
+                self.parameters.append(parameter)
+                stop += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            stop = -(-stop // quantum) * quantum
+            if named:
+                self.buckets.append(Bucket(start, stop, mesh.hdp.size))
+                self._places[unit] = self.buckets[-1], range(first, len(self.entries))
+        device = mesh.hdp.device
+        self.make_memory(dtype, device)
+        self._nothing = torch.full((1,), torch.nan, dtype=dtype, device=device)
+        self._full: dict[Bucket, tuple[Tensor, Tensor]] = {}
+        for bucket, places in self._places.values():
+            full = torch.zeros(bucket.stop - bucket.start, dtype=dtype, device=device)
+            gradients = torch.zeros(len(full) if trained else 0, dtype=self.gradients.dtype, device=device)
+            self._full[bucket] = full, gradients
+            with torch.no_grad():
+                for place in places:
+                    entry = self.entries[place]
+                    self.value_of(entry).copy_(initial(entry) if initial else self.parameters[place])
+                self.values[self.held(bucket)] = self._own(full)
+            for place in places if trained else ():
+                entry, parameter = self.entries[place], self.parameters[place]
+                hook = _add_to(self.gradient_of(entry), entry.name)  # a view, which can be made while there is memory
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._close(bucket, places)
+            gradients.untyped_storage().resize_(0)
+
     def require_adopted(self) -> None:
         """As ``FlatParameters``, between two passes."""
         for parameter, entry in zip(self.parameters, self.entries, strict=True):
@@ -151,9 +169,6 @@ class UnitParameters(FlatParameters):
     def changed(self) -> list[Entry]:
         """None: a closed parameter cannot be written to."""
         return []
-
-    def collect_gradients(self) -> None:
-        """Nothing to do: a parameter's ``grad`` is None after every backward."""
 
     def value_of(self, entry: Entry) -> Tensor:
         """It has memory while the unit is open."""
@@ -210,13 +225,80 @@ class UnitParameters(FlatParameters):
             self.parameters[place].data = self._nothing.expand(self.entries[place].shape)
         self._full[bucket][0].untyped_storage().resize_(0)
 
-    def _own(self, full: Tensor) -> Tensor:
-        return full.view(self.domain.size, -1)[self.domain.rank]
-
     def _view(self, entry: Entry, which: int) -> Tensor:
         bucket = self.buckets[bisect_right(self._starts, entry.start) - 1]
         full = self._full[bucket][which]
         return full[entry.start - bucket.start : entry.stop - bucket.start].view(entry.shape)
+
+
+class ExpertParameters(DomainParameters):
+    """Experts that every rank of a domain has some of, and computes with: its part is never gathered (``experts``).
+
+    There is one bucket for each mixture. The experts of the domain's ranks lie one behind the other in it, all
+    parameters of those of one rank together. So a parameter has an entry for each rank of the domain.
+    """
+
+    def __init__(
+        self,
+        mixtures: Sequence[Sequence[Named]],
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype,
+        trained: bool = True,
+        initial: Callable[[Entry], Tensor] | None = None,
+    ) -> None:
+        """Take over the parameters ``[E, ...]`` of each mixture, which have this rank's experts alone from now on."""
+        super().__init__(mesh, trained=trained)
+        quantum, stop = self.num_domains * ALIGNMENT, 0
+        for named in mixtures:
+            first = stop
+            for place in range(self.domain.size):
+                for name, parameter in named:
+                    cut = Cut(shape=tuple(parameter.shape), index=place, count=self.domain.size)
+                    self.entries.append(Entry(name, cut, stop))
+                    self.parameters.append(parameter)
+                    stop += -(-(parameter.numel() // self.domain.size) // ALIGNMENT) * ALIGNMENT
+                stop = first + -(-(stop - first) // quantum) * quantum
+            self.buckets.append(Bucket(first, stop, mesh.hdp.size))
+        self.make_memory(dtype, mesh.hdp.device)
+        for entry, parameter in self._held_entries():
+            value = self.value_of(entry)
+            with torch.no_grad():
+                value.copy_(initial(entry) if initial else entry.cut.of(parameter))
+            parameter.data = value
+            if trained:
+                add = move_gradient_to(self.gradient_of(entry))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(add))
+        self.changed()
+
+    def require_adopted(self) -> None:
+        for entry, parameter in self._held_entries():
+            if parameter.data_ptr() != self.value_of(entry).data_ptr() or parameter.dtype != self.values.dtype:
+                raise moved(entry.name)
+
+    def value_of(self, entry: Entry) -> Tensor:
+        """Of an entry of this rank."""
+        return self.values[self.own(slice(entry.start, entry.stop))].view(entry.shape)
+
+    def gradient_of(self, entry: Entry) -> Tensor:
+        """Of an entry of this rank."""
+        return self.gradients[self.own(slice(entry.start, entry.stop))].view(entry.shape)
+
+    def by_name(self, whole: Tensor) -> dict[str, Tensor]:
+        parts: dict[str, list[Tensor]] = {}
+        for own in self.entries:
+            parts.setdefault(own.name, []).append(whole[own.start : own.stop].view(own.shape))
+        return {name: torch.cat(own) for name, own in parts.items()}
+
+    def gathered(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter's values of all ranks, ``[E, ...]``. All ranks of the domain call it, in the same order."""
+        whole = parameter.new_empty(len(parameter) * self.domain.size, *parameter.shape[1:])
+        self.domain.all_gather(whole, parameter.detach())
+        return whole
+
+    def _held_entries(self) -> list[tuple[Entry, nn.Parameter]]:
+        pairs = zip(self.entries, self.parameters, strict=True)
+        return [(entry, parameter) for entry, parameter in pairs if entry.cut.index == self.domain.rank]
 
 
 def _add_to(total: Tensor, name: str) -> Callable[[Tensor], None]:

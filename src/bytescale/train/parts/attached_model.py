@@ -145,7 +145,10 @@ def _flat_buffers(
     named, flat, units = list(part.model.named_parameters()), list[FlatParameters](), None
     if mesh is not None and mesh.domain.size > 1:
         _ = part.head  # found by a pass
-        named, shared, units = shard_parts(named, part.parts, mesh, dtype=dtype)
+        if in_parallel := config.parallel.experts == "parallel":
+            part.require_experts(mesh.domain.size)
+        experts = part.experts if in_parallel else ()
+        named, shared, units = shard_parts(named, part.parts, mesh, dtype=dtype, experts=experts)
         flat += shared
         for _, parameter in named:
             parameter.data = parameter.data.to(device, dtype)
@@ -184,7 +187,8 @@ def shard_of(exact: Mapping[str, Tensor], parameters: FlatParameters, rank: int)
     for place in parameters.shards(rank) if exact else ():
         shard = torch.zeros(place.stop - place.start, dtype=parameters.master_dtype)
         for piece in parameters.pieces(place):
-            own = exact[piece.entry.name].flatten()[piece.start - piece.entry.start : piece.stop - piece.entry.start]
-            shard[piece.start - place.start : piece.stop - place.start] = own
+            own = piece.entry.cut.of(exact[piece.entry.name]).flatten()
+            inside = piece.inside(slice(piece.entry.start, piece.entry.stop))
+            shard[piece.inside(place)] = own[inside]
         shards.append(shard)
     return shards

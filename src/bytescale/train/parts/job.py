@@ -177,8 +177,11 @@ def plan_of_run(
         measured = load_profile(config.cost.profile)
         require_device(measured, {device.name for device in devices.of_ranks})
     profile = times_of(config, spec, measured, ASSUMED[kind], bytes_per_element=element)
+    domain = sharing_domain(mesh.shard, mesh.domain, hdp, ranks_per_node)
+    if mesh.experts == "parallel":
+        profile = profile.with_parallel_experts(spec, domain=domain, ranks_per_node=ranks_per_node)
     if measured is None:
-        assumed = assumed_cost(spec, device=kind, bytes_per_element=element)
+        assumed = assumed_cost(spec, device=kind, bytes_per_element=element, domain=domain, experts=mesh.experts)
         cost = replace(assumed, ranks_per_node=ranks_per_node)
     else:
         cost = profile.cost_model(ranks_per_node=ranks_per_node, pipeline_parallel=mesh.pp)
@@ -191,7 +194,6 @@ def plan_of_run(
         optimizer_on_host=config.optimizer.offload,
     )
     times = StepTimes(profile=profile, devices=cluster, recompute=config.memory.checkpointing == "full")
-    domain = sharing_domain(mesh.shard, mesh.domain, hdp, ranks_per_node)
     budget = memory_budget(config, memory, device=device, dtype=dtype, devices=devices, profile=profile, domain=domain)
     a_round = round_seconds(profile, domain=domain, ranks_per_node=ranks_per_node)
     planner = VerifiedPlanner(

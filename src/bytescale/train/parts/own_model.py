@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from bytescale.checkpoint.initial_weights import load_initial_weights
 from bytescale.common.cut import Cut
-from bytescale.config import Architecture, Config
+from bytescale.config import Architecture, Config, Experts
 from bytescale.cost.memory import DeviceKind
 from bytescale.cost.spec import ModelSpec
 from bytescale.cost.split import split_layers
-from bytescale.models import Llama, build_model
+from bytescale.models import Llama, build_model, moe
 from bytescale.models.compiled import apply_compiled
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.initial_values import initial_values
@@ -79,7 +79,8 @@ class OwnModel:
             pool=memory.host_pool(ranks.device),
             device=ranks.device,
             tp=tp,
-            row_wise=row_wise_parts(module, tp.size),
+            # Experts in parallel send all rows at once: every rank of the domain has other chunks.
+            row_wise=[] if self.units is not None and self.units.mixtures else row_wise_parts(module, tp.size),
         )
         return Decoder(module=module, activations=activations)
 
@@ -91,10 +92,11 @@ def build_own_model(
     dtype: torch.dtype,
     seed: int,
     bucket_bytes: int = 0,
+    experts: Experts = "gathered",
 ) -> OwnModel:
     """Make this rank's part and nothing else of the model, with the initial values that belong to ``seed``.
 
-    ``bucket_bytes``: of gradients that are reduced at once; 0: all of them.
+    ``bucket_bytes``: of gradients that are reduced at once; 0: all of them. ``experts``: see ``parallel.experts``.
     """
     # 1. Layers of this stage, without memory, cut for this rank, then made.
     with torch.device("meta"):
@@ -122,6 +124,7 @@ def build_own_model(
             late=late,
             cuts=cuts,
             initial=lambda entry: initial_values(entry.name, entry.cut, architecture, seed),
+            experts=[own for own in module.modules() if isinstance(own, moe.Experts)] if experts == "parallel" else (),
         )
         more += sharing
     parameters = FlatParameters(own, mesh.hdp.size, cuts, bucket_bytes=bucket_bytes, late=late)

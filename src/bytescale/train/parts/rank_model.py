@@ -58,6 +58,7 @@ def build_rank_model(
         dtype=ranks.dtype,
         seed=config.trainer.seed,
         bucket_bytes=int(config.parallel.gradient_bucket_mib * 2**20),
+        experts=config.parallel.experts,
     )
 
 
