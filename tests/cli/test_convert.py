@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 import transformers
@@ -14,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from bytescale.checkpoint.initial_weights import check_initial_weights
 from bytescale.cli.main import main
 from bytescale.cli.train import read_options
-from bytescale.common.errors import CheckpointError
-from bytescale.config import Config, ModelConfig, config_to_toml, resolve_architecture
+from bytescale.common.errors import CheckpointError, ConfigError
+from bytescale.config import PRESETS, Config, ModelConfig, config_to_toml, resolve_architecture
 from bytescale.train.loop.trainer import train
 from tests.helpers.forks import run_forked
 from tests.helpers.steps import make_model
@@ -147,6 +148,16 @@ def test_weights_of_another_run_on_another_mesh(corpus: Path, tmp_path: Path) ->
 def test_convert_refuses_what_it_cannot_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 1
     assert "is not a checkpoint of bytescale" in capsys.readouterr().err
+
+
+def test_the_shape_of_a_checkpoint_behind_a_url() -> None:
+    stored = json.dumps({"architecture": PRESETS["tiny"].as_dict()}).encode()
+    fsspec.filesystem("memory").pipe_file("/shapes/step-000001/run_state.json", stored)
+    assert resolve_architecture(ModelConfig(preset="checkpoint:memory://shapes/step-000001")) == PRESETS["tiny"]
+    with pytest.raises(ConfigError, match=r"step-000002 is not a checkpoint of bytescale: .*no such file"):
+        resolve_architecture(ModelConfig(preset="checkpoint:memory://shapes/step-000002"))
+    with pytest.raises(ConfigError, match=r"has no file system .*To fix: use a protocol that fsspec knows\.$"):
+        resolve_architecture(ModelConfig(preset="checkpoint:nosuch://shapes/step-000001"))
 
 
 def test_the_vocabulary_of_a_folder_is_kept(tmp_path: Path) -> None:

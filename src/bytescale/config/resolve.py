@@ -91,8 +91,9 @@ def _stored_architecture(folder: str) -> Architecture | AttachedArchitecture:
     """How a checkpoint describes its model. ``folder`` may be a URL."""
     from bytescale.storage.place import place_at, read_file  # imports fsspec
 
+    file = place_at(folder) / "run_state.json"
     try:
-        stored = dict(parse_json(read_file(place_at(folder) / "run_state.json"))["architecture"])
+        stored = dict(parse_json(read_file(file))["architecture"])
         return AttachedArchitecture.of_dict(stored) if AttachedArchitecture.is_in(stored) else Architecture(**stored)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(

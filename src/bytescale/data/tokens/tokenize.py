@@ -80,7 +80,9 @@ class UnitEncoder:
         """A text that changes with the tokens that the same files give."""
         template = self.template.fingerprint if self.template else ""
         kind = (
-            self.kind.keys[0] if self.kind.is_text else f"{self.kind.content} {' '.join(self.kind.fields)} {template}"
+            self.config.text_key
+            if self.kind.is_text
+            else f"{self.kind.content} {' '.join(self.kind.fields)} {template}"
         )
         return f"{kind} {self.tokenizer.fingerprint}"
 
@@ -120,7 +122,7 @@ class UnitEncoder:
         texts: list[str] = []
         num_characters = 0
         for record in iter_records(unit, self.kind, counts):
-            texts.append(record.values[self.kind.keys[0]])
+            texts.append(record.values[self.config.text_key])
             num_characters += len(texts[-1])
             if num_characters >= _BATCH_CHARACTERS:
                 encoded.extend(self.tokenizer.encode_batch(texts))
