@@ -156,9 +156,13 @@ def degrees_within(
 
 
 def fastest_seconds(tried: DegreeGrid, length: int, fewest: int) -> float:
-    """Seconds of a sequence on its fastest number of ranks of the grid, from ``fewest`` on."""
+    """Seconds of a sequence on its fastest number of ranks, from ``fewest`` on: any for rings, some for grids."""
+    every = np.arange(fewest, tried.num_ranks + 1)
+    ring = float(_shaped_seconds(tried.cost, np.full(len(every), float(length)), every, 1).min())
+    if tried.cost.row_bytes_per_token is None:
+        return ring
     _, taken = tried.within(np.array([length]), np.array([fewest]), 0.0)
-    return float(taken[0])
+    return min(ring, float(taken[0]))
 
 
 def _columns(cost: CostModel, num_ranks: int) -> IntArray:

@@ -84,13 +84,10 @@ def adaptive_plan(
 
 def _in_pipeline(piped: Batch, planned: Callable[[Batch, Trial], Plan]) -> Plan:
     """Steps 2 to 5 in a pipeline of equal ranks."""
-    trials, flat = list[Trial](), replace(piped, num_stages=1)
+    trials = list[Trial]()
     for size in pack_sizes(piped.pack_tokens):
         trials += tried_in_pipeline(replace(piped, pack_tokens=size))
-    # Where rings cost more than bubbles, the best plan is one that was made as if there were no pipeline.
-    plans = [align(planned(flat, search(flat)), cluster=flat.cluster, cost=flat.cost)]
-    plans += [planned(piped, trial) for trial in contenders(trials, piped.num_timed)]
-    return min(plans, key=piped.step)
+    return min((planned(piped, trial) for trial in contenders(trials, piped.num_timed)), key=piped.step)
 
 
 def _in_unequal_pipelines(piped: Batch, planned: Callable[[Batch, Trial], Plan]) -> Plan:
@@ -238,15 +235,11 @@ def _trials(batch: Batch) -> Iterator[Trial]:
 
 def _parts(batch: Batch) -> list[int]:
     """The target over the longest blocks tried: those that make few groups."""
-    few = [
+    return [
         part
         for part in effort.PARTS
         if part == effort.PARTS[0] or batch.num_shared(effort.LATER * batch.target / part) <= effort.FEW
     ]
-    if not batch.cluster.is_uniform or batch.cost.row_bytes_per_token is None:
-        return few
-    # Blocks to which the longest sequence cannot keep would give it, and many others, far too many ranks.
-    return [part for part in few if part == effort.PARTS[0] or batch.target / part >= batch.fastest]
 
 
 def _reserved(batch: Batch, makespan: float) -> Trial:
