@@ -46,7 +46,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {},
     "zamba2": {},  # an attention that is several layers'
     "mamba2": {},
-}
+    "zamba": {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "hybrid"], "mamba_expand": 2,
+              "mamba_dt_rank": 4, "n_mamba_heads": 2, "attention_head_dim": 8},  # its heads are calls of their own
+}  # fmt: skip
 
 
 def prompts(seed: int = 0) -> list[torch.Tensor]:

@@ -96,6 +96,10 @@ def test_what_a_plan_cannot_run() -> None:
     (micro,) = hdp.plan(documents([9]))
     with pytest.raises(ConfigError, match=r"it is given labels together with micro\.inputs"):
         model(**micro.inputs, labels=micro.inputs["input_ids"])
+    with pytest.raises(
+        ConfigError, match=r"it is given pixel_values together with micro\.inputs.*documents of text alone"
+    ):
+        model(**micro.inputs, pixel_values=torch.zeros(1))
     with pytest.raises(DataError, match="The tokens of document 1 have 67; the model has 67 words"):
         hdp.plan([{"tokens": [5]}, {"tokens": [5, 67]}])
     with pytest.raises(DataError, match="The labels of document 0 have -7"):

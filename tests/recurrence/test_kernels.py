@@ -197,3 +197,26 @@ def test_the_arguments_of_a_package_are_looked_at() -> None:
     new = packages.as_installed(packages.chunk_gated_delta_rule, qwen.torch_chunk_gated_delta_rule)
     require_known_kernel(name, new, "a layer")
     require_known_kernel(name, qwen.torch_chunk_gated_delta_rule, "a layer")
+
+
+def test_states_are_exact_under_autocast_and_after_many_tokens() -> None:
+    """What fragments do to each other is in fp32: here what 8192 tokens leave to two more, under autocast to BF16."""
+    tokens = 8192
+    generator = torch.Generator().manual_seed(0)
+    x, dt, b, c = (torch.randn(1, rows, tokens, generator=generator).double() for rows in (H, H, N, N))
+    dt -= 3  # steps as trained models have them
+    a = -8 * torch.arange(1.0, N + 1).double().expand(H, N)
+
+    def after(kind: torch.dtype) -> Tensor:
+        """Two rows, which a state reaches."""
+        cuts, given = OneProcessCuts([0, tokens - 2, tokens]), [part.to(kind) for part in (x, dt, a, b, c)]
+        found: Tensor = KERNELS["mamba_selective_scan"](cuts, no_rows, *given, delta_softplus=True)
+        return found[..., -2:].double()
+
+    def no_rows(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros_like(x)
+
+    exact = after(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = after(torch.float32)
+    assert (found - exact).abs().max() <= 2e-6 * exact.abs().max()

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bytescale.attention.autocast import without_autocast
 from bytescale.common.errors import ConfigError
 from bytescale.recurrence.cuts import Cuts, act
 
@@ -91,24 +92,25 @@ def carried(cuts: Cuts, runs: Runs, *, one_row: bool = False) -> Tensor:
     filled = list(compress(cuts.fragments, has_rows))
     own, documents = runs(filled, False) if filled else [], runs(cuts.documents, True) if cuts.documents else []
     out = torch.cat([one.out for one in own + documents])
-    after = [one.effect()[1] for one in documents] if cuts.keep is not None else []
-    if has_rows:
-        known = [one.effect() for one in own]
-        decay, state = known[0] if known else documents[0].effect()
-        matrix = decay.shape[-1] == state.shape[-2]
-        same = torch.eye(decay.shape[-1]).to(decay).expand_as(decay) if matrix else torch.ones_like(decay)
-        nothing, following = (same, torch.zeros_like(state)), iter(known)  # what a fragment without rows does
-        pairs = [next(following) if some else nothing for some in has_rows]
-        decays, states = (torch.stack(parts) for parts in zip(*pairs, strict=True))
-        out, entry = cuts.entry(out, decays, states)
-        after = [*(act(decays, entry) + states), *after]
-        pieces = list(out.split([len(one.out) for one in own + documents]))
-        for number, (one, before) in enumerate(zip(own, compress(entry, has_rows), strict=True)):
-            pieces[number] = pieces[number] + one.read(before).to(out.dtype)
-        out = torch.cat(pieces)
-    if cuts.keep is not None:
-        kept = torch.stack(after)
-        cuts.keep("recurrent", kept.squeeze(-2) if one_row else kept)
+    with without_autocast(out.device):  # states are in fp32 or wider, whatever the kernels' inputs
+        after = [one.effect()[1] for one in documents] if cuts.keep is not None else []
+        if has_rows:
+            known = [one.effect() for one in own]
+            decay, state = known[0] if known else documents[0].effect()
+            matrix = decay.shape[-1] == state.shape[-2]
+            same = torch.eye(decay.shape[-1]).to(decay).expand_as(decay) if matrix else torch.ones_like(decay)
+            nothing, following = (same, torch.zeros_like(state)), iter(known)  # what a fragment without rows does
+            pairs = [next(following) if some else nothing for some in has_rows]
+            decays, states = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+            out, entry = cuts.entry(out, decays, states)
+            after = [*(act(decays, entry) + states), *after]
+            pieces = list(out.split([len(one.out) for one in own + documents]))
+            for number, (one, before) in enumerate(zip(own, compress(entry, has_rows), strict=True)):
+                pieces[number] = pieces[number] + one.read(before).to(out.dtype)
+            out = torch.cat(pieces)
+        if cuts.keep is not None:
+            kept = torch.stack(after)
+            cuts.keep("recurrent", kept.squeeze(-2) if one_row else kept)
     return out
 
 
@@ -192,7 +194,7 @@ def mamba2(
         out, after = scan(rows, return_final_states=True)
         steps = _steps(dt[0, rows], dt_bias, dt_softplus).clamp(*dt_limit).to(wide)
         seen = C[0, rows].to(wide).repeat_interleave(x.shape[2] // C.shape[2], dim=1)
-        return _selective(out[0], steps, A[:, None], seen, lambda time: after[0].to(wide))
+        return _selective(out[0], steps, A[:, None], seen, lambda: after[0].to(wide))
 
     def runs(parts: list[slice], alone: bool) -> list[Run]:
         if not alone or len(parts) == 1 or not installed(stock):
@@ -227,8 +229,9 @@ def mamba1(
         )  # fmt: skip
         steps = _steps(dt[0, :, rows].T, delta_bias, delta_softplus).to(wide)
 
-        def after(time: Tensor) -> Tensor:
-            later = (A * (time[-1] - time)[..., None]).exp()  # [n, H, N]
+        def after() -> Tensor:
+            left = steps.flip(0).cumsum(0).flip(0) - steps  # exact where it is short; a long time less another is not
+            later = (A * left[..., None]).exp()  # [n, H, N]
             inputs = steps * x[0, :, rows].T
             return torch.einsum("nhs,nh,ns->hs", later, inputs, B[0, :, rows].T.to(wide))[:, None]
 
@@ -238,7 +241,7 @@ def mamba1(
     return out if z is None else out * F.silu(z)
 
 
-def _selective(out: Tensor, steps: Tensor, A: Tensor, seen: Tensor, after: Callable[[Tensor], Tensor]) -> Run:
+def _selective(out: Tensor, steps: Tensor, A: Tensor, seen: Tensor, after: Callable[[], Tensor]) -> Run:
     """A run of either Mamba.
 
     Args:
@@ -246,12 +249,12 @@ def _selective(out: Tensor, steps: Tensor, A: Tensor, seen: Tensor, after: Calla
         steps: ``[n, H]``; time is their sum.
         A: ``[H, N]``, or ``[H, 1]`` where it is one number a head.
         seen: ``[n, H, N]`` what a row reads of a state; of H there may be 1.
-        after: from the time after each row, ``[n, H]``, to the state after the run, ``[H, P, N]``.
+        after: returns the state after the run, ``[H, P, N]``.
     """
     time = steps.cumsum(0)
     return Run(
         out,
-        lambda: ((A * time[-1, :, None]).exp()[:, None], after(time)),
+        lambda: ((A * time[-1, :, None]).exp()[:, None], after()),
         lambda before: torch.einsum("nhs,hps->nhp", seen * (A * time[..., None]).exp(), before),
     )
 

@@ -6,8 +6,9 @@ recurrent layers, which the rank with a prompt's last token has. ``Prefill.cache
 rank, as a cache of transformers. What prompts begin with, such as a document that many questions are about, is computed
 and held once where that saves time (``hf.batch.prefixes``); each prompt's cache has all of it.
 
-What a layer's cache holds is what the layer gives it: in a pass of prefill the model has a cache that keeps just that
-(``_Keeping``). So keys may be compressed (DeepSeek, Kimi Linear), and a layer may have several places (Zamba 2).
+What a layer's cache holds is what the layer gives it: in a pass of prefill the model has an empty cache, whose
+``update`` keeps just that. So keys may be compressed (DeepSeek, Kimi Linear), and a layer may have several places
+(Zamba 2).
 
 Shape letters: P prompts, S tokens of a prompt, T rows of a micro-batch, H key/value heads, D width, V vocabulary.
 """
@@ -185,22 +186,6 @@ class Prefill:
         return own
 
 
-class _Keeping(DynamicCache):
-    """Stands for an empty cache in a pass of prefill, and keeps what the layers give it."""
-
-    def __init__(self, config: Any, kept: dict[tuple[int, str], Tensor]) -> None:
-        super().__init__(config=config)
-        self._kept = kept
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """``[1, H, T, D]``; they are all that the layer sees of this rank."""
-        for kind, part in (("keys", key_states), ("values", value_states)):
-            self._kept[layer_idx, kind] = part[0].transpose(0, 1)
-        return key_states, value_states
-
-
 @torch.no_grad()
 def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | None = None) -> Prefill:
     """Run the prompts forward; see ``HDP.prefill``."""
@@ -226,7 +211,9 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
     for micro in given.part(plan, forest):
         kept: dict[tuple[int, str], Tensor] = {}
         micro.target.keep = partial(_keep, kept)
-        inputs = micro.inputs | {_cache_name(root): _Keeping(root.config, kept)}
+        cache = _empty_cache(hdp)
+        cache.update = partial(_keep_rows, kept)
+        inputs = micro.inputs | {_cache_name(root): cache, "use_cache": True}
         runs = micro.plan.rows_of_documents
         ends = {prompt: int(own[-1]) for prompt, start, own in runs if start + len(own) == lengths[prompt]}
         hidden, head = hidden_states(hdp.model, inputs)
@@ -241,8 +228,19 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
     return result
 
 
+def _keep_rows(
+    kept: dict[tuple[int, str], Tensor], keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor]:
+    """Stands for the ``update`` of a cache. ``keys, values [1, H, T, D]`` are all that the layer sees of this rank."""
+    for kind, part in (("keys", keys), ("values", values)):
+        kept[layer, kind] = part[0].transpose(0, 1)
+    return keys, values
+
+
 def _keep(kept: dict[tuple[int, str], Tensor], module: nn.Module, kind: str, part: Tensor) -> None:
     key = int(module.layer_idx), kind  # type: ignore[arg-type]
+    if type(module).__name__ == "ZambaMambaMixer" and kind == "recurrent":  # its heads are calls of their own
+        part = torch.cat([*([kept.pop(key)] if key in kept else []), part[:, None]], dim=1)
     if key in kept:
         raise refusal(
             type(module).__name__,

@@ -322,6 +322,14 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 so="its own loss would shift them across documents, and be the mean of one micro-batch",
                 fix="leave labels out, and compute the loss from logits and micro.labels, or by micro.loss_sum(model)",
             )
+        for name, value in kwargs.items():
+            if name.startswith(("pixel_values", "input_features")) and value is not None:
+                raise refusal(
+                    type(module).__name__,
+                    f"it is given {name} together with micro.inputs",
+                    so="towers for images and sounds take no part in a plan",
+                    fix=f"train on documents of text alone, and leave {name} out",
+                )
         target.begin()
         target.outermost = module
         _pass.set(target)
