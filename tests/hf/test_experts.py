@@ -181,12 +181,15 @@ def test_adapters_are_trained_beside_frozen_experts() -> None:
 
 def test_what_cannot_be_in_parallel_is_told() -> None:
     def refused(group: dist.ProcessGroup, own: nn.Module) -> None:
+        adapters = LoraConfig(r=2, lora_dropout=0.0, target_parameters=["experts.gate_up_proj"])
+        adapted = get_peft_model(small_model("qwen3_moe"), adapters)  # type: ignore[arg-type]
         plain, shared = {"capacity_tokens": 60}, {"capacity_tokens": 60, "shard": "parameters", "domain": 3}
         for given, options, message in (
             (own, {**plain, "experts": "parallel"}, r"xperts is .parallel., but shard is .optimizer."),
             (own, {**shared, "experts": "spread"}, r"xperts is 'spread'.*use one of gathered, parallel"),
             (own, {**shared, "experts": "parallel"}, r"domain of 3 ranks does not divide the 4 experts of Qwen3MoeExp"),
             (small_model("llama"), {**shared, "experts": "parallel"}, r"has no mixture of experts"),
+            (adapted, {**shared, "experts": "parallel"}, r"and which have no adapters"),
         ):
             with pytest.raises(ConfigError, match=message):
                 bytescale.HDP(given, group, **options)  # type: ignore[arg-type]

@@ -87,20 +87,13 @@ class ParallelExperts:
 def num_experts_of(module: nn.Module, domain: int) -> int:
     """E. Raises ``ConfigError`` unless every rank of a ``domain`` can have equally many of the module's experts."""
     counts = {len(parameter) for parameter in module.parameters()}
-    if len(counts) != 1 or len([*module.parameters()]) != len([*module.parameters(recurse=False)]):
+    if any(count % domain for count in counts) or len(counts) > 1:
         raise ConfigError(
-            f"{type(module).__name__} has other weights than those of its experts, such as adapters of them",
-            so="a rank could not have whole experts and nothing else",
-            fix='put adapters on other layers, or use experts = "gathered"',
-        )
-    (count,) = counts
-    if count % domain:
-        raise ConfigError(
-            f"a domain of {domain} ranks does not divide the {count} experts of {type(module).__name__}",
+            f"a domain of {domain} ranks does not divide the {min(counts)} experts of {type(module).__name__}",
             so="some ranks would have more experts than others, and more memory and work",
             fix='set domain to a divisor of both the experts and the ranks, or use experts = "gathered"',
         )
-    return count
+    return counts.pop()
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ _STATE_FLOPS = 6
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """Of every mixture, the module that has all experts, in stacked weights, and takes what the router says."""
-    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    """Of every mixture, the module that has all experts, in stacked weights without adapters."""
+    named = model.named_modules()  # with adapters (peft), a module around it computes
+    return [own for name, own in named if hasattr(own, "_is_expert_parallel") and not name.endswith("base_layer")]
 
 
 def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:

@@ -117,7 +117,7 @@ class AttachedDecoder(nn.Module):
         if not self.experts:
             raise refusal(
                 "the model",
-                "it has no mixture of experts whose weights transformers stacks",
+                "it has no mixture of experts whose weights transformers stacks and which have no adapters",
                 so="no token could travel to another rank's experts",
                 fix='leave experts = "parallel" out',
             )
