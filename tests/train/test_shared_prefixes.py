@@ -108,6 +108,28 @@ def compare_evaluations(configs: Sequence[Config]) -> None:
 
 
 @pytest.mark.exhaustive
+def test_documents_that_weigh_shared_tokens_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training adds weights up; an evaluation keeps rows apart whose documents weigh them otherwise, here by length."""
+    monkeypatch.setattr(evaluation, "BUCKET_EDGES", np.array([100, 130, 1000]))
+    config, shared = pair(tmp_path, 2, loss_per="weight")
+    random, lines = np.random.default_rng(1), []
+    for number in range(6):
+        prompt = random.integers(5, 250, 90).tolist()
+        for length in (5, 30, 60):
+            tokens = prompt + random.integers(5, 250, length).tolist()
+            weight = 0.5 if number % 2 else length / 10
+            lines.append(json.dumps({"tokens": tokens, "weights": [weight] * 50 + [1.0] * (len(tokens) - 50)}))
+    (tmp_path / "weighted.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    for one in (config, shared):
+        data = replace(one.data, content="tokens", sources=(str(tmp_path / "weighted.jsonl"),), record=False)
+        run(replace(one, data=data, eval=EvalConfig(sources=data.sources, every=STEPS)))
+    np.testing.assert_allclose(*(losses(Path(one.trainer.run_dir)) for one in (shared, config)), rtol=1e-10)
+    rows, tokens = (sum(row["num_tokens"] for row in metrics(Path(one.trainer.run_dir))) for one in (shared, config))
+    assert rows < 0.9 * tokens
+    compare_evaluations([config, shared])
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}])
 def test_tensor_and_pipeline_parallelism(tmp_path: Path, degrees: dict[str, int]) -> None:
     """Two HDP ranks of so many devices have the losses and evaluations of documents apart in one process."""
