@@ -108,6 +108,47 @@ def compare_evaluations(configs: Sequence[Config]) -> None:
 
 
 @pytest.mark.exhaustive
+def test_documents_that_weigh_shared_tokens_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training adds weights up; an evaluation keeps rows apart whose documents weigh them otherwise, here by length."""
+    monkeypatch.setattr(evaluation, "BUCKET_EDGES", np.array([100, 130, 1000]))
+    config, shared = pair(tmp_path, 2, loss_per="weight")
+    random, lines = np.random.default_rng(1), []
+    for number in range(6):
+        prompt = random.integers(5, 250, 90).tolist()
+        for length in (5, 30, 60):
+            tokens = prompt + random.integers(5, 250, length).tolist()
+            weight = 0.5 if number % 2 else length / 10
+            lines.append(json.dumps({"tokens": tokens, "weights": [weight] * 50 + [1.0] * (len(tokens) - 50)}))
+    (tmp_path / "weighted.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    for one in (config, shared):
+        data = replace(one.data, content="tokens", sources=(str(tmp_path / "weighted.jsonl"),), record=False)
+        run(replace(one, data=data, eval=EvalConfig(sources=data.sources, every=STEPS)))
+    np.testing.assert_allclose(*(losses(Path(one.trainer.run_dir)) for one in (shared, config)), rtol=1e-10)
+    rows, tokens = (sum(row["num_tokens"] for row in metrics(Path(one.trainer.run_dir))) for one in (shared, config))
+    assert rows < 0.9 * tokens
+    compare_evaluations([config, shared])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}])
+def test_tensor_and_pipeline_parallelism(tmp_path: Path, degrees: dict[str, int]) -> None:
+    """Two HDP ranks of so many devices have the losses and evaluations of documents apart in one process."""
+    config, shared = (replace(one, eval=EvalConfig(sources=one.data.sources, every=STEPS)) for one in pair(tmp_path, 1))
+    parallel = replace(shared.parallel, ranks=2 * int(np.prod(list(degrees.values()))), capacity_tokens=128, **degrees)
+    shared = replace(shared, parallel=parallel)
+    np.testing.assert_allclose(run(shared), run(config), rtol=1e-10)
+    rows, tokens = ([line["num_tokens"] for line in metrics(Path(one.trainer.run_dir))] for one in (shared, config))
+    assert sum(rows) < 0.7 * sum(tokens)
+    ours, wanted = (
+        json.loads((Path(one.trainer.run_dir) / "evaluations.jsonl").read_text()) for one in (shared, config)
+    )
+    assert ours["loss"] == pytest.approx(wanted["loss"], rel=1e-10)
+    corpus = prepare_corpus(config.data)
+    found = check_record(Path(shared.trainer.run_dir) / "data", STEPS, corpus, shared.data)
+    assert found.num_tokens == sum(tokens)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("gemma2", {"sliding_window": 60})])
 def test_models_of_transformers(tmp_path: Path, family: str, changes: dict[str, int]) -> None:
     """Documents are longer than gemma's window. transformers computes norms in fp32, in both runs."""
@@ -143,7 +184,6 @@ def test_without_common_prefixes_a_run_stays_as_it_is(tmp_path: Path) -> None:
     ("section", "change", "message"),
     [
         ("data", {"loader": "ray"}, 'with data.loader = "ray"'),
-        ("parallel", {"tp": 2, "ranks": 2}, ".*tp x pp = 2"),
         ("model", {"preset": "tiny-moe"}, ".*router_aux_loss_weight = 0.02"),
     ],
 )

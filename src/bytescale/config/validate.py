@@ -252,12 +252,12 @@ def _check_weights(data: DataConfig) -> None:
 
 
 def _check_prefixes(config: Config, shape: Architecture | AttachedArchitecture) -> None:
-    degree, balance = config.parallel.tp * config.parallel.pp, getattr(shape, "router_aux_loss_weight", 0.0)
-    if config.data.share_prefixes and (config.data.loader == "ray" or degree > 1 or balance > 0):
-        raise ConfigError(f'data.share_prefixes is true, with data.loader = "{config.data.loader}", tp x pp = {degree} '
-                          f"and model.router_aux_loss_weight = {balance}",
-                          so="rows are shared by ranks that read whole batches, have whole layers, and add up losses",
-                          fix="use the local loader, tp = pp = 1 and a weight of 0, or leave it out")  # fmt: skip
+    balance = getattr(shape, "router_aux_loss_weight", 0.0)
+    if config.data.share_prefixes and (config.data.loader == "ray" or balance > 0):
+        raise ConfigError(f'data.share_prefixes is true, with data.loader = "{config.data.loader}" and '
+                          f"model.router_aux_loss_weight = {balance}",
+                          so="rows are shared by ranks that read whole batches, and add up losses",
+                          fix="use the local loader and a weight of 0, or leave it out")  # fmt: skip
 
 
 def check_experts(experts: str, shard: str) -> None:
