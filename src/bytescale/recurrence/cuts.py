@@ -2,7 +2,9 @@
 
 A rank's rows are fragments of the sequences that a group shares, two of each (some may be empty), and then whole
 documents. A recurrent layer has to know two things of the tokens before a fragment: the last few rows, which its
-convolution looks at (the halo), and the state that they leave behind.
+convolution looks at (the halo), and the state that they leave behind. In a tree of documents (``plan.trees``), the rows
+between two forks are a run. A run begins with the state at the end of its parent, and its halo lies on its path, which
+may go through several short runs. Whoever has a tree has it alone.
 
 A run of tokens maps the state before it to the state after it: ``E -> D E + S``, where D is a matrix a head (delta
 rules), or numbers (Mamba, lightning). First ``(D1, S1)``, then ``(D2, S2)``, is ``(D2 D1, D2 S1 + S2)``. The segments
@@ -25,6 +27,7 @@ and C columns of a state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -39,6 +42,7 @@ from bytescale.attention.rings.exchange import Message, Transfer
 from bytescale.attention.rings.grid_messages import Grid
 from bytescale.attention.rings.messages import Kind
 from bytescale.attention.rings.window import RowsBefore
+from bytescale.common.errors import PlanError
 from bytescale.plan.states import chain_is_faster, holder
 
 
@@ -147,11 +151,41 @@ class EntryStates(torch.autograd.Function):
         return d_out, of_decay, reached, None
 
 
-class _Tables:
-    """Numbers that the layers of a micro-batch look up rows by."""
+class _Documents:
+    """Rows of whole documents, or of the runs of trees, and numbers that the layers look up rows by.
 
-    def __init__(self) -> None:
+    Attributes:
+        documents: rows of every whole document; with trees, of every run.
+        parents: of each of them the place of the one before it, an earlier one; -1: there is none. Empty without trees.
+    """
+
+    def __init__(self, documents: Sequence[slice], parents: Sequence[int] = ()) -> None:
+        self.documents, self.parents = list(documents), list(parents)
         self._tables: dict[Any, list[Tensor]] = {}
+
+    @cached_property
+    def levels(self) -> list[list[int]]:
+        """The places of ``documents`` that nothing is before, then of those behind them, and so on."""
+        if not self.parents:
+            return [list(range(len(self.documents)))] if self.documents else []
+        depths, levels = list[int](), list[list[int]]()
+        for place, parent in enumerate(self.parents):
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+            if depths[place] == len(levels):
+                levels.append([])
+            levels[depths[place]].append(place)
+        return levels
+
+    def on_paths(self, width: int) -> list[list[int]]:
+        """Of each run of a tree the ``width`` rows before it on its path; -1: there is none. Empty without trees."""
+        found: list[list[int]] = []
+        for parent in self.parents:
+            rows = [-1] * width
+            if parent >= 0:
+                run = self.documents[parent]
+                rows = [*found[parent], *range(max(run.start, run.stop - width), run.stop)][-width:]
+            found.append(rows)
+        return found
 
     def on_device(self, key: Any, device: torch.device, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """What ``make()`` returns, on ``device``: the same tensors in every layer (fla keeps what it derives of them).
@@ -163,12 +197,11 @@ class _Tables:
         return self._tables[key, device]
 
 
-class GroupCuts(_Tables):
+class GroupCuts(_Documents):
     """A micro-batch of a plan; its shared sequences' states and halos are exchanged with the other members.
 
     Attributes:
         fragments: rows of every fragment of a shared sequence; may be empty.
-        documents: rows of every whole document.
         keep: called with what a cache holds after each of the runs, fragments first: ``"conv"``, the last inputs of a
             convolution ``[F, C, k]``, or ``"recurrent"``, the state ``[F, ...]``.
     """
@@ -176,8 +209,10 @@ class GroupCuts(_Tables):
     keep: Callable[[str, Tensor], None] | None = None
 
     def __init__(self, attention: PackedAttention) -> None:
-        """``attention``: of the same micro-batch, whose messages and memory are used."""
-        super().__init__()
+        """``attention``: of the same micro-batch, whose messages and memory are used.
+
+        Raises ``PlanError`` for a plan in which ranks share trees.
+        """
         self._attention = attention
         shared, edges = attention.shared, [0]
         if shared is not None:
@@ -185,23 +220,36 @@ class GroupCuts(_Tables):
             edges = [0, *np.cumsum(counts.ravel()).tolist()]
         self.fragments = [slice(*pair) for pair in pairwise(edges)]
         lengths = attention.local_lengths if attention.num_tokens else [1]  # the row that stands for no token
-        ends = np.cumsum([edges[-1], *lengths]).tolist()
-        self.documents = [slice(*pair) for pair in pairwise(ends)]
+        ends, parents = np.cumsum([edges[-1], *lengths]).tolist(), list[int]()
+        if (trees := attention.trees) is not None:
+            num_shared = 0 if shared is None else len(shared.sequences)
+            if trees.of(np.arange(num_shared)).shared.any():
+                raise PlanError(
+                    "ranks share trees of documents, and a layer of the model is recurrent",
+                    so="a branch would begin with a state of another branch",
+                    fix="plan these documents without share_prefixes, or with hdp.plan, which keeps trees whole",
+                )
+            alone = trees.of(np.arange(num_shared, len(trees.sequence_lengths)))
+            if alone.shared.any():
+                starts, above = alone.runs()
+                ends, parents = [*(starts + edges[-1]).tolist(), ends[-1]], above.tolist()
+        super().__init__([slice(*pair) for pair in pairwise(ends)], parents)
         self._halos: dict[int, RowsBefore] = {}
 
     def halo(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
         """Fetch the ``width`` rows before each fragment.
 
         Returns ``rows [T, C]``, which have to be used from here on; the rows that arrived, ``[n, C]``; and of each
-        fragment where these rows are: first those of ``rows``, then those that arrived; -1: there is no such token.
+        fragment, and of the runs of trees, where these rows are: first those of ``rows``, then those that arrived; -1:
+        there is no such token.
         """
         shared, grid = self._attention.shared, self._attention.grid
         if shared is None or grid is None:
-            return rows, rows[:0], []
+            return rows, rows[:0], self.on_paths(width)
         if width not in self._halos:
             self._halos[width] = RowsBefore.of(shared, width, len(rows))
         own, arrived = _Halo.apply(rows, self._halos[width], grid, self._attention)
-        return own, arrived, self._halos[width].places
+        return own, arrived, self._halos[width].places + self.on_paths(width)
 
     def entry(self, out: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The state before each fragment.
@@ -255,22 +303,22 @@ def _swap(messages: list[Tensor], room: list[Tensor], grid: Grid, kind: Kind, *,
         grid.exchange.start_all(sends, receives, tag=kind.tag(grid.group)).wait()
 
 
-class OneProcessCuts(_Tables):
+class OneProcessCuts(_Documents):
     """One document, cut at some places: all its fragments are rows of this process. The slow twin of ``GroupCuts``."""
 
     keep = None
 
-    def __init__(self, edges: Sequence[int], documents: Sequence[slice] = ()) -> None:
+    def __init__(self, edges: Sequence[int], documents: Sequence[slice] = (), parents: Sequence[int] = ()) -> None:
         """``edges``: ``[F + 1]``, from 0 to the number of rows, rising; equal ones make an empty fragment."""
-        super().__init__()
+        super().__init__(documents, parents)
         self.fragments = [slice(*pair) for pair in pairwise(edges)]
-        self.documents = list(documents)
         self.numbers = [0, 0]
         """Of states and of decays of a fragment, in all layers so far (``hf.model.probe``)."""
 
     def halo(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
         """See ``GroupCuts``."""
-        return rows, rows[:0], [[max(-1, run.start + at) for at in range(-width, 0)] for run in self.fragments]
+        places = [[max(-1, run.start + at) for at in range(-width, 0)] for run in self.fragments]
+        return rows, rows[:0], places + self.on_paths(width)
 
     def entry(self, out: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """See ``GroupCuts``."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from bytescale.common.errors import PlanError
 from bytescale.hf.batch.documents import Batch, Documents, RankBatch
-from bytescale.hf.batch.prefixes import require_attention_alone, rows_of_sequences, shared_plan
+from bytescale.hf.batch.prefixes import rows_of_sequences, shared_plan
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.model.head import require_words
 from bytescale.plan import Plan, RankPlan
@@ -44,9 +44,9 @@ class BatchToPlan:
         planner = self.hdp.planner_of(capacity_tokens)
         if self.per_document is None:
             return planner(np.array(self.documents.lengths), labels), None
-        require_attention_alone(not self.hdp.can_share_prefixes)
         decoders = (self.hdp.engine.decoder, *self.hdp.engine.others)
         windows = [layer.rules.window for decoder in decoders for layer in decoder.facts.layers]
+        windows += [0 for decoder in decoders if decoder.mixers]
         window = min((window for window in windows if window is not None), default=None)
         return shared_plan(self.documents, planner, labels=labels, per_document=self.per_document, window=window)
 
