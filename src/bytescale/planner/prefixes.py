@@ -125,14 +125,12 @@ def plan_prefixes(
 
     Args:
         labels: see ``VerifiedPlanner``, of documents in the batch's order.
-        window: the shortest of the models besides those of the costs; 0 for recurrent layers. With longer documents,
-            trees are whole on one rank.
+        window: the shortest besides those of the costs. With longer documents, trees are whole on one rank.
 
     Raises ``PlanError`` if there is no plan.
     """
     cluster, cost = planner.cluster, planner.cost
     windows = [own for own in (window, *(own for own, _ in cost.windows)) if own is not None]
-    windows += [0] * (cost.recurrent_share > 0)
     shared = prefixes.worthwhile(cost)
     even = -(-int((prefixes.lengths - shared).sum()) // cluster.num_ranks)
     capacity = int(cluster.capacity_tokens.min())

@@ -35,7 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bytescale.common.errors import ConfigError
-from bytescale.recurrence.cuts import Cuts, act
+from bytescale.recurrence.cuts import Cuts
+from bytescale.recurrence.trees import act
 
 Stock = Callable[..., Any]
 
@@ -130,11 +131,9 @@ def _of_documents(cuts: Cuts, runs: Runs) -> list[Run]:
     """Whole documents, and the runs of trees, each behind its parent."""
     done: dict[int, Run] = {}
     for level in cuts.levels:
-        before = None
-        if done:
-            parents = [cuts.parents[place] for place in level]
-            states = {parent: done[parent].effect()[1] for parent in dict.fromkeys(parents)}
-            before = torch.stack([states[parent] for parent in parents])
+        parents = [cuts.parents[place] for place in level] if done else []
+        states = {parent: done[parent].effect()[1] for parent in dict.fromkeys(parents)}
+        before = torch.stack([states[parent] for parent in parents]) if parents else None
         done.update(zip(level, runs([cuts.documents[place] for place in level], True, before), strict=True))
     return [done[place] for place in range(len(done))]
 
@@ -308,11 +307,8 @@ def _extent(cuts: Cuts, parts: list[slice], device: torch.device) -> tuple[list[
     lengths, whole = [rows.stop - rows.start for rows in parts], slice(parts[0].start, parts[-1].stop)
     if sum(lengths) == whole.stop - whole.start:
         return lengths, whole
-
-    def make() -> list[Tensor]:
-        return [torch.cat([torch.arange(rows.start, rows.stop) for rows in parts])]
-
-    return lengths, cuts.on_device(("rows", whole.start), device, make)[0]
+    pieces = [torch.arange(rows.start, rows.stop) for rows in parts]
+    return lengths, cuts.on_device(("rows", whole.start), device, lambda: [torch.cat(pieces)])[0]
 
 
 def _pack(cuts: Cuts, parts: list[slice], device: torch.device) -> list[Tensor]:

@@ -40,7 +40,7 @@ def shared_plan(
     Args:
         labels: see ``HDP.plan``; documents of one label alone share rows.
         per_document: fields that keep no rows apart.
-        window: see ``plan_prefixes``.
+        window: the shortest of the models that run it, besides those of the planner's costs.
 
     Raises ``DataError`` for fields that do not exist or are needed.
     """

@@ -46,7 +46,6 @@ class BatchToPlan:
             return planner(np.array(self.documents.lengths), labels), None
         decoders = (self.hdp.engine.decoder, *self.hdp.engine.others)
         windows = [layer.rules.window for decoder in decoders for layer in decoder.facts.layers]
-        windows += [0 for decoder in decoders if decoder.mixers]
         window = min((window for window in windows if window is not None), default=None)
         return shared_plan(self.documents, planner, labels=labels, per_document=self.per_document, window=window)
 
