@@ -283,9 +283,6 @@ def test_what_trees_cannot_do_is_refused(llama: nn.Module) -> None:
     for name in ("rewards", "labels"):
         with pytest.raises(DataError, match=f"per_document names '{name}'"):
             hdp.plan(batch, share_prefixes=True, per_document=[name])
-    mamba = small_model("falcon_mamba")
-    with pytest.raises(ConfigError, match="has recurrent layers"):
-        bytescale.HDP(mamba, capacity_tokens=4096).plan(batch, share_prefixes=True)
 
 
 @pytest.mark.parametrize("num_ranks", one_of([1, 2, 3], quick=2))

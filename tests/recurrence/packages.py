@@ -86,7 +86,7 @@ def mamba_chunk_scan_combined(
 ) -> Any:  # fmt: skip
     """``mamba_ssm.ops.triton.ssd_combined`` 2.3.2, as far as it is used. The state that it returns is the last's."""
     assert z is None
-    assert initial_states is None
+    assert initial_states is None or seq_idx is None, "states inside of a pack have no gradient"
     if seq_idx is None:
         seq_idx = torch.zeros(1, x.shape[1], dtype=torch.int32)
     assert seq_idx.dtype == torch.int32
@@ -96,9 +96,10 @@ def mamba_chunk_scan_combined(
     steps = dt if dt_bias is None else dt + dt_bias
     steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)[0]
     b, c = (rows[0].repeat_interleave(x.shape[2] // rows.shape[2], dim=1) for rows in (B, C))
-    nothing = x.new_zeros(x.shape[2], x.shape[3], B.shape[3])
+    shape = (x.shape[2], x.shape[3], B.shape[3])
+    before = x.new_zeros(shape) if initial_states is None else initial_states.view(shape)
     done = [
-        selective_scan(*(rows[start:stop] for rows in (x[0], steps)), A[:, None], b[start:stop], c[start:stop], nothing)
+        selective_scan(*(rows[start:stop] for rows in (x[0], steps)), A[:, None], b[start:stop], c[start:stop], before)
         for start, stop in pairwise(edges)
     ]
     out = torch.cat([rows for rows, _ in done])[None]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,12 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from bytescale.common.errors import ConfigError
 from bytescale.parity.compare import WideCasts
+from bytescale.plan.plan import offsets_of
+from bytescale.plan.trees import Forest
 from bytescale.recurrence import KERNELS, Cuts, OneProcessCuts, require_known_kernel
 from bytescale.recurrence.kernels import mamba2
+from tests.attention.test_trees import forest_of, random_tree
+from tests.helpers.effort import examples
 
 from . import packages
 from .reference import gated_delta_rule, lightning_attention, selective_scan
@@ -172,6 +177,55 @@ def test_a_kernel_cut_anywhere_is_its_recurrence(name: str, edges: list[int], ta
             assert float((a - b).detach().abs().max()) <= 1e-10 * max(1.0, float(b.abs().max()))
 
 
+def cuts_of(forest: Forest) -> OneProcessCuts:
+    starts, parents = forest.runs()
+    ends = [*starts.tolist(), int(forest.sequence_lengths.sum())]
+    return OneProcessCuts([0], [slice(*pair) for pair in pairwise(ends)], parents.tolist())
+
+
+def compare_paths(name: str, forest: Forest, cuts: OneProcessCuts, seed: int) -> float:
+    """How far a kernel's outputs and gradients are from those of the documents' paths one by one, by the slow twin."""
+    shapes, ours, twin = CASES[name]
+    random, first = torch.Generator().manual_seed(seed), offsets_of(forest.sequence_lengths)
+    given_ = {key: torch.randn(int(first[-1]), *shape, generator=random).double() for key, shape in shapes.items()}
+    paths = [path + first[at] for path, at in zip(forest.paths, forest.sequence_of, strict=True)]
+    weights = [torch.randn(len(path), generator=random).double() for path in paths]
+
+    def results(compute: Callable[[dict[str, Tensor]], list[Tensor]]) -> list[Tensor]:
+        leaves = {key: rows.clone().requires_grad_() for key, rows in given_.items()}
+        with WideCasts():
+            outs = [out.flatten(1).sin().sum(1) * own for out, own in zip(compute(leaves), weights, strict=True)]
+            return [torch.cat(outs), *torch.autograd.grad(torch.cat(outs).sum(), list(leaves.values()))]
+
+    def in_tree(leaves: dict[str, Tensor]) -> list[Tensor]:
+        out = ours(cuts, leaves)
+        return [out[path] for path in paths]
+
+    expected = results(lambda leaves: [twin(**{key: rows[path] for key, rows in leaves.items()}) for path in paths])
+    pairs = zip(results(in_tree), expected, strict=True)
+    return max(float((a - b).detach().abs().max()) / max(1.0, float(b.abs().max())) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", CASES)
+@examples(2, 60)
+@given(seed=st.integers(0, 10**6))
+def test_a_branch_begins_with_the_state_at_the_end_of_its_prefix(name: str, seed: int) -> None:
+    """Random trees, depth 1 to 6 and fan-out 1 to 16, with empty branches, equal documents and ones of one token."""
+    forest = forest_of(random_tree(np.random.default_rng(seed), most=8), 10**6)
+    assert compare_paths(name, forest, cuts_of(forest), seed) <= 1e-10
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_state_of_a_sibling_would_show(name: str) -> None:
+    """And so would its last rows, for a convolution: they are those before in depth-first order."""
+    forest = forest_of([[1, 1, 2, 2, 2], [1, 1, 1, 2], [1, 1, 1, 1, 1], [2, 1]], 10**6)
+    assert compare_paths(name, forest, cuts_of(forest), 0) <= 1e-10
+    cuts = cuts_of(forest)
+    assert cuts.parents == [-1, 0, 0, 2, 2, -1]
+    cuts.parents[2] = 1
+    assert compare_paths(name, forest, cuts, 0) > 1e-3
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if " of " in name])
 def test_a_package_computes_all_documents_in_one_call(name: str) -> None:
     """fla all fragments, too; one that has no rows is left out. mamba-ssm: states inside of a pack have no gradient."""
@@ -180,6 +234,10 @@ def test_a_package_computes_all_documents_in_one_call(name: str) -> None:
     packages.CALLS.clear()
     ours(OneProcessCuts([0, 3, 3, 9, 11], [slice(11, 12), slice(12, 16), slice(16, 20)]), given_)
     assert [count for _, count in packages.CALLS] == ([1, 1, 1, 3] if "mamba" in name else [3, 3])
+    packages.CALLS.clear()
+    tree = [slice(*pair) for pair in pairwise([0, 4, 6, 9, 11, 15, 20])]  # two roots, three branches, and one of theirs
+    ours(OneProcessCuts([0], tree, [-1, 0, 1, 0, -1, 4]), given_)
+    assert [count for _, count in packages.CALLS] == ([1] * 6 if "mamba" in name else [2, 3, 1])
 
 
 def test_the_arguments_of_a_package_are_looked_at() -> None:

@@ -22,7 +22,6 @@ from bytescale.parity import small_model
 from bytescale.plan import RankPlan
 from bytescale.runtime.executor import Executor
 from bytescale.train.loop import evaluation
-from bytescale.train.loop.trainer import train
 from tests.helpers.effort import one_of
 from tests.train.runs import WORDS, interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
 from tests.train.test_attached_models import hf_folder
@@ -149,9 +148,9 @@ def test_tensor_and_pipeline_parallelism(tmp_path: Path, degrees: dict[str, int]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("gemma2", {"sliding_window": 60})])
+@pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("gemma2", {"sliding_window": 60}), ("lfm2", {})])
 def test_models_of_transformers(tmp_path: Path, family: str, changes: dict[str, int]) -> None:
-    """Documents are longer than gemma's window. transformers computes norms in fp32, in both runs."""
+    """Documents are longer than gemma's window; LFM2 has convolutions. Norms are computed in fp32, in both runs."""
     folder = hf_folder(tmp_path / "model", family, **changes)
     config, shared = (
         replace(with_trainer(one, init=f"hf:{folder}"), model=ModelConfig(preset=f"hf:{folder}"))
@@ -160,14 +159,6 @@ def test_models_of_transformers(tmp_path: Path, family: str, changes: dict[str, 
     np.testing.assert_allclose(run(shared), run(config), rtol=1e-6)
     rows, tokens = ([line["num_tokens"] for line in metrics(Path(one.trainer.run_dir))] for one in (shared, config))
     assert sum(rows) < 0.7 * sum(tokens)
-
-
-def test_a_model_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
-    folder = hf_folder(tmp_path / "model", "lfm2")
-    _, shared = pair(tmp_path, 1)
-    shared = replace(with_trainer(shared, init=f"hf:{folder}"), model=ModelConfig(preset=f"hf:{folder}"))
-    with pytest.raises(ConfigError, match="has recurrent layers"):
-        train(shared, print_line=lambda line: None)
 
 
 def test_without_common_prefixes_a_run_stays_as_it_is(tmp_path: Path) -> None:

@@ -72,8 +72,9 @@ class PackedAttention:
         self.triangles = causal_triangles(self.lengths)
         self.nodes: list[BlockSet] = []
         self.longest_path = 0
+        self.trees = micro_batch.trees
         blocks_of = None
-        if (trees := micro_batch.trees) is not None:
+        if (trees := self.trees) is not None:
             self.longest_path = int(trees.lengths.max(initial=0))
             self.triangles, self.nodes = own_blocks(micro_batch, trees)
             if shared is not None:
@@ -168,7 +169,7 @@ class PackedAttention:
         return dq, dk, dv
 
     def _trees_in(self, window: int | None, device: torch.device) -> WindowedTrees:
-        trees, alone = self._micro_batch.trees, self._shared_alone
+        trees, alone = self.trees, self._shared_alone
         assert window is not None, "_forward_windowed is for windows"
         assert trees is not None, "_forward_windowed is for trees"
         if alone is not None and window < alone.longest_path:

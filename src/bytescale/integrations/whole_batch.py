@@ -76,8 +76,7 @@ class WholeBatch:
             {name: values.cpu() for name, values in own.items()} | {"weights": torch.ones(len(own["labels"]))}
             for own in rows.values()
         ]
-        share = self.hdp.can_share_prefixes
-        planned = self.hdp.plan(documents, capacity_tokens=capacity_tokens, share_prefixes=share)
+        planned = self.hdp.plan(documents, capacity_tokens=capacity_tokens, share_prefixes=True)
         loss, applied = loss if trains else None, list[Tensor]()
         if loss is not None:
             _, rows = delivered(group, fields, _documents_of(planned))

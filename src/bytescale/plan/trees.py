@@ -77,6 +77,23 @@ class Forest:
             paths.append(np.concatenate([paths[-1][:shared], own]) if shared else own)
         return paths
 
+    def runs(self) -> tuple[IntArray, IntArray]:
+        """Cut the rows of all sequences where paths fork: every row of a run but its first follows the one before it.
+
+        Returns ``[N]`` the first row of each run, and ``[N]`` the run at whose end it begins: an earlier one; -1: none.
+        """
+        first = offsets_of(self.sequence_lengths)[:-1][self.sequence_of]
+        before, starts = np.full(len(first), -1), self.triangles[:, 0] + first
+        for document, (path, shared) in enumerate(zip(self.paths, self.shared.tolist(), strict=True)):
+            before[document] = path[shared - 1] + first[document] if shared else -1
+        branches = self.lengths > self.shared  # all other documents are prefixes of those before them
+        before, starts = before[branches], starts[branches]
+        edges = np.unique(np.concatenate([starts, before[before >= 0] + 1]))
+        ends = np.searchsorted(edges, starts)
+        parents = np.arange(len(edges)) - 1
+        parents[ends] = np.searchsorted(edges, before, side="right") - 1
+        return edges, parents
+
     def of(self, sequences: IntArray) -> Forest:
         """The forest of some sequences, in their order."""
         places = concatenated_ranges(self.offsets[sequences], self.offsets[sequences + 1])

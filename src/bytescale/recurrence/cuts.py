@@ -2,7 +2,8 @@
 
 A rank's rows are fragments of the sequences that a group shares, two of each (some may be empty), and then whole
 documents. A recurrent layer has to know two things of the tokens before a fragment: the last few rows, which its
-convolution looks at (the halo), and the state that they leave behind.
+convolution looks at (the halo), and the state that they leave behind. In a tree of documents (``plan.trees``), the rows
+between two forks are a run, and a fragment of a shared tree is a part of one (``recurrence.trees``).
 
 A run of tokens maps the state before it to the state after it: ``E -> D E + S``, where D is a matrix a head (delta
 rules), or numbers (Mamba, lightning). First ``(D1, S1)``, then ``(D2, S2)``, is ``(D2 D1, D2 S1 + S2)``. The segments
@@ -25,6 +26,7 @@ and C columns of a state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -33,34 +35,19 @@ import torch
 from torch import Tensor
 
 from bytescale.attention import PackedAttention
-from bytescale.attention.copies import to_device
 from bytescale.attention.kernels import add_rows
-from bytescale.attention.rings.exchange import Message, Transfer
+from bytescale.attention.rings.exchange import Message
 from bytescale.attention.rings.grid_messages import Grid
 from bytescale.attention.rings.messages import Kind
-from bytescale.attention.rings.window import RowsBefore
 from bytescale.plan.states import chain_is_faster, holder
+from bytescale.plan.trees import Forest
+from bytescale.recurrence.trees import RowsBefore, Runs, SharedRuns, act, handed_back, handed_on, swap
 
 
-def act(decay: Tensor, state: Tensor) -> Tensor:
-    """``decay`` applied to a state ``[..., R, C]``, or to another decay.
-
-    A decay is a matrix ``[..., R, R]``; a number ``[..., 1, 1]``; or, where R = 1, numbers ``[..., 1, C]``. With R = 1,
-    a matrix is a number.
-    """
-    return decay @ state if decay.shape[-1] == state.shape[-2] else decay * state
-
-
-def entry_states(decay: Tensor, state: Tensor, grid: Grid, kind: Kind) -> Tensor:
+def scanned(decay: Tensor, state: Tensor, grid: Grid, kind: Kind) -> Tensor:
     """The state ``[2, K, H, R, C]`` before each of this member's positions, from what each does to a state."""
     assert decay.dtype == state.dtype, "both travel in one message"
-    member, size = grid.member, grid.size
-    sizes = (decay[0].numel() * decay.element_size(), state[0].numel() * state.element_size())
-    function = _chain if chain_is_faster(size, *sizes) else _scan
-    return function(decay, state, (member, 2 * size - 1 - member), grid, kind)
-
-
-def _scan(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid, kind: Kind) -> Tensor:
+    positions = (grid.member, 2 * grid.size - 1 - grid.member)
     before: list[Tensor | None] = [None, None]  # the decay of all maps that are known before a position
     entry = state.new_zeros(state.shape)
     distance, last = 1, 2 * grid.size - 1
@@ -96,42 +83,26 @@ def _scan(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid, 
     return entry
 
 
-def _chain(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid, kind: Kind) -> Tensor:
-    entry = state.new_zeros(state.shape)
-    sent: list[Transfer] = []
-    for position in range(2 * grid.size - 1):
-        source, target = holder(position, grid.size), holder(position + 1, grid.size)
-        if source == grid.member:
-            slot = positions.index(position)
-            after = (act(decay[slot], entry[slot]) + state[slot]).contiguous()
-            if target == grid.member:
-                entry[1] = after
-            else:
-                to = (after, grid.ranks[target])
-                sent.append(grid.exchange.start_all([to], [], tag=kind.tag(grid.group)))
-        elif target == grid.member:
-            place = (entry[positions.index(position + 1)], grid.ranks[source])
-            grid.exchange.start_all([], [place], tag=kind.tag(grid.group)).wait()
-    for transfer in sent:
-        transfer.wait()
-    return entry
-
-
 class EntryStates(torch.autograd.Function):
-    """``entry_states`` with its backward. ``out``, which it returns, ties backward to the layer's output.
+    """States before fragments, and backward. ``out``, which it returns, ties backward to the layer's output.
 
     A member without a token of the shared sequences has to take part in backward, too.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, out: Tensor, decay: Tensor, state: Tensor, attention: PackedAttention
+        ctx: Any, out: Tensor, decay: Tensor, state: Tensor, attention: PackedAttention, runs: SharedRuns | None = None
     ) -> tuple[Tensor, Tensor]:
-        """``attention`` may remember the states, if this is a recomputation."""
+        """``attention`` may remember the states, if this is a recomputation.
+
+        Without ``runs``, ``decay`` and ``state`` are those of ``scanned``; with it, of ``handed_on``.
+        """
         grid = attention.grid
         assert grid is not None, "fragments are of shared sequences"
-        (entry,) = attention.remembered(lambda: (entry_states(decay, state, grid, Kind.FORWARD_STATES),))
-        ctx.grid = grid
+        by_scan = partial(scanned, decay, state, grid, Kind.FORWARD_STATES)
+        compute = by_scan if runs is None else partial(handed_on, decay, state, runs, grid)
+        (entry,) = attention.remembered(lambda: (compute(),))
+        ctx.grid, ctx.runs = grid, runs
         ctx.save_for_backward(decay, entry)
         return out.view_as(out), entry
 
@@ -140,35 +111,20 @@ class EntryStates(torch.autograd.Function):
         decay, entry = ctx.saved_tensors
         d_out, d_entry = gradients
         turned = decay.mT if decay.shape[-1] == entry.shape[-2] else decay
-        reached = entry_states(
-            turned.flip(0).contiguous(), d_entry.flip(0).contiguous(), ctx.grid, Kind.BACKWARD_STATES
-        ).flip(0)
+        if ctx.runs is None:
+            backwards = turned.flip(0).contiguous(), d_entry.flip(0).contiguous()
+            reached = scanned(*backwards, ctx.grid, Kind.BACKWARD_STATES).flip(0)
+        else:
+            reached = handed_back(turned, d_entry, ctx.runs, ctx.grid)
         of_decay = reached @ entry.mT if turned is not decay else (reached * entry).sum_to_size(decay.shape)
-        return d_out, of_decay, reached, None
+        return d_out, of_decay, reached, None, None
 
 
-class _Tables:
-    """Numbers that the layers of a micro-batch look up rows by."""
-
-    def __init__(self) -> None:
-        self._tables: dict[Any, list[Tensor]] = {}
-
-    def on_device(self, key: Any, device: torch.device, make: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """What ``make()`` returns, on ``device``: the same tensors in every layer (fla keeps what it derives of them).
-
-        ``key`` tells tables apart.
-        """
-        if (key, device) not in self._tables:
-            self._tables[key, device] = [to_device(table, device) for table in make()]
-        return self._tables[key, device]
-
-
-class GroupCuts(_Tables):
+class GroupCuts(Runs):
     """A micro-batch of a plan; its shared sequences' states and halos are exchanged with the other members.
 
     Attributes:
-        fragments: rows of every fragment of a shared sequence; may be empty.
-        documents: rows of every whole document.
+        fragments: rows of every fragment of a shared sequence; may be empty. Where a sequence is a tree, of every run.
         keep: called with what a cache holds after each of the runs, fragments first: ``"conv"``, the last inputs of a
             convolution ``[F, C, k]``, or ``"recurrent"``, the state ``[F, ...]``.
     """
@@ -177,31 +133,43 @@ class GroupCuts(_Tables):
 
     def __init__(self, attention: PackedAttention) -> None:
         """``attention``: of the same micro-batch, whose messages and memory are used."""
-        super().__init__()
         self._attention = attention
-        shared, edges = attention.shared, [0]
+        shared, trees, edges = attention.shared, attention.trees, [0]
+        num_shared = 0 if shared is None else len(shared.sequences)
+        self._shared_runs: SharedRuns | None = None
         if shared is not None:
+            numbers = np.arange(num_shared + 1)
+            lone = Forest(numbers[:-1], shared.lengths, 0 * numbers[:-1], numbers)
+            runs = self._shared_runs = SharedRuns(shared, lone if trees is None else trees.of(numbers[:-1]))
             counts = np.stack([part[:, shared.member] for part in shared.segments], axis=1)
-            edges = [0, *np.cumsum(counts.ravel()).tolist()]
+            edges = runs.ends.tolist() if runs.has_trees else [0, *np.cumsum(counts.ravel()).tolist()]
         self.fragments = [slice(*pair) for pair in pairwise(edges)]
         lengths = attention.local_lengths if attention.num_tokens else [1]  # the row that stands for no token
-        ends = np.cumsum([edges[-1], *lengths]).tolist()
-        self.documents = [slice(*pair) for pair in pairwise(ends)]
+        ends, parents = np.cumsum([edges[-1], *lengths]).tolist(), list[int]()
+        if trees is not None:
+            alone = trees.of(np.arange(num_shared, len(trees.sequence_lengths)))
+            if alone.shared.any():
+                starts, above = alone.runs()
+                ends, parents = [*(starts + edges[-1]).tolist(), ends[-1]], above.tolist()
+        super().__init__([slice(*pair) for pair in pairwise(ends)], parents)
         self._halos: dict[int, RowsBefore] = {}
 
     def halo(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
         """Fetch the ``width`` rows before each fragment.
 
         Returns ``rows [T, C]``, which have to be used from here on; the rows that arrived, ``[n, C]``; and of each
-        fragment where these rows are: first those of ``rows``, then those that arrived; -1: there is no such token.
+        fragment, and of the runs of trees, where these rows are: first those of ``rows``, then those that arrived; -1:
+        there is no such token.
         """
-        shared, grid = self._attention.shared, self._attention.grid
-        if shared is None or grid is None:
-            return rows, rows[:0], []
+        runs, grid = self._shared_runs, self._attention.grid
+        if runs is None or grid is None:
+            return rows, rows[:0], self.on_paths(width)
         if width not in self._halos:
-            self._halos[width] = RowsBefore.of(shared, width, len(rows))
+            self._halos[width] = runs.halo(width, len(rows))
         own, arrived = _Halo.apply(rows, self._halos[width], grid, self._attention)
-        return own, arrived, self._halos[width].places
+        filled = iter(self._halos[width].places)
+        places = [next(filled) if part.start < part.stop else [-1] * width for part in self.fragments]
+        return own, arrived, places + self.on_paths(width)
 
     def entry(self, out: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The state before each fragment.
@@ -212,6 +180,14 @@ class GroupCuts(_Tables):
 
         Returns ``out`` and the states ``[F, H, R, C]``.
         """
+        runs = self._shared_runs
+        assert runs is not None, "fragments are of shared sequences"
+        sizes = (len(part) // 2 * part[0].numel() * part.element_size() for part in (decay, state))
+        if runs.has_trees or chain_is_faster(runs.size, *sizes):
+            filled = [rows.start < rows.stop for rows in self.fragments]
+            entry = torch.zeros_like(state)
+            out, entry[filled] = EntryStates.apply(out, decay[filled], state[filled], self._attention, runs)
+            return out, entry
         decay, state = (part.unflatten(0, (-1, 2)).transpose(0, 1).contiguous() for part in (decay, state))
         out, entry = EntryStates.apply(out, decay, state, self._attention)
         return out, entry.transpose(0, 1).flatten(0, 1)
@@ -225,7 +201,7 @@ class _Halo(torch.autograd.Function):
         def exchange() -> tuple[Tensor]:
             arrived = rows.new_empty(sum(halo.arriving), *rows.shape[1:])
             messages = [rows[sent.on(rows.device)].contiguous() for sent in halo.sent]
-            _swap(messages, list(arrived.split(halo.arriving)), grid, Kind.FORWARD_HALO, forwards=True)
+            swap(messages, list(arrived.split(halo.arriving)), grid, Kind.FORWARD_HALO, forwards=True)
             return (arrived,)
 
         (arrived,) = attention.remembered(exchange)
@@ -237,40 +213,28 @@ class _Halo(torch.autograd.Function):
         halo, total = ctx.halo, gradients[0].clone()
         returned = [total.new_empty(sent.num_rows, *total.shape[1:]) for sent in halo.sent]
         messages = list(gradients[1].contiguous().split(halo.arriving))
-        _swap(messages, returned, ctx.grid, Kind.BACKWARD_HALO, forwards=False)
+        swap(messages, returned, ctx.grid, Kind.BACKWARD_HALO, forwards=False)
         for sent, part in zip(halo.sent, returned, strict=True):
             add_rows(total, sent.on(total.device), part)
         return total, None, None, None
 
 
-def _swap(messages: list[Tensor], room: list[Tensor], grid: Grid, kind: Kind, *, forwards: bool) -> None:
-    """Send the t-th message to member ``i + t`` and receive from ``i - t``, or the other way round; one operation."""
-    sends: list[Message] = []
-    receives: list[Message] = []
-    for step, (message, place) in enumerate(zip(messages, room, strict=True), start=1):
-        distance = step if forwards else -step
-        sends.append((message, grid.ranks[(grid.member + distance) % grid.size]))
-        receives.append((place, grid.ranks[(grid.member - distance) % grid.size]))
-    if any(tensor.numel() for tensor, _ in [*sends, *receives]):
-        grid.exchange.start_all(sends, receives, tag=kind.tag(grid.group)).wait()
-
-
-class OneProcessCuts(_Tables):
+class OneProcessCuts(Runs):
     """One document, cut at some places: all its fragments are rows of this process. The slow twin of ``GroupCuts``."""
 
     keep = None
 
-    def __init__(self, edges: Sequence[int], documents: Sequence[slice] = ()) -> None:
+    def __init__(self, edges: Sequence[int], documents: Sequence[slice] = (), parents: Sequence[int] = ()) -> None:
         """``edges``: ``[F + 1]``, from 0 to the number of rows, rising; equal ones make an empty fragment."""
-        super().__init__()
+        super().__init__(documents, parents)
         self.fragments = [slice(*pair) for pair in pairwise(edges)]
-        self.documents = list(documents)
         self.numbers = [0, 0]
         """Of states and of decays of a fragment, in all layers so far (``hf.model.probe``)."""
 
     def halo(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
         """See ``GroupCuts``."""
-        return rows, rows[:0], [[max(-1, run.start + at) for at in range(-width, 0)] for run in self.fragments]
+        places = [[max(-1, run.start + at) for at in range(-width, 0)] for run in self.fragments]
+        return rows, rows[:0], places + self.on_paths(width)
 
     def entry(self, out: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """See ``GroupCuts``."""

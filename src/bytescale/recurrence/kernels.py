@@ -13,6 +13,9 @@ fragments in another, with ``cu_seqlens`` and a state before and after each of t
 documents in one call (``seq_idx``), and fragments one by one, because states inside of a pack have no gradient there.
 Transformers' own forms, and Mamba 1, compute a run at a time. A convolution is one call, with zeros between documents.
 
+The runs of trees are computed level by level: all roots, all runs behind them, and so on. Each begins with the state at
+the end of its parent, which delta rules and Mamba 2 take from the caller. So a row costs what it costs in a document.
+
 Shape letters: T rows of the micro-batch, n of a run, H heads, K and V rows and columns of a delta rule's state, P and N
 of a Mamba state, C channels of a convolution, k its width, F fragments.
 """
@@ -33,7 +36,8 @@ from torch import Tensor, nn
 
 from bytescale.attention.autocast import without_autocast
 from bytescale.common.errors import ConfigError
-from bytescale.recurrence.cuts import Cuts, act
+from bytescale.recurrence.cuts import Cuts
+from bytescale.recurrence.trees import act
 
 Stock = Callable[..., Any]
 
@@ -81,16 +85,27 @@ class Run:
     effect: Callable[[], tuple[Tensor, Tensor]]
     read: Callable[[Tensor], Tensor]
 
+    def after(self, state: Tensor) -> Run:
+        """The run from a state ``[H, R, C]``."""
+        out = self.out + self.read(state).to(self.out.dtype)
 
-Runs = Callable[[list[slice], bool], list[Run]]
-"""Computes runs that follow each other, none of them empty. True: they are whole documents, no state is before them."""
+        def effect() -> tuple[Tensor, Tensor]:
+            decay, own = self.effect()
+            return decay, act(decay, state) + own
+
+        return Run(out, effect, torch.zeros_like)
+
+
+Runs = Callable[[list[slice], bool, Tensor | None], list[Run]]
+"""Computes runs, none of them empty. True: they are whole documents, or runs of trees, before which are the states
+``[N, H, R, C]``; None: no state. False: they are fragments that follow each other, and the states are not known yet."""
 
 
 def carried(cuts: Cuts, runs: Runs, *, one_row: bool = False) -> Tensor:
     """``[T, ...]`` outputs of all rows. ``one_row``: caches have states without their dimension of one row."""
     has_rows = [rows.start < rows.stop for rows in cuts.fragments]
     filled = list(compress(cuts.fragments, has_rows))
-    own, documents = runs(filled, False) if filled else [], runs(cuts.documents, True) if cuts.documents else []
+    own, documents = runs(filled, False, None) if filled else [], _of_documents(cuts, runs)
     out = torch.cat([one.out for one in own + documents])
     with without_autocast(out.device):  # states are in fp32 or wider, whatever the kernels' inputs
         after = [one.effect()[1] for one in documents] if cuts.keep is not None else []
@@ -112,6 +127,17 @@ def carried(cuts: Cuts, runs: Runs, *, one_row: bool = False) -> Tensor:
             kept = torch.stack(after)
             cuts.keep("recurrent", kept.squeeze(-2) if one_row else kept)
     return out
+
+
+def _of_documents(cuts: Cuts, runs: Runs) -> list[Run]:
+    """Whole documents, and the runs of trees, each behind its parent."""
+    done: dict[int, Run] = {}
+    for level in cuts.levels:
+        parents = [cuts.parents[place] for place in level] if done else []
+        states = {parent: done[parent].effect()[1] for parent in dict.fromkeys(parents)}
+        before = torch.stack([states[parent] for parent in parents]) if parents else None
+        done.update(zip(level, runs([cuts.documents[place] for place in level], True, before), strict=True))
+    return [done[place] for place in range(len(done))]
 
 
 def convolution(
@@ -150,10 +176,10 @@ def delta_rule(
     identity = torch.eye(width, dtype=wide, device=value.device).expand(num_heads, width, width)
     options = _without(options, "initial_state", "output_final_state", "cu_seqlens")
 
-    def together(parts: list[slice], alone: bool) -> list[Run]:
-        lengths, rows = _extent(parts)
+    def together(parts: list[slice], alone: bool, entry: Tensor | None) -> list[Run]:
+        lengths, rows = _extent(cuts, parts, value.device)
         q, k, v, decay, rate = (part[:, rows] for part in (query, key, value, g, beta))
-        pack, entry = {}, None
+        pack = {}
         if len(parts) > 1:  # with the places on the host, too, fla does not wait for the device
             pack["cu_seqlens"], pack["cu_seqlens_cpu"] = (
                 _pack(cuts, parts, place)[0] for place in (v.device, torch.device("cpu"))
@@ -171,7 +197,11 @@ def delta_rule(
 
         return [run(own, left) for own, left in zip(out[0].split(lengths), after.to(wide), strict=True)]
 
-    runs = together if installed(stock) else lambda parts, alone: [together([rows], alone)[0] for rows in parts]
+    def apart(parts: list[slice], alone: bool, entry: Tensor | None) -> list[Run]:
+        before = [None] * len(parts) if entry is None else entry.split(1)
+        return [together([rows], alone, state)[0] for rows, state in zip(parts, before, strict=True)]
+
+    runs = together if installed(stock) else apart
     return carried(cuts, runs)[None], None
 
 
@@ -184,22 +214,25 @@ def mamba2(
     options = _without(options, "initial_states", "return_final_states", "seq_idx")
     wide = torch.promote_types(x.dtype, torch.float32)
 
-    def scan(rows: slice, **more: Any) -> Any:
+    def scan(rows: slice | Tensor, **more: Any) -> Any:
         return stock(
             x[:, rows], dt[:, rows], A, B[:, rows], C[:, rows], dt_bias=dt_bias,
             dt_softplus=dt_softplus, dt_limit=dt_limit, **more, **options,
         )  # fmt: skip
 
-    def run(rows: slice) -> Run:
-        out, after = scan(rows, return_final_states=True)
+    def run(rows: slice, before: Tensor | None = None) -> Run:
+        entry = {} if before is None else {"initial_states": before[None]}
+        out, after = scan(rows, return_final_states=True, **entry)
         steps = _steps(dt[0, rows], dt_bias, dt_softplus).clamp(*dt_limit).to(wide)
         seen = C[0, rows].to(wide).repeat_interleave(x.shape[2] // C.shape[2], dim=1)
         return _selective(out[0], steps, A[:, None], seen, lambda: after[0].to(wide))
 
-    def runs(parts: list[slice], alone: bool) -> list[Run]:
-        if not alone or len(parts) == 1 or not installed(stock):
+    def runs(parts: list[slice], alone: bool, before: Tensor | None) -> list[Run]:
+        if before is not None:
+            return [run(rows, state) for rows, state in zip(parts, before, strict=True)]
+        if not alone or len(parts) == 1 or not installed(stock) or cuts.parents:
             return [run(rows) for rows in parts]
-        lengths, rows = _extent(parts)
+        lengths, rows = _extent(cuts, parts, x.device)
         out = scan(rows, seq_idx=_pack(cuts, parts, x.device)[1][None])
         # A state, which prefill keeps, costs a document a second scan.
         return [
@@ -237,7 +270,11 @@ def mamba1(
 
         return _selective(out[0].T[..., None], steps, A, C[0, :, rows].T.to(wide)[:, None], after)
 
-    out = carried(cuts, lambda parts, alone: [run(rows) for rows in parts], one_row=True)[..., 0].T[None]
+    def runs(parts: list[slice], alone: bool, before: Tensor | None) -> list[Run]:
+        done = [run(rows) for rows in parts]
+        return done if before is None else [one.after(state) for one, state in zip(done, before, strict=True)]
+
+    out = carried(cuts, runs, one_row=True)[..., 0].T[None]
     return out if z is None else out * F.silu(z)
 
 
@@ -268,18 +305,22 @@ def _not_fused(cuts: Cuts, stock: Stock, *args: Any, **options: Any) -> None:
     """The mixer goes on with its other kernels, as it does where the fused one is not installed."""
 
 
-def _extent(parts: list[slice]) -> tuple[list[int], slice]:
-    """The lengths of runs that follow each other, and all their rows."""
-    return [rows.stop - rows.start for rows in parts], slice(parts[0].start, parts[-1].stop)
+def _extent(cuts: Cuts, parts: list[slice], device: torch.device) -> tuple[list[int], slice | Tensor]:
+    """The lengths of runs, and all their rows: one slice if they follow each other."""
+    lengths, whole = [rows.stop - rows.start for rows in parts], slice(parts[0].start, parts[-1].stop)
+    if sum(lengths) == whole.stop - whole.start:
+        return lengths, whole
+    pieces = [torch.arange(rows.start, rows.stop) for rows in parts]
+    return lengths, cuts.on_device(("rows", whole.start), device, lambda: [torch.cat(pieces)])[0]
 
 
 def _pack(cuts: Cuts, parts: list[slice], device: torch.device) -> list[Tensor]:
-    """``cu_seqlens [N + 1]`` and ``seq_idx [n]`` of runs that follow each other."""
+    """``cu_seqlens [N + 1]`` and ``seq_idx [n]`` of runs, one behind the other."""
 
     def make() -> list[Tensor]:
-        lengths, numbers = torch.tensor(_extent(parts)[0]), torch.arange(len(parts), dtype=torch.int32)
-        num_rows = parts[-1].stop - parts[0].start
-        return [F.pad(lengths.cumsum(0), (1, 0)), numbers.repeat_interleave(lengths, output_size=num_rows)]
+        lengths = torch.tensor([rows.stop - rows.start for rows in parts])
+        numbers = torch.arange(len(parts), dtype=torch.int32)
+        return [F.pad(lengths.cumsum(0), (1, 0)), numbers.repeat_interleave(lengths)]
 
     return cuts.on_device(("pack", parts[0].start), device, make)
 
@@ -304,7 +345,7 @@ _OF_DELTA_RULES = "initial_state", "output_final_state", "use_qk_l2norm_in_kerne
 _ARGUMENTS = {
     "torch_chunk_gated_delta_rule": _OF_DELTA_RULES,
     "chunk_kimi_delta_attention": _OF_DELTA_RULES,
-    "mamba2_chunk_scan": ("dt_bias", "dt_softplus", "dt_limit", "return_final_states", "seq_idx"),
+    "mamba2_chunk_scan": ("dt_bias", "dt_softplus", "dt_limit", "initial_states", "return_final_states", "seq_idx"),
 }
 """Without which results would be wrong, by the name of the stock function."""
 

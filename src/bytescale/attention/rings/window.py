@@ -206,31 +206,3 @@ def _gathered(sources: list[_Source]) -> Gathered:
 def _blocks(pairs: list[_Pair], window: int) -> BlockSet:
     ranges = np.array(pairs, dtype=np.int64).reshape(-1, 2, 2)
     return BlockSet.of(ranges[:, 0], ranges[:, 1], causal=True, window=window)
-
-
-@dataclass(frozen=True)
-class RowsBefore:
-    """The rows before each of a member's segments, as far as a convolution reaches: its halo.
-
-    Attributes:
-        sent, arriving: as in ``WindowLayout``.
-        places: ``[2K][width]``: by sequence and segment, each row before it. Own rows come first, then those that
-            arrived. -1: there is no such token.
-    """
-
-    sent: list[RowRanges]
-    arriving: list[int]
-    places: list[list[int]]
-
-    @staticmethod
-    def of(shared: SharedGroup, width: int, num_rows: int) -> RowsBefore:
-        """``width``: rows before a segment that are looked at; ``num_rows``: of the micro-batch."""
-        own, sent, token_runs, arriving = _messages(shared, width + 1)
-        places = []
-        for sequence, starts in enumerate(own.bounds[..., 0].tolist()):
-            known = [(run, 0) for run in own.runs(sequence)] + [(run, num_rows) for run in token_runs[sequence]]
-            for start in starts:
-                rows = {n: first + run.row + n - run.start for run, first in known
-                        for n in range(max(run.start, start - width), min(run.stop, start))}  # fmt: skip
-                places.append([rows.get(token, -1) for token in range(start - width, start)])
-        return RowsBefore(sent, arriving, places)

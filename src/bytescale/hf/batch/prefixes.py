@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bytescale.common.errors import ConfigError, DataError, PlanError
+from bytescale.common.errors import DataError, PlanError
 from bytescale.hf.batch.documents import Documents, RankBatch
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import offsets_of
@@ -62,16 +62,6 @@ def shared_plan(
         plan = with_equal_work(plan, forest, planner.cost)
         planner.check(plan)
     return plan, forest
-
-
-def require_attention_alone(has_recurrences: bool) -> None:
-    """Raise ``ConfigError`` for a model with recurrent layers."""
-    if has_recurrences:
-        raise ConfigError(
-            "share_prefixes is true, but the model or a second one has recurrent layers",
-            so="a branch would have to begin with the state at the end of its prefix, which is not built",
-            fix="leave share_prefixes out for this model",
-        )
 
 
 def part_of_trees(

@@ -10,7 +10,7 @@ import numpy as np
 
 from bytescale.common.errors import PlanError
 from bytescale.hf.batch.documents import Batch, Documents, RankBatch
-from bytescale.hf.batch.prefixes import part_of_trees, require_attention_alone, shared_plan
+from bytescale.hf.batch.prefixes import part_of_trees, shared_plan
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.model.head import require_words
 from bytescale.plan import Plan, RankPlan
@@ -44,7 +44,6 @@ class BatchToPlan:
         planner = self.hdp.planner_of(capacity_tokens)
         if self.per_document is None:
             return planner(np.array(self.documents.lengths), labels), None
-        require_attention_alone(not self.hdp.can_share_prefixes)
         decoders = (self.hdp.engine.decoder, *self.hdp.engine.others)
         windows = [layer.rules.window for decoder in decoders for layer in decoder.facts.layers]
         window = min((window for window in windows if window is not None), default=None)

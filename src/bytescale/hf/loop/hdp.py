@@ -211,7 +211,7 @@ class HDP(Updates):
 
         Raises:
             ConfigError: with ``last``, where nothing can overlap; before the ``step()`` that was promised; with
-                ``share_prefixes``, for a plan that was given, and for models with recurrent layers.
+                ``share_prefixes``, for a plan that was given.
             DataError: for documents that cannot be used, see ``Documents.of``.
             PlanError: if no plan can be made, or the given plan is of other documents or ranks.
             RankFailure: if ranks have different documents or plans.
@@ -227,11 +227,6 @@ class HDP(Updates):
         plan, forest = given.plan(together, capacity_tokens) if plan is None else (plan, None)
         self._looped = None
         return given.part(plan, forest, last=last)
-
-    @property
-    def can_share_prefixes(self) -> bool:
-        """Whether ``share_prefixes`` is possible: neither the model nor a second one has recurrent layers."""
-        return not any(decoder.mixers for decoder in (self.engine.decoder, *self.engine.others))
 
     def planner_of(self, capacity_tokens: int | None) -> VerifiedPlanner:
         """The planner for another capacity; of passes without backward, where gradients are disabled."""

@@ -66,7 +66,7 @@ def score_batch(hdp: HDP, documents: Sequence[Mapping[str, Any]]) -> list[Tensor
     """The log-probabilities of one global batch; see ``score``."""
     # Other fields are not read: weights, for example, may sum to zero, which a loss could not be divided by.
     needed = [{name: document[name] for name in _NEEDED if name in document} for document in documents]
-    for micro in hdp.plan(needed, share_prefixes=hdp.can_share_prefixes):
+    for micro in hdp.plan(needed, share_prefixes=True):
         hdp.collect(micro, micro.logprobs(hdp.model))
     return hdp.collected()
 

@@ -19,7 +19,6 @@ from bytescale.cost.profile_file import require_device, warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Feed, PrefetchedSteps, StepData
-from bytescale.hf.batch.prefixes import require_attention_alone
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Executor, ShardedOptimizer
@@ -124,7 +123,6 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     if ranks.is_first:
         warn_of_bad_fits(planning.measured)
     memory, planner = planning.memory, planning.planner
-    require_attention_alone(config.data.share_prefixes and planner.cost.recurrent_share > 0)
     return Job(
         config=config,
         ranks=ranks,
