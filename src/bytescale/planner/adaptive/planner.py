@@ -235,11 +235,15 @@ def _trials(batch: Batch) -> Iterator[Trial]:
 
 def _parts(batch: Batch) -> list[int]:
     """The target over the longest blocks tried: those that make few groups."""
-    return [
+    few = [
         part
         for part in effort.PARTS
         if part == effort.PARTS[0] or batch.num_shared(effort.LATER * batch.target / part) <= effort.FEW
     ]
+    if not batch.cluster.is_uniform or batch.cost.row_bytes_per_token is None:
+        return few
+    # Blocks to which the longest sequence cannot keep would give it, and many others, far too many ranks.
+    return [part for part in few if part == effort.PARTS[0] or batch.target / part >= batch.fastest]
 
 
 def _reserved(batch: Batch, makespan: float) -> Trial:
