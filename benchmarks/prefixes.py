@@ -1,8 +1,9 @@
 """Measures what shared prefixes save: steps over groups of samples of one prompt, prompts computed once or per sample.
 
-    python benchmarks/prefixes.py [--length 1024] [--samples 8] [--groups 2] [--steps 5]
+    python benchmarks/prefixes.py [--length 1024] [--samples 8] [--groups 2] [--steps 5] [--model qwen3_5]
 
-One rank, transformers' Llama in fp32, the loss by `micro.loss_sum`, planning and the update included. Samples have
+One rank, transformers' Llama, or a Qwen3.5 with three gated delta nets and one attention, in fp32, the loss by
+`micro.loss_sum`, planning and the update included. Samples have
 `length` tokens, of which the prompt is a quarter to nine tenths. Both kinds of steps take turns; times are medians of
 the process's CPU time. Beside the speed-up stands the ratio of work: that of all tokens to that of the rows that are
 computed, by the cost model's counted operations.
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig
 
 import bytescale
 from bytescale.planner.prefixes import cost_of_trees
@@ -32,6 +33,17 @@ def llama() -> nn.Module:
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=65536,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def qwen3_5() -> nn.Module:
+    """A hybrid of the same size, as ``benchmarks/recurrent_cluster.py`` has it."""
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=32, linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=64,
+        linear_value_head_dim=64, max_position_embeddings=65536,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).train()
 
@@ -56,9 +68,10 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--model", choices=["llama", "qwen3_5"], default="llama")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    model = llama()
+    model = llama() if given.model == "llama" else qwen3_5()
     hdp = bytescale.HDP(model, capacity_tokens=given.samples * given.length)
     hdp.adamw(1e-5)
 

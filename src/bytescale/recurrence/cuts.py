@@ -41,7 +41,7 @@ from bytescale.attention.rings.grid_messages import Grid
 from bytescale.attention.rings.messages import Kind
 from bytescale.plan.states import chain_is_faster, holder
 from bytescale.plan.trees import Forest
-from bytescale.recurrence.trees import RowsBefore, Runs, SharedRuns, act, handed_back, handed_on, swap
+from bytescale.recurrence.trees import RowRuns, RowsBefore, SharedRuns, act, handed_back, handed_on, swap
 
 
 def scanned(decay: Tensor, state: Tensor, grid: Grid, kind: Kind) -> Tensor:
@@ -120,7 +120,7 @@ class EntryStates(torch.autograd.Function):
         return d_out, of_decay, reached, None, None
 
 
-class GroupCuts(Runs):
+class GroupCuts(RowRuns):
     """A micro-batch of a plan; its shared sequences' states and halos are exchanged with the other members.
 
     Attributes:
@@ -219,7 +219,7 @@ class _Halo(torch.autograd.Function):
         return total, None, None, None
 
 
-class OneProcessCuts(Runs):
+class OneProcessCuts(RowRuns):
     """One document, cut at some places: all its fragments are rows of this process. The slow twin of ``GroupCuts``."""
 
     keep = None

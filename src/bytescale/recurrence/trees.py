@@ -43,7 +43,7 @@ def act(decay: Tensor, state: Tensor) -> Tensor:
     return decay @ state if decay.shape[-1] == state.shape[-2] else decay * state
 
 
-class Runs:
+class RowRuns:
     """Rows of whole documents, or of the runs of trees, and numbers that the layers look up rows by.
 
     Attributes:
@@ -97,7 +97,7 @@ class RowsBefore(NamedTuple):
     places: list[list[int]]  # of each run: first own rows, then those that arrived; -1: there is no such token
 
 
-class Round(NamedTuple):
+class StateRound(NamedTuple):
     """How a member's states of one depth reach the runs behind them. Its runs are counted from 0."""
 
     parents: IntArray  # runs that others begin behind
@@ -107,7 +107,7 @@ class Round(NamedTuple):
     sources: IntArray  # of each child the place of its parent: among ``parents``, and then what arrives
 
 
-class SharedRuns(Runs):
+class SharedRuns(RowRuns):
     """The runs of all sequences that a group shares, trees or not. ``documents`` are their rows, whoever holds them."""
 
     def __init__(self, shared: SharedGroup, trees: Forest) -> None:
@@ -149,9 +149,9 @@ class SharedRuns(Runs):
         )
 
     @cached_property
-    def rounds(self) -> list[Round]:
+    def rounds(self) -> list[StateRound]:
         """What the member does in each round."""
-        rounds, above = list[Round](), np.array(self.parents)
+        rounds, above = list[StateRound](), np.array(self.parents)
         for level in self.levels[1:]:
             runs = np.array(level)
             parents, own = above[runs], self._holders[runs] == self._member
@@ -161,7 +161,7 @@ class SharedRuns(Runs):
             sources = _places_in(np.concatenate([at_home, *arriving]), parents[own])
             places = [_places_in(at_home, part) for part in sent]
             counts = [len(part) for part in arriving]
-            rounds.append(Round(self._places[at_home], places, counts, self._places[runs[own]], sources))
+            rounds.append(StateRound(self._places[at_home], places, counts, self._places[runs[own]], sources))
         return rounds
 
     def _travelling(
