@@ -33,6 +33,7 @@ from bytescale.config import (
     resolve_model,
     sharing_domain,
 )
+from bytescale.config.validate import check_sharing
 from bytescale.cost import Cluster, CostModel, Profile, load_profile
 from bytescale.cost.assumed import Rates, times_of
 from bytescale.cost.curve import Curve
@@ -289,6 +290,7 @@ def costs_of(options: CostOptions, cluster: ClusterConfig, *, longest: int, voca
         model, counted = _described(known, vocab_size, *device, num_ranks=cluster.num_ranks)
     profile = times_of(config, model, measured, options.rates, bytes_per_element=device[1])
     split_layers(profile.architecture, cluster.pp)  # refuses more stages than layers
+    check_sharing(config, model or profile.architecture, cluster.num_ranks)
     costs = Costs(options, cluster, profile, counted or profile.architecture, device)
     if config.parallel.experts == "parallel":
         domain, per_node = costs.domain, cluster.ranks_per_node

@@ -56,7 +56,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
             f'least {-(-data.context_length // ranks)}, a shorter context, or memory.offload = "on"',
         )
     _check_optimizer(config)
-    _check_sharing(config, shape, ranks)
+    check_sharing(config, shape, ranks)
     if (config.eval.keep_best or config.eval.patience) and not config.eval.sources:
         name = "eval.keep_best" if config.eval.keep_best else "eval.patience"
         raise ConfigError(f"{name} is set, but eval.sources is empty", so="no loss would be lower than another",
@@ -272,7 +272,8 @@ def check_experts(experts: str, shard: str) -> None:
         )
 
 
-def _check_sharing(config: Config, shape: Architecture | AttachedArchitecture, ranks: int) -> None:
+def check_sharing(config: Config, shape: object, ranks: int) -> None:
+    """Raise ``ConfigError`` where ranks cannot share parameters as configured. ``shape``: of any kind of model."""
     parallel = config.parallel
     check_experts(parallel.experts, parallel.shard)
     if parallel.experts == "parallel" and (parallel.tp > 1 or getattr(shape, "num_experts", 1) == 0):
