@@ -16,8 +16,9 @@ from bytescale.cost import Profile
 from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.memory import MemoryModel
 from bytescale.plan import Plan
+from bytescale.runtime.usable import usable_device_bytes
 from bytescale.train.loop.dry_run import dry_run
-from bytescale.train.parts.budget import memory_budget, usable_device_bytes, usable_host_bytes
+from bytescale.train.parts.budget import memory_budget, usable_host_bytes
 from bytescale.train.parts.devices import Devices, RankDevice
 from tests.train.runs import small_run, with_trainer, write_corpus
 
@@ -91,7 +92,10 @@ def test_plan_and_simulate_count_as_train_does(
     dtype = {"fp32": torch.float32, "fp64": torch.float64, "auto": torch.bfloat16 if on_gpu else torch.float32}
     device, chosen = torch.device("cuda" if on_gpu else "cpu"), dtype[config.trainer.dtype]
     ranks = config.parallel.ranks
-    room = {"device_bytes": usable_device_bytes(config, device, ranks), "host_bytes": usable_host_bytes(config, ranks)}
+    room = {
+        "device_bytes": usable_device_bytes(device, ranks, config.memory.device_gib),
+        "host_bytes": usable_host_bytes(config, ranks),
+    }
     shape = resolve_architecture(config.model, tokenizer_vocab_size=257)
     budget = memory_budget(
         config,

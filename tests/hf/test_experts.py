@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,9 @@ def test_any_domain_continues_what_another_has_begun(tmp_path: Path) -> None:
 
 
 def small_copy(model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
-    copy = small_model("qwen3_moe")
-    copy.load_state_dict({**model.state_dict(), **weights})
-    return copy
+    fresh = small_model("qwen3_moe")
+    fresh.load_state_dict({**model.state_dict(), **weights})
+    return fresh
 
 
 @pytest.mark.exhaustive
@@ -180,16 +181,18 @@ def test_adapters_are_trained_beside_frozen_experts() -> None:
 
 
 def test_what_cannot_be_in_parallel_is_told() -> None:
+    adapters = LoraConfig(r=2, lora_dropout=0.0, target_parameters=["experts.gate_up_proj"])
+    adapted = get_peft_model(small_model("qwen3_moe"), adapters)  # type: ignore[arg-type]
+    dense = small_model("llama")  # ranks are threads, and making a model changes the default dtype of all of them
+
     def refused(group: dist.ProcessGroup, own: nn.Module) -> None:
-        adapters = LoraConfig(r=2, lora_dropout=0.0, target_parameters=["experts.gate_up_proj"])
-        adapted = get_peft_model(small_model("qwen3_moe"), adapters)  # type: ignore[arg-type]
         plain, shared = {"capacity_tokens": 60}, {"capacity_tokens": 60, "shard": "parameters", "domain": 3}
         for given, options, message in (
             (own, {**plain, "experts": "parallel"}, r"xperts is .parallel., but shard is .optimizer."),
             (own, {**shared, "experts": "spread"}, r"xperts is 'spread'.*use one of gathered, parallel"),
             (own, {**shared, "experts": "parallel"}, r"domain of 3 ranks does not divide the 4 experts of Qwen3MoeExp"),
-            (small_model("llama"), {**shared, "experts": "parallel"}, r"has no mixture of experts"),
-            (adapted, {**shared, "experts": "parallel"}, r"and which have no adapters"),
+            (copy.deepcopy(dense), {**shared, "experts": "parallel"}, r"has no mixture of experts"),
+            (copy.deepcopy(adapted), {**shared, "experts": "parallel"}, r"and which have no adapters"),
         ):
             with pytest.raises(ConfigError, match=message):
                 bytescale.HDP(given, group, **options)  # type: ignore[arg-type]
