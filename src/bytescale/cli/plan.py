@@ -238,6 +238,10 @@ def _losses(item: Planned, cost: CostModel) -> list[tuple[float, str]]:
     hides = cost.ring_bytes_per_token / cost.inter_node_bytes_per_second / cost.attention_seconds_per_pair
     idle = f"{int((counts == 0).sum())} ranks have nothing to do; use more tokens per batch or fewer ranks"
     late = "ranks wait for each other; use more tokens per batch, a smaller capacity, or another planner"
+    stages = "the pipeline fills and drains; use fewer stages or more tokens per batch"
+    if item.plan.domain > 1:
+        stages = "rounds wait for gathers of parameters and for the slowest rank; raise the capacity, make the domain "
+        stages += 'smaller, or set parallel.experts to "parallel" for a mixture'
     found = [
         (
             shares["ring"],
@@ -245,7 +249,7 @@ def _losses(item: Planned, cost: CostModel) -> list[tuple[float, str]]:
             f"{format_count(hides)} tokens per rank on; raise the capacity, or keep short sequences out of rings",
         ),
         (shares["dp bubble"] + shares["members"], late if counts.min() else idle),
-        (shares["pp bubble"], "the pipeline fills and drains; use fewer stages or more tokens per batch"),
+        (shares["pp bubble"], stages),
         (shares["gradient sync"], "gradients are reduced once per step; use more tokens per batch"),
         (
             shares["offload"],

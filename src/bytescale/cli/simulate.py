@@ -99,6 +99,8 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
         "gradient sync": step.sync_seconds,
     }
     names = {"ring": "ring, exposed", "offload": "offload, exposed", "members": "slower members"}
+    if plan.domain > 1:
+        names["pp bubble"] = "rounds and gathers"
     shares = step.shares()
     for key, values in parts.items():
         least, most = format_seconds(float(values.min())), format_seconds(float(values.max()))
