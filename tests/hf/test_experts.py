@@ -21,7 +21,7 @@ from bytescale.runtime import RankGroup
 from tests.helpers.effort import one_of
 
 from .support import documents, on_ranks, printed_loop, small_model
-from .test_sharing import LENGTHS, updates
+from .test_sharing import LENGTHS, scores_prefill_and_gradients, updates
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe")
 ALL = [
@@ -157,23 +157,14 @@ def test_adapters_are_trained_beside_frozen_experts() -> None:
             nn.init.normal_(parameter, std=0.1)
     batch = documents(LENGTHS)
 
-    def loss(own: Any, values: list[Tensor]) -> Tensor:
-        return torch.stack([value.sum() for value in values]).logsumexp(0)
-
-    def train(group: Any, own: nn.Module, domain: int) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
+    def train(group: Any, own: nn.Module, domain: int) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
         hdp = parallel(own, group, domain, checkpointing="full")
         hdp.adamw(lr=1e-2)
         updates(hdp, own, range(2))
-        with torch.no_grad():
-            for micro in hdp.plan(batch):
-                hdp.collect(micro, micro.logprobs(own))
-        scores = hdp.collected()
-        for passes in (1, 2):
-            hdp.backward(batch, loss, together=[0, 0, 1, 1, 2, 2, 2], passes=passes)
-        return hdp.gradients(), scores, hdp.prefill([d["tokens"] for d in batch]).next_tokens
+        return scores_prefill_and_gradients(hdp, own, batch)
 
-    wanted, their_scores, their_tokens = on_ranks(1, model, lambda group, own: train(group, own, 1))[0]
-    for gradients, scores, tokens in on_ranks(4, model, lambda group, own: train(group, own, 2)):
+    their_scores, their_tokens, wanted = on_ranks(1, model, lambda group, own: train(group, own, 1))[0]
+    for scores, tokens, gradients in on_ranks(4, model, lambda group, own: train(group, own, 2)):
         assert torch.equal(tokens, their_tokens)
         pairs = [*zip(scores, their_scores, strict=True), *((gradients[name], wanted[name]) for name in wanted)]
         for ours, value in pairs:

@@ -29,6 +29,14 @@ from tests.helpers.effort import one_of
 from .support import documents, on_ranks, small_model
 
 EXACT = 1e-10
+OTHER_WAYS: list[dict[str, Any]] = [
+    {"checkpointing": "full"},
+    {"checkpointing": "attention"},
+    {"host_gib": 0.01},
+    {"shard": "parameters", "domain": 2},
+    {"equal_counts": True},
+]
+"""To hold activations and parameters, as arguments of ``HDP``."""
 
 
 class _WideParts(TorchFunctionMode):
@@ -367,19 +375,7 @@ def test_rows_of_other_documents_are_found(llama: nn.Module) -> None:
         part_of_trees(rank_plan, given.documents, wrong, (), torch.float64)
 
 
-@pytest.mark.parametrize(
-    "options",
-    one_of(
-        [
-            {"checkpointing": "full"},
-            {"checkpointing": "attention"},
-            {"host_gib": 0.01},
-            {"shard": "parameters", "domain": 2},
-            {"equal_counts": True},
-        ],
-        quick={"checkpointing": "attention"},
-    ),
-)
+@pytest.mark.parametrize("options", one_of(OTHER_WAYS, quick={"checkpointing": "attention"}))
 def test_trees_with_other_ways_to_hold_activations_and_parameters(options: dict[str, Any]) -> None:
     """Gradients are those of the same trees without them, and the loss is that of documents one by one."""
     batch, model = tree(), small_model("llama", max_position_embeddings=256, num_hidden_layers=5)

@@ -30,7 +30,7 @@ from tests.attention.test_trees import random_tree
 from tests.helpers.effort import examples, one_of
 
 from .support import documents, on_ranks
-from .test_prefixes import numbers_of, tree
+from .test_prefixes import OTHER_WAYS, numbers_of, tree
 
 MODELS = ["qwen3_next", "kimi_linear", "jamba", "falcon_h1", "nemotron_h", "minimax", "lfm2", "falcon_mamba"]
 """Delta rules, Mamba 1 and 2, lightning, convolutions alone; beside attention, beside experts, and alone."""
@@ -97,19 +97,7 @@ def test_random_trees_are_the_documents_one_by_one(name: str, num_ranks: int, se
         assert worst_of(results, wanted, batch) <= 1e-10
 
 
-@pytest.mark.parametrize(
-    "options",
-    one_of(
-        [
-            {"checkpointing": "full"},
-            {"checkpointing": "attention"},
-            {"host_gib": 0.01},
-            {"shard": "parameters", "domain": 2},
-            {"equal_counts": True},
-        ],
-        quick={"checkpointing": "attention"},
-    ),
-)
+@pytest.mark.parametrize("options", one_of(OTHER_WAYS, quick={"checkpointing": "attention"}))
 def test_trees_with_other_ways_to_hold_activations_and_parameters(options: dict[str, Any]) -> None:
     layers = {"num_hidden_layers": 6, "layer_types": ["linear_attention", "full_attention"] * 3}
     batch = tree(prompt=8, answers=(5, 1, 4))

@@ -137,25 +137,33 @@ def test_adapters_are_trained_and_frozen_layers_are_gathered() -> None:
             torch.testing.assert_close(ours[name], value.to(ours[name]), rtol=1e-8, atol=1e-9)
 
 
+def scores_prefill_and_gradients(
+    hdp: bytescale.HDP, own: nn.Module, batch: list[dict[str, Any]]
+) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
+    """Of passes without gradients, and of a loss that couples documents, in one pass and in two."""
+
+    def loss(own: Any, values: list[Tensor]) -> Tensor:
+        return torch.stack([value.sum() for value in values]).logsumexp(0)
+
+    with torch.no_grad():
+        for micro in hdp.plan(batch):
+            hdp.collect(micro, micro.logprobs(own))
+    scores = hdp.collected()
+    for passes in (1, 2):
+        hdp.backward(batch, loss, together=[0, 0, 1, 1, 2, 2, 2], passes=passes)
+    return scores, hdp.prefill([d["tokens"] for d in batch]).next_tokens, hdp.gradients()
+
+
 def test_scoring_prefill_and_losses_of_whole_documents() -> None:
     """Passes without gradients, between updates, and losses that couple documents."""
     model = small_model("llama", num_hidden_layers=3)
     batch = documents(LENGTHS)
 
-    def loss(own: Any, values: list[Tensor]) -> Tensor:
-        return torch.stack([value.sum() for value in values]).logsumexp(0)
-
     def work(group: Any, own: nn.Module, domain: int) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
         hdp = shared(own, group, domain) if domain > 1 else bytescale.HDP(own, group, capacity_tokens=60)
         hdp.adamw(lr=1e-2)
         updates(hdp, own, range(1))
-        with torch.no_grad():
-            for micro in hdp.plan(batch):
-                hdp.collect(micro, micro.logprobs(own))
-        scores = hdp.collected()
-        for passes in (1, 2):
-            hdp.backward(batch, loss, together=[0, 0, 1, 1, 2, 2, 2], passes=passes)
-        return scores, hdp.prefill([d["tokens"] for d in batch]).next_tokens, hdp.gradients()
+        return scores_prefill_and_gradients(hdp, own, batch)
 
     (scores, tokens, gradients), *_ = on_ranks(4, model, lambda group, own: work(group, own, 2))
     (wanted, their_tokens, theirs), *_ = on_ranks(1, model, lambda group, own: work(group, own, 1))

@@ -340,15 +340,8 @@ class HDP(Updates):
     def _fingerprint(self) -> int:
         """63 bits of what has to be equal on all ranks."""
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
-        settings = (
-            self.facts,
-            self.cost,
-            self.capacity_tokens,
-            self.domain,
-            self.sharing,
-            self.experts,
-            self.planner.config,
-        )
+        sharing = self.domain, self.sharing, self.experts
+        settings = (self.facts, self.cost, self.capacity_tokens, sharing, self.planner.config)
         return _digest(settings, shapes, _weight_sums(self.model))
 
 
