@@ -71,7 +71,7 @@ def optimizer_of(num_bytes: float) -> tuple[ShardedOptimizer, Architecture]:
     mesh = Mesh.of_hdp(RankGroup(dist.group.WORLD))
     optimizer = ShardedOptimizer.of_config(FlatParameters(named, 1, bucket_bytes=25 * 2**20), OptimizerConfig(), mesh)
     optimizer.require_states()
-    for ranges in optimizer.states().values():
+    for ranges in optimizer.states(optimizer.zeros[0]).values():
         for own in ranges:
             own.values.normal_()
     return optimizer, resolve_architecture(ModelConfig(preset="tiny"))
@@ -86,7 +86,7 @@ def timed(action: Callable[..., object], *arguments: object) -> float:
 def save_and_restore(folder: Path, gib: float, rounds: int) -> None:
     """Files are synced to disk."""
     optimizer, shape = optimizer_of(gib * GIB)
-    size = sum(own.values.numel() * 4 for ranges in optimizer.states().values() for own in ranges)
+    size = sum(own.values.numel() * 4 for ranges in optimizer.states(optimizer.zeros[0]).values() for own in ranges)
     checkpoints = Checkpointer(folder, optimizer.mesh.world.group, CheckpointConfig(background=False, keep=1))
     seconds: dict[str, list[float]] = {"save": [], "restore": []}
     for number in range(rounds + 1):
@@ -130,8 +130,8 @@ def pauses(folder: Path, gib: float, rounds: int) -> None:
     )
 
 
-def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> ShardedOptimizer:
-    """The flat buffers and the optimizer of one of 16,384 ranks, without memory."""
+def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> tuple[FlatParameters, Mesh]:
+    """The flat buffers of one of 16,384 ranks, without memory."""
 
     class Group(RankGroup):
         def __init__(self, number: int, size: int) -> None:
@@ -161,18 +161,7 @@ def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> ShardedOptimiz
         seed=0,
         bucket_bytes=int(ParallelConfig().gradient_bucket_mib * 2**20),
     )
-
-    class Optimizer:
-        parameters, mesh, group = model.parameters, of_rank, own
-
-        def states(self) -> dict[str, list[Range]]:
-            parts = [
-                Range(place.start, torch.empty(place.stop - place.start, device="meta"))
-                for place in model.parameters.shards(own.rank)
-            ]
-            return dict.fromkeys(STATES, parts)
-
-    return Optimizer()  # type: ignore[return-value]
+    return model.parameters, of_rank
 
 
 def planning() -> None:
@@ -181,16 +170,18 @@ def planning() -> None:
     print(
         f"70B on {mesh.size} ranks: pp {mesh.pp}, hdp {mesh.hdp}, tp {mesh.tp}; one rank is measured, the first twice"
     )
-    optimizer = meta_rank(shape, mesh, rank=mesh.rank(1, 3, 2))
+    flat, of_rank = meta_rank(shape, mesh, rank=mesh.rank(1, 3, 2))
+    places = flat.shards(of_rank.hdp.rank)
+    parts = [Range(place.start, torch.empty(place.stop - place.start, device="meta")) for place in places]
 
     # A rank lists its rectangles; the first rank puts layouts and files together.
     def own() -> int:
-        layout = layout_of(optimizer)
-        return len(Snapshot(layout, optimizer.group.rank, optimizer.states()).tensors())
+        layout = layout_of(flat, of_rank)
+        return len(Snapshot(of_rank.world.rank, [layout], [dict.fromkeys(STATES, parts)]).tensors())
 
     count, seconds, peak = measured(own)
     print(f"any rank: {count} rectangles, {seconds:.3f} s, {peak / 2**20:.1f} MiB")
-    layout = layout_of(optimizer)
+    layout = layout_of(flat, of_rank)
 
     def first() -> int:
         files = [StoredFile(51 * 2**20, 9000, f"{number:016x}") for number in range(mesh.size)]

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
-from bytescale.checkpoint.reading import Wanted
-from bytescale.checkpoint.writing import layout_of
+from bytescale.checkpoint.reading import Wanted, wanted_by
 from bytescale.config import Architecture, CheckpointConfig, OptimizerConfig
-from bytescale.runtime import Mesh, MeshShape, ShardedOptimizer, values_of
+from bytescale.runtime import Mesh, MeshShape, ShardedOptimizer
 from bytescale.train.parts.own_model import build_own_model
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import small_shape
@@ -44,21 +43,6 @@ def whole_state(state: str, name: str, shape: tuple[int, ...], step: int) -> Ten
     return torch.randn(shape, generator=generator)
 
 
-def own_parts(optimizer: ShardedOptimizer) -> list[Wanted]:
-    """Views of all rectangles that this rank holds."""
-    layout = layout_of(optimizer)
-    return [
-        Wanted(
-            state,
-            piece.entry.name,
-            piece.box,
-            values_of(ranges, piece.start, piece.stop).view(piece.box[1]),
-        )
-        for state, ranges in optimizer.states().items()
-        for piece in layout.pieces(optimizer.group.rank)
-    ]
-
-
 def shapes(optimizer: ShardedOptimizer) -> dict[str, tuple[int, ...]]:
     return {entry.name: tuple(entry.cut.shape) for entry in optimizer.zeros[0].parameters.entries}
 
@@ -69,12 +53,12 @@ def expected(optimizer: ShardedOptimizer, part: Wanted, step: int) -> Tensor:
 
 
 def set_states(optimizer: ShardedOptimizer, step: int) -> None:
-    for part in own_parts(optimizer):
+    for part in wanted_by(optimizer):
         part.target.copy_(expected(optimizer, part, step))
 
 
 def assert_states(optimizer: ShardedOptimizer, step: int) -> None:
-    for part in own_parts(optimizer):
+    for part in wanted_by(optimizer):
         assert torch.equal(part.target, expected(optimizer, part, step)), (part.state, part.parameter, part.box)
 
 

@@ -203,12 +203,12 @@ def test_bad_folders(tmp_path: Path) -> None:
         (None, "is not a checkpoint of bytescale: it has no run_state.json"),
         (b"\x00\xff", "is not a checkpoint of bytescale"),
         (b"[]", "is no JSON object"),
-        (b'{"format": 5}', "it has format 5, and this version reads 4; a newer version of bytescale wrote it"),
+        (b'{"format": 6}', "it has format 6, and this version reads 5; a newer version of bytescale wrote it"),
         (b'{"format": "\\u001b[2J"}', r"it has format \x1b[2J, and"),
-        (b'{"format": 3}', "it has format 3, and this version reads 4"),
-        (b'{"format": 2}', "it has format 2, and this version reads 4"),
-        (b'{"epoch": 1}', "it has format 1, and this version reads 4"),
-        (b'{"format": 4, "step": 1}', "its content has another checksum"),
+        (b'{"format": 4}', "it has format 4, and this version reads 5"),
+        (b'{"format": 2}', "it has format 2, and this version reads 5"),
+        (b'{"epoch": 1}', "it has format 1, and this version reads 5"),
+        (b'{"format": 5, "step": 1}', "its content has another checksum"),
     ):
         if content is not None:
             (tmp_path / "run_state.json").write_bytes(content)

@@ -263,7 +263,7 @@ def optimizer() -> str:
             norm = adam.reduce_gradients()
             adam.update(max(norm, 2.0), 1.0, 1e-3)
         sizes = [place.stop - place.start for place in flat.shards(2)]
-        for state in adam.states().values():
+        for state in adam.states(adam.zeros[0]).values():
             assert sum(len(own.values) for own in state) == sum(sizes)
             for own in state:
                 fake.expect(own.values, (len(own.values),), FP32)

@@ -20,10 +20,20 @@ from .support import documents, printed_loop, small_model
 
 
 def train(
-    folder: Path, num_ranks: int, *, updates: int, save: bool, load: bool, domain: int = 1, offload: bool = False
+    folder: Path,
+    num_ranks: int,
+    *,
+    updates: int,
+    save: bool,
+    load: bool,
+    domain: int = 1,
+    offload: bool = False,
+    head: torch.dtype | None = None,
 ) -> list[dict[str, Any]]:
     """Train on ``num_ranks`` processes; every rank's weights as arrays, and what ``load`` gave back."""
     llama = small_model("llama")
+    if head is not None:
+        llama.lm_head.to(head).register_forward_pre_hook(lambda module, args: (args[0].to(head),))
     batch = documents([37, 1, 8, 3, 60])
 
     def one_rank(rank: int) -> dict[str, Any]:
@@ -61,6 +71,17 @@ def test_a_run_continues_exactly_on_other_ranks(tmp_path: Path, domain: int) -> 
         assert continued.pop("extra") == {"place": [1, 2]}
         for name, value in continued.items():
             assert abs(value - straight[name]).max() <= 1e-7, name
+
+
+def test_parameters_of_several_dtypes_are_saved(tmp_path: Path) -> None:
+    """Those of each dtype are in flat buffers of their own."""
+    straight = train(tmp_path / "none", 1, updates=2, save=False, load=False, head=torch.float32)[0]
+    train(tmp_path / "saved", 2, updates=1, save=True, load=False, head=torch.float32)
+    for continued in train(tmp_path / "saved", 1, updates=1, save=False, load=True, head=torch.float32):
+        assert continued.pop("extra") == {"place": [1, 2]}
+        assert len({value.dtype for value in continued.values()}) == 2
+        for name, value in continued.items():
+            assert abs(value - straight[name]).max() <= 1e-5, name
 
 
 def test_a_folder_with_later_checkpoints_is_refused(tmp_path: Path) -> None:

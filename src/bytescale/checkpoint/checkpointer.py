@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from bytescale.checkpoint.agree import attempt, settle
-from bytescale.checkpoint.disk import remove_folder
 from bytescale.checkpoint.folder_of_run import (
     clean,
     complete_checkpoints,
@@ -21,6 +20,7 @@ from bytescale.checkpoint.folder_of_run import (
     hidden_folder,
     local_folder,
     publish,
+    remove_folder,
     to_delete,
 )
 from bytescale.checkpoint.manifest import MANIFEST, RunState, step_name, step_of, unreachable
@@ -161,7 +161,7 @@ class Checkpointer:
         settle(attempt(lambda: self._publish(hidden, state)) if self._is_first else None, group)
         if self._uploader is not None:
             self._uploader.also_kept = best_step(state)
-            self._start_upload(state.step, snapshot.layout.file_of(snapshot.shard))
+            self._start_upload(state.step, snapshot.file)
 
     def _clean_once(self) -> None:
         """Delete what a killed run has left half written. For the first rank, before this run uses the folder."""

@@ -6,10 +6,10 @@ one, it gets a hidden name first. So a folder named ``step-*`` is complete, when
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from bytescale.checkpoint.disk import remove_folder
 from bytescale.checkpoint.manifest import step_name, steps_in
 from bytescale.common.atomic import sync_folder
 from bytescale.config import CheckpointConfig
@@ -24,6 +24,12 @@ def local_folder(configured: str, own: Path) -> Path:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in ``folder``, oldest first."""
     return [folder / step_name(step) for step in steps_in(folder)]
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder and what is in it; it may be gone. Raises ``OSError``."""
+    if folder.is_dir():
+        shutil.rmtree(folder)
 
 
 def hidden_folder(folder: Path, step: int) -> Path:

@@ -16,6 +16,7 @@ from bytescale.models.hf import HFTensor, pieces_of
 from bytescale.models.hf_folder import check_pieces, read_pieces
 from bytescale.runtime import ShardedOptimizer
 from bytescale.runtime.optimizer.flat import Entry
+from bytescale.runtime.optimizer.zero import ZeroShards
 from bytescale.storage.place import Place, place_at
 
 
@@ -49,19 +50,19 @@ def load_initial_weights(
     if source.startswith(CHECKPOINT_PREFIX):
         load_master_weights(source, architecture.as_dict(), optimizer, group)
         return
-    placed = [(offset, entry) for zero, offset in optimizer.offsets.items() for entry in zero.parameters.entries]
-    entries: dict[str, list[tuple[int, Entry]]] = {}  # several, of experts in parallel
-    for offset, entry in placed:
-        entries.setdefault(entry.name, []).append((offset, entry))
-    masters = optimizer.states()["master"]
+    entries: dict[str, list[tuple[ZeroShards, Entry]]] = {}  # several, of experts in parallel
+    for zero in optimizer.zeros:
+        for entry in zero.parameters.entries:
+            entries.setdefault(entry.name, []).append((zero, entry))
+    masters = {zero: optimizer.states(zero)["master"] for zero in optimizer.zeros}
     pieces = [piece for piece in architecture_pieces(architecture) if piece.name in entries]
     for piece, tensor in read_pieces(folder_of(source), pieces, whole_model=False):
         found, expert = entries[piece.name], piece.expert or 0
-        offset, entry = found[expert * len(found) // found[0][1].cut.shape[0]]
+        zero, entry = found[expert * len(found) // found[0][1].cut.shape[0]]
         cut = entry.cut if piece.expert is None else entry.cut.of_row()
         flat = cut.of(tensor).flatten()
-        start = offset + entry.start + (expert - (entry.cut.start if len(found) > 1 else 0)) * len(flat)
-        for own in masters:
+        start = entry.start + (expert - (entry.cut.start if len(found) > 1 else 0)) * len(flat)
+        for own in masters[zero]:
             low, high = max(start, own.start), min(start + len(flat), own.start + len(own.values))
             if low < high:
                 own.values[low - own.start : high - own.start] = flat[low - start : high - start].to(own.values)

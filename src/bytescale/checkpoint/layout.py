@@ -1,6 +1,6 @@
 """Which rectangles of the model's tensors each rank writes: a function of the mesh and the flat buffers' layout alone.
 
-The ranks of an HDP group hold the same parameters in one flat buffer, and each owns a part of every bucket of it
+The ranks of an HDP group hold the same parameters in flat buffers, and each owns a part of every bucket of them
 (``runtime.optimizer.flat``). A range of a flat buffer is a few rectangles of each parameter that it touches, because
 tensors are stored row by row::
 
@@ -10,8 +10,7 @@ tensors are stored row by row::
                                                    C C . . .     three rectangles: A, B and C
 
 Rectangles of more than ``PIECE_ELEMENTS`` elements are cut further, so that a reader of a part need not read much more.
-From each HDP group's ``Layout``, a reader on any other mesh computes which file has which part of a tensor. No torch
-here.
+From each buffer's ``Layout``, a reader on any other mesh computes which file has which part of a tensor. No torch here.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 PIECE_ELEMENTS = 2**24
 """64 MiB of fp32: what a reader of a few numbers reads at most, because a piece is checked as a whole."""
@@ -29,7 +29,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a rectangle in a tensor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LayoutEntry:
     """One parameter, or the part of it that an HDP group holds, in the group's flat buffer."""
 
@@ -62,27 +62,19 @@ class LayoutPiece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat buffer of one HDP group."""
+    """A flat buffer of one HDP group."""
 
     entries: tuple[LayoutEntry, ...]  # the parameters in the buffer's order
     bounds: tuple[int, ...]  # where buckets begin, and where the last one ends, in elements
-    num_shards: int  # ranks among which every bucket is divided evenly
-    first_file: int = 0  # number of the file of shard 0
-    stride: int = 1  # between the numbers of neighbouring shards' files
+    files: tuple[int, ...]  # every bucket is divided evenly among these, in this order
     most_elements: int = PIECE_ELEMENTS  # of one stored rectangle
-    domain: int = 1  # ranks that share parameters among them
-    domain_start: int = 0
-    """From this element on, the ranks with the same place in their domains have neighbouring parts
-    (``runtime.optimizer.units``). Before it, and without domains, parts are in the order of ranks."""
 
-    def file_of(self, shard: int) -> int:
-        return self.first_file + shard * self.stride
-
-    def pieces(self, shard: int) -> Iterator[LayoutPiece]:
-        """The rectangles that a shard holds, in the buffer's order."""
-        for bucket in range(len(self.bounds) - 1):
-            size = self._shard_elements(bucket)
-            low = self.bounds[bucket] + self._part_of(bucket, shard) * size
+    def pieces(self, file: int) -> Iterator[LayoutPiece]:
+        """The rectangles that a file's rank holds, in the buffer's order."""
+        part = self.files.index(file)
+        for begin, end in pairwise(self.bounds):
+            size = (end - begin) // len(self.files)
+            low = begin + part * size
             for entry in self.entries[max(0, bisect_right(self._starts, low) - 1) :]:
                 if entry.start >= low + size:
                     break
@@ -96,35 +88,16 @@ class Layout:
         first = tuple(a - b for a, b in zip(shared[0], entry.offsets, strict=True))
         last = tuple(a + n - 1 for a, n in zip(first, shared[1], strict=True))
         low, high = entry.start + flat_index(first, entry.sizes), entry.start + flat_index(last, entry.sizes) + 1
-        for bucket in range(bisect_right(self.bounds, low) - 1, len(self.bounds) - 1):
-            begin, size = self.bounds[bucket], self._shard_elements(bucket)
+        for begin, end in pairwise(self.bounds[bisect_right(self.bounds, low) - 1 :]):
             if begin >= high:
                 return
-            for part in range(max(0, low - begin) // size, self.num_shards):
-                start, stop = begin + part * size, begin + (part + 1) * size
-                if start >= high:
-                    break
-                for piece in self._pieces_of(entry, max(start, entry.start), min(stop, entry.stop)):
+            size = (end - begin) // len(self.files)
+            first_part = max(0, low - begin) // size
+            for start, file in zip(range(begin + first_part * size, high, size), self.files[first_part:], strict=False):
+                for piece in self._pieces_of(entry, max(start, entry.start), min(start + size, entry.stop)):
                     common = intersection(piece.box, wanted)
                     if common is not None:
-                        yield self.file_of(self._shard_of(bucket, part)), piece.box, common
-
-    def _part_of(self, bucket: int, shard: int) -> int:
-        """Which part of a bucket a shard holds, in the order of elements."""
-        if self.bounds[bucket] < self.domain_start:
-            return shard
-        domain, place = divmod(shard, self.domain)
-        return place * (self.num_shards // self.domain) + domain
-
-    def _shard_of(self, bucket: int, part: int) -> int:
-        """The inverse of ``_part_of``."""
-        if self.bounds[bucket] < self.domain_start:
-            return part
-        place, domain = divmod(part, self.num_shards // self.domain)
-        return domain * self.domain + place
-
-    def _shard_elements(self, bucket: int) -> int:
-        return (self.bounds[bucket + 1] - self.bounds[bucket]) // self.num_shards
+                        yield file, piece.box, common
 
     def _pieces_of(self, entry: LayoutEntry, low: int, high: int) -> Iterator[LayoutPiece]:
         start = low

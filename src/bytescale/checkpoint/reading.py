@@ -15,9 +15,9 @@ from torch import Tensor
 
 from bytescale.checkpoint.agree import attempt, settle
 from bytescale.checkpoint.layout import Box, Layout, LayoutEntry
-from bytescale.checkpoint.manifest import RunState, damaged, file_name, read_manifest
+from bytescale.checkpoint.manifest import RunState, file_name, read_manifest
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
-from bytescale.checkpoint.writing import DTYPES, bytes_of, layout_of
+from bytescale.checkpoint.writing import DTYPES, bytes_of, layouts_of
 from bytescale.common.errors import CheckpointError
 from bytescale.runtime import ShardedOptimizer, values_of
 from bytescale.storage.place import Place, is_url, place_at
@@ -73,11 +73,9 @@ class CheckpointReader:
         """A whole tensor by the name ``state.parameter``, in the dtype in which it is stored."""
         state, _, parameter = name.partition(".")
         shape = self._holders_of(parameter)[0][1].shape
-        if 2 * math.prod(shape) > self.manifest.num_bytes():
-            raise damaged(self.folder, "run_state.json", f"{parameter} is larger than all files together")
         box = (tuple(0 for _ in shape), shape)
         number, stored, _ = next(iter(self._sources(parameter, box)))
-        target = torch.empty(shape, dtype=DTYPES[self._open(number).dtype_of(piece_name(state, parameter, stored))])
+        target = torch.empty(shape, dtype=_dtype_of(self._open(number), piece_name(state, parameter, stored)))
         self.fill([Wanted(state, parameter, box, target)])
         return target
 
@@ -98,8 +96,6 @@ class CheckpointReader:
             self._serve(self._open(number), requests[number])
 
     def _serve(self, file: TensorFile, requests: dict[str, list[_Request]]) -> None:
-        for piece, own in requests.items():
-            file.check_shape(piece, own[0].stored[1])
         for span in file.spans(requests, _JOINED_BYTES if is_url(self.folder) else 0):
             own = requests[span[0]]
             if len(span) == len(own) == 1 and _takes_bytes(file, span[0], own[0]):
@@ -107,7 +103,7 @@ class CheckpointReader:
                 continue
             for piece, content in file.read(span):
                 for request in requests[piece]:
-                    stored = torch.frombuffer(content, dtype=DTYPES[file.dtype_of(piece)]).view(request.stored[1])
+                    stored = torch.frombuffer(content, dtype=_dtype_of(file, piece)).view(request.stored[1])
                     request.target.copy_(stored[_slices(request.shared, request.stored)])
 
     def _sources(self, parameter: str, box: Box) -> Iterator[tuple[int, Box, Box]]:
@@ -154,12 +150,13 @@ def load_states(
 
 def wanted_by(optimizer: ShardedOptimizer) -> list[Wanted]:
     """This rank's parts of all states."""
-    pieces = list(layout_of(optimizer).pieces(optimizer.group.rank))
     wanted = []
-    for state, ranges in optimizer.states().items():
-        for piece in pieces:
-            target = values_of(ranges, piece.start, piece.stop).view(piece.box[1])
-            wanted.append(Wanted(state, piece.entry.name, piece.box, target))
+    for zero, layout in zip(optimizer.zeros, layouts_of(optimizer), strict=True):
+        pieces = list(layout.pieces(optimizer.mesh.world.rank))
+        for state, ranges in optimizer.states(zero).items():
+            for piece in pieces:
+                target = values_of(ranges, piece.start, piece.stop).view(piece.box[1])
+                wanted.append(Wanted(state, piece.entry.name, piece.box, target))
     return wanted
 
 
@@ -187,4 +184,8 @@ def _takes_bytes(file: TensorFile, piece: str, request: _Request) -> bool:
     """Whether the file's bytes can be read straight into the target's memory."""
     target = request.target
     is_plain = target.device.type == "cpu" and target.is_contiguous()
-    return is_plain and request.shared == request.stored and target.dtype == DTYPES[file.dtype_of(piece)]
+    return is_plain and request.shared == request.stored and target.dtype == _dtype_of(file, piece)
+
+
+def _dtype_of(file: TensorFile, piece: str) -> torch.dtype:
+    return DTYPES[file.tensors[piece].dtype]

@@ -10,18 +10,15 @@ and where the rectangle begins in it (``layout``). It is read and checked as a w
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from bytescale.checkpoint.disk import checksum_of
 from bytescale.checkpoint.layout import Box
-from bytescale.checkpoint.manifest import CheckpointDamage, StoredFile, damaged, printable, unreachable
-from bytescale.common.parsing import parse_json
+from bytescale.checkpoint.manifest import CheckpointDamage, StoredFile, checksum_of, damaged, unreachable
 from bytescale.storage.place import Place, read_into
 
 METADATA = "bytescale"
-_ITEM_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 
 
 def piece_name(state: str, parameter: str, box: Box) -> str:
@@ -29,105 +26,71 @@ def piece_name(state: str, parameter: str, box: Box) -> str:
     return f"{state}.{parameter}@{','.join(map(str, box[0]))}"
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in its file, in bytes."""
+
+    dtype: str  # as safetensors names it
+    start: int
+    stop: int
+    checksum: str
+
+
 class TensorFile:
-    """A file to be read. Its header is read and checked at once, and every tensor that is asked for."""
+    """A file to be read. Its header is read and checked at once, and every tensor that is asked for.
+
+    Attributes:
+        tensors: by name, in the file's order.
+    """
 
     def __init__(self, folder: Place, name: str, expected: StoredFile) -> None:
         """Raises ``CheckpointDamage`` for a header that is not the one that was written."""
         self.folder = folder
         self.name = name
-        self.header_bytes = expected.header_bytes
         header = bytearray(expected.header_bytes)
-        if self._read(0, memoryview(header)) < len(header):
-            raise self._damaged("it ends inside its header")
+        self._fill(memoryview(header), 0, "its header")
         if checksum_of(header) != expected.checksum:
             raise self._damaged("its header has another checksum than when it was written")
-        try:
-            self._parse(header, expected)
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._damaged(f"its header is not valid ({printable(error)})") from error
-
-    def dtype_of(self, piece: str) -> str:
-        """The dtype as safetensors names it. Raises ``CheckpointDamage`` if the file has no such tensor."""
-        return self._tensor(piece).dtype
-
-    def check_shape(self, piece: str, sizes: Sequence[int]) -> None:
-        """Raise ``CheckpointDamage`` unless the file has this tensor in this shape."""
-        if tuple(sizes) != self._tensor(piece).sizes:
-            raise self._damaged(f"{piece} has another shape than its place says")
+        content = json.loads(header[8:])
+        checksums = json.loads(content.pop("__metadata__")[METADATA])["checksums"]
+        self.tensors: dict[str, StoredTensor] = {}
+        for name, told in content.items():
+            start, stop = (len(header) + offset for offset in told["data_offsets"])
+            self.tensors[name] = StoredTensor(told["dtype"], start, stop, checksums[name])
 
     def spans(self, pieces: Collection[str], most_bytes: int) -> Iterator[list[str]]:
         """Join neighbours among ``pieces``, in the file's order, up to ``most_bytes``: one question to a store."""
         span: list[str] = []
-        begin = 0
-        for piece in sorted(pieces, key=lambda piece: self._tensor(piece).offset):
-            stored = self._tensor(piece)
-            if span and (stored.offset > self._tensor(span[-1]).stop or stored.stop > begin + most_bytes):
+        for piece in sorted(pieces, key=lambda piece: self.tensors[piece].start):
+            begin, own = self.tensors[(span or [piece])[0]].start, self.tensors[piece]
+            if span and (own.start > self.tensors[span[-1]].stop or own.stop > begin + most_bytes):
                 yield span
                 span = []
-            begin = stored.offset if not span else begin
             span.append(piece)
         if span:
             yield span
 
     def read(self, span: Sequence[str], target: memoryview | None = None) -> Iterator[tuple[str, memoryview]]:
         """Read neighbouring pieces at once, into ``target`` if that is given, and yield each when it is checked."""
-        low, high = self._tensor(span[0]).offset, self._tensor(span[-1]).stop
+        low, high = self.tensors[span[0]].start, self.tensors[span[-1]].stop
         content = memoryview(bytearray(high - low)) if target is None else target
-        if self._read(low, content) < high - low:
-            raise self._damaged(f"it ends inside {span[-1]}")
+        self._fill(content, low, span[-1])
         for piece in span:
-            stored = self._tensor(piece)
-            own = content[stored.offset - low : stored.stop - low]
+            stored = self.tensors[piece]
+            own = content[stored.start - low : stored.stop - low]
             if checksum_of(own) != stored.checksum:
                 raise self._damaged(f"{piece} is not what was written: it has another checksum")
             yield piece, own
 
-    def pieces(self) -> list[str]:
-        return list(self._tensors)
-
-    def _parse(self, header: bytearray, expected: StoredFile) -> None:
-        if int.from_bytes(header[:8], "little") != len(header) - 8:
-            raise ValueError("its length is another")
-        content = parse_json(header[8:])
-        ours = parse_json(content.pop("__metadata__")[METADATA])
-        self._tensors: dict[str, _Stored] = {}
-        end = len(header)
-        for name, told in content.items():
-            dtype, sizes = told["dtype"], tuple(map(int, told["shape"]))
-            stored = _Stored(dtype, sizes, len(header) + int(told["data_offsets"][0]), ours["checksums"][name])
-            if stored.offset != end or not isinstance(stored.checksum, str):
-                raise ValueError(f"place of {name}")
-            end = stored.stop
-            self._tensors[name] = stored
-        if end != expected.num_bytes:
-            raise ValueError(f"{end} bytes in all, and {expected.num_bytes} are expected")
-
-    def _tensor(self, piece: str) -> _Stored:
-        stored = self._tensors.get(piece)
-        if stored is None:
-            raise self._damaged(f"it has no {piece}")
-        return stored
-
-    def _read(self, offset: int, target: memoryview) -> int:
+    def _fill(self, target: memoryview, offset: int, what: str) -> None:
         try:
-            return read_into(self.folder / self.name, offset, target)
+            count = read_into(self.folder / self.name, offset, target)
         except FileNotFoundError as error:
             raise self._damaged("the file is missing") from error
         except OSError as error:
             raise unreachable(error, f"{self.folder}/{self.name}") from error
+        if count < len(target):
+            raise self._damaged(f"it ends inside {what}")
 
     def _damaged(self, what: str) -> CheckpointDamage:
         return damaged(self.folder, self.name, what)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    dtype: str
-    sizes: tuple[int, ...]
-    offset: int
-    checksum: str
-
-    @property
-    def stop(self) -> int:
-        return self.offset + math.prod(self.sizes) * _ITEM_BYTES[self.dtype]

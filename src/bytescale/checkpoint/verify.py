@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bytescale.checkpoint.layout import Layout
 from bytescale.checkpoint.manifest import (
     MANIFEST,
     CheckpointDamage,
@@ -16,7 +15,7 @@ from bytescale.checkpoint.manifest import (
     steps_in,
     unreachable,
 )
-from bytescale.checkpoint.tensor_file import TensorFile, piece_name
+from bytescale.checkpoint.tensor_file import TensorFile
 from bytescale.common.errors import BytescaleError
 from bytescale.storage.place import Place, file_sizes
 
@@ -33,12 +32,11 @@ def problems_of(folder: Place) -> list[str]:
     found = wrong_files(folder, manifest)
     if found:
         return found
-    shards = {
-        layout.file_of(shard): (layout, shard) for layout in manifest.layouts for shard in range(layout.num_shards)
-    }
     for number, written in enumerate(manifest.files):
         try:
-            _check_file(folder, TensorFile(folder, file_name(number), written), shards.get(number))
+            file = TensorFile(folder, file_name(number), written)
+            for piece in file.tensors:
+                list(file.read([piece]))
         except CheckpointDamage as damage:
             found.append(str(damage))
     return found
@@ -85,18 +83,3 @@ def _listed(folder: Place) -> ListedCheckpoint:
         return ListedCheckpoint(folder.name, num_bytes, manifest.state.mesh, "".join(wrong[:1]))
     except BytescaleError as error:
         return ListedCheckpoint(folder.name, sum(file_sizes(folder).values()), {}, str(error))
-
-
-def _check_file(folder: Place, file: TensorFile, held: tuple[Layout, int] | None) -> None:
-    """Raise ``CheckpointDamage`` unless the file has the pieces that its layout says, and every byte is right."""
-    pieces = held[0].pieces(held[1]) if held else ()
-    boxes = [(piece.entry.name, piece.box) for piece in pieces if piece.entry.written]
-    stored = set(file.pieces())
-    states = {piece.partition(".")[0] for piece in stored}
-    expected = {piece_name(state, name, box): box for state in states for name, box in boxes}
-    odd = sorted(stored.symmetric_difference(expected))
-    if odd:
-        raise damaged(folder, file.name, f"{odd[0]} is {'surplus' if odd[0] in stored else 'missing'}")
-    for name, box in expected.items():
-        file.check_shape(name, box[1])
-        list(file.read([name]))

@@ -1,15 +1,16 @@
 """Writes a checkpoint: every rank its own file, and the first rank the manifest behind them.
 
-The first rank learns four numbers of each rank's file, and one layout of each HDP group: 32 bytes a rank and some 100
-bytes a parameter, whatever the number of ranks.
+All ranks learn a few numbers of each rank's file, and the layouts of each HDP group: some 60 bytes a rank and 100 bytes
+a parameter.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bytescale.checkpoint.agree import attempt, settle
-from bytescale.checkpoint.disk import checksum_of, make_room, write_to_disk
 from bytescale.checkpoint.layout import Layout, LayoutEntry
 from bytescale.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     RunState,
     StoredFile,
+    checksum_of,
     file_name,
     layout_from_json,
     layout_to_json,
 )
 from bytescale.checkpoint.tensor_file import METADATA, piece_name
 from bytescale.common.atomic import sync_folder
-from bytescale.common.errors import CheckpointError
-from bytescale.runtime import Range, ShardedOptimizer, values_of
-from bytescale.runtime.optimizer.units import DomainParameters
+from bytescale.common.errors import DiskFullError
+from bytescale.common.units import format_bytes
+from bytescale.runtime import Mesh, Range, ShardedOptimizer, values_of
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.plain_data import all_gather_json, broadcast_json
 
-_TAG = 7
+_ROOM_FOR_LOGS = 2**20
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -44,62 +47,52 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Snapshot:
     """What one rank writes."""
 
-    layout: Layout  # of the rank's HDP group
-    shard: int  # the rank's number in that group
-    states: Mapping[str, Sequence[Range]]  # by name, copies on the CPU of this rank's ranges
+    file: int  # its number, which is that of the rank
+    layouts: Sequence[Layout]  # of the flat buffers of the rank's HDP group
+    states: Sequence[Mapping[str, Sequence[Range]]]  # of each buffer by name, copies on the CPU of this rank's ranges
 
     @staticmethod
     def of(optimizer: ShardedOptimizer) -> Snapshot:
         """Copy this rank's states to host memory, so that training may go on while they are written."""
-        copies = {
-            name: [Range(own.start, own.values.detach().to("cpu", copy=True)) for own in ranges]
-            for name, ranges in optimizer.states().items()
-        }
-        return Snapshot(layout_of(optimizer), optimizer.group.rank, copies)
+        copies = [
+            {
+                name: [Range(own.start, own.values.detach().to("cpu", copy=True)) for own in ranges]
+                for name, ranges in optimizer.states(zero).items()
+            }
+            for zero in optimizer.zeros
+        ]
+        return Snapshot(optimizer.mesh.world.rank, layouts_of(optimizer), copies)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The rectangles of this rank by name, state by state in the buffer's order. They are views."""
-        pieces = [piece for piece in self.layout.pieces(self.shard) if piece.entry.written]
-        return {
-            piece_name(state, piece.entry.name, piece.box): values_of(ranges, piece.start, piece.stop).view(
-                piece.box[1]
-            )
-            for state, ranges in self.states.items()
-            for piece in pieces
-        }
+        """The rectangles of this rank by name, state by state in the order of each buffer. They are views."""
+        found: dict[str, Tensor] = {}
+        for layout, states in zip(self.layouts, self.states, strict=True):
+            pieces = [piece for piece in layout.pieces(self.file) if piece.entry.written]
+            for state, ranges in states.items():
+                for piece in pieces:
+                    name = piece_name(state, piece.entry.name, piece.box)
+                    found[name] = values_of(ranges, piece.start, piece.stop).view(piece.box[1])
+        return found
 
 
-def layout_of(optimizer: ShardedOptimizer) -> Layout:
-    """The layout of this rank's HDP group. Files have the numbers of the ranks that write them."""
-    mesh, bounds, domain_start = optimizer.mesh, [0], 0
+def layouts_of(optimizer: ShardedOptimizer) -> list[Layout]:
+    """Those of the flat buffers of this rank's HDP group. Files have the numbers of the ranks that write them."""
+    return [layout_of(zero.parameters, optimizer.mesh) for zero in optimizer.zeros]
+
+
+def layout_of(parameters: FlatParameters, mesh: Mesh) -> Layout:
     entries = []
-    places = [(offset, entry) for zero, offset in optimizer.offsets.items() for entry in zero.parameters.entries]
-    for offset, entry in places:
+    for entry in parameters.entries:
         offsets = [0] * len(entry.cut.shape)
         if entry.cut.count > 1:
             offsets[entry.cut.dim] = entry.cut.start
-        entries.append(
-            LayoutEntry(
-                name=entry.name,
-                shape=tuple(entry.cut.shape),
-                offsets=tuple(offsets),
-                sizes=tuple(entry.shape),
-                start=offset + entry.start,
-                written=entry.cut.replica == 0,
-            )
-        )
-    for zero, offset in optimizer.offsets.items():
-        bounds += [offset + bucket.stop for bucket in zero.parameters.buckets]
-        if not isinstance(zero.parameters, DomainParameters):
-            domain_start = bounds[-1]
+        place = entry.cut.shape, tuple(offsets), entry.shape, entry.start
+        entries.append(LayoutEntry(entry.name, *place, written=entry.cut.replica == 0))
+    in_order = sorted(range(mesh.hdp.size), key=parameters.part_of)
     return Layout(
         entries=tuple(entries),
-        bounds=tuple(bounds),
-        num_shards=mesh.hdp.size,
-        domain=mesh.domain.size,
-        domain_start=domain_start if mesh.domain.size > 1 else 0,
-        first_file=mesh.shape.rank(mesh.stage, 0, mesh.tp.rank),
-        stride=mesh.shape.tp,
+        bounds=(0, *(bucket.stop for bucket in parameters.buckets)),
+        files=tuple(mesh.shape.rank(mesh.stage, rank, mesh.tp.rank) for rank in in_order),
     )
 
 
@@ -119,45 +112,38 @@ def write_checkpoint(folder: Path, state: RunState, snapshot: Snapshot, group: d
     is_shared = folder.is_dir()  # by the nodes of all ranks; otherwise each node keeps what its own ranks write
     needed = int(total_bytes) if is_shared else own_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     settle(attempt(lambda: make_room(folder, needed)), group)  # before any rank takes up space
-    path, written = folder / file_name(snapshot.layout.file_of(snapshot.shard)), list[StoredFile]()
+    path, written = folder / file_name(snapshot.file), list[StoredFile]()
     settle(attempt(lambda: written.append(write_tensors(path, tensors, state.step))), group)
-    rows, layouts = _gather(written[0], snapshot, group)
-    manifest = Manifest(state=state, states=list(snapshot.states), layouts=layouts, files=rows)
+    is_leader = snapshot.file == min(snapshot.layouts[0].files)  # of its HDP group
+    rows = all_gather_json([snapshot.file, is_leader, *astuple(written[0])], group)
+    own = [layout_to_json(layout) for layout in snapshot.layouts]
+    leaders = [rank for rank, row in enumerate(rows) if row[1]]
+    layouts = [layout for leader in leaders for layout in broadcast_json(own, group, leader)]
 
     def complete() -> None:
+        manifest = Manifest(
+            state=state,
+            states=list(snapshot.states[0]),
+            layouts=list(map(layout_from_json, layouts)),
+            files=[StoredFile(*row[2:]) for row in sorted(rows)],
+        )
         write_to_disk(folder / MANIFEST, [manifest.to_json()])
         sync_folder(folder)
 
     settle(attempt(complete) if is_first else None, group)
 
 
-def _gather(written: StoredFile, snapshot: Snapshot, group: dist.ProcessGroup) -> tuple[list[StoredFile], list[Layout]]:
-    """On the first rank, what every rank wrote, and the layout of every HDP group; elsewhere both are empty."""
-    is_leader = snapshot.shard == 0
-    layout = json.dumps(layout_to_json(snapshot.layout)).encode() if is_leader else b""
-    number = snapshot.layout.file_of(snapshot.shard)
-    checksum = int(written.checksum, 16) - 2**63  # into the range of int64
-    own = torch.tensor([number, written.num_bytes, written.header_bytes, checksum, len(layout)])
-    if group.rank():
-        dist.gather(own, None, group=group, group_dst=0)
-        if layout:
-            group.send([torch.frombuffer(bytearray(layout), dtype=torch.uint8)], 0, _TAG).wait()
-        return [], []
-    table = torch.empty(group.size(), 5, dtype=torch.int64)
-    dist.gather(own, list(table), group=group, group_dst=0)
-    rows = table.tolist()
-    if sorted(row[0] for row in rows) != list(range(group.size())):
-        raise CheckpointError("two ranks write the same file")  # pragma: no cover, a mesh that is none
-    layouts = []
-    for rank, row in enumerate(rows):
-        if rank and row[4]:
-            received = torch.empty(row[4], dtype=torch.uint8)
-            group.recv([received], rank, _TAG).wait()
-            layouts.append(layout_from_json(json.loads(received.numpy().tobytes()), len(rows)))
-        elif row[4]:
-            layouts.append(snapshot.layout)
-    files = {row[0]: StoredFile(row[1], row[2], f"{row[3] + 2**63:016x}") for row in rows}
-    return [files[number] for number in range(len(rows))], layouts
+def make_room(folder: Path, num_bytes: int) -> None:
+    """Make ``folder``. Raises ``DiskFullError`` unless a checkpoint of ``num_bytes``, and the run's logs, have room."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes + _ROOM_FOR_LOGS:
+        raise DiskFullError(
+            f"the disk that holds {folder.parent} has {format_bytes(free)} free, and a checkpoint takes "
+            f"{format_bytes(num_bytes)}",
+            so="nothing was written",
+            fix="free some space, or lower checkpoint.keep",
+        )
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], step: int) -> StoredFile:
@@ -166,6 +152,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], step: int) -> Store
     write_to_disk(path, [header, *map(bytes_of, tensors.values())])
     total = len(header) + sum(tensor.nbytes for tensor in tensors.values())
     return StoredFile(num_bytes=total, header_bytes=len(header), checksum=checksum_of(header))
+
+
+def write_to_disk(path: Path, contents: Iterable[bytes | memoryview]) -> None:
+    """Write ``contents``, one behind the other, and wait until they are on disk. Raises ``OSError``."""
+    with path.open("wb") as file:
+        for content in contents:
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -252,17 +252,11 @@ class Updates:
         return {"model": type(self.model).__name__, "parameters": shapes}
 
     def _checkpoints(self, folder: Path, keep: int) -> tuple[Checkpointer, dist.ProcessGroup]:
-        """What writes and reads. Raises ``ConfigError`` without torch.distributed, or for several dtypes."""
+        """What writes and reads. Raises ``ConfigError`` without torch.distributed."""
         if not dist.is_initialized():
             raise ConfigError(
                 "checkpoints are written by torch.distributed, which is not initialised",
                 fix="call init_process_group() before HDP(), also for a single rank, or keep hdp.state()",
-            )
-        if len({zero.parameters.values.dtype for zero in self.sharded().zeros}) > 1:
-            raise ConfigError(
-                "the trained parameters have several dtypes",
-                so="a checkpoint holds weights of one dtype",
-                fix="cast them to one dtype before hdp.adamw(), or keep hdp.state()",
             )
         if self._ranks is None:
             group = self.group.group

@@ -63,10 +63,10 @@ class Bucket:
     stop: int
     num_shards: int
 
-    def own(self, rank: int) -> slice:
-        """The part of the flat buffers that belongs to ``rank``."""
+    def part(self, number: int) -> slice:
+        """One of the equal parts that the ranks own."""
         size = (self.stop - self.start) // self.num_shards
-        return slice(self.start + rank * size, self.start + (rank + 1) * size)
+        return slice(self.start + number * size, self.start + (number + 1) * size)
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,13 @@ class FlatParameters:
         """Dtype of gradient sums, master weights and optimizer states."""
         return self.gradients.dtype
 
+    def part_of(self, rank: int) -> int:
+        """Which part of every bucket ``rank`` owns, in the buffers' order."""
+        return rank
+
     def shards(self, rank: int) -> list[slice]:
         """The parts of the buffers that ``rank`` owns: one range of every bucket, in order."""
-        return [bucket.own(rank) for bucket in self.buckets]
+        return [bucket.part(self.part_of(rank)) for bucket in self.buckets]
 
     def held(self, bucket: Bucket) -> slice:
         """Where this rank has its part of a bucket in ``values`` and ``gradients``: all of the bucket."""

@@ -44,7 +44,6 @@ class ShardedOptimizer:
     Attributes:
         torch_optimizer: on this rank's pieces, for learning-rate schedulers; ``update`` alone calls its ``step``.
         zeros: one ``ZeroShards`` for each dtype of parameters, and for those that ranks share.
-        offsets: where the buffers of each begin if they lie one behind the other, in elements.
     """
 
     def __init__(
@@ -63,8 +62,6 @@ class ShardedOptimizer:
         """
         self.zeros = list(zeros)
         self.units = units
-        stops = itertools.accumulate((zero.parameters.buckets[-1].stop for zero in zeros), initial=0)
-        self.offsets = dict(zip(self.zeros, stops, strict=False))
         self.mesh = self.zeros[0].mesh
         self.group = self.mesh.hdp
         self._options = {
@@ -288,24 +285,22 @@ class ShardedOptimizer:
                         values_of(states[name], part.start, part.stop).copy_(own)
         self.finish_restore(int(state["num_updates"]), state["numbers"])
 
-    def states(self, zero: ZeroShards | None = None) -> dict[str, list[Range]]:
+    def states(self, zero: ZeroShards) -> dict[str, list[Range]]:
         """All states with one number per weight: ``master``, and what the optimizer has made by its first update.
 
-        Each is a list over this rank's ranges, in the order of the buffers of ``zero``; None: of all, one behind the
-        other (``offsets``). Weights that somebody else has written to are the new masters.
+        Each is a list over this rank's ranges, in the order of the buffers of ``zero``. Weights that somebody else has
+        written to are the new masters.
         """
-        for own in self.zeros:
-            own.follow_changes()
+        zero.follow_changes()
         names = ["master"]
         if self.num_updates:
             first = self.torch_optimizer.state[self._pieces[0]]
             names += [name for name, value in first.items() if _is_per_weight(value, self._pieces[0])]
         found: dict[str, list[Range]] = {name: [] for name in names}
         for (own, start), piece in zip(self._places, self._pieces, strict=True):
-            offset = self.offsets[own] if zero is None else 0
-            for name in names if zero in (None, own) else ():
+            for name in names if own is zero else ():
                 values = piece.data if name == "master" else self.torch_optimizer.state[piece][name]
-                found[name].append(Range(offset + start, values))
+                found[name].append(Range(start, values))
         return found
 
     def state_numbers(self) -> dict[str, float]:

@@ -72,9 +72,9 @@ class DomainParameters(FlatParameters):
             len(self.values) if self.trained else 0, dtype=master_dtype_of(dtype), device=device
         )
 
-    def shards(self, rank: int) -> list[slice]:
+    def part_of(self, rank: int) -> int:
         domain, place = divmod(rank, self.domain.size)
-        return [bucket.own(place * self.num_domains + domain) for bucket in self.buckets]
+        return place * self.num_domains + domain
 
     def held(self, bucket: Bucket) -> slice:
         """As ``FlatParameters``: this rank's part of a bucket."""
