@@ -39,13 +39,13 @@ from bytescale.runtime import (
     MeshShape,
     RankGroup,
     TokenShards,
-    linear_cross_entropy,
 )
 from bytescale.runtime.token_shards import num_own_rows
 from tests.helpers.cuda_like import CudaLikeFlash, fuse_norms
 from tests.helpers.effort import one_in, one_of
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.ranks import run_mesh, run_ranks
+from tests.helpers.reference_loss import linear_cross_entropy
 from tests.helpers.steps import make_model, random_batch, slice_batch
 
 TINY = PRESETS["tiny"]

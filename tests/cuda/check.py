@@ -41,11 +41,12 @@ from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_
 from bytescale.plan import MicroBatch, Plan, RankPlan, member_segments
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import FlatParameters, HostPool, Mesh, RankGroup, ShardedOptimizer, TokenShards
-from bytescale.runtime.loss import accumulated_at_once, linear_cross_entropy
+from bytescale.runtime.loss import accumulated_at_once
 from bytescale.runtime.optimizer import zero
 from bytescale.runtime.saved.activations import Activations
 from tests.cuda import fake
 from tests.cuda.recurrences import fla_packs
+from tests.helpers.reference_loss import linear_cross_entropy
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPE = replace(

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, LOGITS_PER_CHUNK
-from bytescale.runtime import IGNORE_INDEX, RankGroup, linear_cross_entropy
+from bytescale.runtime import IGNORE_INDEX, RankGroup
 from bytescale.runtime.loss import TorchRows
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference_loss import reference_cross_entropy
+from tests.helpers.reference_loss import linear_cross_entropy, reference_cross_entropy
 
 
 def inputs(dtype: torch.dtype, tokens: int = 50, width: int = 12, vocab: int = 37) -> tuple[torch.Tensor, ...]:

@@ -26,7 +26,6 @@ from bytescale.runtime import (
     HostPool,
     Mesh,
     RankGroup,
-    linear_cross_entropy,
 )
 from bytescale.runtime.saved.host_pool import PageWriter
 from bytescale.runtime.saved.offload import offloaded_tokens
@@ -34,6 +33,7 @@ from tests.helpers.effort import examples, one_in
 from tests.helpers.lazy_lanes import use_lazy_lanes
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
+from tests.helpers.reference_loss import linear_cross_entropy
 from tests.helpers.steps import Batch, make_model, random_batch, slice_batch, small_shape
 
 LIMIT = 2**24

@@ -5,7 +5,7 @@ The runtime works with any ``nn.Module`` that fits ``executor.DecoderModule``; i
 
 from bytescale.runtime.executor import Decoder, DecoderModule, Executor, HasBatchLoss, StepResult
 from bytescale.runtime.group import RankGroup
-from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
+from bytescale.runtime.loss import IGNORE_INDEX
 from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.flat import DTYPES, FlatParameters, Range, values_of
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer, Update
@@ -34,6 +34,5 @@ __all__ = [
     "TiedHead",
     "TokenShards",
     "Update",
-    "linear_cross_entropy",
     "values_of",
 ]

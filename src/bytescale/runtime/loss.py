@@ -145,19 +145,6 @@ def loss_sum(
         return _sum(replace(head, weight=weight), hidden, labels, z_loss, token_weights)
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    z_loss: float = 0.0,
-    group: dist.ProcessGroup | None = None,
-    token_weights: Tensor | None = None,
-) -> Tensor:
-    """``loss_sum`` of a plain head ``weight [V, C]``, of the dtype of ``hidden [T, C]``; its gradient is returned."""
-    return _sum(PlainHead(weight, group), hidden, labels, z_loss, token_weights)
-
-
 def token_losses(head: Head, hidden: Tensor, labels: Tensor, *, rows_at_a_time: int | None = None) -> Tensor:
     """``[T]`` losses of all tokens, 0 without a target, in fp32 or wider.
 
