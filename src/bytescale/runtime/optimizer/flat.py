@@ -151,19 +151,38 @@ class FlatParameters:
         self._start_of = {id(p): entry.start for (_, p), entry in zip(parameters, self.entries, strict=True)}
 
         (dtype,) = dtypes
-        device, wide = parameters[0][1].device, master_dtype_of(dtype)
-        self.buckets = _buckets(stop, num_shards, -(-bucket_bytes // wide.itemsize))
-        padded = self.buckets[-1].stop
-        self.values = torch.zeros(padded, dtype=dtype, device=device)
-        for parameter, entry in zip(self.parameters, self.entries, strict=True):
+        self.buckets = _buckets(stop, num_shards, -(-bucket_bytes // master_dtype_of(dtype).itemsize))
+        self._take_over(dtype, parameters[0][1].device, lambda entry, parameter: parameter)
+
+    def _take_over(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        initial: Callable[[Entry, nn.Parameter], Tensor],
+        *,
+        trained: bool = True,
+    ) -> None:
+        """Move the parameters that this rank computes with into memory of their own, once the buckets are known."""
+        self.values = torch.zeros(self.num_held, dtype=dtype, device=device)
+        for entry, parameter in self.held_entries():
             value = self.value_of(entry)
             with torch.no_grad():
-                value.copy_(parameter)
+                value.copy_(initial(entry, parameter))
             parameter.data = value
         # After the parameters' own memory is free: BF16 parameters take 6 bytes at the peak, and not 8.
-        self.gradients = torch.zeros(padded, dtype=wide, device=device)
-        self._hooks = list(map(self._hook, self.parameters, self.entries))
+        num_summed = self.num_held if trained else 0
+        self.gradients = torch.zeros(num_summed, dtype=master_dtype_of(dtype), device=device)
+        self._hooks = [self._hook(parameter, entry) for entry, parameter in self.held_entries() if trained]
         self.changed()
+
+    @property
+    def num_held(self) -> int:
+        """Elements of the buffers that this rank has memory for."""
+        return self.buckets[-1].stop
+
+    def held_entries(self) -> list[tuple[Entry, nn.Parameter]]:
+        """The parameters, or parts of them, that this rank always has memory for."""
+        return list(zip(self.entries, self.parameters, strict=True))
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -183,7 +202,7 @@ class FlatParameters:
         return slice(bucket.start, bucket.stop)
 
     def own(self, place: slice) -> slice:
-        """Where one of this rank's ``shards`` lies in ``values`` and ``gradients``."""
+        """Where a range that this rank has lies in ``values`` and ``gradients``."""
         return place
 
     def holders(self, mesh: Mesh) -> RankGroup:
@@ -234,7 +253,7 @@ class FlatParameters:
 
     def require_adopted(self) -> None:
         """Raise ``ConfigError`` if a parameter has left ``values``, as ``model.to()`` makes it when it copies."""
-        for parameter, entry in zip(self.parameters, self.entries, strict=True):
+        for entry, parameter in self.held_entries():
             if parameter.data_ptr() != self.value_of(entry).data_ptr() or parameter.dtype != self.values.dtype:
                 raise moved(entry.name)
 
@@ -249,7 +268,7 @@ class FlatParameters:
 
         ``zero_grad()`` of a module or an optimizer sets ``grad`` to None, which means zero.
         """
-        for parameter, entry in zip(self.parameters, self.entries, strict=True):
+        for entry, parameter in self.held_entries():
             if parameter.dtype != self.gradients.dtype:
                 continue  # its gradient is moved into the buffer after every backward, and its ``grad`` is always None
             if parameter.grad is None:
@@ -260,15 +279,15 @@ class FlatParameters:
 
     def _attach_gradients(self) -> None:
         """Let every ``grad`` be its view of the buffer, where the dtypes allow it."""
-        for parameter, entry in zip(self.parameters, self.entries, strict=True):
+        for entry, parameter in self.held_entries():
             if parameter.dtype == self.gradients.dtype and parameter.grad is None:
                 parameter.grad = self.gradient_of(entry)
 
     def value_of(self, entry: Entry) -> Tensor:
-        return self.values[entry.start : entry.stop].view(entry.shape)
+        return self.values[self.own(slice(entry.start, entry.stop))].view(entry.shape)
 
     def gradient_of(self, entry: Entry) -> Tensor:
-        return self.gradients[entry.start : entry.stop].view(entry.shape)
+        return self.gradients[self.own(slice(entry.start, entry.stop))].view(entry.shape)
 
     def _hook(self, parameter: nn.Parameter, entry: Entry) -> RemovableHandle:
         gradient = self.gradient_of(entry)

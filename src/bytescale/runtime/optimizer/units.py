@@ -63,14 +63,9 @@ class DomainParameters(FlatParameters):
         self.entries, self.parameters, self.buckets = [], [], []
         self._hooks, self._versions = [], []
 
-    def make_memory(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Once the buckets are known."""
-        self._starts = [bucket.start for bucket in self.buckets]
-        stop = self.buckets[-1].stop if self.buckets else 0
-        self.values = torch.zeros(stop // self.domain.size, dtype=dtype, device=device)
-        self.gradients = torch.zeros(
-            len(self.values) if self.trained else 0, dtype=master_dtype_of(dtype), device=device
-        )
+    @property
+    def num_held(self) -> int:
+        return self.buckets[-1].stop // self.domain.size
 
     def part_of(self, rank: int) -> int:
         domain, place = divmod(rank, self.domain.size)
@@ -81,7 +76,7 @@ class DomainParameters(FlatParameters):
         return slice(bucket.start // self.domain.size, bucket.stop // self.domain.size)
 
     def own(self, place: slice) -> slice:
-        bucket = self.buckets[bisect_right(self._starts, place.start) - 1]
+        bucket = self._bucket_of(place.start)
         held = self.held(bucket)
         start = held.start + place.start - bucket.start - self.domain.rank * (held.stop - held.start)
         return slice(start, start + place.stop - place.start)
@@ -95,14 +90,11 @@ class DomainParameters(FlatParameters):
             self._own(whole[bucket.start : bucket.stop]).copy_(own[self.held(bucket)])
         return whole
 
-    def zero_gradients(self) -> None:
-        self.gradients.zero_()
-
-    def collect_gradients(self) -> None:
-        """Nothing to do: a parameter's ``grad`` is None after every backward."""
-
     def _own(self, full: Tensor) -> Tensor:
         return full.view(self.domain.size, -1)[self.domain.rank]
+
+    def _bucket_of(self, start: int) -> Bucket:
+        return self.buckets[bisect_right(self.buckets, start, key=lambda bucket: bucket.start) - 1]
 
 
 class UnitParameters(DomainParameters):
@@ -141,7 +133,8 @@ class UnitParameters(DomainParameters):
                 self.buckets.append(Bucket(start, stop, mesh.hdp.size))
                 self._places[unit] = self.buckets[-1], range(first, len(self.entries))
         device = mesh.hdp.device
-        self.make_memory(dtype, device)
+        self.values = torch.zeros(self.num_held, dtype=dtype, device=device)
+        self.gradients = torch.zeros(self.num_held if trained else 0, dtype=master_dtype_of(dtype), device=device)
         self._nothing = torch.full((1,), torch.nan, dtype=dtype, device=device)
         self._full: dict[Bucket, tuple[Tensor, Tensor]] = {}
         for bucket, places in self._places.values():
@@ -165,6 +158,12 @@ class UnitParameters(DomainParameters):
         for parameter, entry in zip(self.parameters, self.entries, strict=True):
             if parameter.data_ptr() != self._nothing.data_ptr() or parameter.dtype != self.values.dtype:
                 raise moved(entry.name)
+
+    def zero_gradients(self) -> None:
+        self.gradients.zero_()
+
+    def collect_gradients(self) -> None:
+        """Nothing to do: a parameter's ``grad`` is None after every backward."""
 
     def changed(self) -> list[Entry]:
         """None: a closed parameter cannot be written to."""
@@ -226,7 +225,7 @@ class UnitParameters(DomainParameters):
         self._full[bucket][0].untyped_storage().resize_(0)
 
     def _view(self, entry: Entry, which: int) -> Tensor:
-        bucket = self.buckets[bisect_right(self._starts, entry.start) - 1]
+        bucket = self._bucket_of(entry.start)
         full = self._full[bucket][which]
         return full[entry.start - bucket.start : entry.stop - bucket.start].view(entry.shape)
 
@@ -260,29 +259,12 @@ class ExpertParameters(DomainParameters):
                     stop += -(-(parameter.numel() // self.domain.size) // ALIGNMENT) * ALIGNMENT
                 stop = first + -(-(stop - first) // quantum) * quantum
             self.buckets.append(Bucket(first, stop, mesh.hdp.size))
-        self.make_memory(dtype, mesh.hdp.device)
-        for entry, parameter in self._held_entries():
-            value = self.value_of(entry)
-            with torch.no_grad():
-                value.copy_(initial(entry) if initial else entry.cut.of(parameter))
-            parameter.data = value
-            if trained:
-                add = move_gradient_to(self.gradient_of(entry))
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(add))
-        self.changed()
-
-    def require_adopted(self) -> None:
-        for entry, parameter in self._held_entries():
-            if parameter.data_ptr() != self.value_of(entry).data_ptr() or parameter.dtype != self.values.dtype:
-                raise moved(entry.name)
-
-    def value_of(self, entry: Entry) -> Tensor:
-        """Of an entry of this rank."""
-        return self.values[self.own(slice(entry.start, entry.stop))].view(entry.shape)
-
-    def gradient_of(self, entry: Entry) -> Tensor:
-        """Of an entry of this rank."""
-        return self.gradients[self.own(slice(entry.start, entry.stop))].view(entry.shape)
+        self._take_over(
+            dtype,
+            mesh.hdp.device,
+            lambda entry, whole: initial(entry) if initial else entry.cut.of(whole),
+            trained=trained,
+        )
 
     def by_name(self, whole: Tensor) -> dict[str, Tensor]:
         parts: dict[str, list[Tensor]] = {}
@@ -296,9 +278,10 @@ class ExpertParameters(DomainParameters):
         self.domain.all_gather(whole, parameter.detach())
         return whole
 
-    def _held_entries(self) -> list[tuple[Entry, nn.Parameter]]:
-        pairs = zip(self.entries, self.parameters, strict=True)
-        return [(entry, parameter) for entry, parameter in pairs if entry.cut.index == self.domain.rank]
+    def held_entries(self) -> list[tuple[Entry, nn.Parameter]]:
+        return [
+            (entry, parameter) for entry, parameter in super().held_entries() if entry.cut.index == self.domain.rank
+        ]
 
 
 def _add_to(total: Tensor, name: str) -> Callable[[Tensor], None]:
