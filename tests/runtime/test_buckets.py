@@ -320,7 +320,7 @@ def test_more_ranks_than_elements() -> None:
         model = nn.Linear(3, 2)
         flat = FlatParameters(model.named_parameters(), mesh.hdp.size, bucket_bytes=1)
         optimizer = ShardedOptimizer.of_config(flat, CLIPPING, mesh)
-        optimizer.overlap_with([(model, [])])
+        optimizer.overlap_with((model, []))
         for _ in range(2):
             optimizer.begin_step(RankPlan.of(random_plan([1], mesh.hdp.size, 0), mesh.hdp.rank))
             flat.gradients.fill_(1.0)

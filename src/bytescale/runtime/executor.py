@@ -28,7 +28,7 @@ class DecoderModule(Protocol):
 
     @property
     def layers(self) -> Iterable[nn.Module]:
-        """In the order of forward. Each is given the hidden states (``runtime.saved.layers``)."""
+        """In the order of forward. Each is given the hidden states (``optimizer.buckets.Chunk``)."""
         ...
 
     @property

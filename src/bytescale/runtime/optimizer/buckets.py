@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bytescale.common.errors import RankFailure
@@ -34,7 +34,6 @@ from bytescale.plan import RankPlan
 from bytescale.plan.last_message import last_backward_is_silent
 from bytescale.runtime.group import PendingCollective, RankGroup
 from bytescale.runtime.optimizer.flat import Bucket, FlatParameters
-from bytescale.runtime.saved.layers import layer_input
 
 
 class BucketCollectives:
@@ -85,7 +84,8 @@ class BucketCollectives:
 Chunk = tuple[nn.Module, Sequence[nn.Module]]
 """A part of the model, and its layers in order, whose parameters lie one after the other in the flat buffers.
 
-Each layer is given the hidden states (``runtime.saved.layers``). All other modules run before or after the layers."""
+Each layer is given the hidden states as its first argument, or as ``hidden_states`` where all have names. All other
+modules run before or after the layers."""
 
 
 class Overlap:
@@ -94,7 +94,7 @@ class Overlap:
     def __init__(
         self,
         collectives: BucketCollectives,
-        chunks: Sequence[Chunk],
+        chunk: Chunk,
         *,
         stage: int,
         in_steps: bool = True,
@@ -102,7 +102,7 @@ class Overlap:
         """Hook the layers.
 
         Args:
-            chunks: those of this stage, in order.
+            chunk: all of this stage.
             in_steps: whether ``begin_step`` comes before every step, and parameters are gathered during forward.
                 Otherwise ``expect_last_backward`` comes before the last micro-batch, and nothing waits in forward.
         """
@@ -110,15 +110,14 @@ class Overlap:
         self.stage = stage
         self.gathers = in_steps
         self._num_micro_batches = 0
-        self._num_forwards = 0  # of the first chunk, in this step
+        self._num_forwards = 0  # in this step
         self._silent = False
         self._is_last = False
         """Whether the backward of the forward that runs now is the step's last one, and sends nothing."""
         self._hooks: list[RemovableHandle] = []
-        model, layers = chunks[0]  # when its last backward begins, all other chunks have finished theirs
+        model, layers = chunk
         if in_steps:
-            for chunk in chunks:
-                self._hook_parameters(*chunk)
+            self._hook_parameters(model, layers)
             self._hooks.append(model.register_forward_pre_hook(self._count))
         else:
             self._refuse_late_gradients()
@@ -149,7 +148,7 @@ class Overlap:
         extent = self.collectives.parameters.extent
         of_layers = [extent(layer) for layer in layers]
         whole = extent(model)
-        # The late parameters come first in the buffer, then those of the chunk's modules that run before its layers.
+        # The late parameters come first in the buffer, then those of the modules that run before the layers.
         in_front = min([place[0] for place in of_layers if place] or [whole[1] if whole else 1])
         self._hooks.append(model.register_forward_pre_hook(self._waiting_hook(max(in_front, 1))))
         for layer, place in zip(layers, of_layers, strict=True):
@@ -174,7 +173,7 @@ class Overlap:
 
         def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._is_last:
-                stream = layer_input(args, kwargs)
+                stream: Tensor = args[0] if args else kwargs["hidden_states"]
                 if stream.requires_grad:
                     stream.register_hook(lambda _: self.collectives.reduce_from(start))
 

@@ -75,7 +75,7 @@ def take_over(
     ]
     zeros = [ZeroShards(parameters, mesh, on_host=on_host) for parameters in (*whole, *shared)]
     if chunk is not None and size and units is None:
-        zeros[0].overlap_with([chunk], in_steps=False)
+        zeros[0].overlap_with(chunk, in_steps=False)
     return ShardedOptimizer(zeros, cls, options, group_options, units=units)
 
 

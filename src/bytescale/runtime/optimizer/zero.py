@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bytescale.plan import RankPlan
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import BucketCollectives, Chunk, Overlap
@@ -79,18 +78,9 @@ class ZeroShards:
         self.shards = [OptimizerShard.of(parameters, place, on_host=on_host) for place in places]
         self._shard_of: dict[Bucket, OptimizerShard] = dict(zip(parameters.buckets, self.shards, strict=True))
 
-    def overlap_with(self, chunks: Sequence[Chunk], *, in_steps: bool = True) -> None:
+    def overlap_with(self, chunk: Chunk, *, in_steps: bool = True) -> None:
         """Begin to reduce during backward and, ``in_steps``, to gather during forward (``buckets.Overlap``)."""
-        self.overlap = Overlap(self.collectives, chunks, stage=self.mesh.stage, in_steps=in_steps)
-
-    def begin_step(self, rank_plan: RankPlan) -> None:
-        self.parameters.zero_gradients()
-        if self.overlap is not None:
-            self.overlap.begin_step(rank_plan)
-
-    def after_last_message(self) -> None:
-        if self.overlap is not None:
-            self.overlap.after_last_message()
+        self.overlap = Overlap(self.collectives, chunk, stage=self.mesh.stage, in_steps=in_steps)
 
     def reduce_gradients(self) -> float:
         """Sum gradients over ranks. Returns this rank's share of the squared norm.

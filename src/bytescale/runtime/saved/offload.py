@@ -44,7 +44,6 @@ from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.saved.copy_lane import CopyLane, Event, compute_mark, compute_waits
 from bytescale.runtime.saved.host_pool import Extent, HostPool, PageWriter
-from bytescale.runtime.saved.layers import shared_arguments
 from bytescale.runtime.token_shards import num_own_rows
 
 
@@ -69,8 +68,8 @@ class ActivationOffload:
         """Watch ``layers`` with hooks.
 
         Args:
-            layers: in the order of forward. All that each is given except for the residual stream is shared by all
-                layers (``runtime.saved.layers``).
+            layers: in the order of forward. All that each is given except for the residual stream (its first argument,
+                or ``hidden_states`` where all have names) is shared by all layers, such as rotary angles.
             device: that computes.
             tp: the tensor-parallel ranks that divide the rows outside of attention and feed-forward among them.
         """
@@ -123,8 +122,8 @@ class ActivationOffload:
     def _watch(self, index: int, layer: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._running is not None and torch.is_grad_enabled():
-                constants = [*module.parameters(), *module.buffers()]
-                self._running.enter_layer(index, [constants, shared_arguments(args, kwargs)])
+                others = kwargs if args else {name: own for name, own in kwargs.items() if name != "hidden_states"}
+                self._running.enter_layer(index, [*module.parameters(), *module.buffers(), args[1:], others])
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
             if self._running is not None:

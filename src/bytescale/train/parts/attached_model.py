@@ -50,8 +50,8 @@ class HFModel:
         return self.part.spec
 
     @property
-    def layers(self) -> list[Chunk]:
-        return [(self.part, self.part.layers)]
+    def layers(self) -> Chunk:
+        return self.part, self.part.layers
 
     def memory(self, kind: DeviceKind, num_ranks: int) -> MeasuredMemory:
         """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""

@@ -55,8 +55,8 @@ class OwnModel:
         return ModelSpec.of(self.architecture)
 
     @property
-    def layers(self) -> list[Chunk]:
-        return [(self.module, list(self.module.layers))]
+    def layers(self) -> Chunk:
+        return self.module, list(self.module.layers)
 
     def memory(self, kind: DeviceKind, num_ranks: int) -> Architecture:
         """What ``budget.memory_budget`` is to count the memory of."""
