@@ -32,7 +32,7 @@ def make_optimizer(mesh: Mesh, shape: Architecture = SHAPE, bucket_bytes: int = 
         seed=0,
         bucket_bytes=bucket_bytes if mesh.hdp.size > 1 else 0,
     )
-    optimizer = ShardedOptimizer.of_config(model.parameters, OptimizerConfig(), mesh, model.tied_head)
+    optimizer = ShardedOptimizer.of_config(model.parameters, OptimizerConfig(), mesh)
     optimizer.require_states()
     return optimizer
 

@@ -20,6 +20,7 @@ from bytescale.checkpoint.layout import Layout, LayoutEntry, boxes_of, intersect
 from bytescale.checkpoint.manifest import layout_from_json, layout_to_json, read_manifest
 from bytescale.checkpoint.reading import CheckpointReader, wanted_by
 from bytescale.checkpoint.verify import problems_of
+from bytescale.config import Architecture
 from bytescale.runtime import MeshShape
 from bytescale.storage.place import read_into
 from tests.checkpoint.meshes import SHAPE, STATES, make_optimizer, restore, save, whole_state
@@ -41,21 +42,22 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "layout_of", lambda *given: replace(of(*given), most_elements=64))
 
 
-@pytest.mark.parametrize("shape", one_of([SHAPE, TIED, MIXTURE], TIED), ids=["llama", "tied", "mixtral"])
-def test_every_mesh_restores_what_any_other_wrote(tmp_path: Path, shape: object) -> None:
+@pytest.mark.parametrize("shape", one_of([SHAPE, TIED, MIXTURE], SHAPE), ids=["llama", "tied", "mixtral"])
+def test_every_mesh_restores_what_any_other_wrote(tmp_path: Path, shape: Architecture) -> None:
     """A circle through all meshes; in the rest of the tests, every pair of them (`make test-rest`)."""
-    for writer, reader in zip(MESHES, MESHES[1:] + MESHES[:1], strict=True):
+    meshes = [mesh for mesh in MESHES if mesh.pp == 1 or not shape.tie_embeddings]
+    for writer, reader in zip(meshes, meshes[1:] + meshes[:1], strict=True):
         folder = tmp_path / f"{writer}"
-        save(writer, folder, 5, shape=shape)  # type: ignore[arg-type]
+        save(writer, folder, 5, shape=shape)
         assert problems_of(folder / "step-000005") == []
-        assert restore(reader, folder, shape) == 5  # type: ignore[arg-type]
+        assert restore(reader, folder, shape) == 5
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("writer", MESHES, ids=str)
 @pytest.mark.parametrize("reader", MESHES, ids=str)
 def test_every_pair_of_meshes(tmp_path: Path, writer: MeshShape, reader: MeshShape) -> None:
-    for number, shape in enumerate((SHAPE, TIED, MIXTURE)):
+    for number, shape in enumerate((SHAPE, MIXTURE) if writer.pp * reader.pp > 1 else (SHAPE, TIED, MIXTURE)):
         save(writer, tmp_path / str(number), 5, shape=shape)
         assert restore(reader, tmp_path / str(number), shape) == 5
 

@@ -50,7 +50,7 @@ def training_step(
         mesh.connect()
         own = build_own_model(architecture, mesh, dtype=torch.float32, seed=0, bucket_bytes=bucket_bytes)
         optimizer = ShardedOptimizer.of_config(
-            own.parameters, OptimizerConfig(offload=on_host), mesh, own.tied_head, more=own.more, units=own.units
+            own.parameters, OptimizerConfig(offload=on_host), mesh, more=own.more, units=own.units
         )
         if bucket_bytes:
             optimizer.overlap_with(own.layers)

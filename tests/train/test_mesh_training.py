@@ -52,6 +52,7 @@ def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, domain: i
 
 
 FAMILIES = {"llama": {}, "tied": {"tie_embeddings": True}, "mixtral": {"num_experts": 4, "experts_per_token": 2}}
+IN_STAGES = ["llama", "mixtral"]
 
 
 MESHES = [
@@ -74,8 +75,8 @@ def family(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytes
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        *pairs(list(FAMILIES), MESHES),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in product(FAMILIES, (FOUR_STAGES, EIGHT))),
+        *(case for case in pairs(list(FAMILIES), MESHES) if case.values[0] != "tied" or "pp" not in case.values[1]),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in product(IN_STAGES, (FOUR_STAGES, EIGHT))),
     ],
     indirect=["family"],
     ids=str,
@@ -86,7 +87,7 @@ def test_every_mesh_has_the_losses_of_one_process(corpus: Path, tmp_path: Path, 
     np.testing.assert_allclose(ours, alone, rtol=SAME_LOSSES)
 
 
-@pytest.mark.parametrize("family", one_of(list(FAMILIES), "tied"), indirect=True)
+@pytest.mark.parametrize("family", one_of(IN_STAGES, "llama"), indirect=True)
 @pytest.mark.parametrize("first", one_of([{"tp": 2, "pp": 2}, EIGHT], {"tp": 2, "pp": 2}), ids=str)
 def test_a_checkpoint_moves_between_meshes(corpus: Path, tmp_path: Path, family: tuple, first: dict) -> None:
     """From the first mesh to four stages, each killed after a step, and then to (tp, hdp) = (2, 2)."""
@@ -113,17 +114,22 @@ def test_ranks_that_share_layers_continue_what_others_have_begun(corpus: Path, t
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", one_of([{"pp": 2}, {"tp": 2, "pp": 2}], {"pp": 2}), ids=str)
 def test_a_resume_on_the_same_mesh_is_exact(corpus: Path, tmp_path: Path, mesh: dict) -> None:
-    whole = run(on_mesh(deep_run(corpus, tmp_path / "whole", tie_embeddings=True), **mesh))
-    parts = on_mesh(deep_run(corpus, tmp_path / "parts", tie_embeddings=True), **mesh)
+    whole = run(on_mesh(deep_run(corpus, tmp_path / "whole"), **mesh))
+    parts = on_mesh(deep_run(corpus, tmp_path / "parts"), **mesh)
     parts = replace(parts, checkpoint=replace(parts.checkpoint, every=1))
     interrupt(parts, after_step=2)
     assert run(with_trainer(parts, resume=True)) == whole
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", FAMILIES, indirect=True)
 @pytest.mark.parametrize(
-    "mesh", [{"tp": 2, "pp": 2}, {"tp": 2, "hdp": 2, "domain": 2}, {"hdp": 4, "domain": 4}], ids=str
+    ("family", "mesh"),
+    [
+        *product(IN_STAGES, [{"tp": 2, "pp": 2}]),
+        *product(FAMILIES, [{"tp": 2, "hdp": 2, "domain": 2}, {"hdp": 4, "domain": 4}]),
+    ],
+    indirect=["family"],
+    ids=str,
 )
 def test_weights_from_hugging_face_go_to_the_ranks_that_need_them(
     corpus: Path, tmp_path: Path, family: tuple, mesh: dict
@@ -163,6 +169,7 @@ def test_a_run_on_a_mesh_counts_every_token_once(corpus: Path, tmp_path: Path) -
         ),
         ({"tp": 3}, {}, "num_heads = 4 is no multiple of parallel.tp = 3"),
         ({"pp": 5}, {}, "parallel.pp = 5 exceeds the model's 4 layers"),
+        ({"pp": 2}, {"tie_embeddings": True}, "parallel.pp is 2, and the model's embedding is its head"),
         ({"tp": 4}, {"num_heads": 12, "num_kv_heads": 6, "head_dim": 4}, "either of parallel.tp = 4 and"),
         ({"tp": 2}, {"ffn_hidden_size": 33}, "ffn_hidden_size = 33 is no multiple"),
         ({"tp": 2}, {"vocab_size": 301}, "vocab_size = 301 is no multiple"),

@@ -134,6 +134,12 @@ def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) ->
             so="a stage would have no layer",
             fix=f"use at most {shape.num_layers} stages",
         )
+    if pp > 1 and shape.tie_embeddings:
+        raise ConfigError(
+            f"parallel.pp is {pp}, and the model's embedding is its head, too",
+            so="two stages would have the same matrix",
+            fix="set model.tie_embeddings to false for a new model, or parallel.pp to 1 (parallel.tp may be any)",
+        )
     for name, value in (
         ("num_heads", shape.num_heads),
         ("ffn_hidden_size", shape.ffn_hidden_size),

@@ -19,8 +19,8 @@ it. This covers device-wide waits at any place, and the connections that a commu
    comes first. It waits for a rank that has not posted k. The TP group of that rank either makes progress, so that k is
    posted, or it is stuck in a reduction before k, which contradicts the choice.
 4. The collectives at the end of the step follow the reductions of point 2, in the same sequence on every rank: the sums
-   of a batch loss, the gradient of a tied head, the reductions of the remaining buckets, statistics. Gathers follow the
-   update, in one order on all ranks, before the first message of the next step.
+   of a batch loss, the reductions of the remaining buckets, statistics. Gathers follow the update, in one order on all
+   ranks, before the first message of the next step.
 
 In a pipeline, the last backward of a stage ends by sending its gradient to the stage before, and a micro-batch with a
 shared group exchanges messages in every layer. So reductions can overlap exactly with the last backward of a rank on

@@ -9,7 +9,6 @@ from bytescale.runtime.loss import IGNORE_INDEX
 from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.flat import DTYPES, FlatParameters, Range, values_of
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer, Update
-from bytescale.runtime.optimizer.zero import TiedHead
 from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.saved.host_pool import HostMemoryError, HostPool
 from bytescale.runtime.token_shards import TokenShards
@@ -31,7 +30,6 @@ __all__ = [
     "RankGroup",
     "ShardedOptimizer",
     "StepResult",
-    "TiedHead",
     "TokenShards",
     "Update",
     "values_of",

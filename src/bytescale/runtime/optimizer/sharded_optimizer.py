@@ -24,7 +24,7 @@ from bytescale.runtime.optimizer.flat import FlatParameters, Range, values_of
 from bytescale.runtime.optimizer.host_states import HostTransfers
 from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.optimizer.optimizers import LR_RATIO, GroupOptions, named_optimizer
-from bytescale.runtime.optimizer.zero import OptimizerShard, TiedHead, ZeroShards
+from bytescale.runtime.optimizer.zero import OptimizerShard, ZeroShards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +81,13 @@ class ShardedOptimizer:
         parameters: FlatParameters,
         config: OptimizerConfig,
         mesh: Mesh,
-        tied_head: TiedHead | None = None,
         *,
         more: Sequence[FlatParameters] = (),
         units: Units | None = None,
     ) -> ShardedOptimizer:
         """The optimizer of the trainer (``optimizers.named_optimizer``). ``more``: parameters in other buffers."""
         cls, options, own_options = named_optimizer(config, [parameters, *more], mesh.gradients)
-        heads = [tied_head, *(None for _ in more)]
-        flat = zip([parameters, *more], heads, strict=True)
-        zeros = [ZeroShards(own, mesh, head, on_host=config.offload) for own, head in flat]
+        zeros = [ZeroShards(own, mesh, on_host=config.offload) for own in (parameters, *more)]
         return ShardedOptimizer(zeros, cls, options, own_options, units=units)
 
     def overlap_with(self, chunk: Chunk) -> None:

@@ -63,15 +63,12 @@ class ZeroShards:
         shards: one per bucket, in the order of ``parameters.shards``.
     """
 
-    def __init__(
-        self, parameters: FlatParameters, mesh: Mesh, tied_head: TiedHead | None = None, *, on_host: bool = False
-    ) -> None:
+    def __init__(self, parameters: FlatParameters, mesh: Mesh, *, on_host: bool = False) -> None:
         """``on_host``: whether master weights and states are in host memory (``host_states``)."""
         self.parameters = parameters
         self.on_host = on_host
         self.mesh = mesh
         self.hdp = mesh.hdp
-        self.tied_head = tied_head
         self.collectives = BucketCollectives(parameters, parameters.holders(mesh))
         self.overlap: Overlap | None = None
         places = parameters.shards(mesh.hdp.rank)
@@ -89,8 +86,6 @@ class ZeroShards:
         """
         self.parameters.require_adopted()
         self.parameters.collect_gradients()
-        if self.tied_head is not None:
-            self.tied_head.bring_gradient_home()
         sum_replicas(self.parameters, self.mesh.tp)
         self.collectives.wait_for_parameters()  # a rank without micro-batches has not waited yet
         total = torch.zeros((), dtype=torch.float64, device=self.hdp.device)
@@ -125,9 +120,6 @@ class ZeroShards:
         torch.clear_autocast_cache()
         if self.overlap is None or not self.overlap.gathers:
             self.collectives.wait_for_parameters()
-        if self.tied_head is not None:
-            self.collectives.wait_for_parameters(self.parameters.late_stop)  # the embedding is a late parameter
-            self.tied_head.lend()
 
 
 def sum_replicas(parameters: FlatParameters, tp: RankGroup) -> None:
@@ -150,42 +142,3 @@ def sum_replicas(parameters: FlatParameters, tp: RankGroup) -> None:
     tp.all_reduce(total)
     for entry, piece in zip(shared, pieces, strict=True):
         parameters.gradient_of(entry).view(-1).copy_(piece)
-
-
-class TiedHead:
-    """One matrix that is the embedding on the first stage and the output head on the last stage.
-
-    The first stage owns the matrix, and the last stage borrows it. Only the owner has it in its optimizer and in
-    checkpoints: two copies that are updated separately could drift apart.
-    """
-
-    def __init__(self, mesh: Mesh, weight: Tensor, gradient: Tensor) -> None:
-        """``weight, gradient``: contiguous, of the same shape on both stages; the borrower's are its own copies."""
-        self.mesh = mesh
-        self.weight = weight
-        self.gradient = gradient
-
-    def bring_gradient_home(self) -> None:
-        """Send the borrower's gradient sum to the owner, which adds it to its own."""
-        if self._owns:
-            borrowed = torch.empty_like(self.gradient)
-            self._move(self.mesh.backward[0], receive=borrowed)
-            self.gradient += borrowed
-        else:
-            self._move(self.mesh.backward[0], send=self.gradient)
-            self.gradient.zero_()
-
-    def lend(self) -> None:
-        """Send the owner's weight to the borrower. Called after every update."""
-        if self._owns:
-            self._move(self.mesh.forward[0], send=self.weight)
-        else:
-            self._move(self.mesh.forward[0], receive=self.weight)
-
-    @property
-    def _owns(self) -> bool:
-        return self.mesh.stage == 0
-
-    def _move(self, group: RankGroup, send: Tensor | None = None, receive: Tensor | None = None) -> None:
-        peer = self.mesh.shape.pp - 1 if self._owns else 0
-        group.exchange.start(send=send, to=peer, receive=receive, source=peer, tag=0).wait()

@@ -43,7 +43,6 @@ class HFModel:
     masters: list[Tensor]  # this rank's shards of the weights as read; empty where the parameters are not rounded
     more: Sequence[FlatParameters] = ()  # further ones, where ranks share layers
     units: Units | None = None  # open these layers
-    tied_head: None = None
 
     @property
     def spec(self) -> ModelSpec:

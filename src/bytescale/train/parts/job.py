@@ -101,7 +101,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     # 1. Model: this rank's part of it, with its initial weights, and the optimizer.
     model = build_rank_model(config, architecture, ranks, kernels)
     optimizer = ShardedOptimizer.of_config(
-        model.parameters, config.optimizer, ranks.mesh, model.tied_head, more=model.more, units=model.units
+        model.parameters, config.optimizer, ranks.mesh, more=model.more, units=model.units
     )
     if config.parallel.gradient_bucket_mib and model.units is None:
         optimizer.overlap_with(model.layers)

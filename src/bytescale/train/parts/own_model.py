@@ -27,7 +27,6 @@ from bytescale.runtime import (
     HasBatchLoss,
     Mesh,
     ShardedOptimizer,
-    TiedHead,
     TokenShards,
 )
 from bytescale.runtime.optimizer.buckets import Chunk
@@ -35,8 +34,6 @@ from bytescale.runtime.optimizer.lockstep import Units, shard_parts
 from bytescale.train.parts.budget import MemoryBudget
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
-
-_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,6 @@ class OwnModel:
     parameters: FlatParameters  # in flat buffers
     more: Sequence[FlatParameters]  # further ones, where ranks share layers
     units: Units | None  # open these layers
-    tied_head: TiedHead | None  # where the embedding is the head too, and another stage's rank has one of the two
 
     @property
     def spec(self) -> ModelSpec:
@@ -107,14 +103,10 @@ def build_own_model(
             cuts = {name: Cut(shape=tuple(p.shape)) for name, p in module.named_parameters()}
     module.to(dtype)._apply(partial(_without_memory, mesh.world.device))
 
-    # 2. Flat buffers; ranks of a domain share most of them. A borrowed head is not in them: the first stage keeps it
-    #    up to date.
-    named = list(module.named_parameters())
-    borrows = architecture.tie_embeddings and mesh.shape.pp > 1
-    borrowed = [(name, parameter) for name, parameter in named if borrows and name == _HEAD]
-    own = [(name, parameter) for name, parameter in named if not (borrows and name == _HEAD)]
+    # 2. Flat buffers; ranks of a domain share most of them.
+    own = list(module.named_parameters())
     at_the_end = set(map(id, module.batch_parameters() if isinstance(module, HasBatchLoss) else ()))
-    late = {name for name, parameter in own if id(parameter) in at_the_end or (borrows and name == _EMBEDDING)}
+    late = {name for name, parameter in own if id(parameter) in at_the_end}
     more, units = list[FlatParameters](), None
     if mesh.domain.size > 1:  # without a pipeline, so it is the whole model
         own, sharing, units = shard_parts(
@@ -128,18 +120,11 @@ def build_own_model(
         )
         more += sharing
     parameters = FlatParameters(own, mesh.hdp.size, cuts, bucket_bytes=bucket_bytes, late=late)
-    lent = FlatParameters(borrowed, 1, cuts) if borrowed else parameters
-    shared = [entry for entry in lent.entries if borrows and entry.name in (_HEAD, _EMBEDDING)]
-    tied_head = TiedHead(mesh, lent.value_of(shared[0]), lent.gradient_of(shared[0])) if shared else None
 
     # 3. Initial values of this rank's parameters.
     for entry in parameters.entries:
         parameters.value_of(entry).copy_(initial_values(entry.name, entry.cut, architecture, seed))
-    if tied_head is not None:
-        tied_head.lend()
-    return OwnModel(
-        architecture=architecture, module=module, parameters=parameters, more=more, units=units, tied_head=tied_head
-    )
+    return OwnModel(architecture=architecture, module=module, parameters=parameters, more=more, units=units)
 
 
 def _parts(model: Llama) -> list[nn.Module]:
