@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from itertools import product
 
@@ -331,6 +332,7 @@ def test_host_memory_ends() -> None:
             mesh=Mesh.of_hdp(RankGroup()),
         ).run(rank_plan, [slice_batch(batch, rank_plan.micro_batches[0])], num_global_targets=batch.num_targets)
     assert pool.bytes_allocated <= 4100
+    gc.collect()  # the error, which holds what autograd has saved
     assert pool.bytes_in_use == 0
 
 

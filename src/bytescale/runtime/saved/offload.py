@@ -97,12 +97,9 @@ class ActivationOffload:
         if num_moved == 0 or self._num_offloaded_layers == 0:
             yield
             return
-        own = self._running = _Pass(self, micro_batch.num_tokens, num_moved)
+        self._running = _Pass(self, micro_batch.num_tokens, num_moved)
         try:
             yield
-        except BaseException:
-            own.end()
-            raise
         finally:
             self._running = None
 
@@ -170,16 +167,6 @@ class _Pass:
         chosen = self.layers[layer] if 0 <= layer < len(self.layers) else None
         if chosen is not None:
             chosen.fetch()
-
-    def end(self) -> None:
-        """Release everything that is still held, whether or not backward has used it."""
-        for layer in self.layers:
-            if layer is not None:
-                layer.let_go()
-                layer.close()
-                for block in list(layer.blocks):
-                    block.release()
-        self.layers = []
 
 
 class _LayerPass:
@@ -273,8 +260,6 @@ class _Block:
     def fetch(self) -> None:
         if self.restored is not None:
             return
-        if not self.extents:
-            raise RuntimeError("backward asked for activations of a micro-batch whose backward has ended")
         device = self.owner.device
         self.restored = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         num_moved = self.num_bytes - (0 if self.rest is None else len(self.rest))
@@ -292,19 +277,13 @@ class _Block:
         self.arrived, self.rest = None, None
         return self.restored
 
-    def release(self) -> None:
+    def __del__(self) -> None:
         """Return the pages to the pool, and free the device memory once no copy writes to it any more."""
         for event in (self.copied, self.arrived):
             compute_waits(event, self.owner.device)
-        self.copied, self.arrived, self.restored, self.rest = None, None, None, None
-        extents, self.extents = self.extents, []
-        if extents:
-            reads = self.owner._to_device.mark()
-            for extent in extents:
-                self.owner.pool.leave(extent.page, reads)
-
-    def __del__(self) -> None:
-        self.release()
+        reads = self.owner._to_device.mark()
+        for extent in self.extents:
+            self.owner.pool.leave(extent.page, reads)
 
 
 @dataclass(frozen=True, slots=True)
