@@ -145,7 +145,7 @@ class Trainer:
         self.mesh = mesh
         self.optimizer = ShardedOptimizer.of_config(model.parameters, OptimizerConfig(lr=1e-4), mesh)
         if mode == "buckets":
-            self.optimizer.overlap_with(model.layers)
+            self.optimizer.zeros[0].overlap_with(model.layers)
         self.part = Decoder(module=model.module)
         self.kernel = select_kernel("auto", torch.device("cpu"), torch.float32)
         self.rank_plan = RankPlan.of(whole_sequences(num_micro_batches), mesh.hdp.rank)

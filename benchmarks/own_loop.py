@@ -93,7 +93,7 @@ def runtime_step(part: str, group: RankGroup) -> Callable[[RankPlan, list[Tokens
             late=model.late_parameters(),
         )  # fmt: skip
     optimizer = ShardedOptimizer.of_config(flat, OptimizerConfig(), mesh)
-    optimizer.overlap_with((model, layers))
+    optimizer.zeros[0].overlap_with((model, layers))
     executor = Executor(
         part=Decoder(module=model, activations=Activations([])),
         kernel=select_kernel("auto", CPU, torch.float32),

@@ -53,7 +53,7 @@ def training_step(
             own.parameters, OptimizerConfig(offload=on_host), mesh, more=own.more, units=own.units
         )
         if bucket_bytes:
-            optimizer.overlap_with(own.layers)
+            optimizer.zeros[0].overlap_with(own.layers)
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
         for number, layer in enumerate(own.module.layers):
             apply_head_groups(layer.self_attn, head_groups)

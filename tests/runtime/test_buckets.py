@@ -73,7 +73,7 @@ def train(
         optimizer = ShardedOptimizer.of_config(model.parameters, CLIPPING, mesh)
         if bucket_bytes:
             assert mesh.hdp.size == 1 or len(model.parameters.buckets) > 2
-            optimizer.overlap_with(model.layers)
+            optimizer.zeros[0].overlap_with(model.layers)
         activations = Activations(list(model.module.layers), checkpointing=checkpointing)  # type: ignore[arg-type]
         part = Decoder(module=model.module, activations=activations)
         losses, norms, gradients = [], [], []
@@ -325,7 +325,7 @@ def test_more_ranks_than_elements() -> None:
         model = nn.Linear(3, 2)
         flat = FlatParameters(model.named_parameters(), mesh.hdp.size, bucket_bytes=1)
         optimizer = ShardedOptimizer.of_config(flat, CLIPPING, mesh)
-        optimizer.overlap_with((model, []))
+        optimizer.zeros[0].overlap_with((model, []))
         for _ in range(2):
             optimizer.begin_step(RankPlan.of(random_plan([1], mesh.hdp.size, 0), mesh.hdp.rank))
             flat.gradients.fill_(1.0)

@@ -106,10 +106,6 @@ class Mesh:
     def is_last_stage(self) -> bool:
         return self.stage == self.shape.pp - 1
 
-    def across(self, groups: Sequence[RankGroup], boundary: int) -> RankGroup:
-        """Return the group that serves the boundary after stage ``boundary``."""
-        return groups[boundary % 2]
-
     def pipeline_groups(self) -> list[RankGroup]:
         return [*self.forward, *self.backward]
 
@@ -136,7 +132,7 @@ class Mesh:
                 behind = before + 1
                 if self.stage not in (before, behind):
                     continue
-                exchange = self.across(groups, before).exchange
+                exchange = groups[before % 2].exchange
                 number = torch.zeros(1, device=self.world.device)
                 peer = behind if self.stage == before else before
                 message = (number, None) if self.stage == (behind if direction else before) else (None, number)

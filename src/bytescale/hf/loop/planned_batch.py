@@ -135,7 +135,7 @@ class PlannedBatch:
                 so="ranks would run different numbers of passes and wait for each other for ever",
                 fix="make the plan for the same domain, or with equal_counts = True, as HDP(...) was told",
             )
-        if last and not hdp.sharded().overlaps:
+        if last and hdp.sharded().overlap is None:
             raise ConfigError(
                 "last=True, but the gradients of this model cannot be reduced layer by layer: ranks share its "
                 "parameters, its attention is not in numbered layers, or its trained parameters have several dtypes",

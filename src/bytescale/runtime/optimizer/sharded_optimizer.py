@@ -19,7 +19,7 @@ from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import OptimizerConfig
 from bytescale.plan import RankPlan
 from bytescale.runtime.mesh import Mesh
-from bytescale.runtime.optimizer.buckets import Chunk, Overlap
+from bytescale.runtime.optimizer.buckets import Overlap
 from bytescale.runtime.optimizer.flat import FlatParameters, Range, values_of
 from bytescale.runtime.optimizer.host_states import HostTransfers
 from bytescale.runtime.optimizer.lockstep import Units
@@ -90,33 +90,27 @@ class ShardedOptimizer:
         zeros = [ZeroShards(own, mesh, on_host=config.offload) for own in (parameters, *more)]
         return ShardedOptimizer(zeros, cls, options, own_options, units=units)
 
-    def overlap_with(self, chunk: Chunk) -> None:
-        for zero in self.zeros:
-            zero.overlap_with(chunk)
-
     @property
-    def overlaps(self) -> bool:
-        return len(self._overlapped()) == len(self.zeros)
+    def overlap(self) -> Overlap | None:
+        """Where all parameters are in one flat buffer, it may be reduced during backward (``ZeroShards``)."""
+        return self.zeros[0].overlap
 
     def expect_last_backward(self, silent: bool) -> None:
         """See ``buckets.Overlap``; for a model that was taken over."""
-        for overlap in self._overlapped():
-            overlap.expect_last_backward(silent)
+        assert self.overlap is not None, "reductions overlap"
+        self.overlap.expect_last_backward(silent)
 
     def begin_step(self, rank_plan: RankPlan) -> None:
         """Set the gradients to zero. Called before the first forward of a step whose plan is known."""
         for zero in self.zeros:
             zero.parameters.zero_gradients()
-        for overlap in self._overlapped():
-            overlap.begin_step(rank_plan)
+        if self.overlap is not None:
+            self.overlap.begin_step(rank_plan)
 
     def after_last_message(self) -> None:
         """Start the remaining reductions. ``Executor.run`` calls it after this rank's last message."""
-        for overlap in self._overlapped():
-            overlap.after_last_message()
-
-    def _overlapped(self) -> list[Overlap]:
-        return [zero.overlap for zero in self.zeros if zero.overlap is not None]
+        if self.overlap is not None:
+            self.overlap.after_last_message()
 
     def wait_for_parameters(self) -> None:
         """Wait until this rank has all updated parameters. With ``overlap_with``, forward waits by itself."""
@@ -172,8 +166,8 @@ class ShardedOptimizer:
             self.units.dissolve()
         for zero in self.zeros:
             zero.parameters.release()
-        for overlap in self._overlapped():
-            overlap.remove()
+        if self.overlap is not None:
+            self.overlap.remove()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients since the last update, whatever ``set_to_none`` is."""

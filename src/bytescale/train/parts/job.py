@@ -104,7 +104,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         model.parameters, config.optimizer, ranks.mesh, more=model.more, units=model.units
     )
     if config.parallel.gradient_bucket_mib and model.units is None:
-        optimizer.overlap_with(model.layers)
+        optimizer.zeros[0].overlap_with(model.layers)
     model.load(config, optimizer, ranks)
 
     # 2. Plans: from numbers that are the same on all ranks.
