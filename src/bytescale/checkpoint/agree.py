@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,17 @@ _KINDS: dict[str, type[BytescaleError]] = {
 }
 
 
-def settle(error: Exception | None, group: dist.ProcessGroup | None) -> None:
-    """Raise if any rank has an error: on every rank that of the lowest rank that has one. All ranks call it."""
+@contextmanager
+def together(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """What one rank raises in the block, all ranks raise behind it: the error of the lowest rank that has one.
+
+    All ranks come here, also those that have nothing to do in the block.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
     if group is None or group.size() == 1:
         if error is not None:
             raise error
@@ -32,12 +42,3 @@ def settle(error: Exception | None, group: dist.ProcessGroup | None) -> None:
         raise error
     kind, text = broadcast_json(None, group, source)
     raise _KINDS.get(kind, CheckpointError)(text) from error
-
-
-def attempt(action: Callable[[], None]) -> Exception | None:
-    """The error of ``action``, whatever it is, for ``settle``."""
-    try:
-        action()
-    except Exception as error:
-        return error
-    return None

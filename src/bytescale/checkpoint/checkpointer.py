@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bytescale.checkpoint.agree import attempt, settle
+from bytescale.checkpoint.agree import together
 from bytescale.checkpoint.folder_of_run import (
     clean,
     complete_checkpoints,
@@ -66,7 +66,8 @@ class Checkpointer:
         self._is_clean = False
         self._uploader: Uploader | None = None
         self._not_uploaded: tuple[int, int] | None = None  # step and number of this rank's file
-        settle(attempt(lambda: self._open(folder)), group)
+        with together(group):
+            self._open(folder)
 
     def save(self, state: RunState, optimizer: ShardedOptimizer) -> None:
         """Write ``step-<n>``. In the background: tensors are copied now, files follow while training goes on.
@@ -94,17 +95,16 @@ class Checkpointer:
             raise self._failure
         if self._uploader is None:
             return
-        began = time.monotonic()
-        error = attempt(lambda: self._finish_upload(upload_seconds))
+        deadline = None if upload_seconds is None else time.monotonic() + upload_seconds
+        try:
+            self._finish_upload(deadline)
+        except BytescaleError:
+            if self._not_uploaded is not None:
+                self._say(f"{self.folder / step_name(self._not_uploaded[0])} is on this machine alone")
+            raise
         if self._not_uploaded is not None:  # it was due while an older one was on its way
-            step, file_number = self._not_uploaded
-            if self._any(error is not None):
-                self._say(f"{self.folder / step_name(step)} is on this machine alone")
-            else:
-                left = None if upload_seconds is None else max(0.0, upload_seconds - (time.monotonic() - began))
-                self._start_upload(step, file_number)
-                error = attempt(lambda: self._finish_upload(left))
-        settle(error, self._group)
+            self._start_upload(*self._not_uploaded)
+            self._finish_upload(deadline)
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint on this machine's file system."""
@@ -117,7 +117,8 @@ class Checkpointer:
         A copy here counts only if all ranks see it: the nodes may have disks of their own.
         """
         group = self._group
-        settle(attempt(self._clean_once), group)
+        with together(group):
+            self._clean_once()
         own = self.latest()
         name = broadcast_json(own.name if own is not None else "", group)
         local = self.folder / name if name else None
@@ -150,7 +151,8 @@ class Checkpointer:
     def _write(self, state: RunState, snapshot: Snapshot) -> None:
         """Write, publish and prune. Every rank runs this in its background thread."""
         group, hidden = self._group, hidden_folder(self.folder, state.step)
-        settle(attempt(self._clean_once), group)
+        with together(group):
+            self._clean_once()
         try:
             write_checkpoint(hidden, state, snapshot, group)
         except BaseException:
@@ -158,7 +160,9 @@ class Checkpointer:
                 with suppress(OSError):  # the error that is raised says more
                     remove_folder(hidden)
             raise
-        settle(attempt(lambda: self._publish(hidden, state)) if self._is_first else None, group)
+        with together(group):
+            if self._is_first:
+                self._publish(hidden, state)
         if self._uploader is not None:
             self._uploader.also_kept = best_step(state)
             self._start_upload(state.step, snapshot.file)
@@ -186,23 +190,20 @@ class Checkpointer:
     def _start_upload(self, step: int, file_number: int) -> None:
         """Upload this checkpoint unless a rank is still busy with an older one. Every rank calls this."""
         assert self._uploader is not None, "there is a URL"
-        if self._any(self._uploader.step_under_way is not None):
+        is_busy = torch.tensor([int(self._uploader.step_under_way is not None)])
+        dist.all_reduce(is_busy, op=dist.ReduceOp.MAX, group=self._group)
+        if is_busy:
             self._not_uploaded = step, file_number
         else:
             self._not_uploaded = None
             self._uploader.start(step, file_number)
 
-    def _any(self, own: bool) -> bool:
-        """Whether this holds on any rank. Every rank calls it."""
-        flag = torch.tensor([int(own)])
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(flag)
-
-    def _finish_upload(self, seconds: float | None) -> None:
+    def _finish_upload(self, deadline: float | None) -> None:
         assert self._uploader is not None, "there is a URL"
-        if self._uploader.step_under_way is not None:
-            self._say(f"waiting for {step_name(self._uploader.step_under_way)} to arrive in {self.config.folder}")
-        self._uploader.finish(seconds)
+        with together(self._group):
+            if self._uploader.step_under_way is not None:
+                self._say(f"waiting for {step_name(self._uploader.step_under_way)} to arrive in {self.config.folder}")
+            self._uploader.finish(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def _newest_url(self, local_step: int) -> str:
         """Return the URL of a complete checkpoint newer than ``local_step``, or an empty string. For the first rank."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bytescale.checkpoint.agree import attempt, settle
+from bytescale.checkpoint.agree import together
 from bytescale.checkpoint.layout import Box, Layout, LayoutEntry
 from bytescale.checkpoint.manifest import RunState, file_name, read_manifest
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
@@ -134,18 +134,13 @@ def load_states(
     Raises ``CheckpointError`` on every rank when a rank could not read what it needs, or the checkpoint is of another
     model than ``architecture``. States may be partly filled.
     """
-    read: list[RunState] = []
-
-    def fill() -> None:
+    with together(group):
         reader = CheckpointReader(place)
         check_same_model(place, reader.state.architecture, architecture)
         if only is None and reader.state.step:
             optimizer.require_states()
         reader.fill([one for one in wanted_by(optimizer) if only is None or one.state in only])
-        read.append(reader.state)
-
-    settle(attempt(fill), group)
-    return read[0]
+    return reader.state
 
 
 def wanted_by(optimizer: ShardedOptimizer) -> list[Wanted]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bytescale.checkpoint.agree import attempt, settle
+from bytescale.checkpoint.agree import together
 from bytescale.checkpoint.layout import Layout, LayoutEntry
 from bytescale.checkpoint.manifest import (
     MANIFEST,
@@ -108,29 +108,30 @@ def write_checkpoint(folder: Path, state: RunState, snapshot: Snapshot, group: d
     total_bytes = torch.tensor([own_bytes])
     dist.all_reduce(total_bytes, group=group)
     is_first = group.rank() == 0
-    settle(attempt(lambda: folder.mkdir(parents=True, exist_ok=True)) if is_first else None, group)
+    with together(group):
+        if is_first:
+            folder.mkdir(parents=True, exist_ok=True)
     is_shared = folder.is_dir()  # by the nodes of all ranks; otherwise each node keeps what its own ranks write
     needed = int(total_bytes) if is_shared else own_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    settle(attempt(lambda: make_room(folder, needed)), group)  # before any rank takes up space
-    path, written = folder / file_name(snapshot.file), list[StoredFile]()
-    settle(attempt(lambda: written.append(write_tensors(path, tensors, state.step))), group)
+    with together(group):  # before any rank takes up space
+        make_room(folder, needed)
+    with together(group):
+        written = write_tensors(folder / file_name(snapshot.file), tensors, state.step)
     is_leader = snapshot.file == min(snapshot.layouts[0].files)  # of its HDP group
-    rows = all_gather_json([snapshot.file, is_leader, *astuple(written[0])], group)
+    rows = all_gather_json([snapshot.file, is_leader, *astuple(written)], group)
     own = [layout_to_json(layout) for layout in snapshot.layouts]
     leaders = [rank for rank, row in enumerate(rows) if row[1]]
     layouts = [layout for leader in leaders for layout in broadcast_json(own, group, leader)]
-
-    def complete() -> None:
-        manifest = Manifest(
-            state=state,
-            states=list(snapshot.states[0]),
-            layouts=list(map(layout_from_json, layouts)),
-            files=[StoredFile(*row[2:]) for row in sorted(rows)],
-        )
-        write_to_disk(folder / MANIFEST, [manifest.to_json()])
-        sync_folder(folder)
-
-    settle(attempt(complete) if is_first else None, group)
+    manifest = Manifest(
+        state=state,
+        states=list(snapshot.states[0]),
+        layouts=list(map(layout_from_json, layouts)),
+        files=[StoredFile(*row[2:]) for row in sorted(rows)],
+    )
+    with together(group):
+        if is_first:
+            write_to_disk(folder / MANIFEST, [manifest.to_json()])
+            sync_folder(folder)
 
 
 def make_room(folder: Path, num_bytes: int) -> None:

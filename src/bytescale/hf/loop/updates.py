@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bytescale.checkpoint.agree import settle
+from bytescale.checkpoint.agree import together
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.checkpoint.manifest import RunState, read_manifest, step_name, step_of
@@ -205,14 +205,14 @@ class Updates:
         """
         optimizer, folder = self.sharded(), Path(folder)
         checkpoints, ranks = self._checkpoints(folder, keep)
-        error, found = None, complete_checkpoints(folder) if self.group.rank == 0 else []
-        if found and step_of(found[-1].name) > optimizer.num_updates:
-            error = CheckpointError(
-                f"{folder} has {found[-1].name}, and this model has made {optimizer.num_updates} updates",
-                so="the checkpoint of another run, or of a later time, would be kept in place of the new one",
-                fix="save to another folder, or move the later checkpoints away",
-            )
-        settle(error, ranks)
+        with together(ranks):
+            found = complete_checkpoints(folder) if self.group.rank == 0 else []
+            if found and step_of(found[-1].name) > optimizer.num_updates:
+                raise CheckpointError(
+                    f"{folder} has {found[-1].name}, and this model has made {optimizer.num_updates} updates",
+                    so="the checkpoint of another run, or of a later time, would be kept in place of the new one",
+                    fix="save to another folder, or move the later checkpoints away",
+                )
         state = RunState(
             step=optimizer.num_updates,
             sampler={"extra": extra or {}, "numbers": optimizer.state_numbers()},
