@@ -57,12 +57,11 @@ from bytescale.cost.assumed import Rates
 from bytescale.cost.gradient_sync import round_seconds
 from bytescale.data.length_distributions import distribution_names, sample_lengths
 from bytescale.runtime.group import PendingCollective
-from bytescale.runtime.optimizer.units import UnitParameters
+from bytescale.runtime.optimizer.units import Unit
 
 CAPACITY_TOKENS, SHORTEST, SCALE = CAPACITY // 2, 32, 2**21 // LONGEST
 SIDES = {"ours": ("d = 1", "d = 4"), "all": ("d = 1", "d = 4", "FSDP2", "FSDP2, tuned")}
 TIMES = ("alone", "waited", "exposed")
-Gather = Callable[[UnitParameters, int], list[PendingCollective]]
 
 
 def documents(name: str, num_tokens: int, seed: int) -> Batch:
@@ -142,24 +141,22 @@ class Gathers:
     """Notes the times of all gathers of the parameters that this rank shares."""
 
     def __init__(self) -> None:
-        self._start: Gather = UnitParameters.start_gather
-        self.seen: list[tuple[UnitParameters, int, list[float]]] = []
-        UnitParameters.start_gather = self._watched  # type: ignore[method-assign, assignment]
+        self._start: Callable[[Unit], PendingCollective] = Unit.start_gather
+        self.seen: list[tuple[Unit, list[float]]] = []
+        Unit.start_gather = self._watched  # type: ignore[method-assign, assignment]
 
     @property
-    def _watched(self) -> Callable[[UnitParameters, int], list[Watched]]:
-        def start(store: UnitParameters, unit: int) -> list[Watched]:
-            found = []
-            for pending in self._start(store, unit):
-                self.seen.append((store, unit, [time.perf_counter()]))
-                found.append(Watched(pending, self.seen[-1][2]))
-            return found
+    def _watched(self) -> Callable[[Unit], Watched]:
+        def start(unit: Unit) -> Watched:
+            pending = self._start(unit)
+            self.seen.append((unit, [time.perf_counter()]))
+            return Watched(pending, self.seen[-1][1])
 
         return start
 
     def of_step(self, ranks_per_node: int) -> list[tuple[int, float, float]]:
         """The unit of each gather since the last call, and for how long this rank has waited: in all, and exposed."""
-        own = [(unit, times) for _, unit, times in self.seen if len(times) == 3]
+        own = [(unit.number, times) for unit, times in self.seen if len(times) == 3]
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own)
         first = dist.get_rank() // ranks_per_node * ranks_per_node
@@ -173,21 +170,20 @@ class Gathers:
 
     def alone(self, repeats: int = 7) -> dict[int, float]:
         """Seconds of the gather of each unit while no rank computes: medians, of the slowest rank."""
-        stores = {unit: store for store, unit, _ in self.seen}
+        units = {unit.number: unit for unit, _ in self.seen}
         found = {}
-        for unit, store in sorted(stores.items()):
+        for number, unit in sorted(units.items()):
             seconds = []
             for _ in range(repeats):
                 dist.barrier()
-                store.domain.sum_of([0.0])  # the domain starts together
+                unit.store.domain.sum_of([0.0])  # the domain starts together
                 started = time.perf_counter()
-                for pending in self._start(store, unit):
-                    pending.wait()
+                self._start(unit).wait()
                 worst = torch.tensor(time.perf_counter() - started)
-                store.close(unit)
+                unit.close()
                 dist.all_reduce(worst, op=dist.ReduceOp.MAX)
                 seconds.append(float(worst))
-            found[unit] = statistics.median(seconds)
+            found[number] = statistics.median(seconds)
         return found
 
 

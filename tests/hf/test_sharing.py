@@ -296,13 +296,13 @@ def test_a_rank_holds_what_the_memory_model_says(name: str, experts: str, dtype:
         def count(function: Any, *given: Any) -> Any:
             result = function(*given)
             for kind in range(2):
-                full = [pair[kind] for store in units.stores for pair in store._full.values()]
+                full = [(unit.full, unit.gradients)[kind] for store in units.stores for unit in store.units]
                 most[kind] = max(most[kind], sum(storages(full).values()))
             return result
 
-        for store in units.stores:
-            store.start_gather = partial(count, store.start_gather)  # type: ignore[method-assign]
-            store.begin_gradients = partial(count, store.begin_gradients)  # type: ignore[method-assign]
+        for unit in (unit for store in units.stores for unit in store.units):
+            unit.start_gather = partial(count, unit.start_gather)  # type: ignore[method-assign]
+            unit.begin_gradients = partial(count, unit.begin_gradients)  # type: ignore[method-assign]
         updates(hdp, own, range(1))
         stores = [*units.stores, *(zero.parameters for zero in zeros)]
         values = sum(storages([*own.parameters(), *(store.values for store in stores)]).values())

@@ -20,7 +20,7 @@ from bytescale.plan.verify import verify
 from bytescale.runtime import Decoder, Executor, Mesh, MeshShape, RankGroup, ShardedOptimizer
 from bytescale.runtime.executor import _Run
 from bytescale.runtime.optimizer.lockstep import Units
-from bytescale.runtime.optimizer.units import UnitParameters
+from bytescale.runtime.optimizer.units import Unit
 from tests.helpers.effort import one_of
 from tests.helpers.steps import random_batch, slice_batch
 from tests.nccl.recorder import Event, Post, RecordedGroup, ZeroKernel, record
@@ -82,16 +82,16 @@ def part(self: RankGroup, name: str, ranks: Sequence[int]) -> RecordedGroup:
 
 
 def telling(name: str) -> Any:
-    """The method of ``UnitParameters``, whose collectives tell their unit, and which may wait for its device."""
-    method = getattr(UnitParameters, name)
+    """The method of ``Unit``, whose collectives tell their unit, and which may wait for its device."""
+    method = getattr(Unit, name)
 
-    def tells(self: UnitParameters, unit: int) -> Any:
-        group: Any = self.domain.group
-        group.subject = f" of unit {unit}"
+    def tells(self: Unit) -> Any:
+        group: Any = self.store.domain.group
+        group.subject = f" of unit {self.number}"
         group.log.compute()
-        return method(self, unit)
+        return method(self)
 
-    return patch.object(UnitParameters, name, tells)
+    return patch.object(Unit, name, tells)
 
 
 def programs(

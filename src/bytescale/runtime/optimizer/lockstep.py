@@ -8,7 +8,7 @@ however often.
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +23,7 @@ from bytescale.runtime.experts import ParallelExperts
 from bytescale.runtime.group import PendingCollective
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.flat import Entry
-from bytescale.runtime.optimizer.units import DomainParameters, ExpertParameters, Named, UnitParameters
+from bytescale.runtime.optimizer.units import DomainParameters, ExpertParameters, Named, Unit, UnitParameters
 
 AT_ONCE = "is_differentiated_at_once"
 """An attribute of a head whose gradients are computed in forward (``Head.add_loss``), when no backward runs."""
@@ -48,9 +48,12 @@ class Units:
         self._unit_of = units_of(parts)
         self._first, self._head = 0 if any(True for _ in parts[0].parameters()) else 1, len(parts) - 1
         self._head_module, self._trains = parts[-1], _trains_layers(parts)
+        self._of: dict[int, list[Unit]] = defaultdict(list)  # by number: one for each dtype, trained or not
+        for own in (own for store in stores for own in store.units):
+            self._of[own.number].append(own)
         self._gathering: dict[int, list[PendingCollective]] = {}
         self._open: set[int] = set()
-        self._reducing: deque[tuple[PendingCollective, Callable[[], None]]] = deque()
+        self._reducing: deque[tuple[Unit, PendingCollective]] = deque()
         self._entered = 0  # the part that comes next in the forward that runs
         self._backward: int | None = None  # the part that backward has come to; None: there is no backward
         self._is_queued = False  # whether autograd will tell that this backward has ended
@@ -149,15 +152,12 @@ class Units:
         self._backward -= 1
         entered, left = self._units(self._backward), self._units(self._backward + 1)
         self._finish_reductions()  # of the part behind it, which had all of its backward for it
-        for store in self.stores:
-            for unit in left:
-                self._reducing += store.start_reduction(unit)
+        self._reducing += [(own, own.start_reduction()) for own in self._trained(left)]
         self._close(left)
         self._show(entered)
         self._start(self._units(self._backward - 1))
-        for store in self.stores:
-            for unit in entered:
-                store.begin_gradients(unit)
+        for own in self._trained(entered):
+            own.begin_gradients()
 
     def _finish_backward(self) -> None:
         self._leave_parts()
@@ -170,14 +170,17 @@ class Units:
 
     def _finish_reductions(self) -> None:
         while self._reducing:
-            pending, finish = self._reducing.popleft()
+            own, pending = self._reducing.popleft()
             pending.wait()
-            finish()
+            own.finish_reduction()
+
+    def _trained(self, units: Collection[int]) -> list[Unit]:
+        return [own for unit in units for own in self._of[unit] if own.store.trained]
 
     def _start(self, units: Collection[int]) -> None:
         for unit in units:
             if unit not in self._open and unit not in self._gathering:
-                self._gathering[unit] = [pending for store in self.stores for pending in store.start_gather(unit)]
+                self._gathering[unit] = [own.start_gather() for own in self._of[unit]]
 
     def _show(self, units: Collection[int]) -> None:
         self._start(units)
@@ -185,14 +188,14 @@ class Units:
             if unit in self._gathering:
                 for pending in self._gathering.pop(unit):
                     pending.wait()
-                for store in self.stores:
-                    store.attach(unit)
+                for own in self._of[unit]:
+                    own.attach()
                 self._open.add(unit)
 
     def _close(self, units: Collection[int]) -> None:
         for unit in units:
-            for store in self.stores:
-                store.close(unit)
+            for own in self._of[unit]:
+                own.close()
             self._open.discard(unit)
 
     # -- hooks -----------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from bytescale.common.cut import Cut
 from bytescale.common.errors import RankFailure
@@ -76,7 +77,7 @@ class DomainParameters(FlatParameters):
         return slice(bucket.start // self.domain.size, bucket.stop // self.domain.size)
 
     def own(self, place: slice) -> slice:
-        bucket = self._bucket_of(place.start)
+        bucket = self.buckets[bisect_right(self.buckets, place.start, key=lambda bucket: bucket.start) - 1]
         held = self.held(bucket)
         start = held.start + place.start - bucket.start - self.domain.rank * (held.stop - held.start)
         return slice(start, start + place.stop - place.start)
@@ -87,14 +88,12 @@ class DomainParameters(FlatParameters):
     def whole(self, own: Tensor) -> Tensor:
         whole = own.new_zeros(self.buckets[-1].stop)
         for bucket in self.buckets:
-            self._own(whole[bucket.start : bucket.stop]).copy_(own[self.held(bucket)])
+            self.own_part(whole[bucket.start : bucket.stop]).copy_(own[self.held(bucket)])
         return whole
 
-    def _own(self, full: Tensor) -> Tensor:
+    def own_part(self, full: Tensor) -> Tensor:
+        """What this rank keeps of a whole bucket."""
         return full.view(self.domain.size, -1)[self.domain.rank]
-
-    def _bucket_of(self, start: int) -> Bucket:
-        return self.buckets[bisect_right(self.buckets, start, key=lambda bucket: bucket.start) - 1]
 
 
 class UnitParameters(DomainParameters):
@@ -121,8 +120,8 @@ class UnitParameters(DomainParameters):
         """
         super().__init__(mesh, trained=trained)
         stop, quantum = 0, mesh.hdp.size * ALIGNMENT
-        self._places: dict[int, tuple[Bucket, range]] = {}
-        for unit, named in enumerate(units):
+        own: list[tuple[int, slice]] = []  # of the units that have parameters: number and entries
+        for number, named in enumerate(units):
             start, first = stop, len(self.entries)
             for name, parameter in named:
                 self.entries.append(Entry(name, cuts[name] if cuts else Cut(shape=tuple(parameter.shape)), stop))
@@ -131,103 +130,93 @@ class UnitParameters(DomainParameters):
             stop = -(-stop // quantum) * quantum
             if named:
                 self.buckets.append(Bucket(start, stop, mesh.hdp.size))
-                self._places[unit] = self.buckets[-1], range(first, len(self.entries))
+                own.append((number, slice(first, len(self.entries))))
         device = mesh.hdp.device
         self.values = torch.zeros(self.num_held, dtype=dtype, device=device)
         self.gradients = torch.zeros(self.num_held if trained else 0, dtype=master_dtype_of(dtype), device=device)
-        self._nothing = torch.full((1,), torch.nan, dtype=dtype, device=device)
-        self._full: dict[Bucket, tuple[Tensor, Tensor]] = {}
-        for bucket, places in self._places.values():
-            full = torch.zeros(bucket.stop - bucket.start, dtype=dtype, device=device)
-            gradients = torch.zeros(len(full) if trained else 0, dtype=self.gradients.dtype, device=device)
-            self._full[bucket] = full, gradients
-            with torch.no_grad():
-                for place in places:
-                    entry = self.entries[place]
-                    self.value_of(entry).copy_(initial(entry) if initial else self.parameters[place])
-                self.values[self.held(bucket)] = self._own(full)
-            for place in places if trained else ():
-                entry, parameter = self.entries[place], self.parameters[place]
-                hook = _add_to(self.gradient_of(entry), entry.name)  # a view, which can be made while there is memory
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-            self._close(bucket, places)
-            gradients.untyped_storage().resize_(0)
+        self.nothing = torch.full((1,), torch.nan, dtype=dtype, device=device)
+        pairs = list(zip(self.entries, self.parameters, strict=True))
+        self.units: list[Unit] = []
+        for (number, places), bucket in zip(own, self.buckets, strict=True):
+            self.units.append(Unit(self, number, bucket, pairs[places], initial))
+            self._hooks += self.units[-1].hooks
+
+    def held_entries(self) -> list[tuple[Entry, nn.Parameter]]:
+        """None: a parameter has memory while its unit is open."""
+        return []
 
     def require_adopted(self) -> None:
         """As ``FlatParameters``, between two passes."""
         for parameter, entry in zip(self.parameters, self.entries, strict=True):
-            if parameter.data_ptr() != self._nothing.data_ptr() or parameter.dtype != self.values.dtype:
+            if parameter.data_ptr() != self.nothing.data_ptr() or parameter.dtype != self.values.dtype:
                 raise moved(entry.name)
-
-    def zero_gradients(self) -> None:
-        self.gradients.zero_()
-
-    def collect_gradients(self) -> None:
-        """Nothing to do: a parameter's ``grad`` is None after every backward."""
 
     def changed(self) -> list[Entry]:
         """None: a closed parameter cannot be written to."""
         return []
 
-    def value_of(self, entry: Entry) -> Tensor:
-        """It has memory while the unit is open."""
-        return self._view(entry, 0)
 
-    def gradient_of(self, entry: Entry) -> Tensor:
-        """It has memory during the unit's backward."""
-        return self._view(entry, 1)
+class Unit:
+    """One unit's parameters of one dtype. They have memory while the unit is open, gradients during its backward.
 
-    # -- units -----------------------------------------------------------------------------------------------------
+    Attributes:
+        full, gradients: ``[stop - start]`` of the unit's bucket, or without memory.
+    """
 
-    def start_gather(self, unit: int) -> list[PendingCollective]:
-        """Give a unit memory, and start to gather its parameters."""
-        if unit not in self._places:
-            return []
-        bucket, _ = self._places[unit]
-        full, _ = self._full[bucket]
-        full.untyped_storage().resize_(full.nbytes)
-        return [self.domain.start_all_gather(full, self.values[self.held(bucket)])]
+    def __init__(
+        self,
+        store: UnitParameters,
+        number: int,
+        bucket: Bucket,
+        pairs: Sequence[tuple[Entry, nn.Parameter]],
+        initial: Callable[[Entry], Tensor] | None,
+    ) -> None:
+        self.store, self.number, self.bucket, self.pairs = store, number, bucket, pairs
+        self.hooks: list[RemovableHandle] = []
+        self.full = torch.zeros(bucket.stop - bucket.start, dtype=store.values.dtype, device=store.values.device)
+        self.gradients = store.gradients.new_zeros(len(self.full) if store.trained else 0)
+        for entry, parameter in pairs:
+            with torch.no_grad():
+                self._of(self.full, entry).copy_(initial(entry) if initial else parameter)
+            if store.trained:
+                hook = _add_to(self._of(self.gradients, entry), entry.name)  # a view, made while there is memory
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        store.values[store.held(bucket)] = store.own_part(self.full)
+        self.close()
+        self.gradients.untyped_storage().resize_(0)
 
-    def attach(self, unit: int) -> None:
+    def start_gather(self) -> PendingCollective:
+        """Give the unit memory, and start to gather its parameters."""
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        return self.store.domain.start_all_gather(self.full, self.store.values[self.store.held(self.bucket)])
+
+    def attach(self) -> None:
         """The gather has ended: show the parameters."""
-        if unit in self._places:
-            for place in self._places[unit][1]:
-                self.parameters[place].data = self.value_of(self.entries[place])
+        for entry, parameter in self.pairs:
+            parameter.data = self._of(self.full, entry)
 
-    def close(self, unit: int) -> None:
-        """Free the unit's parameters. What autograd has saved of them is right again once they are gathered again."""
-        if unit in self._places:
-            self._close(*self._places[unit])
+    def close(self) -> None:
+        """Free the parameters. What autograd has saved of them is right again once they are gathered again."""
+        for entry, parameter in self.pairs:
+            parameter.data = self.store.nothing.expand(entry.shape)
+        self.full.untyped_storage().resize_(0)
 
-    def begin_gradients(self, unit: int) -> None:
-        """Give the unit's gradients memory that is zero."""
-        if unit in self._places and self.trained:
-            _, gradients = self._full[self._places[unit][0]]
-            gradients.untyped_storage().resize_(gradients.nbytes)
-            gradients.zero_()
+    def begin_gradients(self) -> None:
+        """Give the gradients memory that is zero."""
+        self.gradients.untyped_storage().resize_(self.gradients.nbytes)
+        self.gradients.zero_()
 
-    def start_reduction(self, unit: int) -> list[tuple[PendingCollective, Callable[[], None]]]:
-        """Start to sum the unit's gradients over the domain. What is returned is to be waited for and then called."""
-        if unit not in self._places or not self.trained:
-            return []
-        bucket, _ = self._places[unit]
-        _, gradients = self._full[bucket]
+    def start_reduction(self) -> PendingCollective:
+        """Start to sum the gradients over the domain."""
+        return self.store.domain.start_reduce_scatter(self.gradients)
 
-        def finish() -> None:
-            self.gradients[self.held(bucket)] += self._own(gradients)
-            gradients.untyped_storage().resize_(0)
+    def finish_reduction(self) -> None:
+        """Add this rank's part to the sums of earlier rounds."""
+        self.store.gradients[self.store.held(self.bucket)] += self.store.own_part(self.gradients)
+        self.gradients.untyped_storage().resize_(0)
 
-        return [(self.domain.start_reduce_scatter(gradients), finish)]
-
-    def _close(self, bucket: Bucket, places: range) -> None:
-        for place in places:
-            self.parameters[place].data = self._nothing.expand(self.entries[place].shape)
-        self._full[bucket][0].untyped_storage().resize_(0)
-
-    def _view(self, entry: Entry, which: int) -> Tensor:
-        bucket = self._bucket_of(entry.start)
-        full = self._full[bucket][which]
-        return full[entry.start - bucket.start : entry.stop - bucket.start].view(entry.shape)
+    def _of(self, full: Tensor, entry: Entry) -> Tensor:
+        return full[entry.start - self.bucket.start : entry.stop - self.bucket.start].view(entry.shape)
 
 
 class ExpertParameters(DomainParameters):
