@@ -53,7 +53,6 @@ from bytescale.cost.profile_file import fit_warnings
 from bytescale.cost.spec import ModelSpec
 from bytescale.models import Llama
 from bytescale.models.head_groups import apply_head_groups
-from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import (
@@ -67,6 +66,7 @@ from bytescale.runtime import (
     ShardedOptimizer,
 )
 from bytescale.runtime.loss import PlainHead, loss_sum
+from bytescale.train.parts.tensor_parallel import row_wise_parts
 
 GIB = 2**30
 LONG_SECONDS = 100.0

@@ -35,7 +35,6 @@ from bytescale.attention import select_kernel
 from bytescale.config import Architecture
 from bytescale.cost import Cluster, CostModel
 from bytescale.models.head_groups import apply_head_groups
-from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.parity.compare import random_plan
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.verify import verify
@@ -43,6 +42,7 @@ from bytescale.planner import align
 from bytescale.runtime import Decoder, Executor, FlatParameters, Mesh, MeshShape
 from bytescale.runtime.optimizer.zero import sum_replicas
 from bytescale.runtime.saved.activations import Activations
+from bytescale.train.parts.tensor_parallel import row_wise_parts
 
 DTYPE, TOLERANCE = torch.float64, 1e-10
 BLOCK = 100

@@ -35,10 +35,10 @@ from torch import Tensor
 
 from bytescale.config import Architecture
 from bytescale.models.llama import Llama
-from bytescale.models.tensor_parallel import apply_tensor_parallelism
 from bytescale.runtime import RankGroup, TokenShards
 from bytescale.runtime.group import PendingCollective
 from bytescale.runtime.token_shards import ROWS_PER_SLICE
+from bytescale.train.parts.tensor_parallel import apply_tensor_parallelism
 
 SHAPE = Architecture(
     vocab_size=1024, num_layers=4, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, ffn_hidden_size=1536

@@ -25,7 +25,6 @@ from bytescale.cost.memory import (
 from bytescale.cost.split import split_layers
 from bytescale.models import build_model, rope
 from bytescale.models.head_groups import apply_head_groups
-from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
@@ -40,7 +39,8 @@ from bytescale.runtime import (
     RankGroup,
     TokenShards,
 )
-from bytescale.runtime.token_shards import num_own_rows
+from bytescale.runtime.token_shards import own_rows
+from bytescale.train.parts.tensor_parallel import apply_tensor_parallelism, row_wise_parts
 from tests.helpers.cuda_like import CudaLikeFlash, fuse_norms
 from tests.helpers.effort import one_in, one_of
 from tests.helpers.live_bytes import LiveBytes
@@ -410,7 +410,7 @@ def test_a_device_of_a_mesh_saves_and_holds_what_is_counted(shape: Architecture,
             apply_tensor_parallelism(part, TokenShards(mesh.tp))
         micro_batch = RankPlan.of(plan, 0).micro_batches[0]
         data = slice_batch(batch, micro_batch)
-        rows = num_own_rows(tokens, mesh.tp)
+        rows = len(own_rows(tokens, mesh.tp))
         attention = PackedAttention(
             micro_batch, select_kernel("auto", torch.device("cpu"), torch.float32), mesh.hdp.exchange
         )

@@ -37,13 +37,13 @@ from bytescale.models import build_model
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.llama import Attention
 from bytescale.models.rope import rope_rotation
-from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_parts
 from bytescale.plan import MicroBatch, Plan, RankPlan, member_segments
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import FlatParameters, HostPool, Mesh, RankGroup, ShardedOptimizer, TokenShards
 from bytescale.runtime.loss import accumulated_at_once
 from bytescale.runtime.optimizer import zero
 from bytescale.runtime.saved.activations import Activations
+from bytescale.train.parts.tensor_parallel import apply_tensor_parallelism, row_wise_parts
 from tests.cuda import fake
 from tests.cuda.recurrences import fla_packs
 from tests.helpers.reference_loss import linear_cross_entropy

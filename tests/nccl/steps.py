@@ -9,12 +9,12 @@ import torch
 from bytescale.attention import AttentionRules
 from bytescale.config import Architecture, OptimizerConfig
 from bytescale.models.head_groups import apply_head_groups
-from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Decoder, Executor, Mesh, ShardedOptimizer
 from bytescale.runtime.saved.activations import Activations
 from bytescale.train.parts.own_model import build_own_model
+from bytescale.train.parts.tensor_parallel import row_wise_parts
 from tests.helpers.rules import apply_recurrence, apply_rules
 from tests.helpers.steps import random_batch, slice_batch, small_shape
 from tests.nccl.recorder import ZeroKernel

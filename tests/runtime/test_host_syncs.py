@@ -24,10 +24,10 @@ from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.head import ModelHead
 from bytescale.models import build_model
 from bytescale.models.head_groups import apply_head_groups
-from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Activations, Decoder, FlatParameters, Mesh, RankGroup, loss
+from bytescale.train.parts.tensor_parallel import row_wise_parts
 from tests.helpers.reference_loss import linear_cross_entropy
 from tests.helpers.steps import random_batch, slice_batch, small_shape
 from tests.nccl.recorder import Log, RecordedGroup, ZeroKernel, batching

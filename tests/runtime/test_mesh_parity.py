@@ -20,7 +20,6 @@ from bytescale.cost.split import split_layers
 from bytescale.models import Llama, build_model
 from bytescale.models.compiled import RowCompiler, apply_compiled
 from bytescale.models.head_groups import apply_head_groups
-from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
@@ -29,6 +28,7 @@ from bytescale.runtime import Decoder, Executor, FlatParameters, HostPool, Mesh,
 from bytescale.runtime.optimizer.zero import sum_replicas
 from bytescale.runtime.pipeline import StageLinks
 from bytescale.runtime.saved.activations import Activations
+from bytescale.train.parts.tensor_parallel import apply_tensor_parallelism, row_wise_parts
 from tests.helpers.effort import examples, one_in
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_mesh

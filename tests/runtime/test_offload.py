@@ -15,7 +15,6 @@ from bytescale.attention import PackedAttention, select_kernel
 from bytescale.common.errors import PlanError
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.llama import FeedForward
-from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import (
@@ -30,6 +29,7 @@ from bytescale.runtime import (
 )
 from bytescale.runtime.saved.host_pool import PageWriter
 from bytescale.runtime.saved.offload import offloaded_tokens
+from bytescale.train.parts.tensor_parallel import row_wise_parts
 from tests.helpers.effort import examples, one_in
 from tests.helpers.lazy_lanes import use_lazy_lanes
 from tests.helpers.plans import random_plan

@@ -12,12 +12,12 @@ from bytescale.attention import select_kernel
 from bytescale.common.cut import Cut
 from bytescale.config import Architecture, Experts, OptimizerConfig
 from bytescale.cost.memory import MemoryModel, ModelShare
-from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.parity.compare import random_plan
 from bytescale.plan import Plan, RankPlan
 from bytescale.runtime import Activations, Decoder, Executor, Mesh, MeshShape, ShardedOptimizer
 from bytescale.runtime.optimizer.zero import sum_replicas
 from bytescale.train.parts.own_model import OwnModel, build_own_model
+from bytescale.train.parts.tensor_parallel import row_wise_parts
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import Batch, make_model, random_batch, reference_step, slice_batch, worst_relative_error
 from tests.runtime.test_mesh_parity import MIXTURE, mesh_shape, put_together

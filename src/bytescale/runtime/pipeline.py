@@ -17,7 +17,7 @@ from bytescale.plan import RankPlan
 from bytescale.plan.schedule import Message, messages, stage_actions
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
-from bytescale.runtime.token_shards import num_own_rows
+from bytescale.runtime.token_shards import own_rows
 
 Action = tuple[int, int]
 """(1 for a backward or 0 for a forward, micro-batch): a row of ``plan.schedule.stage_actions``."""
@@ -95,7 +95,7 @@ class StageLinks:
         self._sent = kept
 
     def _rows_for(self, message: Message) -> Tensor:
-        rows = num_own_rows(self.rank_plan.micro_batches[message.micro_batch].num_tokens, self.mesh.tp)
+        rows = len(own_rows(self.rank_plan.micro_batches[message.micro_batch].num_tokens, self.mesh.tp))
         return torch.empty(rows, self.width, dtype=self.dtype, device=self.mesh.hdp.device)
 
     def _group(self, message: Message) -> RankGroup:

@@ -31,7 +31,7 @@ ROWS_PER_SLICE = 256
 
 
 class TokenShards:
-    """One rank's view. ``begin`` sets the number of tokens T for the calls that follow."""
+    """One rank's view."""
 
     def __init__(self, tp: RankGroup, *, overlap: bool = True, rows_per_slice: int = ROWS_PER_SLICE) -> None:
         """``overlap``: whether messages travel beside products; without, it is the slow twin, of the same bits.
@@ -43,15 +43,8 @@ class TokenShards:
         self.rows_per_slice = rows_per_slice
         self.num_tokens = 0
 
-    @property
-    def rank(self) -> int:
-        return self.tp.rank
-
-    @property
-    def size(self) -> int:
-        return self.tp.size
-
     def begin(self, num_tokens: int) -> None:
+        """Set the number of tokens T that the following calls work on."""
         self.num_tokens = num_tokens
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -67,14 +60,14 @@ class TokenShards:
         return _Scatter.apply(partial, self.tp)
 
     def gather_and_project(self, rows: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
-        """``gather(rows [t, in])`` by each of ``linears``, which have no bias, ``-> [T, out]``."""
+        """``gather(rows [t, in])`` by each of ``linears``, which have no bias, ``-> [T, out]``, beside its products."""
         if self.num_tokens == 0:
             return [linear(rows) for linear in linears]
         result: Sequence[Tensor] = _GatheredProducts.apply(rows, self._slices(), *(one.weight for one in linears))
         return result
 
     def project_and_scatter(self, rows: Tensor, linear: nn.Linear) -> Tensor:
-        """``scatter`` of ``rows [T, in]`` by ``linear``, which has no bias, ``-> [t, out]``."""
+        """``scatter`` of ``rows [T, in]`` by ``linear``, which has no bias, ``-> [t, out]``, beside its products."""
         if self.num_tokens == 0:
             return linear(rows)
         saved, ticket = save_now(rows, linear.weight)
@@ -90,7 +83,7 @@ class _Slices:
     def __init__(self, tp: RankGroup, num_tokens: int, overlap: bool, rows_per_slice: int) -> None:
         self.tp = tp
         self.num_tokens = num_tokens
-        self.num_own = num_own_rows(num_tokens, tp)
+        self.num_own = len(own_rows(num_tokens, tp))
         self.count = -(-num_tokens // tp.size)  # n
         self._overlap = overlap
         rows = -(-self.count // max(1, min(MOST_SLICES, num_tokens // rows_per_slice)))  # m
@@ -150,14 +143,9 @@ class _Collected:
         return self._rows.flatten(0, 1)[: self._slices.num_tokens]
 
 
-def own_rows(num_tokens: int, rank: int, size: int) -> slice:
-    count = -(-num_tokens // size)
-    return slice(min(rank * count, num_tokens), min((rank + 1) * count, num_tokens))
-
-
-def num_own_rows(num_tokens: int, tp: RankGroup) -> int:
-    rows = own_rows(num_tokens, tp.rank, tp.size)
-    return rows.stop - rows.start
+def own_rows(num_tokens: int, tp: RankGroup) -> range:
+    count = -(-num_tokens // tp.size)
+    return range(min(tp.rank * count, num_tokens), min((tp.rank + 1) * count, num_tokens))
 
 
 class _Gather(torch.autograd.Function):
@@ -170,7 +158,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.partial_gradients:
             return _sum_own_rows(gradients[0], ctx.tp), None, None, None
-        return gradients[0][own_rows(len(gradients[0]), ctx.tp.rank, ctx.tp.size)], None, None, None
+        own = own_rows(len(gradients[0]), ctx.tp)
+        return gradients[0][own.start : own.stop], None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -267,7 +256,7 @@ def _sum_own_rows(partial: Tensor, tp: RankGroup) -> Tensor:
     if num_tokens == 0:
         return partial
     padded = _padded(partial, -(-num_tokens // tp.size) * tp.size)
-    return tp.reduce_scatter(padded)[: num_own_rows(num_tokens, tp)]
+    return tp.reduce_scatter(padded)[: len(own_rows(num_tokens, tp))]
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:

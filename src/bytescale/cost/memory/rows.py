@@ -16,7 +16,7 @@ _INPUT_BYTES = 3 * 8  # token, label and position, int64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShare:
-    """What one device has of a model, under tensor parallelism (``models.tensor_parallel``) and in a pipeline stage."""
+    """What one device has of a model, in a stage and under tensor parallelism (``train.parts.tensor_parallel``)."""
 
     architecture: Architecture
     tensor_parallel: int = 1

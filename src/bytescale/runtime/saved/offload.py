@@ -44,7 +44,7 @@ from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.saved.copy_lane import CopyLane, Event, compute_mark, compute_waits
 from bytescale.runtime.saved.host_pool import Extent, HostPool, PageWriter
-from bytescale.runtime.token_shards import num_own_rows
+from bytescale.runtime.token_shards import own_rows
 
 
 def offloaded_tokens(micro_batch: MicroBatch) -> int:
@@ -139,7 +139,7 @@ class _Pass:
         self.owner = owner
         self.num_tokens = num_tokens
         self.num_moved = num_moved
-        self.num_own_rows = num_own_rows(num_tokens, owner.tp)
+        self.num_own_rows = len(own_rows(num_tokens, owner.tp))
         self.layers: list[_LayerPass | None] = [None] * len(owner._layers)
         self.current: _LayerPass | None = None
         self._under_way: _LayerPass | None = None  # the layer before the current one

@@ -19,7 +19,6 @@ from bytescale.models import Llama, build_model, moe
 from bytescale.models.compiled import apply_compiled
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.initial_values import initial_values
-from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_parts
 from bytescale.runtime import (
     Activations,
     Decoder,
@@ -33,6 +32,7 @@ from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.runtime.optimizer.lockstep import Units, shard_parts
 from bytescale.train.parts.budget import MemoryBudget
 from bytescale.train.parts.run_kernels import Kernels
+from bytescale.train.parts.tensor_parallel import apply_tensor_parallelism, row_wise_parts
 from bytescale.train.ranks import Ranks
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,39 +36,10 @@ from bytescale.common.cut import Cut
 from bytescale.cost.memory import is_row_wise
 from bytescale.models.llama import Attention, FeedForward, Llama, project_in, project_out
 from bytescale.models.moe import MixtureOfExperts
+from bytescale.runtime import TokenShards
 
 
-class ShardedRows(Protocol):
-    """How a model's rows are divided among the tensor-parallel ranks, and the collectives that move them."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-
-    def begin(self, num_tokens: int) -> None:
-        """Set the number of tokens T that the following calls work on."""
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """All-gather ``[t, ...] -> [T, ...]``. In backward, the gradient is summed over ranks and scattered."""
-
-    def gather_for_loss(self, rows: Tensor) -> Tensor:
-        """All-gather ``[t, ...] -> [T, ...]`` for a loss whose gradient is complete and the same on every rank."""
-
-    def scatter(self, partial: Tensor) -> Tensor:
-        """Reduce-scatter: sum ``[T, ...]`` over ranks ``-> [t, ...]``. In backward, the gradient is gathered."""
-
-    def gather_and_project(self, rows: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
-        """``llama.project_in`` of gathered ``rows [t, in]``, whose messages travel beside its products."""
-
-    def project_and_scatter(self, rows: Tensor, linear: nn.Linear) -> Tensor:
-        """``llama.project_out``, scattered: ``[t, out]``. Its messages travel beside its products."""
-
-
-def apply_tensor_parallelism(model: Llama, shards: ShardedRows) -> dict[str, Cut]:
+def apply_tensor_parallelism(model: Llama, shards: TokenShards) -> dict[str, Cut]:
     """Reduce ``model`` (the whole model or a stage) to one rank's part. Returns the cut of every parameter, by name.
 
     The model is changed in place and may be on the meta device. ``config.validate`` has checked its sizes before.
@@ -110,14 +81,14 @@ def row_wise_parts(model: Llama, tp_size: int) -> list[tuple[nn.Module, str]]:
 class VocabularyShard(nn.Module):
     """An embedding of which this rank holds a part of the words: ``[T] -> [t, C]``."""
 
-    def __init__(self, part: nn.Embedding, shards: ShardedRows) -> None:
+    def __init__(self, part: nn.Embedding, shards: TokenShards) -> None:
         super().__init__()
         self.weight = part.weight
         self._shards = shards
 
     def forward(self, tokens: Tensor) -> Tensor:
         self._shards.begin(len(tokens))
-        own = tokens - self._shards.rank * len(self.weight)
+        own = tokens - self._shards.tp.rank * len(self.weight)
         here = (own >= 0) & (own < len(self.weight))
         rows = F.embedding(own.where(here, 0), self.weight) * here[:, None]
         return self._shards.scatter(rows)
@@ -129,7 +100,7 @@ class _Messages:
     ``apply_head_groups`` and ``apply_row_chunks`` make such a forward and say so in its ``rows_at_once``.
     """
 
-    def __init__(self, module: Attention | FeedForward, shards: ShardedRows) -> None:
+    def __init__(self, module: Attention | FeedForward, shards: TokenShards) -> None:
         self._shards = shards
         self._beside = False  # whether the products of the forward that runs communicate
         self._num_products = 0  # of them
@@ -161,17 +132,17 @@ class _Messages:
         return None
 
 
-def _cut(name: str, size: tuple[int, ...], model: Llama, shards: ShardedRows) -> Cut:
+def _cut(name: str, size: tuple[int, ...], model: Llama, shards: TokenShards) -> Cut:
     if len(size) == 1 or name.endswith("router.weight"):
-        return Cut(shape=size, replicas=shards.size, replica=shards.rank)
+        return Cut(shape=size, replicas=shards.tp.size, replica=shards.tp.rank)
     if name.endswith(("k_proj.weight", "v_proj.weight")):
-        count = min(shards.size, model.shape.num_kv_heads)
-        replicas = shards.size // count
-        index, replica = divmod(shards.rank, replicas)
+        count = min(shards.tp.size, model.shape.num_kv_heads)
+        replicas = shards.tp.size // count
+        index, replica = divmod(shards.tp.rank, replicas)
         return Cut(shape=size, dim=0, index=index, count=count, replicas=replicas, replica=replica)
     takes = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
     # Matrices are [out, in], experts' [expert, out, in].
-    return Cut(shape=size, dim=len(size) - 1 if takes else len(size) - 2, index=shards.rank, count=shards.size)
+    return Cut(shape=size, dim=len(size) - 1 if takes else len(size) - 2, index=shards.tp.rank, count=shards.tp.size)
 
 
 def _replace(model: nn.Module, name: str, cut: Cut) -> None:
