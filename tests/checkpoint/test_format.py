@@ -114,7 +114,7 @@ def test_a_rank_reads_the_pieces_of_its_own_parts_and_no_more(
             assert own_bytes == 4 * sum(part.target.numel() for part in parts)
         assert own_bytes < folder_bytes / 2
 
-    folder_bytes = manifest.num_bytes()
+    folder_bytes = sum(file.num_bytes for file in manifest.files)
     num_bytes: Counter[int] = Counter()  # by the thread of a rank
 
     def counted(file: Path, offset: int, target: memoryview) -> int:

@@ -68,13 +68,6 @@ class Manifest:
     layouts: Sequence[Layout]
     files: Sequence[StoredFile]
 
-    def entries(self) -> dict[str, LayoutEntry]:
-        """The stored parameters by name. Of a parameter's parts, any stands for it."""
-        return {entry.name: entry for layout in self.layouts for entry in layout.entries if entry.written}
-
-    def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in self.files)
-
     def to_json(self) -> bytes:
         content = {
             "format": FORMAT,

@@ -66,8 +66,8 @@ class CheckpointReader:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor, by the name ``state.parameter``."""
-        shapes = {name: entry.shape for name, entry in self.manifest.entries().items()}
-        return {f"{state}.{name}": shape for state in self.manifest.states for name, shape in shapes.items()}
+        whole = {name: held[0][1].shape for name, held in self._holders.items()}
+        return {f"{state}.{name}": shape for state in self.manifest.states for name, shape in whole.items()}
 
     def read(self, name: str) -> Tensor:
         """A whole tensor by the name ``state.parameter``, in the dtype in which it is stored."""
