@@ -18,8 +18,8 @@ Shape letters: T tokens, C hidden size, E experts, K experts of a token, R rows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.runtime.group import RankGroup
+
+Messages = Callable[[Tensor], Tensor]
 
 
 class ParallelExperts:
@@ -61,18 +63,19 @@ class ParallelExperts:
         leaving = torch.bincount(chosen.flatten(), minlength=self.num_experts)
         arriving = self.group.all_to_all(leaving, [here] * size, [here] * size).view(size, here)
         sent, received = torch.stack([leaving.view(size, here).sum(1), arriving.sum(1)]).tolist()
-        way = _Way(self.group, sent, received)
+        there = partial(self.group.all_to_all, sent=sent, received=received)  # [T K, C] -> [R, C]
+        back = partial(self.group.all_to_all, sent=received, received=sent)
         order = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
-        rows = _ToExperts.apply(hidden, chosen.shape, order, place, way)
+        rows = _ToExperts.apply(hidden, chosen.shape, order, place, there, back)
         local = torch.arange(here, device=hidden.device).repeat(size)
         local = local.repeat_interleave(arriving.flatten(), output_size=len(rows))
         if len(rows):  # otherwise none of the experts has anything to say
             rows = self._forward(rows, local[:, None], rows.new_ones(len(rows), 1))
         # On all ranks the result has a gradient, or on none, whichever rows have come.
         trains = hidden.requires_grad or any(parameter.requires_grad for parameter in self.module.parameters())
-        rows = _FromExperts.apply(rows, order, place, way, self._anchor if trains else None)
+        rows = _FromExperts.apply(rows, order, place, there, back, self._anchor if trains else None)
         return (rows.view(*chosen.shape, rows.shape[1]) * weights[..., None]).sum(1).to(hidden.dtype)
 
     def _set(self, forward: Any, num_experts: int) -> None:
@@ -96,49 +99,36 @@ def num_experts_of(module: nn.Module, domain: int) -> int:
     return counts.pop()
 
 
-@dataclass(frozen=True)
-class _Way:
-    """How many rows of a pass go to each rank of the group, and come from it."""
-
-    group: RankGroup
-    sent: Sequence[int]
-    received: Sequence[int]
-
-    def there(self, rows: Tensor) -> Tensor:
-        """``[T K, C] -> [R, C]``."""
-        return self.group.all_to_all(rows, self.sent, self.received)
-
-    def back(self, rows: Tensor) -> Tensor:
-        """``[R, C] -> [T K, C]``."""
-        return self.group.all_to_all(rows, self.received, self.sent)
-
-
 class _ToExperts(torch.autograd.Function):
     """``hidden [T, C] -> [R, C]``. A token's gradient is the sum of its rows', in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, shape: torch.Size, order: Tensor, place: Tensor, way: _Way) -> Tensor:
-        ctx.way, ctx.shape = way, shape
+    def forward(
+        ctx: Any, hidden: Tensor, shape: torch.Size, order: Tensor, place: Tensor, there: Messages, back: Messages
+    ) -> Tensor:
+        ctx.back, ctx.shape = back, shape
         ctx.save_for_backward(place)
-        return way.there(hidden[order // shape[1]])
+        return there(hidden[order // shape[1]])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (place,) = ctx.saved_tensors
-        rows: Tensor = ctx.way.back(gradients[0])[place]
-        return rows.view(*ctx.shape, rows.shape[1]).sum(1), None, None, None, None
+        rows: Tensor = ctx.back(gradients[0])[place]
+        return rows.view(*ctx.shape, rows.shape[1]).sum(1), None, None, None, None, None
 
 
 class _FromExperts(torch.autograd.Function):
     """``rows [R, C] -> [T K, C]``, by token. Something is saved, so that a recomputation of the layer comes here."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor, way: _Way, anchor: Tensor | None) -> Tensor:
-        ctx.way = way
+    def forward(
+        ctx: Any, rows: Tensor, order: Tensor, place: Tensor, there: Messages, back: Messages, anchor: Tensor | None
+    ) -> Tensor:
+        ctx.there = there
         ctx.save_for_backward(order)
-        return way.back(rows)[place]
+        return back(rows)[place]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return ctx.way.there(gradients[0][order]), None, None, None, None
+        return ctx.there(gradients[0][order]), None, None, None, None, None

@@ -214,8 +214,11 @@ class FlatParameters:
         return own.clone()
 
     def by_name(self, whole: Tensor) -> dict[str, Tensor]:
-        """Copies of what ``whole [padded]`` has of each parameter."""
-        return {own.name: whole[own.start : own.stop].view(own.shape).clone() for own in self.entries}
+        """Copies of what ``whole [padded]`` has of each parameter, whose entries are parts of its rows."""
+        parts: dict[str, list[Tensor]] = {}
+        for own in self.entries:
+            parts.setdefault(own.name, []).append(whole[own.start : own.stop].view(own.shape))
+        return {name: torch.cat(own) if len(own) > 1 else own[0].clone() for name, own in parts.items()}
 
     def pieces(self, place: slice) -> Iterator[Piece]:
         """The parts of parameters inside a range of the buffers, in order."""

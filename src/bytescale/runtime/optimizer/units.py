@@ -255,12 +255,6 @@ class ExpertParameters(DomainParameters):
             trained=trained,
         )
 
-    def by_name(self, whole: Tensor) -> dict[str, Tensor]:
-        parts: dict[str, list[Tensor]] = {}
-        for own in self.entries:
-            parts.setdefault(own.name, []).append(whole[own.start : own.stop].view(own.shape))
-        return {name: torch.cat(own) for name, own in parts.items()}
-
     def gathered(self, parameter: nn.Parameter) -> Tensor:
         """A parameter's values of all ranks, ``[E, ...]``. All ranks of the domain call it, in the same order."""
         whole = parameter.new_empty(len(parameter) * self.domain.size, *parameter.shape[1:])
