@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import Manifest, RunState, StoredFile, layout_to_json
-from bytescale.checkpoint.writing import Snapshot, layout_of
+from bytescale.checkpoint.writing import RankStates, layout_of
 from bytescale.config import (
     Architecture,
     CheckpointConfig,
@@ -177,7 +177,7 @@ def planning() -> None:
     # A rank lists its rectangles; the first rank puts layouts and files together.
     def own() -> int:
         layout = layout_of(flat, of_rank)
-        return len(Snapshot(of_rank.world.rank, [layout], [dict.fromkeys(STATES, parts)]).tensors())
+        return len(RankStates(of_rank.world.rank, [layout], [dict.fromkeys(STATES, parts)]).tensors())
 
     count, seconds, peak = measured(own)
     print(f"any rank: {count} rectangles, {seconds:.3f} s, {peak / 2**20:.1f} MiB")

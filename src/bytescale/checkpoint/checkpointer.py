@@ -26,7 +26,7 @@ from bytescale.checkpoint.folder_of_run import (
 from bytescale.checkpoint.manifest import MANIFEST, RunState, step_name, step_of, unreachable
 from bytescale.checkpoint.reading import load_states
 from bytescale.checkpoint.upload import Store, Uploader, claim, run_id_of
-from bytescale.checkpoint.writing import Snapshot, write_checkpoint
+from bytescale.checkpoint.writing import RankStates, write_checkpoint
 from bytescale.common.errors import BytescaleError, CheckpointError, DiskFullError
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import ShardedOptimizer
@@ -76,7 +76,7 @@ class Checkpointer:
         the checkpoints before it are kept. ``finish`` raises if that was the last one.
         """
         self._settle()
-        self._pending = state.step, self._thread.submit(self._write, state, Snapshot.of(optimizer))
+        self._pending = state.step, self._thread.submit(self._write, state, RankStates.of(optimizer).copied())
         if not self.config.background:
             self._settle()
 
@@ -148,7 +148,7 @@ class Checkpointer:
         optimizer.finish_restore(state.step, count if numbers is None else numbers)
         return state
 
-    def _write(self, state: RunState, snapshot: Snapshot) -> None:
+    def _write(self, state: RunState, snapshot: RankStates) -> None:
         """Write, publish and prune. Every rank runs this in its background thread."""
         group, hidden = self._group, hidden_folder(self.folder, state.step)
         with together(group):

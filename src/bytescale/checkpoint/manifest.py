@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,8 @@ def _canonical(content: dict[str, Any]) -> bytes:
 def layout_to_json(layout: Layout) -> dict[str, Any]:
     """Plain lists, some 100 bytes a parameter."""
     own = {spec.name: getattr(layout, spec.name) for spec in fields(layout)}
-    return own | {"entries": [astuple(entry) for entry in layout.entries]}
+    of_entry = attrgetter(*(spec.name for spec in fields(LayoutEntry)))
+    return own | {"entries": list(map(of_entry, layout.entries))}
 
 
 def layout_from_json(content: dict[str, Any]) -> Layout:

@@ -17,9 +17,9 @@ from bytescale.checkpoint.agree import together
 from bytescale.checkpoint.layout import Box, Layout, LayoutEntry
 from bytescale.checkpoint.manifest import RunState, file_name, read_manifest
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
-from bytescale.checkpoint.writing import DTYPES, bytes_of, layouts_of
+from bytescale.checkpoint.writing import DTYPES, RankStates, bytes_of
 from bytescale.common.errors import CheckpointError
-from bytescale.runtime import ShardedOptimizer, values_of
+from bytescale.runtime import ShardedOptimizer
 from bytescale.storage.place import Place, is_url, place_at
 
 _OPEN_FILES = 64
@@ -145,14 +145,8 @@ def load_states(
 
 def wanted_by(optimizer: ShardedOptimizer) -> list[Wanted]:
     """This rank's parts of all states."""
-    wanted = []
-    for zero, layout in zip(optimizer.zeros, layouts_of(optimizer), strict=True):
-        pieces = list(layout.pieces(optimizer.mesh.world.rank))
-        for state, ranges in optimizer.states(zero).items():
-            for piece in pieces:
-                target = values_of(ranges, piece.start, piece.stop).view(piece.box[1])
-                wanted.append(Wanted(state, piece.entry.name, piece.box, target))
-    return wanted
+    parts = RankStates.of(optimizer).parts()
+    return [Wanted(state, piece.entry.name, piece.box, target) for state, piece, target in parts]
 
 
 def check_same_model(place: str | Place, there: dict[str, Any], here: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bytescale.checkpoint.agree import together
-from bytescale.checkpoint.layout import Layout, LayoutEntry
+from bytescale.checkpoint.layout import Layout, LayoutEntry, LayoutPiece
 from bytescale.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -44,43 +44,46 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What one rank writes."""
+class RankStates:
+    """What one rank holds."""
 
     file: int  # its number, which is that of the rank
     layouts: Sequence[Layout]  # of the flat buffers of the rank's HDP group
-    states: Sequence[Mapping[str, Sequence[Range]]]  # of each buffer by name, copies on the CPU of this rank's ranges
+    states: Sequence[Mapping[str, Sequence[Range]]]  # of each buffer by name: this rank's ranges
 
     @staticmethod
-    def of(optimizer: ShardedOptimizer) -> Snapshot:
-        """Copy this rank's states to host memory, so that training may go on while they are written."""
+    def of(optimizer: ShardedOptimizer) -> RankStates:
+        """The optimizer's own memory."""
+        layouts = [layout_of(zero.parameters, optimizer.mesh) for zero in optimizer.zeros]
+        return RankStates(optimizer.mesh.world.rank, layouts, [optimizer.states(zero) for zero in optimizer.zeros])
+
+    def copied(self) -> RankStates:
+        """In host memory, so that training may go on while the copies are written."""
         copies = [
             {
                 name: [Range(own.start, own.values.detach().to("cpu", copy=True)) for own in ranges]
-                for name, ranges in optimizer.states(zero).items()
+                for name, ranges in states.items()
             }
-            for zero in optimizer.zeros
+            for states in self.states
         ]
-        return Snapshot(optimizer.mesh.world.rank, layouts_of(optimizer), copies)
+        return replace(self, states=copies)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The rectangles of this rank by name, state by state in the order of each buffer. They are views."""
-        found: dict[str, Tensor] = {}
+    def parts(self) -> Iterator[tuple[str, LayoutPiece, Tensor]]:
+        """The rectangles of this rank, state by state in the order of each buffer. The tensors are views."""
         for layout, states in zip(self.layouts, self.states, strict=True):
-            pieces = [piece for piece in layout.pieces(self.file) if piece.entry.written]
+            pieces = list(layout.pieces(self.file))
             for state, ranges in states.items():
                 for piece in pieces:
-                    name = piece_name(state, piece.entry.name, piece.box)
-                    found[name] = values_of(ranges, piece.start, piece.stop).view(piece.box[1])
-        return found
+                    yield state, piece, values_of(ranges, piece.start, piece.stop).view(piece.box[1])
 
-
-def layouts_of(optimizer: ShardedOptimizer) -> list[Layout]:
-    """Those of the flat buffers of this rank's HDP group. Files have the numbers of the ranks that write them."""
-    return [layout_of(zero.parameters, optimizer.mesh) for zero in optimizer.zeros]
+    def tensors(self) -> dict[str, Tensor]:
+        """What this rank writes, by name."""
+        written = ((state, piece, part) for state, piece, part in self.parts() if piece.entry.written)
+        return {piece_name(state, piece.entry.name, piece.box): part for state, piece, part in written}
 
 
 def layout_of(parameters: FlatParameters, mesh: Mesh) -> Layout:
+    """The layout of a flat buffer. Files have the numbers of the ranks that write them."""
     entries = []
     for entry in parameters.entries:
         offsets = [0] * len(entry.cut.shape)
@@ -96,7 +99,7 @@ def layout_of(parameters: FlatParameters, mesh: Mesh) -> Layout:
     )
 
 
-def write_checkpoint(folder: Path, state: RunState, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
+def write_checkpoint(folder: Path, state: RunState, snapshot: RankStates, group: dist.ProcessGroup) -> None:
     """Write a whole checkpoint into ``folder``. All ranks of ``group`` call it.
 
     Raises the same on every rank:
