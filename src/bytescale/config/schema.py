@@ -254,9 +254,9 @@ class CostConfig:
 class OptimizerConfig:
     """An optimizer with linear warm-up and a schedule. States are sharded over all HDP ranks (ZeRO-1)."""
 
-    name: Literal["adamw", "muon", "lion", "sgd"] = "adamw"
-    """muon: orthogonalised momentum for the matrices of layers, AdamW for all else; rates are as for AdamW. lion: the
-    sign of a momentum, half of AdamW's states; rates are 3 to 10 times lower. sgd: with momentum."""
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """muon: orthogonalised momentum for the matrices of layers, AdamW for all else; rates are as for AdamW. sgd: with
+    momentum."""
     momentum: float = 0.95
     """Decay of the momentum of Muon and SGD."""
     offload: bool = False

@@ -302,7 +302,7 @@ def check_sharing(config: Config, shape: object, ranks: int) -> None:
         raise ConfigError(
             'optimizer.name is muon, and parallel.shard is "parameters"',
             so="a rank would orthogonalise a part of a matrix, which is another update",
-            fix="use adamw, lion or sgd",
+            fix="use adamw or sgd",
         )
 
 
@@ -310,7 +310,7 @@ def _check_optimizer(config: Config) -> None:
     if config.optimizer.name == "muon" and config.optimizer.offload:
         raise ConfigError("optimizer.name is muon, and optimizer.offload is true",
                           so="matrices are made orthogonal in the memory of the gradients, on the device",
-                          fix="use adamw, lion or sgd, or leave optimizer.offload out")  # fmt: skip
+                          fix="use adamw or sgd, or leave optimizer.offload out")  # fmt: skip
     if not 0 <= config.optimizer.momentum < 1:
         raise ConfigError(f"optimizer.momentum is {config.optimizer.momentum}", fix="use a number from 0 to below 1")
     for override in config.optimizer.overrides:

@@ -22,27 +22,6 @@ GroupOptions = Callable[[str, nn.Parameter], dict[str, Any]]
 """From a parameter's name and the parameter to options of its own, such as ``{"weight_decay": 0.0}``."""
 
 
-class Lion(torch.optim.Optimizer):
-    """Sign of an interpolated momentum (Chen et al. 2023, arXiv 2302.06675, Algorithm 2), with decoupled decay."""
-
-    def __init__(self, params: Any, *, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nobody computes the loss here
-        """One update: ``w -= lr (sign(beta1 m + (1 - beta1) g) + decay w)``, then ``m = beta2 m + (1 - beta2) g``."""
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for weight in (weight for weight in group["params"] if weight.grad is not None):
-                state = self.state[weight]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(weight)
-                average = state["exp_avg"]
-                direction = average.lerp(weight.grad, 1 - beta1).sign_()
-                weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
-                average.lerp_(weight.grad, 1 - beta2)
-
-
 def named_optimizer(
     config: OptimizerConfig, parameters: Sequence[FlatParameters], group: RankGroup
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any], GroupOptions]:
@@ -55,13 +34,10 @@ def named_optimizer(
     betas = (config.beta1, config.beta2)
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     cls: type[torch.optim.Optimizer] = torch.optim.AdamW
-    match config.name:
-        case "sgd":
-            cls, options = torch.optim.SGD, {**options, "momentum": config.momentum}
-        case "lion":
-            cls, options = Lion, {**options, "betas": betas}
-        case _:
-            options |= {"betas": betas, "eps": config.eps, "fused": True}
+    if config.name == "sgd":
+        cls, options = torch.optim.SGD, {**options, "momentum": config.momentum}
+    else:
+        options |= {"betas": betas, "eps": config.eps, "fused": True}
     if config.name == "muon":
         cls = MuonOnShards
         options |= {"matrices": DealtMatrices(parameters[0], group), "momentum": config.momentum}
