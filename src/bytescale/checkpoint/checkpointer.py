@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class Checkpointer:
         self._failure: CheckpointError | None = None  # of the newest checkpoint, where it could not be written
         self._is_clean = False
         self._uploader: Uploader | None = None
-        self._not_uploaded: tuple[int, int] | None = None  # step and number of this rank's file
+        self._not_uploaded: int | None = None  # a step that was due while an older one was on its way
         with together(group):
             self._open(folder)
 
@@ -76,7 +77,8 @@ class Checkpointer:
         the checkpoints before it are kept. ``finish`` raises if that was the last one.
         """
         self._settle()
-        self._pending = state.step, self._thread.submit(self._write, state, RankStates.of(optimizer).copied())
+        state, copies = replace(state, numbers=optimizer.state_numbers()), RankStates.of(optimizer).copied()
+        self._pending = state.step, self._thread.submit(self._write, state, copies)
         if not self.config.background:
             self._settle()
 
@@ -100,10 +102,10 @@ class Checkpointer:
             self._finish_upload(deadline)
         except BytescaleError:
             if self._not_uploaded is not None:
-                self._say(f"{self.folder / step_name(self._not_uploaded[0])} is on this machine alone")
+                self._say(f"{self.folder / step_name(self._not_uploaded)} is on this machine alone")
             raise
-        if self._not_uploaded is not None:  # it was due while an older one was on its way
-            self._start_upload(*self._not_uploaded)
+        if self._not_uploaded is not None:
+            self._start_upload(self._not_uploaded)
             self._finish_upload(deadline)
 
     def latest(self) -> Path | None:
@@ -126,35 +128,28 @@ class Checkpointer:
             return local
         seen = torch.tensor([int(local is not None and (local / MANIFEST).is_file())])
         dist.all_reduce(seen, op=dist.ReduceOp.MIN, group=group)
-        url = broadcast_json(self._newest_url(step_of(name) if int(seen) else -1), group)
+        with together(group):
+            url = self._newest_url(step_of(name) if int(seen) else -1)
+        url = broadcast_json(url, group)
         return place_at(url) if url else (local if int(seen) else None)
 
-    def restore(
-        self,
-        path: Place,
-        optimizer: ShardedOptimizer,
-        architecture: dict[str, Any],
-        *,
-        numbers: dict[str, float] | None = None,
-    ) -> RunState:
+    def restore(self, path: Place, optimizer: ShardedOptimizer, architecture: dict[str, Any]) -> RunState:
         """Fill the optimizer and the parameters from ``path``; ``architecture`` is this run's own.
-
-        ``numbers``: the optimizer's states that are single numbers; None: the count of updates, if it has one.
 
         Raises ``CheckpointError`` when the checkpoint is of another model, or damaged.
         """
         state = load_states(path, optimizer, architecture, self._group)
-        count = {name: float(state.step) for name in optimizer.state_numbers() if name == "step" and state.step}
-        optimizer.finish_restore(state.step, count if numbers is None else numbers)
+        known = optimizer.state_numbers()
+        optimizer.finish_restore(state.step, {name: own for name, own in state.numbers.items() if name in known})
         return state
 
-    def _write(self, state: RunState, snapshot: RankStates) -> None:
+    def _write(self, state: RunState, copies: RankStates) -> None:
         """Write, publish and prune. Every rank runs this in its background thread."""
         group, hidden = self._group, hidden_folder(self.folder, state.step)
         with together(group):
             self._clean_once()
         try:
-            write_checkpoint(hidden, state, snapshot, group)
+            write_checkpoint(hidden, state, copies, group)
         except BaseException:
             if self._is_first:
                 with suppress(OSError):  # the error that is raised says more
@@ -165,7 +160,7 @@ class Checkpointer:
                 self._publish(hidden, state)
         if self._uploader is not None:
             self._uploader.also_kept = best_step(state)
-            self._start_upload(state.step, snapshot.file)
+            self._start_upload(state.step)
 
     def _clean_once(self) -> None:
         """Delete what a killed run has left half written. For the first rank, before this run uses the folder."""
@@ -185,18 +180,17 @@ class Checkpointer:
         except OSError as error:
             raise unreachable(error, self.config.folder) from error
         if store is not None:
-            self._uploader = Uploader(store, self.folder, self.config, run_id=run_id, is_first=is_first, say=self._say)
+            rank = self._group.rank()
+            self._uploader = Uploader(store, self.folder, self.config, run_id=run_id, rank=rank, say=self._say)
 
-    def _start_upload(self, step: int, file_number: int) -> None:
+    def _start_upload(self, step: int) -> None:
         """Upload this checkpoint unless a rank is still busy with an older one. Every rank calls this."""
         assert self._uploader is not None, "there is a URL"
         is_busy = torch.tensor([int(self._uploader.step_under_way is not None)])
         dist.all_reduce(is_busy, op=dist.ReduceOp.MAX, group=self._group)
-        if is_busy:
-            self._not_uploaded = step, file_number
-        else:
-            self._not_uploaded = None
-            self._uploader.start(step, file_number)
+        self._not_uploaded = step if is_busy else None
+        if not is_busy:
+            self._uploader.start(step)
 
     def _finish_upload(self, deadline: float | None) -> None:
         assert self._uploader is not None, "there is a URL"

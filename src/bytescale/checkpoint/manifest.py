@@ -49,6 +49,7 @@ class RunState:
     sampler: dict[str, Any]  # where the data order stands
     architecture: dict[str, Any]
     mesh: dict[str, int]  # that wrote it; for people only
+    numbers: dict[str, float] = field(default_factory=dict)  # states of the optimizer that are single numbers
     best: dict[str, float] = field(default_factory=dict)  # the lowest loss of evaluations (`train.loop.evaluation`)
 
 

@@ -98,14 +98,14 @@ class Uploader:
         config: CheckpointConfig,
         *,
         run_id: str,
-        is_first: bool,
+        rank: int,
         say: Callable[[str], None],
     ) -> None:
-        """``folder`` has the copies on this machine. ``say`` takes what people should know."""
+        """``folder`` has the copies on this machine. ``rank``: of all, and the number of its file."""
         self.store = store
         self.config = config
         self.also_kept: list[int] = []  # steps of the best checkpoints by evaluation
-        self.is_first = is_first
+        self.rank = rank
         self._folder = folder
         self._run_id = run_id
         self._say = say
@@ -119,10 +119,10 @@ class Uploader:
             self._settle()
         return self._pending[0] if self._pending is not None else None
 
-    def start(self, step: int, file_number: int) -> None:
+    def start(self, step: int) -> None:
         """Upload this rank's file in the background, and on the first rank the manifest behind all files."""
         self._settle()
-        self._pending = step, in_a_thread(lambda: self._upload(step, file_number))
+        self._pending = step, in_a_thread(lambda: self._upload(step))
 
     def finish(self, seconds: float | None = None) -> None:
         """Wait for the upload under way, at most ``seconds``. Raises ``CheckpointError`` if the last one failed."""
@@ -148,15 +148,15 @@ class Uploader:
                 fix=f"when the store answers again, copy {local} there, {MANIFEST} last",
             )
             self._failure.__cause__ = cause
-            if self.is_first:
+            if self.rank == 0:
                 self._say(f"warning {self._failure}")
             else:
                 logger.warning("%s", self._failure)
 
-    def _upload(self, step: int, file_number: int) -> None:
+    def _upload(self, step: int) -> None:
         local = self._folder / step_name(step)
-        self.store.put(local / file_name(file_number), step)
-        if not self.is_first:
+        self.store.put(local / file_name(self.rank), step)
+        if self.rank:
             return
         manifest = read_manifest(local)
         self._wait_for_all(step, manifest)

@@ -215,7 +215,7 @@ class Updates:
                 )
         state = RunState(
             step=optimizer.num_updates,
-            sampler={"extra": extra or {}, "numbers": optimizer.state_numbers()},
+            sampler={"extra": extra or {}},
             architecture=self._architecture(),
             mesh={"hdp": self.group.size},
         )
@@ -235,13 +235,13 @@ class Updates:
         path = complete[-1] if complete else path
         checkpoints, _ = self._checkpoints(path.parent, keep=2**31)
         state = read_manifest(path).state
-        if "numbers" not in state.sampler:
+        if "extra" not in state.sampler:
             raise CheckpointError(
                 f"{path} was written by bytescale train, not by HDP.save()",
                 so="its names are not those of this model",
                 fix="convert it with bytescale convert, and load the folder with transformers",
             )
-        checkpoints.restore(path, optimizer, self._architecture(), numbers=state.sampler["numbers"])
+        checkpoints.restore(path, optimizer, self._architecture())
         extra: dict[str, Any] = state.sampler["extra"]
         return extra
 
