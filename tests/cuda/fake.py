@@ -35,6 +35,11 @@ class Stream:
         assert event.recorded, "waits for an event that nothing has recorded"
         Stream.waits += 1
 
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
 
 class Event:
     """Stands for ``torch.cuda.Event``."""

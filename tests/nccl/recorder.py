@@ -213,7 +213,7 @@ def _record_rank(rank: int, shape: MeshShape, step: Callable[[Mesh], object], op
 
     world = RankGroup(make_group("world", range(shape.size)))
     mesh = Mesh.of(world, shape, make_group, **options)
-    for group in [mesh.world, *mesh.ring_groups(), mesh.tp, *mesh.pipeline_groups()]:
+    for group in [mesh.world, *mesh.ring_groups(), mesh.tp, *mesh.forward, *mesh.backward]:
         if group.group is not None:
             group.exchange = group.make_exchange(batched=True)
 

@@ -18,7 +18,7 @@ _KINDS: dict[str, type[BytescaleError]] = {
 
 
 @contextmanager
-def together(group: dist.ProcessGroup | None) -> Iterator[None]:
+def together(group: dist.ProcessGroup) -> Iterator[None]:
     """What one rank raises in the block, all ranks raise behind it: the error of the lowest rank that has one.
 
     All ranks come here, also those that have nothing to do in the block.
@@ -28,10 +28,6 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    if group is None or group.size() == 1:
-        if error is not None:
-            raise error
-        return
     first = torch.tensor([group.rank() if error is not None else group.size()])
     dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
     source = int(first)

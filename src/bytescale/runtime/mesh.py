@@ -106,9 +106,6 @@ class Mesh:
     def is_last_stage(self) -> bool:
         return self.stage == self.shape.pp - 1
 
-    def pipeline_groups(self) -> list[RankGroup]:
-        return [*self.forward, *self.backward]
-
     def ring_exchange(self, shared: SharedGroup | None) -> Exchange:
         """Return the exchange for a slice group: on all members the node's, if all of them are on this node.
 

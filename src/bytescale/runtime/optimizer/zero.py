@@ -68,7 +68,6 @@ class ZeroShards:
         self.parameters = parameters
         self.on_host = on_host
         self.mesh = mesh
-        self.hdp = mesh.hdp
         self.collectives = BucketCollectives(parameters, parameters.holders(mesh))
         self.overlap: Overlap | None = None
         places = parameters.shards(mesh.hdp.rank)
@@ -88,7 +87,7 @@ class ZeroShards:
         self.parameters.collect_gradients()
         sum_replicas(self.parameters, self.mesh.tp)
         self.collectives.wait_for_parameters()  # a rank without micro-batches has not waited yet
-        total = torch.zeros((), dtype=torch.float64, device=self.hdp.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.hdp.device)
         for bucket in self.collectives.reduced():
             self._shard_of[bucket].add_squares(total)
         return float(total)
@@ -96,7 +95,7 @@ class ZeroShards:
     def follow_changes(self) -> None:
         """Make weights that somebody else has written to since the last call the master weights."""
         changed = {entry.start for entry in self.parameters.changed()}
-        for shard, place in zip(self.shards, self.parameters.shards(self.hdp.rank), strict=True):
+        for shard, place in zip(self.shards, self.parameters.shards(self.mesh.hdp.rank), strict=True):
             for piece in self.parameters.pieces(place):
                 if piece.entry.start in changed:
                     own = piece.inside(place)

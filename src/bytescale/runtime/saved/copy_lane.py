@@ -41,20 +41,12 @@ class CopyLane:
 
     def mark(self) -> Event:
         """The event that happens when all copies requested so far are complete."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+        return None if self._stream is None else self._stream.record_event()
 
 
 def compute_mark(device: torch.device) -> Event:
     """The event that happens when everything launched on the current (compute) stream so far is complete."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def compute_waits(event: Event, device: torch.device) -> None:

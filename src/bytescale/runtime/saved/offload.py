@@ -159,7 +159,7 @@ class _Pass:
         self._hooks = None
         if self._under_way is not None:
             self._under_way.let_go()
-        self.current.close()
+        self.current.writer.close()
         self._under_way, self.current = self.current, None
 
     def fetch(self, layer: int) -> None:
@@ -178,7 +178,7 @@ class _LayerPass:
         self.blocks: weakref.WeakSet[_Block] = weakref.WeakSet()  # autograd owns them and drops them during backward
         self._moves = moves
         self._staying = staying
-        self._writer = PageWriter(of.owner.pool)
+        self.writer = PageWriter(of.owner.pool)
         self._seen: dict[tuple[int, int, int, int], _Block] = {}  # valid while the sources are held
         self._sources: list[Tensor] = []
         self._copied: Event = None
@@ -208,9 +208,6 @@ class _LayerPass:
         self._sources.clear()
         self._seen.clear()
 
-    def close(self) -> None:
-        self._writer.close()
-
     def fetch(self) -> None:
         if not self._fetched:
             self._fetched = True
@@ -228,7 +225,7 @@ class _LayerPass:
     def _move(self, region: Tensor, num_moved: int) -> _Block:
         """Start to copy the first ``num_moved`` bytes of ``region [n]``, uint8, to the host."""
         owner = self.of.owner
-        extents = self._writer.reserve(num_moved)
+        extents = self.writer.reserve(num_moved)
         pieces = region[:num_moved].split([extent.stop - extent.start for extent in extents])
         pairs = [(extent.data, piece) for extent, piece in zip(extents, pieces, strict=True)]
         rest = None

@@ -51,7 +51,7 @@ class RankWork:
 
 def named_clocks(mesh: Mesh) -> dict[str, list[Clock]]:
     """The clocks that run while this rank waits for others, each once, by what it waits for."""
-    rings, stages = mesh.ring_groups(), mesh.pipeline_groups()
+    rings, stages = mesh.ring_groups(), [*mesh.forward, *mesh.backward]
     named = [("ring", group.exchange.clock) for group in rings]
     named += [("stages", group.exchange.clock) for group in stages]
     named += [("tensor parallel", mesh.tp.clock), ("all ranks", mesh.world.clock)]
