@@ -99,14 +99,14 @@ def layout_of(parameters: FlatParameters, mesh: Mesh) -> Layout:
     )
 
 
-def write_checkpoint(folder: Path, state: RunState, snapshot: RankStates, group: dist.ProcessGroup) -> None:
+def write_checkpoint(folder: Path, state: RunState, copies: RankStates, group: dist.ProcessGroup) -> None:
     """Write a whole checkpoint into ``folder``. All ranks of ``group`` call it.
 
     Raises the same on every rank:
         DiskFullError: there is no room; nothing was written.
         CheckpointError: a rank could not write.
     """
-    tensors = snapshot.tensors()
+    tensors = copies.tensors()
     own_bytes = sum(tensor.nbytes for tensor in tensors.values())
     total_bytes = torch.tensor([own_bytes])
     dist.all_reduce(total_bytes, group=group)
@@ -119,20 +119,20 @@ def write_checkpoint(folder: Path, state: RunState, snapshot: RankStates, group:
     with together(group):  # before any rank takes up space
         make_room(folder, needed)
     with together(group):
-        written = write_tensors(folder / file_name(snapshot.file), tensors, state.step)
-    is_leader = snapshot.file == min(snapshot.layouts[0].files)  # of its HDP group
-    rows = all_gather_json([snapshot.file, is_leader, *astuple(written)], group)
-    own = [layout_to_json(layout) for layout in snapshot.layouts]
+        written = write_tensors(folder / file_name(copies.file), tensors, state.step)
+    is_leader = copies.file == min(copies.layouts[0].files)  # of its HDP group
+    rows = all_gather_json([copies.file, is_leader, *astuple(written)], group)
+    own = [layout_to_json(layout) for layout in copies.layouts]
     leaders = [rank for rank, row in enumerate(rows) if row[1]]
     layouts = [layout for leader in leaders for layout in broadcast_json(own, group, leader)]
-    manifest = Manifest(
-        state=state,
-        states=list(snapshot.states[0]),
-        layouts=list(map(layout_from_json, layouts)),
-        files=[StoredFile(*row[2:]) for row in sorted(rows)],
-    )
     with together(group):
         if is_first:
+            manifest = Manifest(
+                state=state,
+                states=list(copies.states[0]),
+                layouts=list(map(layout_from_json, layouts)),
+                files=[StoredFile(*row[2:]) for row in sorted(rows)],
+            )
             write_to_disk(folder / MANIFEST, [manifest.to_json()])
             sync_folder(folder)
 
