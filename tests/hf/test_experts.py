@@ -78,12 +78,12 @@ def test_all_tokens_go_to_one_rank(checkpointing: str, rank: int, monkeypatch: p
     """
     model = small_model("qwen3_moe", num_hidden_layers=3, num_local_experts=8)
     favour(model, rank)
-    batch, sent = documents([20, 9]), [0] * 4
+    batch, num_sent = documents([20, 9]), [0] * 4
     plain = RankGroup.all_to_all
 
-    def counted(self: RankGroup, rows: Tensor, out: Any, back: Any) -> Tensor:
-        sent[self.rank] += rows[0:1].nbytes * (sum(out) - out[self.rank])
-        return plain(self, rows, out, back)
+    def counted(self: RankGroup, rows: Tensor, sent: Any, received: Any) -> Tensor:
+        num_sent[self.rank] += rows[0:1].nbytes * (sum(sent) - sent[self.rank])
+        return plain(self, rows, sent, received)
 
     def work(group: Any, own: Any, domain: int) -> dict[str, Tensor]:
         if checkpointing == "hugging face":
@@ -103,7 +103,7 @@ def test_all_tokens_go_to_one_rank(checkpointing: str, rank: int, monkeypatch: p
     for own in range(4):
         rows = [chosen * (20 + 9 if other == 1 else 2) for other in range(4)]  # one stands for no token, twice
         away = rows[own] if own != rank else sum(rows) - rows[own]
-        assert sent[own] == layers * ((forwards + 1) * row * away + forwards * 2 * 8 * 2 * 3)
+        assert num_sent[own] == layers * ((forwards + 1) * row * away + forwards * 2 * 8 * 2 * 3)
 
 
 def test_any_domain_continues_what_another_has_begun(tmp_path: Path) -> None:

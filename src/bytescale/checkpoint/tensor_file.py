@@ -27,7 +27,7 @@ def piece_name(state: str, parameter: str, box: Box) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class PlacedTensor:
     """Where a tensor lies in its file, in bytes."""
 
     dtype: str  # as safetensors names it
@@ -53,10 +53,10 @@ class TensorFile:
             raise self._damaged("its header has another checksum than when it was written")
         content = json.loads(header[8:])
         checksums = json.loads(content.pop("__metadata__")[METADATA])["checksums"]
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, PlacedTensor] = {}
         for name, told in content.items():
             start, stop = (len(header) + offset for offset in told["data_offsets"])
-            self.tensors[name] = StoredTensor(told["dtype"], start, stop, checksums[name])
+            self.tensors[name] = PlacedTensor(told["dtype"], start, stop, checksums[name])
 
     def spans(self, pieces: Collection[str], most_bytes: int) -> Iterator[list[str]]:
         """Join neighbours among ``pieces``, in the file's order, up to ``most_bytes``: one question to a store."""

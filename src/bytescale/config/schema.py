@@ -255,8 +255,7 @@ class OptimizerConfig:
     """An optimizer with linear warm-up and a schedule. States are sharded over all HDP ranks (ZeRO-1)."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon: orthogonalised momentum for the matrices of layers, AdamW for all else; rates are as for AdamW. sgd: with
-    momentum."""
+    """muon: orthogonalised momentum for layers' matrices, AdamW for the rest, at AdamW's rates. sgd: with momentum."""
     momentum: float = 0.95
     """Decay of the momentum of Muon and SGD."""
     offload: bool = False
