@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,11 +15,19 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from bytescale.data.feed import opened_feed
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.loading.loader import LocalFeed
+from bytescale.data.loading.loader import Feed
 from bytescale.data.remote.ray_cluster import connect
-from bytescale.data.remote.remote_feed import RemoteFeed
-from tests.remote.support import assert_same_data, count_tokens, numbered_config, planner_for, write_numbered_corpus
+from tests.remote.support import (
+    assert_same_data,
+    count_tokens,
+    numbered_config,
+    planner_for,
+    reader_of,
+    servers,
+    write_numbered_corpus,
+)
 from tests.remote.test_runs import (
     TOLERANCE,
     assert_every_token_was_given_once,
@@ -92,40 +99,38 @@ def node_of(actor: Any) -> str:
 
 
 @pytest.mark.exhaustive
-def test_every_node_has_its_servers_and_ranks_ask_their_own(nodes: TwoNodes, tmp_path: Path) -> None:
-    """Two servers a node; a rank on either node gets what the local loader reads, through the planner of its node."""
+def test_every_node_has_its_servers(nodes: TwoNodes, tmp_path: Path) -> None:
+    """Two servers a node; a rank on either node gets what the local loader reads."""
     write_numbered_corpus(tmp_path / "numbers")
-    config = numbered_config(tmp_path, servers=2)
+    config = numbered_config(tmp_path, servers=2, loader="ray")
+    told: list[list[Any]] = []
     connect(nodes.address)
     try:
-        session = f"nodes-{uuid.uuid4().hex[:8]}"
-        first = RemoteFeed(config, session, 0, 2)
-        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        planner, *others = first.actors
-        assert Counter(map(node_of, others[:4])) == dict.fromkeys(living, 2), "servers"
-        assert Counter(map(node_of, [planner, *others[4:]])) == dict.fromkeys(living, 1), "planners"
-        assert len(living) == 2
+        with opened_feed(config, reader_of(0, 2, told)) as first:
+            living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            assert Counter(map(node_of, servers(first))) == dict.fromkeys(living, 2)
+            assert len(living) == 2
 
-        def second_rank() -> tuple[str, str, list[Any]]:
-            feed = RemoteFeed(config, session, 1, 2)
-            with feed.open(planner_for(2), stop_step=5) as loader:
-                return ray.get_runtime_context().get_node_id(), node_of(feed.planner), list(loader)
+            def second_rank() -> tuple[str, list[Any]]:
+                with (
+                    opened_feed(config, reader_of(1, 2, told)) as feed,
+                    feed.open(planner_for(2), stop_step=5) as loader,
+                ):
+                    return ray.get_runtime_context().get_node_id(), list(loader)
 
-        elsewhere = next(node for node in living if node != ray.get_runtime_context().get_node_id())
-        place = NodeAffinitySchedulingStrategy(elsewhere, soft=False)
-        there = ray.remote(second_rank).options(scheduling_strategy=place, num_cpus=0).remote()
-        with first.open(planner_for(2), stop_step=5) as loader:
-            mine = list(loader)
-        assert node_of(first.planner) == ray.get_runtime_context().get_node_id()
-        node, planner_node, theirs = ray.get(there, timeout=600)
-        assert node == planner_node == elsewhere
+            elsewhere = next(node for node in living if node != ray.get_runtime_context().get_node_id())
+            place = NodeAffinitySchedulingStrategy(elsewhere, soft=False)
+            there = ray.remote(second_rank).options(scheduling_strategy=place, num_cpus=0).remote()
+            with first.open(planner_for(2), stop_step=5) as loader:
+                mine = list(loader)
+            node, theirs = ray.get(there, timeout=600)
+            assert node == elsewhere
         corpus = prepare_corpus(config)
         for rank, remote in ((0, mine), (1, theirs)):
-            with LocalFeed(corpus, config, rank).open(planner_for(2), stop_step=5) as local:
+            with Feed(corpus, config, rank).open(planner_for(2), stop_step=5) as local:
                 for ours, expected in zip(remote, local, strict=True):
                     assert_same_data(ours, expected)
         assert max(count_tokens([[data] for data in mine + theirs]).values()) <= 2  # no epoch is that short
-        first.close()
     finally:
         ray.shutdown()
 
