@@ -13,10 +13,10 @@ import ray
 import ray.exceptions
 
 from bytescale.common.errors import ConfigError, DataError, LoaderFailure
-from bytescale.common.ports import reserve_port
 from bytescale.data.remote import ray_cluster
 from bytescale.data.remote.calls import translated, wait_for
 from tests.helpers.disk import small_disk
+from tests.helpers.ports import reserve_port
 from tests.remote.support import (
     feeds,
     kill_minus_9,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -10,11 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import psutil
 import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from bytescale.config import config_to_toml
 from bytescale.data.feed import opened_feed
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Feed
@@ -28,14 +30,7 @@ from tests.remote.support import (
     servers,
     write_numbered_corpus,
 )
-from tests.remote.test_runs import (
-    TOLERANCE,
-    assert_every_token_was_given_once,
-    ray_config,
-    started,
-    steps_done,
-    wait_until,
-)
+from tests.remote.test_runs import assert_every_token_was_given_once, ray_config, steps_done, wait_until
 from tests.train.runs import losses, on_ranks, run, small_run, write_corpus
 
 HOLD_NODES = """
@@ -64,14 +59,6 @@ class TwoNodes:
 
     holder: subprocess.Popen[str]
     address: str
-
-    def kill_the_second(self) -> None:
-        """kill -9 of its raylet."""
-        assert self.holder.stdin is not None
-        assert self.holder.stdout is not None
-        self.holder.stdin.write("\n")
-        self.holder.stdin.flush()
-        assert self.holder.stdout.readline().strip() == "removed"
 
 
 @pytest.fixture(scope="module")
@@ -136,19 +123,38 @@ def test_every_node_has_its_servers(nodes: TwoNodes, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_run_over_two_nodes_goes_on_with_one_when_the_other_dies(nodes: TwoNodes, tmp_path: Path) -> None:
-    """``--launch ray --elastic``: 3 ranks on 2 nodes; a node dies; 2 ranks have a place and take every token once."""
+@pytest.mark.parametrize("loader", ["local", "ray"])
+def test_ray_train_goes_on_when_a_worker_was_killed(nodes: TwoNodes, tmp_path: Path, loader: str) -> None:
+    """examples/ray_train.py: 3 workers on 2 nodes have the losses of ``bytescale train``, and take every token once."""
     write_corpus(tmp_path / "corpus")
-    undisturbed = run(on_ranks(small_run(tmp_path / "corpus", tmp_path / "whole", steps=24), 3, 128))
     config = ray_config(tmp_path, tmp_path / "run")
-    config = replace(config, parallel=replace(config.parallel, stop_seconds=10.0))
-    with started(config, nodes.address, "--launch", "ray", "--max-restarts", "2", "--elastic") as launcher:
-        wait_until(lambda: steps_done(config) >= 3)
-        nodes.kill_the_second()
-        output, _ = launcher.communicate(timeout=600)
-    assert launcher.returncode == 0, output
-    assert output.count("died (killed, or out of memory)") == 1, output
-    assert "restarting on 2 ranks; 1 restarts are left" in output
-    assert "ranks   2 x cpu" in output
-    np.testing.assert_allclose(losses(tmp_path / "run"), undisturbed, rtol=TOLERANCE)
+    config = replace(config, data=replace(config.data, loader=loader))
+    path = tmp_path / "run.toml"
+    path.write_text(config_to_toml(config), encoding="utf-8")
+    started = subprocess.Popen(
+        [
+            sys.executable,
+            str(Path(__file__).parents[2] / "examples" / "ray_train.py"),
+            str(path),
+            "--max-restarts",
+            "1",
+        ],
+        env={**os.environ, "RAY_ADDRESS": nodes.address, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_until(lambda: steps_done(config) >= 3 or started.poll() is not None)
+        processes = psutil.Process(nodes.holder.pid).children(recursive=True)
+        workers = [process for process in processes if "ray::RayTrainWorker" in " ".join(process.cmdline())]
+        assert len(workers) == 3, started.communicate()[0] if started.poll() is not None else workers
+        workers[0].kill()
+        output, _ = started.communicate(timeout=600)
+    finally:
+        started.kill()
+    assert started.returncode == 0, output
+    whole = on_ranks(small_run(tmp_path / "corpus", tmp_path / "whole", steps=config.trainer.steps), 3, 128)
+    assert losses(tmp_path / "run") == pytest.approx(run(whole), rel=1e-6)
+    assert "resuming after step" in (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
     assert_every_token_was_given_once(config, config.trainer.steps)
