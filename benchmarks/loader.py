@@ -1,8 +1,8 @@
-"""Measures the remote loader: its rate, what each rank reads, and the planner actor's cost at the paper's scale.
+"""Measures the remote loader: its rate, what each rank reads, and what planning costs a rank.
 
     .venv/bin/python benchmarks/loader.py rate     # tokens/s of the loader alone, against what a run consumed
-    .venv/bin/python benchmarks/loader.py bytes    # bytes and memory per rank, also if every rank reads the whole batch
-    .venv/bin/python benchmarks/loader.py planner  # one batch of 32M tokens for 1024 and 16384 simulated clients
+    .venv/bin/python benchmarks/loader.py bytes    # bytes, memory and CPU of 8 ranks, also if each reads whole batches
+    .venv/bin/python benchmarks/loader.py plan     # batches of 32M tokens for 1024 and 16384 ranks, planned by one
     .venv/bin/python benchmarks/loader.py start    # time until the first step, with and without a filled cache
 
 Each of them starts its own Ray on loopback and ends it. Results: docs/benchmarks.md, ``Remote dataloader``.
@@ -11,6 +11,7 @@ Each of them starts its own Ray on loopback and ends it. Results: docs/benchmark
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -26,11 +27,13 @@ from typing import Any
 import numpy as np
 import psutil
 
+from bytescale.common.atomic import write_atomically
 from bytescale.config import PRESETS, DataConfig, PlannerConfig
 from bytescale.cost import Cluster, Profile
+from bytescale.data.feed import opened_feed
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.loading.loader import LocalFeed
+from bytescale.data.loading.loader import Reader
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.tokens.indexed import MetadataGatherer
 from bytescale.data.tokens.tokenize import IndexedWriter
@@ -69,26 +72,39 @@ def config_for(folder: Path, *, context_length: int, batch_tokens: int) -> DataC
     )
 
 
+def reader_of(rank: int, num_ranks: int, folder: Path) -> Reader:
+    """One of several processes. What the first tells the others lies in ``folder``."""
+    paths = (folder / f"told-{number}.json" for number in itertools.count())
+
+    def tell(items: list[Any]) -> None:
+        path = next(paths)
+        if rank == 0:
+            write_atomically(path, json.dumps(items).encode())
+        while not path.exists():
+            time.sleep(0.01)
+        items[:] = json.loads(path.read_text(encoding="utf-8"))
+
+    return Reader(hdp_rank=rank, num_processes=num_ranks, is_first=rank == 0, tell=tell)
+
+
 # rate: one rank takes all tokens as fast as they come.
 
 
 def rate(folder: Path) -> None:
-    from bytescale.data.remote.ray_cluster import ray_cluster
-    from bytescale.data.remote.remote_feed import RemoteFeed
-
     for name, context, batch, steps in (("16K batches", 8192, 16384, 200), ("1M batches", 131072, MIB, 25)):
         write_corpus(folder / "corpus", 32 * MIB, context)
         config = config_for(folder, context_length=context, batch_tokens=batch)
         planner = planner_for(1, context)
-        with ray_cluster("", 2):
-            feed = RemoteFeed(config, f"rate-{batch}", 0, 1)
-            with feed.open(planner, steps + 3) as loader:
-                for _ in range(3):
-                    next(loader)
-                started = time.perf_counter()
-                num_tokens = sum(data.summary.num_tokens for data in loader)
-                seconds = time.perf_counter() - started
-            feed.close()
+        with (
+            tempfile.TemporaryDirectory() as told,
+            opened_feed(config, reader_of(0, 1, Path(told))) as feed,
+            feed.open(planner, steps + 3) as loader,
+        ):
+            for _ in range(3):
+                next(loader)
+            started = time.perf_counter()
+            num_tokens = sum(data.summary.num_tokens for data in loader)
+            seconds = time.perf_counter() - started
         print(
             f"{name}: remote loader {num_tokens / seconds / 1e6:.2f}M tokens/s ({1e3 * seconds / steps:.1f} ms a step)"
         )
@@ -101,103 +117,74 @@ def bytes_read(folder: Path) -> None:
     from bytescale.data.remote.ray_cluster import ray_cluster
 
     write_corpus(folder / "corpus", 24 * MIB, _CONTEXT)
-    print("way     bytes a rank and step   bytes received   private memory a rank (beyond imports)")
+    print("way     first step   bytes a rank and step   CPU a rank and step   private memory a rank (beyond imports)")
     for way in ("spmd", "local", "ray"):
-        with ray_cluster("", 8) as address:
-            arguments = [sys.executable, __file__, "one-rank", "--folder", str(folder), "--way", way]
+        with ray_cluster("", 8) as address, tempfile.TemporaryDirectory() as told:
+            arguments = [sys.executable, __file__, "one-rank", "--folder", str(folder), "--told", told, "--way", way]
             environment = {**os.environ, "RAY_ADDRESS": address}
             ranks = [
                 subprocess.Popen([*arguments, "--rank", str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
                 for rank in range(8)
             ]
             rows = np.array([list(map(float, rank.communicate(timeout=300)[0].split())) for rank in ranks])
-        read, received, memory = rows.mean(axis=0)
-        print(f"{way:6}  {read / MIB:>17.3f} MiB  {received / MIB:>11.3f} MiB   {memory / MIB:>10.1f} MiB")
+        first, read, cpu, memory = rows.mean(axis=0)
+        print(
+            f"{way:6} {first:>9.2f} s   {read / MIB:>17.3f} MiB  {1e3 * cpu:>17.1f} ms   {memory / MIB:>10.1f} MiB",
+            flush=True,
+        )
 
 
-def one_rank(folder: Path, way: str, rank: int) -> None:
-    """Run eight steps of one rank. Print bytes read and received per step, and the private memory gained."""
+def one_rank(folder: Path, told: Path, way: str, rank: int) -> None:
+    """Run eight steps of one rank. Print seconds to the first, bytes and CPU of each, and the private memory gained."""
     from bytescale.data.remote.ray_cluster import connect
-    from bytescale.data.remote.remote_feed import RemoteFeed
 
     steps = 8
     config = config_for(folder, context_length=_CONTEXT, batch_tokens=MIB)
     planner = planner_for(8, _CONTEXT // 4)
     if way == "ray":
         connect(os.environ["RAY_ADDRESS"])
-    before = psutil.Process().memory_full_info().uss
-    read = received = 0
-    if way == "ray":
-        feed = RemoteFeed(config, "bytes", rank, 8)
-        with feed.open(planner, steps) as loader:
-            for data in loader:
-                read += data.times.bytes_read
-                received += data.times.bytes_received
-            memory = psutil.Process().memory_full_info().uss - before
-        time.sleep(15 if rank == 0 else 0)  # if the first rank ended, all would end
-    elif way == "local":
-        with LocalFeed(prepare_corpus(config), config, rank).open(planner, steps) as loader:
-            for data in loader:
-                read += data.times.bytes_read
-            memory = psutil.Process().memory_full_info().uss - before
-    else:  # every rank reads whole batches, as many steps ahead as the others, and cuts its slices from them
+    before, started, read = psutil.Process().memory_full_info().uss, time.perf_counter(), 0
+    first = busy = 0.0
+    if way == "spmd":  # reads whole batches, as many steps ahead as the others, and cuts its slices from them
         corpus = prepare_corpus(config)
         sampler = BatchSampler(corpus.index, config)
         held: deque[list[dict[str, np.ndarray]]] = deque(maxlen=config.prefetch_steps + 1)
-        for _ in range(steps):
+        for step in range(steps):
             batch = sampler.next_batch()
             RankPlan.of(planner(batch.lengths), rank)
             held.append(corpus.documents(batch.samples, ()))
             read += 2 * batch.num_tokens
+            if step == 0:
+                first, busy = time.perf_counter() - started, time.process_time()
         memory = psutil.Process().memory_full_info().uss - before
-    print(read / steps, received / steps, memory)
+    else:
+        reader = reader_of(rank, 8, told)
+        with opened_feed(replace(config, loader=way), reader) as feed, feed.open(planner, steps) as loader:
+            for data in loader:
+                read += data.times.bytes_read
+                if data.step == 0:
+                    first, busy = time.perf_counter() - started, time.process_time()
+            memory = psutil.Process().memory_full_info().uss - before
+            time.sleep(15 if rank == 0 and way == "ray" else 0)  # if the first rank ended, all would end
+    print(first, read / steps, (time.process_time() - busy) / (steps - 1), memory)
 
 
-# planner: the real actor of one node of eight ranks, in a cluster of so many ranks, and a server that all planners ask.
+# plan: one rank of large clusters; each of its node does the same.
 
 
-def planner_at_scale(folder: Path) -> None:
-    import ray
-
-    from bytescale.data.loading.corpus import plan_shards
-    from bytescale.data.remote.calls import Shared
-    from bytescale.data.remote.planner_actor import PlannerActor
-    from bytescale.data.remote.ray_cluster import ray_cluster
-    from bytescale.data.remote.server import server_actor
-
-    steps, ranks_per_node = 6, 8
+def plan(folder: Path) -> None:
+    steps = 6
     write_corpus(folder / "corpus", 200 * MIB, 2 * MIB)
-    config = config_for(folder, context_length=2 * MIB, batch_tokens=32 * MIB)
-    print("ranks   draw+plan+verify   planner's CPU a step   an answer to a rank   a part's content, asked of a server")
-    with ray_cluster("", 2):
-        work = Shared(plan_shards(config))
-        server = server_actor().options(num_cpus=0).remote(work)
-        for num_ranks in (1024, 16384):
-            actor: Any = ray.remote(PlannerActor).options(num_cpus=0, max_concurrency=48)
-            planner = actor.remote(config, work, [server], ["this"])
-            state = ray.get(planner.check_state.remote(None))
-            how = Shared(planner_for(num_ranks, 8192))
-            process = psutil.Process(ray.get(planner.__ray_call__.remote(lambda actor: os.getpid())))
-            seconds = []
-            for step in range(steps):
-                ranks = range(0, num_ranks, num_ranks // ranks_per_node)
-                answers = ray.get([planner.part.remote(rank, state, None, how) for rank in ranks])
-                data = answers[-1][0]
-                seconds.append(data.times.planning_seconds)
-                state = data.sampler_state_after
-                if step == 0:
-                    busy = process.cpu_times()
-            after = process.cpu_times()
-            spent = (after.user + after.system - busy.user - busy.system) / (steps - 1)
-            message = len(ray.cloudpickle.dumps(answers[-1]))
-            started, asks = time.perf_counter(), 500
-            ray.get([server.content.remote(0) for _ in range(asks)])
-            asked = (time.perf_counter() - started) / asks
-            print(
-                f"{num_ranks:6}   {1e3 * np.median(seconds):>13.0f} ms   {1e3 * spent:>17.0f} ms   "
-                f"{message / 1024:>15.1f} KiB   {1e3 * asked:>32.2f} ms"
-            )
-            ray.kill(planner)
+    config = replace(config_for(folder, context_length=2 * MIB, batch_tokens=32 * MIB), loader="local")
+    print("ranks   planned, verified and cut   CPU a step, with its slices read")
+    for num_ranks in (1024, 16384):
+        with tempfile.TemporaryDirectory() as told, opened_feed(config, reader_of(0, 1, Path(told))) as feed:
+            taken = feed.steps(planner_for(num_ranks, 8192), steps)
+            next(taken)
+            busy = time.process_time()
+            seconds = [data.times.planning_seconds for data in taken]
+            spent = (time.process_time() - busy) / (steps - 1)
+        print(f"{num_ranks:6}   {1e3 * np.median(seconds):>21.0f} ms   {1e3 * spent:>7.0f} ms", flush=True)
 
 
 # start: the time until the first step, when servers have to tokenise and when the cache is filled.
@@ -205,7 +192,6 @@ def planner_at_scale(folder: Path) -> None:
 
 def start(folder: Path) -> None:
     from bytescale.data.remote.ray_cluster import ray_cluster
-    from bytescale.data.remote.remote_feed import RemoteFeed
 
     random = np.random.default_rng(0)
     vocabulary = ["".join(random.choice(list("etaoinshrdlu"), length)) for length in random.integers(2, 10, 20_000)]
@@ -226,15 +212,17 @@ def start(folder: Path) -> None:
             cache_dir=str(folder / f"cache-{tokenizer}-{window_mib}"),
         )
         seconds = []
-        with ray_cluster("", 2):
-            for attempt in ("first", "second"):
+        with ray_cluster("", 2) as address:
+            for _ in ("first", "second"):
                 started = time.perf_counter()
-                feed = RemoteFeed(config, f"start-{tokenizer}-{window_mib}-{attempt}", 0, 1)
-                with feed.open(planner_for(1, 131072), 1) as loader:
+                with (
+                    tempfile.TemporaryDirectory() as told,
+                    opened_feed(replace(config, ray_address=address), reader_of(0, 1, Path(told))) as feed,
+                    feed.open(planner_for(1, 131072), 1) as loader,
+                ):
                     next(iter(loader))
-                seconds.append(time.perf_counter() - started)
-                facts = feed.metadata
-                feed.close()
+                    seconds.append(time.perf_counter() - started)
+                    facts = feed.metadata
         read = f"{facts.num_parts_read} of {facts.num_parts}"
         print(
             f"{'':15} {tokenizer:>12} {window_mib:>8}   {seconds[0]:>8.1f} s   {seconds[1]:>12.1f} s   {read:>12}",
@@ -245,7 +233,7 @@ def start(folder: Path) -> None:
 WAYS: dict[str, Callable[[Path], None]] = {
     "rate": rate,
     "bytes": bytes_read,
-    "planner": planner_at_scale,
+    "plan": plan,
     "start": start,
 }
 
@@ -254,11 +242,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*WAYS, "one-rank"])
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--told", type=Path)
     parser.add_argument("--way", choices=["spmd", "local", "ray"], default="ray")
     parser.add_argument("--rank", type=int, default=0)
     options = parser.parse_args()
     if options.what == "one-rank":
-        one_rank(options.folder, options.way, options.rank)
+        one_rank(options.folder, options.told, options.way, options.rank)
         return
     with tempfile.TemporaryDirectory(prefix="bytescale-loader-") as folder:
         WAYS[options.what](Path(folder))

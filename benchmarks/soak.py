@@ -1,6 +1,6 @@
-"""Kills servers, planner, ranks and launcher 50 times in one run, and checks that no token is lost or doubled.
+"""Kills servers, ranks and launcher 50 times in one run, and checks that no token is lost or doubled.
 
-    .venv/bin/python benchmarks/soak.py [--kills 50] [--seed 0] [--launch ray]
+    .venv/bin/python benchmarks/soak.py [--kills 50] [--seed 0]
     .venv/bin/python benchmarks/soak.py --matrix    # each loader, 1 to 8 ranks, one death of each kind
 
 A run on the remote loader is started with enough restarts. At random moments one of its processes gets kill -9,
@@ -73,7 +73,7 @@ steps = {steps}
 every = 5
 """
 CONTEXT = 256
-SHARES = {"server": 18, "planner": 12, "rank": 14, "launcher": 6}
+SHARES = {"server": 24, "rank": 18, "launcher": 8}
 RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/_private/workers/default_worker.py")
 RAYS_SECONDS = 90.0
 """Ray itself ends its agents, and workers meant for an actor, within a minute after its head was killed."""
@@ -114,9 +114,8 @@ def kind_of(process: psutil.Process) -> str:
         title, environment = " ".join(process.cmdline()), process.environ()
     except psutil.Error:
         return ""
-    for kind, name in (("server", "DataServer"), ("planner", "PlannerActor"), ("rank", "RankActor")):
-        if title.startswith(f"ray::{name}"):
-            return kind
+    if title.startswith("ray::DataServer"):
+        return "server"
     return "rank" if "LOCAL_RANK" in environment and not title.startswith("ray::") else ""
 
 
@@ -286,7 +285,6 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--launch", choices=["torchrun", "ray"], default="torchrun")
     parser.add_argument("--limit-seconds", type=float, default=1500.0)
     parser.add_argument("--matrix", action="store_true", help="a short run for each loader and 1 to 8 ranks")
     options = parser.parse_args()
@@ -304,7 +302,7 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
     storm = Storm(
         folder=folder,
         steps=options.steps,
-        options=("--launch", options.launch, "--max-restarts", str(options.kills)),
+        options=("--max-restarts", str(options.kills)),
         deadline=started + options.limit_seconds,
     )
     try:
@@ -332,7 +330,7 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
 
 
 def matrix(folder: Path, options: argparse.Namespace) -> int:
-    """Run each loader on 1 to 8 ranks, kill a server, the planner and a rank in the middle, and count tokens."""
+    """Run each loader on 1 to 8 ranks, kill a server and a rank in the middle, and count tokens."""
     dice, steps = random.Random(options.seed), 160
     write_corpus(folder / "corpus")
     config = write_config(folder, "peace", "local", steps, 1)
@@ -342,13 +340,13 @@ def matrix(folder: Path, options: argparse.Namespace) -> int:
         "loader  ranks  killed                         attempts  tokens  lost  doubled  worst loss  seconds", flush=True
     )
     all_right = True
-    for loader, kinds in (("local", ["rank"]), ("ray", ["server", "planner", "rank"])):
+    for loader, kinds in (("local", ["rank"]), ("ray", ["server", "rank"])):
         for ranks in range(1, 9):
             started = time.monotonic()
             storm = Storm(
                 folder=folder,
                 steps=steps,
-                options=("--launch", options.launch, "--max-restarts", "3"),
+                options=("--max-restarts", "3"),
                 deadline=started + 400,
                 name=f"{loader}-{ranks}",
                 loader=loader,

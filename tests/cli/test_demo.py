@@ -109,11 +109,6 @@ def test_the_simulated_gain_is_large() -> None:
     assert 2 * steps["adaptive"].step_seconds < steps["static"].step_seconds
 
 
-def test_a_demo_under_ray_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--launch", "ray"]) == 2
-    assert "leave out --launch" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", ["train", "plan", "simulate", "profile"])
 def test_an_unknown_config_is_one_clear_error(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "mine.toml"]) == 2

@@ -28,21 +28,21 @@ LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "launch"),
+    ("num_ranks", "loader"),
     [
-        (2, "torchrun"),
-        (1, "torchrun"),
+        (2, "local"),
+        (1, "local"),
         (2, "ray"),
     ],
 )
 @pytest.mark.exhaustive
-def test_a_run_listens_on_loopback_alone_and_ctrl_c_saves(tmp_path: Path, num_ranks: int, launch: str) -> None:
+def test_a_run_listens_on_loopback_alone_and_ctrl_c_saves(tmp_path: Path, num_ranks: int, loader: str) -> None:
     config = on_ranks(small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run"), num_ranks, 256 // num_ranks)
     (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
     (tmp_path / "tmp").mkdir()
     process = subprocess.Popen(
         [*COMMAND, str(tmp_path / "config.toml"), "--trainer.steps", "100000", "--checkpoint.every", "0",
-         "--launch", launch],
+         "--data.loader", loader],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -3,7 +3,9 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +15,14 @@ from hypothesis import strategies as st
 from bytescale.common.arrays import IntArray
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import DataConfig
-from bytescale.data.loading.corpus import Corpus
-from bytescale.data.loading.loader import LocalFeed, PrefetchedSteps, StepData
+from bytescale.data.loading.corpus import Corpus, prepare_corpus
+from bytescale.data.loading.loader import Feed, PrefetchedSteps, StepData
+from bytescale.data.order.batches import BatchSampler
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 from tests.data.support import memory_corpus, sampler_of, steps_of
 from tests.helpers.plans import random_plan
+from tests.remote.support import count_tokens, numbered_config, planner_for, write_numbered_corpus
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=25)
 
@@ -80,13 +84,27 @@ def test_all_ranks_together_read_the_batch_exactly_once(
         assert sum(label != IGNORE_INDEX for _, label, _ in read[step]) == batch.total_targets
 
 
+@pytest.mark.parametrize("num_ranks", [1, 7, 64])
+def test_planned_ranks_are_given_the_batch_once(tmp_path: Path, num_ranks: int) -> None:
+    """Token ids are places in the file, so tokens are counted by where they come from."""
+    write_numbered_corpus(tmp_path / "numbers")
+    settings = numbered_config(tmp_path)
+    corpus = prepare_corpus(settings)
+    steps = [next(Feed(corpus, settings, rank).steps(planner_for(num_ranks), 1)) for rank in range(num_ranks)]
+    batch = BatchSampler(corpus.index, settings).next_batch()
+    ranges = zip(batch.samples.start.tolist(), batch.lengths.tolist(), strict=True)
+    assert count_tokens([steps]) == Counter(place for start, length in ranges for place in range(start, start + length))
+    labels = sum((own.labels != IGNORE_INDEX).sum() for data in steps for own in data.micro_batches)
+    assert labels == batch.total_targets
+
+
 @given(lengths=LENGTHS, seed=st.integers(0, 100))
 def test_batches_do_not_depend_on_the_ranks(lengths: list[int], seed: int) -> None:
     corpus = memory_corpus(lengths, 12)
     samples = []
     for num_ranks in (1, 3):
         with loader_of(corpus, num_ranks - 1, random_planner(num_ranks, seed), stop_step=3) as loader:
-            samples.append([data.plan.lengths.tolist() for data in loader if data.plan])
+            samples.append([data.plan.lengths.tolist() for data in loader])
     assert samples[0] == samples[1]
 
 
@@ -115,7 +133,7 @@ def test_the_state_is_that_of_the_last_consumed_step() -> None:
             data = next(loader)
         time.sleep(0.05)  # steps 3 and 4 are read ahead by now; they must come again
     settings = {"context_length": 60, "batch_tokens": 60, "shuffle_seed": 7}
-    feed = LocalFeed(corpus, DataConfig(sources=("memory",), **settings), 0)
+    feed = Feed(corpus, DataConfig(sources=("memory",), **settings), 0)
     feed.load_state_dict(data.sampler_state_after)
     resumed = feed.steps(plan_on_one_rank, None)
     for expected in uninterrupted[3:]:

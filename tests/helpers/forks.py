@@ -13,7 +13,7 @@ from typing import Any
 
 import torch._dynamo  # noqa: F401 - every optimizer imports it: here once, not in every forked rank for 0.6 s
 
-from bytescale.common.ports import reserve_port
+from tests.helpers.ports import reserve_port
 
 DIED = (False, "died without an answer")
 

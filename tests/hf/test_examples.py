@@ -131,4 +131,5 @@ def test_grpo_learns_on_four_ranks() -> None:
 
 def test_every_example_is_tested() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"own_loop", "lora", "fsdp", "scoring", "driver", "hf_trainer", "grpo"}
+    in_remote = {"ray_train"}  # tests/remote/test_nodes.py
+    assert names == {"own_loop", "lora", "fsdp", "scoring", "driver", "hf_trainer", "grpo"} | in_remote

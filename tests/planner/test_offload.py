@@ -19,7 +19,7 @@ from bytescale.cost.offload_rule import OffloadRule, hidden_ratio
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan, rounds_plan
-from bytescale.planner.calibrated import CalibratedPlanner, StepCosts
+from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
 
 MODEL = MemoryModel(
@@ -120,11 +120,11 @@ def test_a_straggler_takes_no_room_from_the_longest_sequence() -> None:
     """Equal ranks just hold it by offloading; ranks that differ would hold some tokens less."""
     equal = Cluster.uniform(4, CAPACITY, offload=rule())
     verified = VerifiedPlanner(PlannerConfig(), equal, cost())
-    planner = CalibratedPlanner(verified, Calibrator(first=cost(), num_layers=8), lag=4)
-    costs, longest = StepCosts(cost=cost(), speeds=(1.0, 0.5, 1.0, 1.0)), equal.largest_sequence
-    assert replace(equal, speeds=np.array(costs.speeds)).room < longest
-    assert (planner.plan_with(np.array([longest]), costs).group_weights == 1).all()
-    assert len(set(planner.plan_with(np.array([longest // 2] * 4), costs).group_weights.tolist())) > 1
+    speeds, longest = (1.0, 0.5, 1.0, 1.0), equal.largest_sequence
+    planner = CalibratedPlanner(verified, Calibrator(first=cost(), num_layers=8, first_speeds=speeds), lag=4)
+    assert replace(equal, speeds=np.array(speeds)).room < longest
+    assert (planner.plan_step(np.array([longest]), 0).group_weights == 1).all()
+    assert len(set(planner.plan_step(np.array([longest // 2] * 4), 0).group_weights.tolist())) > 1
 
 
 def test_a_sequence_above_all_unequal_capacity_offloads_what_it_has_to() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ import numpy as np
 
 from bytescale.config import PRESETS, DataConfig, PlannerConfig
 from bytescale.cost import Cluster, Profile
-from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.loading.loader import Feed, LocalFeed, StepData
+from bytescale.data.feed import opened_feed
+from bytescale.data.loading.loader import Feed, Reader, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.data.tokens.indexed import MetadataGatherer
 from bytescale.data.tokens.tokenize import IndexedWriter
@@ -57,20 +57,29 @@ def planner_for(num_ranks: int) -> VerifiedPlanner:
 
 @contextmanager
 def feeds(config: DataConfig, kind: str, num_ranks: int) -> Iterator[list[Feed]]:
-    """All ranks' feeds in this process."""
-    if kind == "local":
-        yield [LocalFeed(prepare_corpus(config), config, rank) for rank in range(num_ranks)]
-        return
-    from bytescale.data.remote.remote_feed import RemoteFeed
-
-    session = f"test-{uuid.uuid4().hex[:8]}"
+    """All ranks' feeds in this process, which has joined Ray if the kind is ``ray``."""
+    told: list[list[Any]] = []
     with ExitStack() as stack:
-        opened: list[Feed] = []
-        for rank in range(num_ranks):
-            feed = RemoteFeed(config, session, rank, num_ranks)
-            stack.callback(feed.close)
-            opened.append(feed)
-        yield opened
+        readers = [reader_of(rank, num_ranks, told) for rank in range(num_ranks)]
+        yield [stack.enter_context(opened_feed(replace(config, loader=kind), reader)) for reader in readers]
+
+
+def reader_of(rank: int, num_ranks: int, told: list[list[Any]]) -> Reader:
+    """A rank that opens its feed after rank 0 has; ``told``: what that one tells the others."""
+    heard = iter(told)
+
+    def tell(items: list[Any]) -> None:
+        if rank == 0:
+            told.append(list(items))
+        else:
+            items[:] = next(heard)
+
+    return Reader(hdp_rank=rank, num_processes=num_ranks, is_first=rank == 0, tell=tell)
+
+
+def servers(feed: Feed) -> list[Any]:
+    """Handles of all servers that a feed reads from."""
+    return feed.corpus.parts.servers
 
 
 def take_steps(

@@ -13,12 +13,19 @@ import ray
 import ray.exceptions
 
 from bytescale.common.errors import ConfigError, DataError, LoaderFailure
-from bytescale.common.ports import reserve_port
 from bytescale.data.remote import ray_cluster
 from bytescale.data.remote.calls import translated, wait_for
-from bytescale.data.remote.remote_feed import RemoteFeed
 from tests.helpers.disk import small_disk
-from tests.remote.support import feeds, kill_minus_9, numbered_config, take_steps, write_numbered_corpus
+from tests.helpers.ports import reserve_port
+from tests.remote.support import (
+    feeds,
+    kill_minus_9,
+    numbered_config,
+    planner_for,
+    servers,
+    take_steps,
+    write_numbered_corpus,
+)
 
 
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +104,24 @@ def test_an_actor_that_does_not_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_joined")
+def test_a_server_that_answers_nothing_is_given_up(tmp_path: Path) -> None:
+    class Silent:
+        def read(self, *_: object) -> None:
+            import time
+
+            time.sleep(60)
+
+    write_numbered_corpus(tmp_path / "numbers")
+    with feeds(numbered_config(tmp_path, answer_seconds=1.0, servers=1), "ray", 1) as (feed,):
+        feed.state_dict()
+        servers(feed)[:] = [ray.remote(Silent).options(num_cpus=0).remote()]
+        message = r"Data server 0 did not answer within 1 s.*raise data.answer_seconds"
+        with feed.open(planner_for(1), 1) as steps, pytest.raises(LoaderFailure, match=message):
+            next(steps)
+        ray.kill(servers(feed)[0])
+
+
+@pytest.mark.usefixtures("ray_joined")
 def test_a_source_that_goes_away_after_the_start(tmp_path: Path) -> None:
     """What was tokenised stays; a ``.bin`` that is mapped survives being unlinked, as the kernel keeps it."""
     write_numbered_corpus(tmp_path / "numbers")
@@ -117,14 +142,14 @@ from pathlib import Path
 import bytescale.data.remote
 from bytescale.common.errors import LoaderFailure
 from bytescale.data.remote.calls import wait_for
-from bytescale.data.remote.remote_feed import RemoteFeed
-from tests.remote.support import numbered_config, write_numbered_corpus
+from tests.remote.support import feeds, numbered_config, servers, write_numbered_corpus
 
 disk, folder = map(Path, sys.argv[1:])
 num_tokens = write_numbered_corpus(folder / "numbers")
 ray.init(address="local", num_cpus=1, object_store_memory=80 * 1024**2, include_dashboard=False, log_to_driver=False,
          logging_level="FATAL", _temp_dir=str(disk), _node_ip_address="127.0.0.1")
-server = RemoteFeed(numbered_config(folder, servers=1), "full", 0, 1).actors[1]
+opened = feeds(numbered_config(folder, servers=1), "ray", 1)
+(server,) = servers(opened.__enter__()[0])
 
 def read(times):
     nothing = np.zeros(times, dtype=np.int64)
@@ -163,10 +188,8 @@ def test_an_object_store_that_is_really_full(tmp_path: Path) -> None:
 def test_a_server_that_restarts_after_its_source_is_gone_names_the_file(tmp_path: Path) -> None:
     write_numbered_corpus(tmp_path / "numbers")
     with feeds(numbered_config(tmp_path, servers=1), "ray", 1) as opened:
-        (first,) = opened
-        assert isinstance(first, RemoteFeed)
         _, state = take_steps(opened, 1)
         (tmp_path / "numbers.bin").unlink()
-        kill_minus_9(first.actors[1])
+        kill_minus_9(servers(opened[0])[0])
         with pytest.raises(DataError, match=r"numbers.bin.*(cannot be read|does not exist|No such file)"):
             take_steps(opened, 1, state=state)

@@ -9,16 +9,23 @@ import pytest
 
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.epoch import epoch_order
-from bytescale.data.remote.remote_feed import RemoteFeed
 from tests.helpers.effort import one_of
-from tests.remote.support import count_tokens, feeds, kill_minus_9, numbered_config, take_steps, write_numbered_corpus
+from tests.remote.support import (
+    count_tokens,
+    feeds,
+    kill_minus_9,
+    numbered_config,
+    servers,
+    take_steps,
+    write_numbered_corpus,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_joined")
 
 
 @pytest.mark.parametrize("num_ranks", one_of(range(1, 9), 3))
 @pytest.mark.parametrize("kind", one_of(["local", "ray"], "local"))
-def test_an_epoch_through_the_death_of_server_planner_and_rank(tmp_path: Path, kind: str, num_ranks: int) -> None:
+def test_an_epoch_through_the_death_of_servers_and_ranks(tmp_path: Path, kind: str, num_ranks: int) -> None:
     """A rank's death ends the attempt in the middle of what it had fetched ahead; the next one has other ranks.
 
     (Here ranks share a process, so that all these cases take seconds; processes of their own are killed in
@@ -30,8 +37,9 @@ def test_an_epoch_through_the_death_of_server_planner_and_rank(tmp_path: Path, k
     for attempt, ranks in enumerate((num_ranks, max(1, num_ranks - 1))):
         with feeds(config, kind, ranks) as opened:
             victims = {}
-            if isinstance(first := opened[0], RemoteFeed):
-                victims = {2: first.actors[1], 3: first.actors[0]} if attempt == 0 else {8: first.actors[2]}
+            if kind == "ray":
+                first, second = servers(opened[0])
+                victims = {2: first, 3: second} if attempt == 0 else {8: first}
 
             def kill_who_is_due(number: int, victims: dict = victims, begun: int = step) -> None:
                 if begun + number in victims:

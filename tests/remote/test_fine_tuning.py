@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from bytescale.config import Config
-from tests.train.runs import interrupt, losses, on_ranks, run, with_trainer
+from tests.train.runs import interrupt, losses, metrics, on_ranks, run, with_trainer
 from tests.train.test_fine_tuning import chat_run, tokens_run
+from tests.train.test_shared_prefixes import pair
 
 
 def weighted_run(tmp_path: Path, name: str, kind: str) -> Config:
@@ -30,3 +31,13 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path, ray_address: str, kin
     interrupt(killed, after_step=2)
     run(with_trainer(on_ranks(killed, 3, 128), resume=True))
     assert losses(tmp_path / "killed") == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.forks_ranks
+def test_prefixes_are_shared_by_rows_that_servers_send(tmp_path: Path, ray_address: str) -> None:
+    apart, shared = pair(tmp_path, 2, loss_per="sequence")
+    data = replace(shared.data, loader="ray", ray_address=ray_address, servers=2)
+    assert run(replace(shared, data=data)) == pytest.approx(run(apart), rel=1e-10)
+    rows, tokens = ([line["num_tokens"] for line in metrics(tmp_path / name)] for name in ("shared", "apart"))
+    assert sum(rows) < 0.7 * sum(tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from bytescale.cli.main import run
 from bytescale.common.errors import CheckpointError, ConfigError, DataError
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.epoch import epoch_order
-from bytescale.data.remote.remote_feed import RemoteFeed
 from tests.data.chats import chat_folder, conversations
 from tests.data.support import write_jsonl
 from tests.helpers.effort import one_of
@@ -24,6 +22,7 @@ from tests.remote.support import (
     kill_minus_9,
     numbered_config,
     pid_of,
+    servers,
     take_steps,
     write_numbered_corpus,
 )
@@ -48,11 +47,7 @@ def test_both_loaders_give_the_same_bytes(tmp_path: Path, num_ranks: int) -> Non
         for ours, theirs in zip(take_steps(remote, 14)[0], take_steps(local, 14)[0], strict=True):
             for mine, other in zip(ours, theirs, strict=True):
                 assert_same_data(mine, other)
-            # The whole plan goes to the first rank alone, bit for bit the local planner's.
-            assert ours[0].plan is not None
-            assert theirs[0].plan is not None
-            assert ours[0].plan.digest() == theirs[0].plan.digest()
-            assert all(data.plan is None for data in ours[1:])
+            assert len({data.plan.digest() for data in ours + theirs}) == 1
 
 
 def test_both_loaders_give_the_same_labels_and_fields(tmp_path: Path) -> None:
@@ -82,7 +77,7 @@ def test_both_loaders_give_the_same_labels_and_fields(tmp_path: Path) -> None:
 
         def kill_a_server(step: int) -> None:
             if step == 3:
-                kill_minus_9(remote[0].actors[1])
+                kill_minus_9(servers(remote[0])[0])
 
         taken = take_steps(remote, 8, before_step=kill_a_server)[0]
         for ours, theirs in zip(taken, take_steps(local, 8)[0], strict=True):
@@ -129,7 +124,6 @@ def test_a_rank_receives_its_own_slices_and_no_more(tmp_path: Path, corpus: int)
                 num_segments = sum(len(micro_batch.segment_samples) for micro_batch in data.micro_batches)
                 # 4 bytes a token; each segment may bring the one token behind it, its last label.
                 assert 4 * num_tokens <= data.times.bytes_read <= 4 * (num_tokens + num_segments)
-                assert data.times.bytes_received > data.times.bytes_read
 
 
 @pytest.mark.exhaustive
@@ -158,13 +152,11 @@ def test_an_epoch_over_4_then_2_then_3_ranks_is_the_corpus_once(
 
 @pytest.mark.exhaustive
 def test_an_epoch_through_kills_is_the_corpus_once(tmp_path: Path, corpus: int) -> None:
-    """kill -9 of every actor at random moments; the data is that of an undisturbed local loader to the last bit."""
+    """kill -9 of every server; the data is that of an undisturbed local loader to the last bit."""
     config = numbered_config(tmp_path, servers=2)
-    dice = random.Random(1)
     with feeds(config, "ray", 3) as opened, feeds(config, "local", 3) as local:
-        first = opened[0]
-        assert isinstance(first, RemoteFeed)
-        victims = {2: first.actors[1], 5: first.actors[0], 6: first.actors[2], 8: dice.choice(first.actors)}
+        first, second = servers(opened[0])
+        victims = {2: first, 5: first, 6: second, 8: first}  # the first has all tokens of such a small pair
 
         def kill_sometimes(step: int) -> None:
             if step in victims:
@@ -187,23 +179,20 @@ def test_a_server_that_dies_while_it_tokenises_starts_again(tmp_path: Path) -> N
     write_jsonl(tmp_path / "b.jsonl", [{"text": f"line {n} " * 300} for n in range(6000)])
     config = numbered_config(tmp_path, sources=(str(tmp_path / "b.jsonl"),), servers=2, batch_tokens=4000)
 
-    def kill_soon() -> None:
-        from bytescale.data.remote.remote_feed import _find
+    with feeds(config, "ray", 1) as (feed,):
 
-        time.sleep(0.3)
-        kill_minus_9(_find("dying-server-0", 30.0))
+        def kill_soon() -> None:
+            time.sleep(0.3)
+            kill_minus_9(servers(feed)[0])
 
-    killer = threading.Thread(target=kill_soon)
-    killer.start()
-    feed = RemoteFeed(config, "dying", 0, 1)
-    try:
+        killer = threading.Thread(target=kill_soon)
+        killer.start()
         feed.state_dict()
         killer.join()
         with feeds(config, "local", 1) as (local,):
+            local.state_dict()
             assert feed.metadata == local.metadata
         assert not list((tmp_path / "cache").rglob("*.tmp"))
-    finally:
-        feed.close()
 
 
 def test_what_servers_find_wrong_reaches_every_rank(tmp_path: Path) -> None:
@@ -236,10 +225,8 @@ def test_closing_ends_the_actors(tmp_path: Path, corpus: int) -> None:
     import ray
 
     with feeds(numbered_config(tmp_path), "ray", 2) as opened:
-        first = opened[0]
-        assert isinstance(first, RemoteFeed)
-        pids = ray.get([pid_of(actor) for actor in first.actors])
+        pids = ray.get([pid_of(server) for server in servers(opened[0])])
         processes = [psutil.Process(pid) for pid in pids]
     _, alive = psutil.wait_procs(processes, timeout=600)
     assert not alive
-    assert np.unique(pids).size == 3
+    assert np.unique(pids).size == 2

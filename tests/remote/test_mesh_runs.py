@@ -14,8 +14,7 @@ from tests.train.runs import losses, on_ranks, run, small_run, write_corpus
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("launch", ["torchrun", "ray"])
-def test_a_mesh_fed_by_ray_has_the_losses_of_one_fed_locally(tmp_path: Path, ray_address: str, launch: str) -> None:
+def test_a_mesh_fed_by_ray_has_the_losses_of_one_fed_locally(tmp_path: Path, ray_address: str) -> None:
     write_corpus(tmp_path / "corpus")
     mesh = {"tp": 2, "pp": 2}
     local = on_ranks(small_run(tmp_path / "corpus", tmp_path / "local", steps=4), 4)
@@ -23,7 +22,7 @@ def test_a_mesh_fed_by_ray_has_the_losses_of_one_fed_locally(tmp_path: Path, ray
     remote = ray_config(tmp_path, tmp_path / "remote")
     remote = replace(remote, parallel=local.parallel, trainer=replace(remote.trainer, steps=4))
     expected = run(local)
-    with started(remote, ray_address, "--launch", launch) as launcher:
+    with started(remote, ray_address) as launcher:
         output, _ = launcher.communicate(timeout=600)
     assert launcher.returncode == 0, output
     assert "2 stages x 1 HDP x 2 TP" in output

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import psutil
 import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from bytescale.config import config_to_toml
+from bytescale.data.feed import opened_feed
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.loading.loader import LocalFeed
+from bytescale.data.loading.loader import Feed
 from bytescale.data.remote.ray_cluster import connect
-from bytescale.data.remote.remote_feed import RemoteFeed
-from tests.remote.support import assert_same_data, count_tokens, numbered_config, planner_for, write_numbered_corpus
-from tests.remote.test_runs import (
-    TOLERANCE,
-    assert_every_token_was_given_once,
-    ray_config,
-    started,
-    steps_done,
-    wait_until,
+from tests.remote.support import (
+    assert_same_data,
+    count_tokens,
+    numbered_config,
+    planner_for,
+    reader_of,
+    servers,
+    write_numbered_corpus,
 )
+from tests.remote.test_runs import assert_every_token_was_given_once, ray_config, steps_done, wait_until
 from tests.train.runs import losses, on_ranks, run, small_run, write_corpus
 
 HOLD_NODES = """
@@ -58,14 +60,6 @@ class TwoNodes:
     holder: subprocess.Popen[str]
     address: str
 
-    def kill_the_second(self) -> None:
-        """kill -9 of its raylet."""
-        assert self.holder.stdin is not None
-        assert self.holder.stdout is not None
-        self.holder.stdin.write("\n")
-        self.holder.stdin.flush()
-        assert self.holder.stdout.readline().strip() == "removed"
-
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[TwoNodes]:
@@ -92,58 +86,75 @@ def node_of(actor: Any) -> str:
 
 
 @pytest.mark.exhaustive
-def test_every_node_has_its_servers_and_ranks_ask_their_own(nodes: TwoNodes, tmp_path: Path) -> None:
-    """Two servers a node; a rank on either node gets what the local loader reads, through the planner of its node."""
+def test_every_node_has_its_servers(nodes: TwoNodes, tmp_path: Path) -> None:
+    """Two servers a node; a rank on either node gets what the local loader reads."""
     write_numbered_corpus(tmp_path / "numbers")
-    config = numbered_config(tmp_path, servers=2)
+    config = numbered_config(tmp_path, servers=2, loader="ray")
+    told: list[list[Any]] = []
     connect(nodes.address)
     try:
-        session = f"nodes-{uuid.uuid4().hex[:8]}"
-        first = RemoteFeed(config, session, 0, 2)
-        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        planner, *others = first.actors
-        assert Counter(map(node_of, others[:4])) == dict.fromkeys(living, 2), "servers"
-        assert Counter(map(node_of, [planner, *others[4:]])) == dict.fromkeys(living, 1), "planners"
-        assert len(living) == 2
+        with opened_feed(config, reader_of(0, 2, told)) as first:
+            living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            assert Counter(map(node_of, servers(first))) == dict.fromkeys(living, 2)
+            assert len(living) == 2
 
-        def second_rank() -> tuple[str, str, list[Any]]:
-            feed = RemoteFeed(config, session, 1, 2)
-            with feed.open(planner_for(2), stop_step=5) as loader:
-                return ray.get_runtime_context().get_node_id(), node_of(feed.planner), list(loader)
+            def second_rank() -> tuple[str, list[Any]]:
+                with (
+                    opened_feed(config, reader_of(1, 2, told)) as feed,
+                    feed.open(planner_for(2), stop_step=5) as loader,
+                ):
+                    return ray.get_runtime_context().get_node_id(), list(loader)
 
-        elsewhere = next(node for node in living if node != ray.get_runtime_context().get_node_id())
-        place = NodeAffinitySchedulingStrategy(elsewhere, soft=False)
-        there = ray.remote(second_rank).options(scheduling_strategy=place, num_cpus=0).remote()
-        with first.open(planner_for(2), stop_step=5) as loader:
-            mine = list(loader)
-        assert node_of(first.planner) == ray.get_runtime_context().get_node_id()
-        node, planner_node, theirs = ray.get(there, timeout=600)
-        assert node == planner_node == elsewhere
+            elsewhere = next(node for node in living if node != ray.get_runtime_context().get_node_id())
+            place = NodeAffinitySchedulingStrategy(elsewhere, soft=False)
+            there = ray.remote(second_rank).options(scheduling_strategy=place, num_cpus=0).remote()
+            with first.open(planner_for(2), stop_step=5) as loader:
+                mine = list(loader)
+            node, theirs = ray.get(there, timeout=600)
+            assert node == elsewhere
         corpus = prepare_corpus(config)
         for rank, remote in ((0, mine), (1, theirs)):
-            with LocalFeed(corpus, config, rank).open(planner_for(2), stop_step=5) as local:
+            with Feed(corpus, config, rank).open(planner_for(2), stop_step=5) as local:
                 for ours, expected in zip(remote, local, strict=True):
                     assert_same_data(ours, expected)
         assert max(count_tokens([[data] for data in mine + theirs]).values()) <= 2  # no epoch is that short
-        first.close()
     finally:
         ray.shutdown()
 
 
 @pytest.mark.exhaustive
-def test_a_run_over_two_nodes_goes_on_with_one_when_the_other_dies(nodes: TwoNodes, tmp_path: Path) -> None:
-    """``--launch ray --elastic``: 3 ranks on 2 nodes; a node dies; 2 ranks have a place and take every token once."""
+@pytest.mark.parametrize("loader", ["local", "ray"])
+def test_ray_train_goes_on_when_a_worker_was_killed(nodes: TwoNodes, tmp_path: Path, loader: str) -> None:
+    """examples/ray_train.py: 3 workers on 2 nodes have the losses of ``bytescale train``, and take every token once."""
     write_corpus(tmp_path / "corpus")
-    undisturbed = run(on_ranks(small_run(tmp_path / "corpus", tmp_path / "whole", steps=24), 3, 128))
     config = ray_config(tmp_path, tmp_path / "run")
-    config = replace(config, parallel=replace(config.parallel, stop_seconds=10.0))
-    with started(config, nodes.address, "--launch", "ray", "--max-restarts", "2", "--elastic") as launcher:
-        wait_until(lambda: steps_done(config) >= 3)
-        nodes.kill_the_second()
-        output, _ = launcher.communicate(timeout=600)
-    assert launcher.returncode == 0, output
-    assert output.count("died (killed, or out of memory)") == 1, output
-    assert "restarting on 2 ranks; 1 restarts are left" in output
-    assert "ranks   2 x cpu" in output
-    np.testing.assert_allclose(losses(tmp_path / "run"), undisturbed, rtol=TOLERANCE)
+    config = replace(config, data=replace(config.data, loader=loader))
+    path = tmp_path / "run.toml"
+    path.write_text(config_to_toml(config), encoding="utf-8")
+    started = subprocess.Popen(
+        [
+            sys.executable,
+            str(Path(__file__).parents[2] / "examples" / "ray_train.py"),
+            str(path),
+            "--max-restarts",
+            "1",
+        ],
+        env={**os.environ, "RAY_ADDRESS": nodes.address, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_until(lambda: steps_done(config) >= 3 or started.poll() is not None)
+        processes = psutil.Process(nodes.holder.pid).children(recursive=True)
+        workers = [process for process in processes if "ray::RayTrainWorker" in " ".join(process.cmdline())]
+        assert len(workers) == 3, started.communicate()[0] if started.poll() is not None else workers
+        workers[0].kill()
+        output, _ = started.communicate(timeout=600)
+    finally:
+        started.kill()
+    assert started.returncode == 0, output
+    whole = on_ranks(small_run(tmp_path / "corpus", tmp_path / "whole", steps=config.trainer.steps), 3, 128)
+    assert losses(tmp_path / "run") == pytest.approx(run(whole), rel=1e-6)
+    assert "resuming after step" in (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
     assert_every_token_was_given_once(config, config.trainer.steps)

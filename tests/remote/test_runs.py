@@ -23,7 +23,7 @@ from bytescale.config import Config, config_to_toml
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.record import check_record
 from tests.train.record import times_expected, times_given
-from tests.train.runs import losses, on_ranks, run, small_run, with_trainer, write_corpus
+from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
 
 COMMAND = [sys.executable, "-m", "bytescale", "train"]
 STEPS = 24
@@ -84,15 +84,6 @@ def steps_done(config: Config) -> int:
     return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
 
 
-def actors(name: str) -> list[psutil.Process]:
-    """Processes of our own user that Ray has named after an actor's class."""
-    return [process for process in psutil.process_iter(["cmdline"]) if _title(process).startswith(f"ray::{name}")]
-
-
-def _title(process: psutil.Process) -> str:
-    return " ".join(process.info["cmdline"] or [])
-
-
 def assert_every_token_was_given_once(config: Config, steps: int) -> None:
     """By the run's own record: every (document, token) of these steps, as often as the seed says."""
     corpus = prepare_corpus(config.data)
@@ -118,26 +109,3 @@ def test_sigterm_saves_and_another_loader_goes_on(
     assert saved.name == f"step-{steps_done(config):06d}"
     local = replace(with_trainer(config, resume=True), data=replace(config.data, loader="local"))
     np.testing.assert_allclose(run(on_ranks(local, 2, 128)), undisturbed, rtol=TOLERANCE)
-
-
-@pytest.mark.exhaustive
-def test_ranks_that_ray_starts_survive_a_kill_and_hear_sigterm(
-    folder: Path, tmp_path: Path, ray_address: str, undisturbed: list[float]
-) -> None:
-    """``--launch ray``: one message for the rank that died, a run that goes on, a checkpoint when it is to stop."""
-    config = ray_config(folder, tmp_path / "run")
-    with started(config, ray_address, "--launch", "ray", "--max-restarts", "1") as launcher:
-        wait_until(lambda: steps_done(config) >= 2)
-        before = steps_done(config)
-        actors("RankActor")[0].kill()
-        wait_until(lambda: steps_done(config) >= before + 3)
-        launcher.send_signal(signal.SIGTERM)
-        output, _ = launcher.communicate(timeout=600)
-    assert launcher.returncode == 128 + signal.SIGTERM, output
-    assert output.count("died (killed, or out of memory)") == 1
-    assert "restarting on 3 ranks; 0 restarts are left" in output
-    done = losses(tmp_path / "run")
-    assert max(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == f"step-{len(done):06d}"
-    np.testing.assert_allclose(done, undisturbed[: len(done)], rtol=TOLERANCE)
-    assert_every_token_was_given_once(config, len(done))
-    wait_until(lambda: not actors("RankActor") and not actors("PlannerActor"))

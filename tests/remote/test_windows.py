@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,18 @@ from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import plan_shards, prepare_corpus
 from bytescale.data.loading.loader import StepData
 from bytescale.data.order.epoch import SampleStream
-from bytescale.data.remote.remote_feed import RemoteFeed
 from bytescale.data.tokens import shards
 from tests.data.support import write_jsonl
-from tests.remote.support import assert_same_data, feeds, kill_minus_9, numbered_config, pid_of, take_steps
+from tests.remote.support import (
+    assert_same_data,
+    feeds,
+    kill_minus_9,
+    numbered_config,
+    pid_of,
+    planner_for,
+    servers,
+    take_steps,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_joined")
 
@@ -56,9 +64,7 @@ def samples_of(steps: list[list[StepData]]) -> list[int]:
 
 @pytest.mark.exhaustive
 def test_training_starts_when_the_first_window_is_tokenised(tmp_path: Path, config: DataConfig) -> None:
-    said: list[str] = []
-    feed = RemoteFeed(config, "windows", 0, 1, say=said.append)
-    try:
+    with feeds(config, "ray", 1) as (feed,):
         assert num_tokenised(tmp_path) == 0
         assert feed.metadata.vocab_size == 257
         state = feed.state_dict()
@@ -73,26 +79,22 @@ def test_training_starts_when_the_first_window_is_tokenised(tmp_path: Path, conf
         assert state["epoch"] == 1
         assert feed.metadata == prepare_corpus(config).metadata
         assert num_tokenised(tmp_path) == NUM_SHARDS
-    finally:
-        feed.close()
 
 
 @pytest.mark.exhaustive
 def test_an_epoch_of_windows_through_kills_and_over_other_ranks(tmp_path: Path, config: DataConfig) -> None:
-    """3 ranks with two servers, then 2 ranks with one, each through kill -9 of all actors: the local loader's data."""
+    """3 ranks with two servers, then 2 ranks with one, each through kill -9 of all servers: the local loader's data."""
     dice = random.Random(5)
     state, taken = None, []
-    for num_ranks, servers, num_steps in ((3, 2, 40), (2, 1, 45)):
+    for num_ranks, num_servers, num_steps in ((3, 2, 40), (2, 1, 45)):
         settings = numbered_config(
             tmp_path,
             **{name: getattr(config, name) for name in ("sources", "shuffle_window_mib")},
             batch_tokens=config.batch_tokens,
-            servers=servers,
+            servers=num_servers,
         )
         with feeds(settings, "ray", num_ranks) as opened:
-            first = opened[0]
-            assert isinstance(first, RemoteFeed)
-            victims = dict(zip(dice.sample(range(num_steps), 4), first.actors * 2, strict=False))
+            victims = dict(zip(dice.sample(range(num_steps), 4), servers(opened[0]) * 4, strict=False))
 
             def kill_sometimes(step: int, victims: dict = victims) -> None:
                 if step in victims:
@@ -151,18 +153,18 @@ def test_a_step_may_wait_for_its_text_for_longer_than_an_answer_may_take(
 
     def let_go_late() -> None:
         """Once the run has said that it waits, let it wait for longer than an answer may take."""
-        while "waits for data servers to tokenise" not in caplog.text:
+        while "waiting for servers to tokenise" not in caplog.text:
             time.sleep(0.1)
         time.sleep(hurried.answer_seconds + 1.0)
         go_on.touch()
 
     with feeds(hurried, "ray", 1) as (feed,):
-        for server in feed.actors[1:3]:
+        for server in servers(feed):
             ray.get(server.__ray_call__.remote(hold_back, {names[part] for part in second}, go_on))
         threading.Thread(target=let_go_late, daemon=True).start()
         steps, _ = take_steps([feed], steps_of_first + 4)
     assert max(ranks[0].times.wait_seconds for ranks in steps) > hurried.answer_seconds
-    assert "waits for data servers to tokenise" in caplog.text
+    assert "waiting for servers to tokenise" in caplog.text
 
 
 def hold_back(server: Any, names: set[str], until: Path) -> None:
@@ -192,7 +194,7 @@ def test_a_file_that_is_broken_ends_the_run_on_all_ranks_when_its_window_comes(
         path.write_bytes(b"#" + whole[path][1:])
     with feeds(config, "ray", 3) as opened:
         state = opened[0].state_dict()
-        ray.get([pid_of(server) for server in opened[0].actors[1:3]])
+        ray.get([pid_of(server) for server in servers(opened[0])])
         time.sleep(3.0)  # they have failed by now
         passing.write_bytes(whole[passing])
         while state["window"] == 0:
@@ -200,8 +202,12 @@ def test_a_file_that_is_broken_ends_the_run_on_all_ranks_when_its_window_comes(
         with pytest.raises(DataError, match=rf"{lasting.name}:1 is not JSON"):
             take_steps(opened, 60, state=state)
         for feed in opened[1:]:
-            with pytest.raises(DataError, match=rf"{lasting.name}:1 is not JSON"):
-                take_steps([feed], 60, state=state)
+            feed.load_state_dict(state)
+            with (
+                feed.open(planner_for(3), None) as steps,
+                pytest.raises(DataError, match=rf"{lasting.name}:1 is not JSON"),
+            ):
+                deque(steps)
 
 
 @pytest.mark.exhaustive

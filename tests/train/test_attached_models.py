@@ -24,7 +24,7 @@ from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import Config, MemoryConfig, ModelConfig, config_to_toml, resolve_model, validate
 from bytescale.cost.assumed import assumed_cost
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.loading.loader import LocalFeed
+from bytescale.data.loading.loader import Feed
 from bytescale.hf.costs.live_bytes import LiveBytes
 from bytescale.hf.costs.measure import DOCUMENT_TOKENS
 from bytescale.hf.files.folder import load_model
@@ -65,7 +65,7 @@ def run_from(folder: Path, corpus: Path, run_dir: Path, num_ranks: int, **traine
 
 def global_batches(config: Config) -> Iterator[list[dict[str, torch.Tensor]]]:
     """The documents of every step, in the trainer's order."""
-    feed = LocalFeed(prepare_corpus(config.data), config.data, 0)
+    feed = Feed(prepare_corpus(config.data), config.data, 0)
     planner = bytescale.make_planner(num_ranks=1, capacity_tokens=256)
     with feed.open(planner, config.trainer.steps) as loader:
         for data in loader:
@@ -75,7 +75,7 @@ def global_batches(config: Config) -> Iterator[list[dict[str, torch.Tensor]]]:
                 tokens, labels = (torch.as_tensor(a).split(lengths) for a in (micro.tokens, micro.labels))
                 documents += [{"tokens": a, "labels": b} for a, b in zip(tokens, labels, strict=True)]
             yield documents
-    feed.close()
+    feed.corpus.close()
 
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,6 @@ STEP = StepMetrics(
     data_wait_seconds=0.014,
     planning_seconds=0.05,
     data_bytes_read=[9000] * 4,
-    data_bytes_received=[0] * 4,
     data_steps_ready=2,
     data_restarts=0,
     attention_bytes_sent=1000,

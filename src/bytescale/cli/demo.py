@@ -17,7 +17,7 @@ from bytescale.cli.costs import corpus_batches
 from bytescale.cli.train import TrainOptions, read_options, start_training
 from bytescale.common.arrays import IntArray
 from bytescale.common.environment import ranks_of_torchrun
-from bytescale.common.errors import BytescaleError, ConfigError
+from bytescale.common.errors import BytescaleError
 from bytescale.common.units import format_count, format_seconds
 from bytescale.config import Config, ModelConfig, PlannerConfig, PlannerName, resolve_architecture
 from bytescale.config.load import DEMO_CONFIG
@@ -50,8 +50,6 @@ class DemoOptions(TrainOptions):
 
 def run(arguments: Sequence[str]) -> int:
     options = read_options(arguments, DemoOptions, DEMO_CONFIG)
-    if options.launch != "torchrun":
-        raise ConfigError("the demo's ranks are processes of one machine", fix="leave out --launch")
     start_training(options)
     if options.dry_run or ranks_of_torchrun() is not None:
         return 0

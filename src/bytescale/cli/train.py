@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from bytescale.cli.options import Settings, leading_path, read
 from bytescale.common.environment import ranks_of_torchrun, use_expandable_segments
@@ -48,12 +48,10 @@ class TrainOptions:
     model replaces the [model] section, and data.tokenizer = auto is their tokenizer."""
     dry_run: bool = False
     """Check everything, prepare the data, plan the first batch and print what would run, but start nothing."""
-    launch: Literal["torchrun", "ray"] = "torchrun"
-    """What starts the ranks. torchrun: on this machine. ray: wherever the Ray cluster of RAY_ADDRESS has room."""
     max_restarts: int = 0
     """How many times a run is started again from its last checkpoint after a rank has died."""
     elastic: bool = False
-    """Restart on the ranks that still have a place: a GPU that is left, or a place in the Ray cluster."""
+    """Restart on the ranks that still have a place: as many as GPUs are left."""
     config: Settings
     """All settings."""
 
@@ -215,6 +213,7 @@ def prepare_and_start(options: TrainOptions) -> None:
     Whatever can fail without ranks fails here, before any rank is started.
     """
     from bytescale.train.launch.supervise import supervise
+    from bytescale.train.launch.torchrun import ranks_there
     from bytescale.train.parts.budget import check_room
     from bytescale.train.parts.devices import fit_to_gpus
     from bytescale.train.parts.rank_model import check_host_room
@@ -222,17 +221,15 @@ def prepare_and_start(options: TrainOptions) -> None:
     from bytescale.train.run_folder import check_is_new
 
     check_trackers(options.config.log)
-    # Ray has the GPUs of all its nodes. Those of this machine say nothing about them.
-    config = fit_to_gpus(options.config) if options.launch == "torchrun" else options.config
-    if options.launch == "torchrun":
-        check_room(config.parallel.ranks)
-        check_host_room(config)
+    config = fit_to_gpus(options.config)
+    check_room(config.parallel.ranks)
+    check_host_room(config)
     if not config.trainer.resume:
         check_is_new(Path(config.trainer.run_dir))
     _check_initial_weights(config)
     _prepare_data(config)
-    with _ray_if_needed(config, options.launch):
-        if config.parallel.ranks == 1 and not options.max_restarts and options.launch == "torchrun":
+    with _ray_if_needed(config):
+        if config.parallel.ranks == 1 and not options.max_restarts:
             from bytescale.train.loop.trainer import train
             from bytescale.train.stop import StopRequest
 
@@ -243,17 +240,11 @@ def prepare_and_start(options: TrainOptions) -> None:
                 print(f"stopped by {asked.signal.name}; continue with: {again}")
                 raise SystemExit(128 + asked.signal)
             return
-        if options.launch == "torchrun":
-            from bytescale.train.launch.torchrun import ranks_there
-
-            start: Callable[[Config], None] = partial(_start_ranks, command=options.command)
-        else:
-            from bytescale.train.launch.on_ray import launch_on_ray, ranks_there
-
-            print(f"starting {config.parallel.ranks} ranks on Ray ...", flush=True)
-            start = launch_on_ray
         supervise(
-            config, start, max_restarts=options.max_restarts, ranks_there=ranks_there if options.elastic else None
+            config,
+            partial(_start_ranks, command=options.command),
+            max_restarts=options.max_restarts,
+            ranks_there=ranks_there if options.elastic else None,
         )
 
 
@@ -298,9 +289,9 @@ def _with_steps_of_epochs(config: Config) -> Config:
 
 
 @contextmanager
-def _ray_if_needed(config: Config, launch: str) -> Iterator[None]:
-    """Provide a Ray cluster for servers and ranks while the ranks run, if the config or the launcher needs one."""
-    if launch == "torchrun" and (config.data.loader == "local" or config.parallel.ranks == 1):
+def _ray_if_needed(config: Config) -> Iterator[None]:
+    """Provide a Ray cluster for servers while the ranks run, if the config needs one."""
+    if config.data.loader == "local" or config.parallel.ranks == 1:
         yield
         return
     from bytescale.data.remote.ray_cluster import ray_cluster

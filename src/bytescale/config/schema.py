@@ -141,17 +141,17 @@ class DataConfig(CorpusConfig):
     """Global batches that are read and planned ahead of the step that runs."""
     share_prefixes: bool = False
     """Compute what several sequences of a batch begin with once, where that saves time, with the same gradients. Every
-    rank reads whole batches. Needs the local loader and tp = pp = 1; cost.calibrate has no effect."""
+    rank reads whole batches; cost.calibrate has no effect."""
     record: bool = False
     """Write down what every rank is given in every step (data/ in the run folder), for `bytescale data audit`."""
     loader: Literal["local", "ray"] = "local"
-    """local: every rank plans and reads for itself; ray: servers read, every node plans, ranks fetch their slices."""
+    """local: every rank reads its slices for itself; ray: servers tokenise, and ranks fetch their slices from them."""
     servers: int = field(default=2, metadata=limits(least=1))
     """ray only. Server actors per node."""
     ray_address: str = ""
     """ray only. host:port of a running Ray; empty: RAY_ADDRESS, and without it a Ray of its own on this machine."""
     answer_seconds: float = field(default=120.0, metadata=limits(above=0))
-    """ray only. A planner or server that takes longer to answer, including restarts, makes the run stop."""
+    """ray only. A server that takes longer to send tokens, including restarts, makes the run stop."""
 
 
 @dataclass(slots=True, kw_only=True)

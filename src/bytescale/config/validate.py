@@ -259,11 +259,10 @@ def _check_weights(data: DataConfig) -> None:
 
 def _check_prefixes(config: Config, shape: Architecture | AttachedArchitecture) -> None:
     balance = getattr(shape, "router_aux_loss_weight", 0.0)
-    if config.data.share_prefixes and (config.data.loader == "ray" or balance > 0):
-        raise ConfigError(f'data.share_prefixes is true, with data.loader = "{config.data.loader}" and '
-                          f"model.router_aux_loss_weight = {balance}",
-                          so="rows are shared by ranks that read whole batches, and add up losses",
-                          fix="use the local loader and a weight of 0, or leave it out")  # fmt: skip
+    if config.data.share_prefixes and balance > 0:
+        raise ConfigError(f"data.share_prefixes is true, with model.router_aux_loss_weight = {balance}",
+                          so="rows are shared, and a balance loss would count each of them once",
+                          fix="set the weight to 0, or leave data.share_prefixes out")  # fmt: skip
 
 
 def check_experts(experts: str, shard: str) -> None:

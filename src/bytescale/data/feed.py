@@ -1,55 +1,53 @@
-"""Opens the loader that ``data.loader`` names: this process reads, or the servers of the remote loader do."""
+"""Opens the feed of a process. ``data.loader`` says who reads: this process, or the servers of the remote loader."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from bytescale.common.units import format_bytes
 from bytescale.config.schema import DataConfig
-from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.loading.loader import Feed, LocalFeed, Reader
-from bytescale.data.tokens.progress import Progress, ProgressCallback
+from bytescale.data.loading.corpus import Corpus, prepare_corpus
+from bytescale.data.loading.loader import Feed, Reader
+from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
+
+logger = logging.getLogger(__name__)
 
 _SAY_SECONDS = 5.0
 
 
 @contextmanager
 def opened_feed(
-    data: DataConfig,
-    reader: Reader,
-    say: Callable[[str], None] = lambda line: None,
-    *,
-    local: type[LocalFeed] = LocalFeed,
+    data: DataConfig, reader: Reader, say: Callable[[str], None] = logger.warning, *, kind: type[Feed] = Feed
 ) -> Iterator[Feed]:
     """Open the feed of one process for the time of the block. Every process calls it.
 
-    The first process to arrive makes the corpus. ``say`` is called with lines for people while somebody has to wait.
-    ``local``: what reads in this process.
+    ``say`` is called with lines for people while somebody has to wait for tokens, in the first process alone.
 
     Raises ``ConfigError`` or ``DataError`` as ``prepare_corpus``, and if Ray is missing or does not answer.
     """
+    progress = said_now_and_then(say) if reader.is_first else ignore_progress
+    with _opened_corpus(data, reader, progress) as corpus:
+        yield kind(corpus, data, reader.hdp_rank)
+
+
+@contextmanager
+def _opened_corpus(data: DataConfig, reader: Reader, progress: ProgressCallback) -> Iterator[Corpus]:
     if data.loader == "local":
-        corpus = prepare_corpus(data, said_now_and_then(say), text_later=True, ahead=True)
-        feed: Feed = local(corpus, data, reader.hdp_rank)
-        try:
-            yield feed
-        finally:
-            feed.close()
+        with closing(prepare_corpus(data, progress, text_later=True, ahead=True)) as corpus:
+            yield corpus
         return
     from bytescale.data.remote.ray_cluster import check_installed, joined_ray
 
     check_installed()
     with joined_ray(data.ray_address, reader) as session:
-        from bytescale.data.remote.remote_feed import RemoteFeed
+        from bytescale.data.remote.served_corpus import served_corpus  # imports Ray, which reads its token once
 
-        feed = RemoteFeed(data, session, reader.hdp_rank, reader.num_processes, is_owner=reader.is_first, say=say)
-        try:
-            yield feed
-        finally:
-            feed.close()
+        with served_corpus(data, session, reader, progress) as corpus:
+            yield corpus
 
 
 def said_now_and_then(say: Callable[[str], None]) -> ProgressCallback:

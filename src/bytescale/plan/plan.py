@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -189,27 +189,8 @@ Planner = Callable[[IntArray], Plan]
 class StepPlanner(Protocol):
     """A planner whose costs depend on the step. Steps are counted from 0."""
 
-    def knows(self, step: int) -> bool:
-        """Whether the costs of a step are known yet."""
-
-    def costs_of(self, step: int) -> Any:
-        """What the plan of a step depends on, besides its lengths. It can be compared and sent to another process.
-
-        Raises ``LoaderFailure`` if it is not known yet.
-        """
-
-    def plan_with(self, lengths: IntArray, costs: Any) -> Plan:
-        """Make a plan with what ``costs_of`` has told."""
-
-
-def costs_of_step(planner: Planner | StepPlanner, step: int) -> Any:
-    """What ``plan_with_costs`` needs to plan this step. None for a planner that knows nothing of steps."""
-    return planner.costs_of(step) if isinstance(planner, StepPlanner) else None
-
-
-def plan_with_costs(planner: Planner | StepPlanner, lengths: IntArray, costs: Any) -> Plan:
-    """The plan that ``planner`` makes with the result of ``costs_of_step``."""
-    return planner.plan_with(lengths, costs) if isinstance(planner, StepPlanner) else planner(lengths)
+    def plan_step(self, lengths: IntArray, step: int) -> Plan:
+        """Make the plan of a step. Raises ``LoaderFailure`` if its costs are not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

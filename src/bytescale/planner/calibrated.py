@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import LoaderFailure
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost import Cluster
 from bytescale.cost.calibration import Calibrator, State
 from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
@@ -19,21 +18,9 @@ KEPT_LAGS = 3
 """States are kept for so many times the lag."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepCosts:
-    """What the plan of a step depends on, besides its lengths."""
-
-    cost: CostModel
-    speeds: tuple[float, ...] = ()
-    """Of all ranks; empty: they are equal."""
-
-
 @dataclass
 class CalibratedPlanner:
-    """Plans step k with the state after step ``k - lag``. Every rank plans alike.
-
-    Under the remote loader, the ranks send ``costs_of`` a step to the planner actor; ``plan_with`` needs no state.
-    """
+    """Plans step k with the state after step ``k - lag``. Every rank plans alike."""
 
     planner: VerifiedPlanner
     """With the first cost model, and with ranks of equal speed."""
@@ -49,30 +36,19 @@ class CalibratedPlanner:
         """Plan a batch with the costs without calibration. Raises as ``VerifiedPlanner``."""
         return self.planner(lengths)
 
-    def costs_of(self, step: int) -> StepCosts:
-        """The costs of a step. Raises ``LoaderFailure`` if they are not known."""
-        if not self.knows(step):
+    def plan_step(self, lengths: IntArray, step: int) -> Plan:
+        """Plan a batch with the costs of its step. Raises ``LoaderFailure`` if they are not known."""
+        wanted = step - self.lag
+        if wanted >= self.first and wanted not in self.states:
             raise LoaderFailure(
-                f"step {step + 1} was to be planned before step {step - self.lag + 1} had ended",
+                f"step {step + 1} was to be planned before step {wanted + 1} had ended",
                 so="its costs are not known, and ranks would plan differently",
                 fix="report this, and train with cost.calibrate = false",
             )
-        found = self.with_state(self.states.get(step - self.lag, State()))
-        speeds = () if found.cluster is self.planner.cluster else tuple(found.cluster.speeds.tolist())
-        return StepCosts(cost=found.cost, speeds=speeds)
-
-    def plan_with(self, lengths: IntArray, costs: StepCosts) -> Plan:
-        """Plan a batch with the costs of its step. Raises as ``VerifiedPlanner``."""
-        cluster = self.planner.cluster
-        if costs.speeds:
-            differing = replace(cluster, speeds=np.array(costs.speeds))
-            # Ranks that differ and offload hold some tokens less, because their slices are rounded up.
-            cluster = differing if int(lengths.max()) <= differing.room else cluster
-        return replace(self.planner, cost=costs.cost, cluster=cluster)(lengths)
-
-    def knows(self, step: int) -> bool:
-        wanted = step - self.lag
-        return wanted < self.first or wanted in self.states
+        planner = self.with_state(self.states.get(wanted, State()))
+        # Ranks that differ and offload hold some tokens less, because their slices are rounded up.
+        fits = int(lengths.max()) <= planner.cluster.room
+        return planner(lengths) if fits else replace(planner, cluster=self.planner.cluster)(lengths)
 
     def with_state(self, state: State) -> VerifiedPlanner:
         """The planner with the costs and speeds of ``state``."""

@@ -23,7 +23,7 @@ from bytescale.data.order.index import CorpusIndex, CorpusMetadata, PartContent
 from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.tokens.bpe import cached_bpe
 from bytescale.data.tokens.fields import WEIGHTS
-from bytescale.data.tokens.open_parts import OpenParts, Slice
+from bytescale.data.tokens.open_parts import OpenParts, PartReader, Slice
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.samples import Samples
 from bytescale.data.tokens.shards import Shard, ShardReader
@@ -34,17 +34,17 @@ from bytescale.storage.retry import with_retries
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Memory-mapped tokens, and the samples that they are cut into."""
+    """The tokens of a corpus, and the samples that they are cut into."""
 
-    parts: OpenParts
-    """Tokens and fields of each shard of text, then of each ``.bin`` source; memory-mapped, 1-D."""
+    parts: PartReader
+    """Tokens and fields of each shard of text, then of each ``.bin`` source."""
     index: CorpusIndex
     further_fields: tuple[str, ...] = ()
     """Fields that every part has: those of ``data.fields``."""
     tokenizer: Tokenizer | None
     """None when all sources are ``.bin`` and no tokenizer.json is set."""
     close: Callable[[], None] = lambda: None
-    """Ends the thread that tokenises in the background."""
+    """Ends the thread that tokenises in the background, or the servers that this process has started."""
 
     @property
     def metadata(self) -> CorpusMetadata:

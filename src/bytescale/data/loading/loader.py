@@ -1,21 +1,20 @@
-"""Steps of one rank, made some steps ahead of training, and the loader that reads all of them in this process."""
+"""The feed of one rank: it draws and plans every step, some steps ahead of training, and reads the rank's slices."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from bytescale.config.schema import DataConfig, LossPer
+from bytescale.config.schema import DataConfig
 from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus
 from bytescale.data.order.batches import BatchSampler, GlobalBatch, SamplerState
 from bytescale.data.order.index import CorpusMetadata
-from bytescale.plan.plan import Plan, Planner, costs_of_step, plan_with_costs
+from bytescale.plan.plan import Plan, Planner, StepPlanner
 from bytescale.plan.rank_plan import RankPlan
 from bytescale.plan.summary import PlanSummary
 
@@ -29,12 +28,10 @@ class LoaderTimes:
     """How long training waited for the step."""
     bytes_read: int = 0
     """Bytes of the corpus that were read for this rank's slices."""
-    bytes_received: int = 0
-    """Bytes that this rank received from planner and servers; 0 under the local loader."""
     steps_ready: int = 0
     """Finished steps that were waiting when training asked for this one."""
     restarts: int = 0
-    """Restarts of servers and planners that this rank has noticed so far."""
+    """Restarts of servers that this rank has noticed so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +44,7 @@ class StepData:
     loss_divisor: float
     """What the sum of weighted losses of the GLOBAL batch is divided by (``data.loss_per``)."""
     summary: PlanSummary
-    plan: Plan | None
-    """The whole plan, or None if this rank has only its part. Under the remote loader only the first rank has it."""
+    plan: Plan
     rank_plan: RankPlan
     micro_batches: tuple[MicroBatchData, ...]
     """One per micro-batch of ``rank_plan``. A rank may have none."""
@@ -68,55 +64,6 @@ class Reader:
     """Whether this process starts the servers of the remote loader."""
     tell: Callable[[list[Any]], None]
     """Replaces the items of a list by those of the first process. Every process calls it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedStep:
-    """A global batch with its plan, of which every rank gets its part."""
-
-    batch: GlobalBatch
-    plan: Plan
-    digest: int
-    summary: PlanSummary
-    loss_per: LossPer
-    state_after: SamplerState
-    planning_seconds: float
-
-    @staticmethod
-    def draw(sampler: BatchSampler, planner: Planner, costs: Any, loss_per: LossPer) -> PlannedStep:
-        """Draw the next batch and plan it with ``costs_of_step``."""
-        batch = sampler.next_batch()
-        started = time.perf_counter()
-        return PlannedStep.of(batch, plan_with_costs(planner, batch.lengths, costs), sampler, loss_per, started)
-
-    @staticmethod
-    def of(batch: GlobalBatch, plan: Plan, sampler: BatchSampler, loss_per: LossPer, started: float) -> PlannedStep:
-        """The plan of a batch that ``sampler`` has drawn; ``started``: by ``time.perf_counter``, to plan."""
-        return PlannedStep(
-            batch=batch,
-            plan=plan,
-            digest=plan.digest(),
-            summary=PlanSummary.of(plan),
-            loss_per=loss_per,
-            state_after=sampler.state_dict(),
-            planning_seconds=time.perf_counter() - started,
-        )
-
-    def part_of(self, rank: int) -> tuple[StepData, Segments]:
-        """Return what ``rank`` needs of the step, without its tokens, and where these lie in the corpus."""
-        rank_plan = RankPlan.of(self.plan, rank, digest=self.digest)
-        data = StepData(
-            step=self.batch.step,
-            num_targets=self.batch.total_targets,
-            loss_divisor=self.batch.scaling(self.loss_per).divisor,
-            summary=self.summary,
-            plan=self.plan,
-            rank_plan=rank_plan,
-            micro_batches=(),
-            sampler_state_after=self.state_after,
-            times=LoaderTimes(planning_seconds=self.planning_seconds),
-        )
-        return data, Segments.of(self.batch, rank_plan, self.loss_per)
 
 
 class PrefetchedSteps(Iterator[StepData]):
@@ -157,76 +104,73 @@ class PrefetchedSteps(Iterator[StepData]):
         self.close()
 
 
-class Feed(ABC):
-    """A corpus and a position in its order, from which steps can be loaded. The trainer knows no more of the data."""
+class Feed:
+    """A corpus and a position in its order, from which steps can be loaded. The trainer knows no more of the data.
+
+    Every rank draws and plans the same batches, and reads its own slices.
+    """
 
     record: Callable[[], Callable[[StepData], None] | None] | None = None
     """Called by ``open``: makes the function that writes down every step before it is handed out."""
 
-    def __init__(self, prefetch_steps: int) -> None:
-        self._prefetch_steps = prefetch_steps
+    def __init__(self, corpus: Corpus, config: DataConfig, rank: int) -> None:
+        self.corpus = corpus
+        self._config = config
+        self._rank = rank
+        self._sampler: BatchSampler | None = None  # made when it is first needed
 
     @property
-    @abstractmethod
     def metadata(self) -> CorpusMetadata:
         """Summary of the parts of the corpus that have been read so far."""
+        return self.corpus.metadata
 
-    @abstractmethod
     def state_dict(self) -> SamplerState:
-        """Return where the first step of ``open`` starts."""
+        """Return where the next step starts."""
+        return self._started().state_dict()
 
-    @abstractmethod
     def load_state_dict(self, state: SamplerState) -> None:
         """Go to ``state``, of whichever loader. Raises ``CheckpointError`` when it belongs to other data."""
-
-    @abstractmethod
-    def steps(self, planner: Planner, stop_step: int | None) -> Iterator[StepData]:
-        """Yield steps from the current position on, up to the one before ``stop_step``; None: without an end."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the threads or actors that the feed started."""
+        self._sampler = BatchSampler(self.corpus.index, self._config, state)
 
     def open(self, planner: Planner, stop_step: int | None) -> PrefetchedSteps:
         """Load the ``steps`` in a thread, ahead of training. Raises as ``load_state_dict``."""
         self.state_dict()  # what the first step needs is read now
         write = None if self.record is None else self.record()
-        return PrefetchedSteps(self.steps(planner, stop_step), self._prefetch_steps, write)
-
-
-class LocalFeed(Feed):
-    """Reads the corpus in this process. Every rank draws and plans the same batches, and reads its own slices."""
-
-    def __init__(self, corpus: Corpus, config: DataConfig, rank: int) -> None:
-        super().__init__(config.prefetch_steps)
-        self._corpus = corpus
-        self._config = config
-        self._sampler: BatchSampler | None = None  # made when it is first needed
-        self._rank = rank
-
-    @property
-    def metadata(self) -> CorpusMetadata:
-        return self._corpus.metadata
-
-    def state_dict(self) -> SamplerState:
-        return self._started().state_dict()
-
-    def load_state_dict(self, state: SamplerState) -> None:
-        self._sampler = BatchSampler(self._corpus.index, self._config, state)
+        return PrefetchedSteps(self.steps(planner, stop_step), self._config.prefetch_steps, write)
 
     def steps(self, planner: Planner, stop_step: int | None) -> Iterator[StepData]:
-        sampler, token_bytes = self._started(), self._corpus.index.token_bytes
+        """Yield steps from the current position on, up to the one before ``stop_step``; None: without an end."""
+        sampler = self._started()
         while stop_step is None or sampler.next_step < stop_step:
-            costs = costs_of_step(planner, sampler.next_step)
-            planned = PlannedStep.draw(sampler, planner, costs, self._config.loss_per)
-            data, segments = planned.part_of(self._rank)
-            micro_batches = self._corpus.micro_batches(data.rank_plan, segments)
-            times = replace(data.times, bytes_read=int(segments.counts.sum()) * token_bytes)
-            yield replace(data, micro_batches=micro_batches, times=times)
+            batch, started = sampler.next_batch(), time.perf_counter()
+            if isinstance(planner, StepPlanner):
+                plan = planner.plan_step(batch.lengths, batch.step)
+            else:
+                plan = planner(batch.lengths)
+            yield self._with_tokens(batch, self._part_of(batch, plan, started))
 
     def _started(self) -> BatchSampler:
-        self._sampler = self._sampler or BatchSampler(self._corpus.index, self._config)
+        self._sampler = self._sampler or BatchSampler(self.corpus.index, self._config)
         return self._sampler
 
-    def close(self) -> None:
-        self._corpus.close()
+    def _part_of(self, batch: GlobalBatch, plan: Plan, started: float) -> StepData:
+        """What this rank needs of a step, without its tokens. ``started``: by ``time.perf_counter``, to plan."""
+        return StepData(
+            step=batch.step,
+            num_targets=batch.total_targets,
+            loss_divisor=batch.scaling(self._config.loss_per).divisor,
+            summary=PlanSummary.of(plan),
+            plan=plan,
+            rank_plan=RankPlan.of(plan, self._rank),
+            micro_batches=(),
+            sampler_state_after=self._started().state_dict(),
+            times=LoaderTimes(planning_seconds=time.perf_counter() - started, restarts=self.corpus.parts.restarts),
+        )
+
+    def _with_tokens(self, batch: GlobalBatch, data: StepData) -> StepData:
+        """Read the slices of this rank's part of ``batch``."""
+        corpus = self.corpus
+        segments = Segments.of(batch, data.rank_plan, self._config.loss_per)
+        micro_batches = corpus.micro_batches(data.rank_plan, segments)
+        read = int(segments.ranges.sum()) * corpus.index.token_bytes
+        return replace(data, micro_batches=micro_batches, times=replace(data.times, bytes_read=read))

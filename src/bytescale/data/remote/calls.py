@@ -1,28 +1,13 @@
-"""Calls to actors, with a time limit and with errors that a user can act on, and what actors share."""
+"""Calls to actors, with a time limit and with errors that a user can act on."""
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import ray
 import ray.exceptions
 
 from bytescale.common.errors import BytescaleError, LoaderFailure
-
-Content = TypeVar("Content")
-
-
-class Shared(Generic[Content]):
-    """An object of which Ray's memory keeps one copy as long as somebody holds this handle of it.
-
-    Ray would not keep a plain argument of an actor until the actor is restarted.
-    """
-
-    def __init__(self, content: Content) -> None:
-        self._reference = ray.put(content)
-
-    def get(self) -> Content:
-        return ray.get(self._reference)
 
 
 def wait_for(reference: Any, who: str, timeout_seconds: float | None) -> Any:
@@ -30,7 +15,7 @@ def wait_for(reference: Any, who: str, timeout_seconds: float | None) -> Any:
 
     Args:
         reference: Ray's reference to the result of the call, or a list of references.
-        who: name of the actor for messages, such as ``"the planner"``.
+        who: name of the actor for messages, such as ``"data server 1"``.
         timeout_seconds: longest wait. None waits as long as the actor lives, because tokenising may take long.
 
     Raises the ``BytescaleError`` of the call itself, as if it had been raised here; ``LoaderFailure`` if no answer came
@@ -51,7 +36,11 @@ def translated(error: Exception, who: str, timeout_seconds: float | None = None)
         return translated(cause, who) if isinstance(cause, ray.exceptions.RayError) else error
     if isinstance(error, ray.exceptions.GetTimeoutError):
         assert timeout_seconds is not None, "only a call with a limit can pass it"
-        return no_answer(who, timeout_seconds)
+        return LoaderFailure(
+            f"{who} did not answer within {timeout_seconds:.0f} s",
+            so="the step has no data; checkpoints written before are whole",
+            fix="look at the load of its node, or raise data.answer_seconds, then resume",
+        )
     first = next(iter(str(error).strip().splitlines()), "")
     if isinstance(error, ray.exceptions.ObjectStoreFullError | ray.exceptions.OutOfDiskError):
         return LoaderFailure(
@@ -66,12 +55,3 @@ def translated(error: Exception, who: str, timeout_seconds: float | None = None)
             fix="find out why the first rank or Ray itself ended, then resume",
         )
     return error
-
-
-def no_answer(who: str, seconds: float) -> LoaderFailure:
-    """Return the error for an actor that did not answer within ``seconds``."""
-    return LoaderFailure(
-        f"{who} did not answer within {seconds:.0f} s",
-        so="the step has no data; checkpoints written before are whole",
-        fix="look at the load of its node, or raise data.answer_seconds, then resume",
-    )

@@ -79,7 +79,7 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
         except Exception as error:  # Ray raises what it likes, most often because a busy machine starts it too slowly
             raise LoaderFailure(
                 f"Ray did not start ({' '.join(str(error).split())[:300]})",
-                so="there is nobody to read the data, or to start the ranks",
+                so="there is nobody to read the data",
                 fix="try again when the machine is less busy, or start a Ray (`ray start --head`) and name it in "
                 "data.ray_address",
             ) from error

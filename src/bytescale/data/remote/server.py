@@ -12,19 +12,17 @@ import ray
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.data.remote.calls import Shared
 from bytescale.data.tokens.fields import field_dtype, without_field
 from bytescale.data.tokens.open_parts import OpenParts
-from bytescale.data.tokens.shards import Shard, ShardReader
 
-SharedWork = Shared[tuple[list[Shard], ShardReader]]
-"""The shards of a corpus and their reader."""
+SharedWork = list[Any]
+"""Ray's reference to the shards of a corpus and their reader, in a list: Ray would replace a bare one by its object."""
 
 TOKENISING = "tokenising"
 """Name of the thread of a server that tokenises parts ahead of need. Another thread answers reads."""
 _DEALT_TOKENS = 1 << 20
 _KEPT_CONTENTS = 64
-"""Contents of parts that a server keeps in Ray's memory, for the planners of all nodes."""
+"""Contents of parts that a server keeps in Ray's memory, for all ranks."""
 
 
 def servers_of(parts: IntArray, places: IntArray, is_text: NDArray[np.bool_], num_servers: int) -> IntArray:
@@ -40,16 +38,21 @@ class DataServer:
 
     def __init__(self, work: SharedWork) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per server: there may be a server for each core
-        self._shards, self._reader = work.get()
+        self._work = work
+        self._shards, self._reader = ray.get(work[0])
         self._parts = OpenParts(lambda part: self._reader.open_part(self._shards[part]))
         self._content = lru_cache(_KEPT_CONTENTS)(self._put_content)
         self._life = uuid.uuid4().hex
+
+    def work(self) -> SharedWork:
+        """Return what the server was started with."""
+        return self._work
 
     @ray.method(concurrency_group=TOKENISING)
     def content(self, part: int) -> list[Any]:
         """Tokenise a part, unless the cache has it. Returns Ray's reference to its ``PartContent``, in a list.
 
-        Ray's memory has it once, and nodes pull it from each other. Raises ``DataError`` as ``ShardReader.prepare``.
+        Ray's memory has it once on each node, for all ranks there. Raises ``DataError`` as ``ShardReader.prepare``.
         """
         return [self._content(part)]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,8 +122,23 @@ Each memory map takes a file handle, of which a process has about a thousand by 
 """
 
 
+class PartReader(Protocol):
+    """Gives ranges of the tokens of a corpus."""
+
+    restarts: int
+    """How often who reads for this process was restarted."""
+
+    def slices(self, parts: IntArray, places: IntArray, counts: IntArray) -> list[Slice]:
+        """Return ``counts[i]`` tokens from ``places[i]`` on in part ``parts[i]``, with fields.
+
+        All arguments are int64 ``[N]``. Raises ``DataError`` if a range cannot be read.
+        """
+
+
 class OpenParts:
     """Maps a part when it is first asked for, and closes the least recently used ones when too many are open."""
+
+    restarts = 0
 
     def __init__(self, open_part: Callable[[int], tuple[Tokens, Mapping[str, Tokens]]]) -> None:
         """``open_part``: from the number of a part to its tokens and fields, 1-D. Views of a closed part stay valid."""
@@ -136,10 +151,7 @@ class OpenParts:
         self._opened = opened
 
     def slices(self, parts: IntArray, places: IntArray, counts: IntArray) -> list[Slice]:
-        """Return ``counts[i]`` tokens from ``places[i]`` on in part ``parts[i]``, with fields: views where possible.
-
-        All arguments are int64 ``[N]``. Raises ``DataError`` if a range cannot be read.
-        """
+        """Return views where possible. See ``PartReader``."""
         found: list[tuple[Any, Mapping[str, NDArray]]] = []
         with ThreadPoolExecutor(_READ_AT_ONCE, thread_name_prefix="bytescale-fetch") as pool:
             for part, place, count in zip(parts.tolist(), places.tolist(), counts.tolist(), strict=True):

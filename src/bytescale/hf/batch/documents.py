@@ -23,7 +23,6 @@ from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX, MICRO_BATCH_NAMES
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.trees import Forest
-from bytescale.runtime import RankGroup
 
 Batch = Sequence[Mapping[str, Any]]
 
@@ -246,19 +245,8 @@ class RankBatch:
     rank_plan: RankPlan
     rows: list[dict[str, Tensor]]  # for each micro-batch its rows of every field
     no_rows: dict[str, Tensor]  # of every field, as a micro-batch without tokens has it
-    num_documents: int  # in the global batch
-    lengths: list[int] | None  # tokens of all documents of the global batch; None, then on every rank: not known
+    lengths: list[int]  # tokens of all documents of the global batch
     forest: Forest | None = None  # where prefixes are shared: what is called a document here is one of its sequences
-
-    def all_lengths(self, group: RankGroup) -> list[int]:
-        """Tokens of all documents of the global batch. Every rank calls it.
-
-        Where ranks do not know them, the end of each document is the last token that any rank has of it.
-        """
-        ends = np.zeros(self.num_documents)
-        for micro_batch in self.rank_plan.micro_batches:
-            np.maximum.at(ends, micro_batch.segment_sequences, micro_batch.segment_stops)
-        return [int(end) for end in group.max_of(ends.tolist())] if self.lengths is None else self.lengths
 
     @staticmethod
     def of(rank_plan: RankPlan, documents: Documents) -> RankBatch:
@@ -267,7 +255,6 @@ class RankBatch:
             rank_plan=rank_plan,
             rows=[documents.rows(micro_batch) for micro_batch in rank_plan.micro_batches],
             no_rows={name: values[0][:0] for name, values in documents.fields.items()},
-            num_documents=len(documents.lengths),
             lengths=documents.lengths,
         )
 

@@ -79,7 +79,6 @@ def part_of_trees(
         rank_plan=replace(rank_plan, micro_batches=micro_batches),
         rows=rows,
         no_rows=no_rows,
-        num_documents=len(forest.sequence_lengths),
         lengths=forest.sequence_lengths.tolist(),
         forest=forest,
     )

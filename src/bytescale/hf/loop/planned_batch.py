@@ -198,7 +198,7 @@ class PlannedBatch:
         largest = [int(value) for value in group.max_of([float(value) for value in mine])]
         if not largest[0]:
             raise PlanError("no rank has collected anything", fix="call hdp.collect(micro, values) in the loop")
-        lengths = self._part.all_lengths(group)
+        lengths = self._part.lengths
         starts = [0, *itertools.accumulate(lengths)]
         shape, dtype = largest[2 : 1 + largest[0]], dtypes[largest[1]]
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
@@ -290,8 +290,7 @@ def _rank_batch(data: StepData, fields: Sequence[str], dtype: torch.dtype) -> Ra
         rank_plan=data.rank_plan,
         rows=[_rows(micro_batch, wide) for micro_batch in data.micro_batches],
         no_rows=_rows(nothing, wide),
-        num_documents=data.summary.num_sequences,
-        lengths=None,  # under the remote loader, the first rank alone has the whole plan
+        lengths=data.plan.lengths.tolist(),
     )
 
 

@@ -50,7 +50,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
         all_ranks = figures_of_all(job, data, result, norm_share, work)
     predicted = None
     if job.calibration is not None:
-        if data.plan is not None and job.ranks.is_first:  # by what was known before this step
+        if job.ranks.is_first:  # by what was known before this step
             predicted = job.calibration.predict(data.plan)
         job.calibration.observe(data.step, data.rank_plan, work.busy_seconds())
     job.stop.agreed = all_ranks.stop_heard > 0
@@ -64,7 +64,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
         job.optimizer.update(all_ranks.grad_norm, job.config.optimizer.clip_grad_norm, rate)
 
     seconds = time.perf_counter() - began + data.times.wait_seconds
-    if job.calibration is not None and data.plan is not None and job.ranks.is_first:
+    if job.calibration is not None and job.ranks.is_first:
         job.calibration.took(data.plan, seconds)
     return step_metrics(job, step, data, all_ranks, rate=rate, seconds=seconds, predicted=predicted)
 
@@ -89,7 +89,6 @@ def figures_of_all(job: Job, data: StepData, result: StepResult, norm_share: flo
         data_restarts=times.restarts,
         data_steps_ready=times.steps_ready,
         data_bytes_read=[times.bytes_read],
-        data_bytes_received=[times.bytes_received],
     )
     return own.of_all(mesh.world)
 

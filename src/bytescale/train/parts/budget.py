@@ -156,7 +156,7 @@ def check_room(num_ranks: int) -> None:
             f"{num_ranks} ranks on this machine need {format_bytes(needed)} for their processes alone, and it has "
             f"{format_bytes(there)}",
             so="the system would kill some of them",
-            fix=f"use at most {int(there / _PROCESS_BYTES)} ranks, or several machines (torchrun, --launch ray)",
+            fix=f"use at most {int(there / _PROCESS_BYTES)} ranks, or several machines (docs/cluster.md)",
         )
 
 

@@ -18,7 +18,7 @@ from bytescale.config.schema import LossPer
 from bytescale.data.feed import opened_feed
 from bytescale.data.loading.assemble import MicroBatchData
 from bytescale.data.loading.corpus import Corpus
-from bytescale.data.loading.loader import Feed, LocalFeed, PlannedStep, Reader, StepData
+from bytescale.data.loading.loader import Feed, Reader, StepData
 from bytescale.data.loading.record import new_attempt_folder, recorder
 from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.tokens.fields import LABELS, WEIGHTS
@@ -40,8 +40,8 @@ def open_feed(config: Config, ranks: Ranks, say: Callable[[str], None] = lambda 
         items[:] = broadcast_json(items, ranks.checkpoint_group)
 
     reader = Reader(hdp_rank=ranks.hdp.rank, num_processes=ranks.world.size, is_first=ranks.is_first, tell=tell)
-    local = PrefixFeed if config.data.share_prefixes else LocalFeed
-    with opened_feed(config.data, reader, say, local=local) as feed:
+    kind = PrefixFeed if config.data.share_prefixes else Feed
+    with opened_feed(config.data, reader, say, kind=kind) as feed:
         folder = RunFolder(Path(config.trainer.run_dir)).data
         about = {"num_ranks": ranks.hdp.size, "batch_tokens": config.data.batch_tokens}
         if config.data.record:
@@ -56,7 +56,7 @@ def _new_attempt(folder: Path, ranks: Ranks, tell: Callable[[list[Any]], None]) 
     return Path(told[0]) if ranks.mesh.stage == ranks.mesh.tp.rank == 0 else None
 
 
-class PrefixFeed(LocalFeed):
+class PrefixFeed(Feed):
     """``data.share_prefixes``: prefixes that documents of a global batch have in common are rows that exist once.
 
     Which documents make a batch, and what its loss is divided by, stay as they are. Every rank reads the whole batch,
@@ -70,16 +70,13 @@ class PrefixFeed(LocalFeed):
         of_trees, sampler = replace(planner, step_times=None), self._started()
         while stop_step is None or sampler.next_step < stop_step:
             batch, started = sampler.next_batch(), time.perf_counter()
-            documents = documents_of(self._corpus, batch, self._config.loss_per)
+            documents = documents_of(self.corpus, batch, self._config.loss_per)
             plan, forest = shared_plan(documents, of_trees)
-            plan = planner(batch.lengths) if forest is None else plan
-            planned = PlannedStep.of(batch, plan, sampler, self._config.loss_per, started)
-            data, segments = planned.part_of(self._rank)
             if forest is None:
-                data = replace(data, micro_batches=self._corpus.micro_batches(data.rank_plan, segments))
+                data = self._with_tokens(batch, self._part_of(batch, planner(batch.lengths), started))
             else:
-                data = _of_trees(data, documents, forest, batch)
-            read = batch.num_tokens * self._corpus.index.token_bytes
+                data = _of_trees(self._part_of(batch, plan, started), documents, forest, batch)
+            read = batch.num_tokens * self.corpus.index.token_bytes
             yield replace(data, times=replace(data.times, bytes_read=read))
 
 

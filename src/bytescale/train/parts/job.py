@@ -60,11 +60,9 @@ class Job:
     stop: StopRequest
 
     def training_flops(self, data: StepData) -> int:
-        """Operations of the model's forward and backward over a step's documents, for MFU. 0: not known here."""
+        """Operations of the model's forward and backward over a step's documents, for MFU."""
         squares = float(data.summary.sum_of_squares)
         if self.spec.windows:
-            if data.plan is None:
-                return 0
             squares = self.spec.squares_of(data.plan.lengths)
         return self.spec.training_flops(num_tokens=data.summary.num_tokens, sum_of_squares=squares)
 

@@ -34,11 +34,10 @@ class SharedFigures:
     sync_seconds: float = field(metadata=_MEAN)  # from the last backward until gradients are reduced, with all waits
     attention_bytes_sent: int = field(metadata=_SUM)
     data_wait_seconds: float = field(metadata=_MAX)  # for the loader
-    planning_seconds: float = field(metadata=_MAX)  # of the rank, or of the planner actor: off the critical path
+    planning_seconds: float = field(metadata=_MAX)  # off the critical path
     data_bytes_read: list[int] = field(metadata=_LIST)  # of the corpus; of all ranks in their order on the first one
-    data_bytes_received: list[int] = field(metadata=_LIST)  # likewise, from planner and servers; 0 if read here
     data_steps_ready: int = field(metadata=_MIN)  # steps that waited in the loader
-    data_restarts: int = field(metadata=_MAX)  # of servers and planner since the run was started or resumed
+    data_restarts: int = field(metadata=_MAX)  # of servers since the run was started or resumed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,7 @@ class RunLog:
         due = metrics.step % self.config.log.track_every == 0 or metrics.step == steps
         for tracker in self._trackers if due else ():
             tracker.log(metrics.step, metrics.scalars())
-        if self.config.log.save_plans and data.plan is not None:
+        if self.config.log.save_plans:
             save_plan(data.plan, self.run.plan(metrics.step))
 
     def evaluated(self, metrics: EvaluationMetrics) -> None:

@@ -52,9 +52,7 @@ def remarks(metrics: StepMetrics, before: StepMetrics | None) -> list[str]:
             f"{format_seconds(metrics.planning_seconds)}"
         )
     if metrics.data_restarts > (before.data_restarts if before else 0):
-        lines.append(
-            f"a server or the planner of the data loader was restarted (restarts so far: {metrics.data_restarts})"
-        )
+        lines.append(f"a server of the data loader was restarted (restarts so far: {metrics.data_restarts})")
     predicted = metrics.predicted_seconds
     if predicted and metrics.step > _FIRST_STEPS and metrics.step_seconds > _SLOW * predicted:
         lines.append(

@@ -1,4 +1,4 @@
-"""A port for a server that starts later, maybe in another process."""
+"""Ports of this machine that nobody else gets."""
 
 from __future__ import annotations
 
