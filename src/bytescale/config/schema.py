@@ -123,9 +123,6 @@ class DataConfig(CorpusConfig):
     """How many damaged records may be left out. One more stops the run."""
     read_retries: int = field(default=3, metadata=limits(least=0))
     """How many times a failing read is tried again, after 0.5, 1, 2, ... seconds."""
-    verify: bool = False
-    """Read every tokenised file through before its first use and compare it with its hash. What has rotted in the cache
-    is made again; a .bin/.idx pair that has rotted stops the run. Not for pairs that are read in place from a URL."""
     context_length: int = field(default=8192, metadata=limits(least=1))
     """Longest sequence in tokens; see over_length."""
     over_length: Literal["split", "truncate", "drop"] = "split"

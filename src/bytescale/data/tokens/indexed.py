@@ -42,9 +42,9 @@ from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.parsing import parse_json
 from bytescale.data.sources.files import SourceFile, fingerprint_files
-from bytescale.data.sources.readers import ReadCounts
+from bytescale.data.sources.records import ReadCounts
 from bytescale.data.tokens.fields import LABELS, field_dtype
-from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
+from bytescale.data.tokens.progress import Progress, ProgressCallback
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.place import Place
 
@@ -348,15 +348,6 @@ def metadata_of(
     cached.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(cached.with_suffix(".meta.json"), metadata.to_json())
     return metadata
-
-
-def is_as_written(path: Path, metadata: TokenMetadata, progress: ProgressCallback = ignore_progress) -> bool:
-    """Read a pair through, and return whether it holds the tokens and lengths of which ``metadata`` were gathered.
-
-    Raises ``DataError`` as ``IndexedDataset.open``.
-    """
-    dataset = IndexedDataset.open(path, metadata.fields)
-    return metadata.describes(dataset.index) and _scan(dataset, progress).content_hash == metadata.content_hash
 
 
 def load_metadata(path: Path) -> TokenMetadata | None:

@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +34,6 @@ from bytescale.data.tokens.indexed import (
     TokenMetadata,
     Tokens,
     check_size,
-    is_as_written,
     load_metadata,
     metadata_of,
     read_index,
@@ -93,8 +92,6 @@ class ShardReader:
     config: DataConfig
     encode: UnitEncoder | None
     """None where all sources are ``.bin`` files and no tokenizer is set."""
-    verified: set[str] = field(default_factory=set, compare=False)
-    """Names of the shards whose pairs were found to be right."""
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer | None) -> ShardReader:
@@ -221,32 +218,11 @@ class ShardReader:
                 return IndexedDataset(path=copy, index=index, tokens=tokens), metadata
             path, _ = with_retries(partial(copied, whole=True), self.config.read_retries)
         dataset = IndexedDataset.open(path, self.field_names)
-        metadata, place = metadata_of(dataset, file, self.cache_dir, progress), f"{file.path}"
-        if not self.config.verify or place in self.verified:
-            return dataset, metadata
-        if not is_as_written(dataset.path, metadata, progress):
-            raise DataError(
-                f"{place} holds other tokens than when it was made",
-                so="it is damaged, or it was replaced without its .meta.json",
-                fix="copy the pair again from where it was made, or make it again with `bytescale data tokenize`",
-            )
-        self.verified.add(place)
-        return dataset, metadata
+        return dataset, metadata_of(dataset, file, self.cache_dir, progress)
 
     def _is_prepared(self, shard: Shard) -> bool:
         path = self._path(shard)
-        metadata = load_metadata(path) if path.with_suffix(".idx").exists() else None
-        if metadata is None or not self.config.verify or shard.name in self.verified:
-            return metadata is not None
-        try:
-            is_right = is_as_written(path, metadata)
-        except DataError:  # a file of the pair is missing or truncated
-            is_right = False
-        if is_right:
-            self.verified.add(shard.name)
-        else:
-            logger.warning("%s is not what was written: its source is tokenised again", path)
-        return is_right
+        return path.with_suffix(".idx").exists() and load_metadata(path) is not None
 
     def _path(self, shard: Shard) -> Path:
         return self.cache_dir / "tokens" / shard.name[:2] / f"{shard.name}.bin"
