@@ -19,7 +19,7 @@ from bytescale.data.order.batches import BatchSampler
 from bytescale.data.order.epoch import MIB
 from bytescale.data.order.index import CorpusIndex, PartFinder
 from bytescale.data.sources.files import SourceFile
-from bytescale.data.sources.readers import WorkUnit
+from bytescale.data.sources.records import WorkUnit
 from bytescale.data.tokens.indexed import MetadataGatherer
 from bytescale.data.tokens.open_parts import OpenParts
 from bytescale.data.tokens.samples import Samples

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from bytescale.common.errors import ConfigError, DataError
+from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.sources.records import Record, kind_of
+from bytescale.data.sources.records import Record
 from bytescale.data.tokens.chat import ChatTemplate, load_template
 from bytescale.data.tokens.examples import Example, example_of
 from bytescale.data.tokens.tokenizer import load_tokenizer
@@ -32,7 +33,7 @@ def said(template: str, messages: list[dict[str, Any]]) -> list[str]:
 def encoded(record: dict[str, Any], folder: Path) -> Example:
     """The example of a record of messages, with the tokenizer and the template of a folder."""
     tokenizer, template = load_tokenizer(str(folder)), load_template("", str(folder))
-    return example_of(Record(values=record, path=folder, row=1), kind_of("messages", ()), tokenizer, template)
+    return example_of(Record(values=record, place=str), DataConfig(content="messages"), tokenizer, template)
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])

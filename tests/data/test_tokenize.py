@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile, expand_sources
-from bytescale.data.sources.readers import WorkUnit
-from bytescale.data.sources.records import plan_units, text_kind
+from bytescale.data.sources.records import WorkUnit, kind_of, plan_units
 from bytescale.data.tokens import shards
 from bytescale.data.tokens.bpe import train_bpe
 from bytescale.data.tokens.indexed import IndexedDataset, TokenMetadata, load_metadata, metadata_of
@@ -236,7 +235,7 @@ def test_killed_between_bin_and_idx_the_old_pair_is_gone_and_the_new_not_there(
 
 def test_few_units_are_under_way_however_slow_the_reader_of_results(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 90}] * 100)
-    units = plan_units(expand_sources([str(path)]), text_kind("text"), 1000)
+    units = plan_units(expand_sources([str(path)]), kind_of(DataConfig()), 1000)
     taken: list[int] = []
 
     def take() -> Iterator[WorkUnit]:

@@ -135,7 +135,7 @@ class TokeniseHere:
         return [self._reader.content(shard, self._progress) for shard in shards]
 
     def close(self) -> None:
-        """End the thread, after the unit of text (``data.sources.readers``) that it works on."""
+        """End the thread, after the unit of text (``data.sources.records``) that it works on."""
         self._ahead = False
         self._thread.shutdown(cancel_futures=True)
 

@@ -16,8 +16,7 @@ from bytescale.common.atomic import file_lock, write_atomically
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile, fingerprint_files
-from bytescale.data.sources.readers import ReadCounts, WorkUnit
-from bytescale.data.sources.records import iter_records, plan_units, text_kind
+from bytescale.data.sources.records import ReadCounts, WorkUnit, iter_records, kind_of, plan_units
 from bytescale.data.tokens.progress import Progress, ProgressCallback
 from bytescale.data.tokens.tokenizer import JsonTokenizer
 from bytescale.storage.retry import with_retries
@@ -66,16 +65,16 @@ def train_bpe(files: Sequence[SourceFile], config: DataConfig, progress: Progres
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    units = with_retries(partial(plan_units, files, text_kind(config.text_key)), config.read_retries)
+    units = with_retries(partial(plan_units, files, kind_of(config)), config.read_retries)
     stride = max(1, -(-sum(unit.num_bytes for unit in units) // TRAINING_BYTES))
     tokenizer.train_from_iterator(_training_texts(units[::stride], config, progress), trainer)
     return tokenizer
 
 
-def _texts_of(unit: WorkUnit, text_key: str) -> list[str]:
+def _texts_of(unit: WorkUnit, config: DataConfig) -> list[str]:
     """Return the texts of a unit. Corrupt records are left out here; tokenising finds them again and counts them."""
     counts = ReadCounts(max_corrupt=sys.maxsize)
-    return [record.values[text_key] for record in iter_records(unit, text_kind(text_key), counts)]
+    return [record.values[config.text_key] for record in iter_records(unit, kind_of(config), counts)]
 
 
 def _training_texts(units: list[WorkUnit], config: DataConfig, progress: ProgressCallback) -> Iterator[list[str]]:
@@ -83,7 +82,7 @@ def _training_texts(units: list[WorkUnit], config: DataConfig, progress: Progres
     total_bytes = sum(unit.num_bytes for unit in units)
     done_bytes = num_documents = 0
     for unit in units:
-        texts = with_retries(partial(_texts_of, unit, config.text_key), config.read_retries)
+        texts = with_retries(partial(_texts_of, unit, config), config.read_retries)
         num_documents += len(texts)
         yield texts
         done_bytes += unit.num_bytes

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.data.sources.records import Record, RecordKind
+from bytescale.config.schema import CorpusConfig
+from bytescale.data.sources.records import Record
 from bytescale.data.tokens.chat import ChatTemplate, texts_of_message
 from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype
 from bytescale.data.tokens.tokenizer import Tokenizer
@@ -43,20 +44,22 @@ class Example:
     fields: Mapping[str, NDArray]  # [T] each; ``weights`` is one of them
 
 
-def example_of(record: Record, kind: RecordKind, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> Example:
-    """Return the example of a record that is no text. Conversations need a ``template``.
+def example_of(
+    record: Record, config: CorpusConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None
+) -> Example:
+    """Return the example of a record of ``data.content``, which is not text. Conversations need a ``template``.
 
     Raises ``DataError``, which begins with the record's place.
     """
     try:
-        match kind.content:
+        match config.content:
             case "messages":
                 assert template is not None, "conversations need a template"
                 example = _conversation(record.values, tokenizer, template)
             case "prompt":
                 example = _completion(record.values, tokenizer)
             case _:
-                example = _tokens(record.values, tokenizer, kind.fields)
+                example = _tokens(record.values, tokenizer, config.fields)
         if not example.fields[WEIGHTS][1:].any():
             raise DataError(
                 "there is nothing to train on: no token behind the first one has a weight",
@@ -64,9 +67,9 @@ def example_of(record: Record, kind: RecordKind, tokenizer: Tokenizer, template:
                 fix="delete it; a run may leave such records out (data.max_corrupt_records)",
             )
     except UnicodeEncodeError as error:
-        raise DataError(f"{record.place} holds half a surrogate pair (\\ud8..)", fix="mend the record") from error
+        raise DataError(f"{record.place()} holds half a surrogate pair (\\ud8..)", fix="mend the record") from error
     except DataError as error:
-        raise DataError(f"{record.place}: {error}") from error
+        raise DataError(f"{record.place()}: {error}") from error
     return example
 
 

@@ -1,6 +1,6 @@
 """Shards: the parts of the corpus that any process can tokenise, keep and read on its own.
 
-A shard of text is a run of units (``data.sources.readers``) of one source. It is tokenised into a ``.bin/.idx`` pair
+A shard of text is a run of units (``data.sources.records``) of one source. It is tokenised into a ``.bin/.idx`` pair
 in the cache folder. A ``.bin`` file is a shard as it is. Where the shards are cut depends on the files alone, never
 on the process that reads them. So the local loader and any number of servers share one cache, and a server that is
 restarted finds in the cache the shards that it had tokenised.
@@ -26,8 +26,7 @@ from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile
-from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit
-from bytescale.data.sources.records import iter_records, plan_units
+from bytescale.data.sources.records import UNIT_BYTES, ReadCounts, WorkUnit, iter_records, plan_units
 from bytescale.data.tokens.fields import WEIGHTS
 from bytescale.data.tokens.indexed import (
     IndexedDataset,
@@ -192,7 +191,7 @@ class ShardReader:
     def places(self, unit: WorkUnit) -> Iterator[Callable[[], str]]:
         """Yield a function for each document of a unit, which returns the document's place."""
         counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
-        yield from (lambda record=record: record.place for record in iter_records(unit, self._encode.kind, counts))
+        yield from (record.place for record in iter_records(unit, self._encode.kind, counts))
 
     @property
     def _encode(self) -> UnitEncoder:

@@ -1,4 +1,4 @@
-"""Encodes units of text (``data.sources.readers``), with several processes, and writes what was encoded as a pair.
+"""Encodes units of text (``data.sources.records``), with several processes, and writes what was encoded as a pair.
 
 Results are written in the order of the units, so the pair does not depend on the number of processes.
 """
@@ -26,8 +26,7 @@ from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.units import format_count
 from bytescale.config.schema import DataConfig
-from bytescale.data.sources.readers import ReadCounts, WorkUnit
-from bytescale.data.sources.records import RecordKind, iter_records, kind_of, text_kind
+from bytescale.data.sources.records import ReadCounts, RecordKind, WorkUnit, iter_records, kind_of
 from bytescale.data.tokens.chat import ChatTemplate, load_template
 from bytescale.data.tokens.examples import Example, concatenated, example_of
 from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype, without_field
@@ -67,11 +66,10 @@ class UnitEncoder:
 
         Raises ``ConfigError`` if messages have no chat template, and ``DataError`` if the template is not one.
         """
-        is_text = config.content == "text"
         return UnitEncoder(
             tokenizer=tokenizer,
             config=config,
-            kind=text_kind(config.text_key) if is_text else kind_of(config.content, config.fields),
+            kind=kind_of(config),
             template=load_template(config.chat_template, config.tokenizer) if config.content == "messages" else None,
         )
 
@@ -79,12 +77,8 @@ class UnitEncoder:
     def fingerprint(self) -> str:
         """A text that changes with the tokens that the same files give."""
         template = self.template.fingerprint if self.template else ""
-        kind = (
-            self.config.text_key
-            if self.kind.is_text
-            else f"{self.kind.content} {' '.join(self.kind.fields)} {template}"
-        )
-        return f"{kind} {self.tokenizer.fingerprint}"
+        records = f"{self.config.content} {' '.join(self.config.fields)} {template}"
+        return f"{self.config.text_key if self.kind.is_text else records} {self.tokenizer.fingerprint}"
 
     @property
     def dtype(self) -> np.dtype:
@@ -92,7 +86,7 @@ class UnitEncoder:
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        return {"text": (), "tokens": (WEIGHTS, LABELS, *self.kind.fields)}.get(self.kind.content, (WEIGHTS,))
+        return {"text": (), "tokens": (WEIGHTS, LABELS, *self.config.fields)}.get(self.kind.content, (WEIGHTS,))
 
     def __call__(self, unit: WorkUnit) -> EncodedUnit:
         """Encode a unit; a read that may succeed later is tried again. Raises ``DataError`` as ``iter_records``."""
@@ -104,7 +98,7 @@ class UnitEncoder:
         examples: list[Example] = []
         for record in iter_records(unit, self.kind, counts):
             try:
-                examples.append(example_of(record, self.kind, self.tokenizer, self.template))
+                examples.append(example_of(record, self.config, self.tokenizer, self.template))
             except DataError as error:
                 counts.leave_out(error)
         tokens = [np.zeros(0, self.dtype), *(example.tokens.astype(self.dtype) for example in examples)]
