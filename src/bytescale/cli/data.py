@@ -30,7 +30,8 @@ from bytescale.data.loading.corpus import Corpus, choose_tokenizer, list_sources
 from bytescale.data.loading.record import check_record
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
 from bytescale.data.tokens.fields import WEIGHTS
-from bytescale.data.tokens.indexed import TokenMetadata, read_index
+from bytescale.data.tokens.indexed import read_index
+from bytescale.data.tokens.pairs import TokenMetadata
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.data.tokens.shards import ShardReader, write_as_pair
 

@@ -1,4 +1,4 @@
-"""Turns records of fine-tuning data into tokens, each with the weight of its loss.
+"""Turns the records of a unit into tokens: texts, and fine-tuning data with the weight of each token's loss.
 
 The weight of a token says how much predicting THIS token counts; 0: it is read and not trained on. A document's first
 token is never predicted. Weights and other fields of a token are kept in fp32, and labels as int32.
@@ -20,7 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,107 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config.schema import CorpusConfig
-from bytescale.data.sources.records import Record
-from bytescale.data.tokens.chat import ChatTemplate, texts_of_message
+from bytescale.config.schema import CorpusConfig, DataConfig
+from bytescale.data.sources.records import ReadCounts, Record, RecordKind, WorkUnit, iter_records, kind_of
+from bytescale.data.tokens.chat import ChatTemplate, load_template, texts_of_message
 from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype
+from bytescale.data.tokens.indexed import token_dtype
 from bytescale.data.tokens.tokenizer import Tokenizer
+from bytescale.storage.retry import with_retries
+
+_BATCH_CHARACTERS = 1 << 20
+"""Text handed to the tokenizer at once. The tokenizer's results take some 100 bytes a token until they are arrays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedUnit:
+    """The tokens of one unit of work."""
+
+    tokens: NDArray[np.integer]  # [sum of lengths] tokens of all documents, each with its EOS
+    lengths: IntArray  # [number of documents] tokens of each document
+    counts: ReadCounts
+    fields: Mapping[str, NDArray] = field(default_factory=dict)  # [sum of lengths] each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitEncoder:
+    """Reads a unit and encodes it. Each worker process gets one copy."""
+
+    tokenizer: Tokenizer
+    config: DataConfig
+    kind: RecordKind
+    template: ChatTemplate | None = None
+    """For conversations."""
+
+    @staticmethod
+    def of(config: DataConfig, tokenizer: Tokenizer) -> UnitEncoder:
+        """Return what encodes the records of ``config``.
+
+        Raises ``ConfigError`` if messages have no chat template, and ``DataError`` if the template is not one.
+        """
+        return UnitEncoder(
+            tokenizer=tokenizer,
+            config=config,
+            kind=kind_of(config),
+            template=load_template(config.chat_template, config.tokenizer) if config.content == "messages" else None,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that changes with the tokens that the same files give."""
+        template = self.template.fingerprint if self.template else ""
+        records = f"{self.config.content} {' '.join(self.config.fields)} {template}"
+        return f"{self.config.text_key if self.kind.is_text else records} {self.tokenizer.fingerprint}"
+
+    @property
+    def dtype(self) -> np.dtype:
+        return token_dtype(self.tokenizer.vocab_size)
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        return {"text": (), "tokens": (WEIGHTS, LABELS, *self.config.fields)}.get(self.kind.content, (WEIGHTS,))
+
+    def __call__(self, unit: WorkUnit) -> EncodedUnit:
+        """Encode a unit; a read that may succeed later is tried again. Raises ``DataError`` as ``iter_records``."""
+        encode = self._encode_texts if self.kind.is_text else self._encode_records
+        return with_retries(partial(encode, unit), self.config.read_retries)
+
+    def _encode_records(self, unit: WorkUnit) -> EncodedUnit:
+        counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
+        examples: list[Example] = []
+        for record in iter_records(unit, self.kind, counts):
+            try:
+                examples.append(example_of(record, self.config, self.tokenizer, self.template))
+            except DataError as error:
+                counts.leave_out(error)
+        tokens = [np.zeros(0, self.dtype), *(example.tokens.astype(self.dtype) for example in examples)]
+        return EncodedUnit(
+            tokens=np.concatenate(tokens),
+            lengths=np.array([len(example.tokens) for example in examples], dtype=np.int64),
+            counts=counts,
+            fields=concatenated(examples, self.field_names),
+        )
+
+    def _encode_texts(self, unit: WorkUnit) -> EncodedUnit:
+        counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
+        encoded: list[NDArray[np.integer]] = []
+        texts: list[str] = []
+        num_characters = 0
+        for record in iter_records(unit, self.kind, counts):
+            texts.append(record.values[self.config.text_key])
+            num_characters += len(texts[-1])
+            if num_characters >= _BATCH_CHARACTERS:
+                encoded.extend(self.tokenizer.encode_batch(texts))
+                texts, num_characters = [], 0
+        encoded.extend(self.tokenizer.encode_batch(texts))
+        documents = [ids for ids in encoded if len(ids)]  # the tokenizer's normaliser may leave nothing of a text
+        counts.num_empty += len(encoded) - len(documents)
+        end = np.array([self.tokenizer.eos_id])
+        return EncodedUnit(
+            tokens=np.concatenate([end[:0], *(part for ids in documents for part in (ids, end))]).astype(self.dtype),
+            lengths=np.array([len(ids) + 1 for ids in documents], dtype=np.int64),
+            counts=counts,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
