@@ -21,12 +21,11 @@ from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.tokens import shards
-from bytescale.data.tokens.bpe import train_bpe
 from bytescale.data.tokens.indexed import IndexedDataset
 from bytescale.data.tokens.pairs import TokenMetadata, load_metadata, metadata_of
 from bytescale.data.tokens.progress import Progress, ignore_progress
 from bytescale.data.tokens.shards import ShardReader, write_as_pair
-from bytescale.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from bytescale.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, train_bpe
 from tests.data.support import write_jsonl, write_pair
 
 

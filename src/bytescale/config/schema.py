@@ -95,8 +95,8 @@ class CorpusConfig:
     tokenizer: str = "auto"
     """`bytes`, the path of a tokenizer.json, or `bpe` to train one on the sources (cached). auto: the tokenizer of the
     model that `--init` names, else `bytes`."""
-    bpe_vocab_size: int = 4096
-    """Vocabulary of the tokenizer that `bpe` trains."""
+    bpe_vocab_size: int = field(default=4096, metadata=limits(least=257))
+    """Vocabulary of the tokenizer that `bpe` trains: the 256 bytes, the end of a document, and what is merged."""
     eos_token: str | None = None
     """Token of a tokenizer.json that ends a document; unset: what tokenizer_config.json says, or a usual one."""
     cache_dir: str = ".cache/bytescale"

@@ -21,13 +21,12 @@ from bytescale.config.validate import check_content
 from bytescale.data.loading.assemble import MicroBatchData, Segments, assemble, labelled
 from bytescale.data.order.index import CorpusIndex, CorpusMetadata, PartContent
 from bytescale.data.sources.files import SourceFile, expand_sources
-from bytescale.data.tokens.bpe import cached_bpe
 from bytescale.data.tokens.fields import WEIGHTS
 from bytescale.data.tokens.open_parts import OpenParts, Slice
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.samples import Samples
 from bytescale.data.tokens.shards import Shard, ShardReader
-from bytescale.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from bytescale.data.tokens.tokenizer import Tokenizer, cached_bpe, load_tokenizer
 from bytescale.plan.rank_plan import RankPlan
 from bytescale.storage.retry import with_retries
 
