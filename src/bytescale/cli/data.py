@@ -29,8 +29,7 @@ from bytescale.data.length_distributions import bucket_edges, token_shares
 from bytescale.data.loading.corpus import Corpus, choose_tokenizer, list_sources, prepare_corpus
 from bytescale.data.loading.record import check_record
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
-from bytescale.data.tokens.fields import WEIGHTS
-from bytescale.data.tokens.indexed import read_index
+from bytescale.data.tokens.indexed import WEIGHTS, read_index
 from bytescale.data.tokens.pairs import TokenMetadata
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.data.tokens.shards import ShardReader, write_as_pair

@@ -21,7 +21,7 @@ from bytescale.config.validate import check_content
 from bytescale.data.loading.assemble import MicroBatchData, Segments, assemble, labelled
 from bytescale.data.order.index import CorpusIndex, CorpusMetadata, PartContent
 from bytescale.data.sources.files import SourceFile, expand_sources
-from bytescale.data.tokens.fields import WEIGHTS
+from bytescale.data.tokens.indexed import WEIGHTS
 from bytescale.data.tokens.open_parts import OpenParts, Slice
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.samples import Samples

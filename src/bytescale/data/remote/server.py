@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.data.remote.calls import Shared
-from bytescale.data.tokens.fields import field_dtype, without_field
+from bytescale.data.tokens.indexed import field_dtype, without_field
 from bytescale.data.tokens.open_parts import OpenParts
 from bytescale.data.tokens.shards import Shard, ShardReader
 

@@ -89,7 +89,7 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Se
             of these that fsspec can open, ``python:stdlib`` (the interpreter's standard library), or
             ``python:functions`` (the same without tests, mostly cut into functions).
         file_format: ``auto`` decides by the ending of each file. Any other value is the format of every file.
-        fields: names of fields (``data.tokens.fields``), besides ``OWN_FIELDS``. Their pairs in folders are no sources.
+        fields: names of fields (``data.fields``), besides ``OWN_FIELDS``. Their pairs in folders are no sources.
 
     Raises ``ConfigError`` if there is no source, or a source does not exist or matches no file; ``DataError`` if a file
     cannot be examined, or a URL cannot be reached.

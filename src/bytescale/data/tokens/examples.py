@@ -33,8 +33,7 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import CorpusConfig, DataConfig
 from bytescale.data.sources.records import ReadCounts, Record, RecordKind, WorkUnit, iter_records, kind_of
 from bytescale.data.tokens.chat import ChatTemplate, load_template, texts_of_message
-from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype
-from bytescale.data.tokens.indexed import token_dtype
+from bytescale.data.tokens.indexed import LABELS, WEIGHTS, field_dtype, token_dtype
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.retry import with_retries
 

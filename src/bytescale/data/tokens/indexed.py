@@ -15,8 +15,12 @@ sequence starts::
 
 A document may consist of several sequences. They follow each other in ``.bin``, so a document is one token range.
 
+A field of a pair, such as the weights of the loss, has a number for each token. It is a second pair of the same format,
+cut into the same documents. Its numbers are fp32, or another numeric type that another program wrote. Field ``labels``
+holds int32 ids: what is to be predicted at the place of each token. It is there only where one differs from its token.
+
 A pair is named by the path of its ``.bin``. What belongs to it has another ending there: ``.idx``, ``.meta.json``, and
-``.weights.bin`` for the pair of a field (``data.tokens.fields``). ``data.tokens.pairs`` writes them.
+``.weights.bin`` for the pair of a field. ``data.tokens.pairs`` writes them.
 """
 
 from __future__ import annotations
@@ -48,7 +52,19 @@ TOKEN_DTYPES: dict[int, np.dtype] = {
 }
 """Integer types by code. Codes 6 and 7 are floats, which are not token ids."""
 NUMBER_DTYPES: dict[int, np.dtype] = {**TOKEN_DTYPES, 6: np.dtype("<f8"), 7: np.dtype("<f4")}
-"""All types by code, for numbers that belong to tokens (``data.tokens.fields``)."""
+"""All types by code, for numbers that belong to tokens."""
+WEIGHTS, LABELS = OWN_FIELDS
+
+
+def field_dtype(name: str) -> np.dtype:
+    """Return the type in which the numbers of a field are kept."""
+    return np.dtype("<i4") if name == LABELS else np.dtype("<f4")
+
+
+def without_field(name: str, tokens: NDArray) -> NDArray:
+    """``[T]`` what field ``name`` of ``OWN_FIELDS`` is for ``tokens [T]`` that do not have it: weight 1, own label."""
+    assert name in OWN_FIELDS, f"{name} has no default"
+    return tokens.astype(field_dtype(name)) if name == LABELS else np.ones(len(tokens), field_dtype(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +105,7 @@ class IndexedDataset:
     index: TokenIndex
     tokens: Tokens  # [num_tokens] memory-mapped, in the file's own integer type
     fields: Mapping[str, Tokens] = field(default_factory=dict)
-    """By name, a number for each token (``data.tokens.fields``)."""
+    """By name, a number for each token (``data.tokens.indexed``)."""
 
     @staticmethod
     def open(path: Path, fields: Sequence[str] = OWN_FIELDS) -> IndexedDataset:

@@ -27,8 +27,7 @@ from bytescale.common.parsing import parse_json
 from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.sources.records import ReadCounts
 from bytescale.data.tokens.examples import EncodedUnit
-from bytescale.data.tokens.fields import LABELS, field_dtype, without_field
-from bytescale.data.tokens.indexed import IndexedDataset, TokenIndex, index_bytes
+from bytescale.data.tokens.indexed import LABELS, IndexedDataset, TokenIndex, field_dtype, index_bytes, without_field
 from bytescale.data.tokens.progress import Progress, ProgressCallback
 from bytescale.data.tokens.tokenizer import Tokenizer
 
@@ -175,7 +174,7 @@ class TokenMetadata:
     corrupt_records: tuple[str, ...] = ()
     """For each corrupt record that was left out: what was wrong with it, and where it is."""
     fields: tuple[str, ...] = ()
-    """The fields beside the tokens (``data.tokens.fields``), in the order of their names. The content hash covers
+    """The fields beside the tokens (``data.tokens.indexed``), in the order of their names. The content hash covers
     them."""
 
     def to_json(self) -> bytes:

@@ -32,8 +32,7 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.records import UNIT_BYTES, ReadCounts, WorkUnit, iter_records, plan_units
 from bytescale.data.tokens.examples import EncodedUnit, UnitEncoder
-from bytescale.data.tokens.fields import WEIGHTS
-from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, read_index
+from bytescale.data.tokens.indexed import WEIGHTS, IndexedDataset, Tokens, check_size, read_index
 from bytescale.data.tokens.open_parts import RemoteTokens, local_copy
 from bytescale.data.tokens.pairs import TokenMetadata, load_metadata, metadata_of, write_units
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
