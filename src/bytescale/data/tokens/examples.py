@@ -102,13 +102,11 @@ class UnitEncoder:
                 examples.append(example_of(record, self.config, self.tokenizer, self.template))
             except DataError as error:
                 counts.leave_out(error)
-        tokens = [np.zeros(0, self.dtype), *(example.tokens.astype(self.dtype) for example in examples)]
-        return EncodedUnit(
-            tokens=np.concatenate(tokens),
-            lengths=np.array([len(example.tokens) for example in examples], dtype=np.int64),
-            counts=counts,
-            fields=concatenated(examples, self.field_names),
-        )
+        columns = {}
+        for name, dtype in (("tokens", self.dtype), *((name, field_dtype(name)) for name in self.field_names)):
+            columns[name] = np.concatenate([np.zeros(0, dtype), *(one[name].astype(dtype) for one in examples)])
+        lengths = np.array([len(example["tokens"]) for example in examples], dtype=np.int64)
+        return EncodedUnit(tokens=columns.pop("tokens"), lengths=lengths, counts=counts, fields=columns)
 
     def _encode_texts(self, unit: WorkUnit) -> EncodedUnit:
         counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
@@ -132,12 +130,8 @@ class UnitEncoder:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """One document. T: tokens."""
-
-    tokens: IntArray  # [T]
-    fields: Mapping[str, NDArray]  # [T] each; ``weights`` is one of them
+Example = dict[str, NDArray]
+"""One document: ``tokens [T]``, and its fields ``[T]`` by name, of which ``weights`` is one."""
 
 
 def example_of(
@@ -156,7 +150,7 @@ def example_of(
                 example = _completion(record.values, tokenizer)
             case _:
                 example = _tokens(record.values, tokenizer, config.fields)
-        if not example.fields[WEIGHTS][1:].any():
+        if not example[WEIGHTS][1:].any():
             raise DataError(
                 "there is nothing to train on: no token behind the first one has a weight",
                 so="the record would only take time",
@@ -184,7 +178,7 @@ def _conversation(values: Mapping[str, Any], tokenizer: Tokenizer, template: Cha
     weights = np.zeros(len(tokens), dtype=np.float32)
     for start, stop, number in spans:
         weights[(offsets[:, 0] < stop) & (offsets[:, 1] > start)] = scales.get(number, 1.0)
-    return Example(tokens=tokens, fields={WEIGHTS: weights})
+    return {"tokens": tokens, WEIGHTS: weights}
 
 
 def _completion(values: Mapping[str, Any], tokenizer: Tokenizer) -> Example:
@@ -201,7 +195,7 @@ def _completion(values: Mapping[str, Any], tokenizer: Tokenizer) -> Example:
     tokens = np.concatenate([prompt, completion, [tokenizer.eos_id]]).astype(np.int64)
     weights = np.ones(len(tokens), dtype=np.float32)
     weights[: len(prompt)] = 0
-    return Example(tokens=tokens, fields={WEIGHTS: weights})
+    return {"tokens": tokens, WEIGHTS: weights}
 
 
 def _tokens(values: Mapping[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> Example:
@@ -225,7 +219,7 @@ def _tokens(values: Mapping[str, Any], tokenizer: Tokenizer, names: Sequence[str
         labels = _labels(values["labels"], tokens, tokenizer)
         weights = np.where(labels == IGNORE_INDEX, np.float32(0), weights)
         labels = np.where(labels == IGNORE_INDEX, tokens, labels)
-    return Example(tokens=tokens, fields={WEIGHTS: weights, LABELS: labels, **fields})
+    return {"tokens": tokens, WEIGHTS: weights, LABELS: labels, **fields}
 
 
 def _labels(values: Any, tokens: IntArray, tokenizer: Tokenizer) -> IntArray:
@@ -308,12 +302,3 @@ def _numbers(name: str, values: Any, *, whole: bool, count: int | None = None) -
         so="its tokens are not known" if whole else "it cannot be given to the tokens",
         fix=f"write one {'whole ' if whole else ''}number per token",
     )
-
-
-def concatenated(examples: Sequence[Example], names: Sequence[str]) -> dict[str, NDArray]:
-    """``[sum of lengths]`` by field, in the field's type."""
-    none = {name: np.zeros(0, field_dtype(name)) for name in names}
-    return {
-        name: np.concatenate([empty, *(example.fields[name].astype(empty.dtype) for example in examples)])
-        for name, empty in none.items()
-    }

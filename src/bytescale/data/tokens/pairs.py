@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,25 +119,23 @@ def write_units(
 
     Raises ``DataError`` if the disk is full.
     """
-    gatherer, left_out = MetadataGatherer(dtype), ReadCounts()
+    gatherer, left_out = MetadataGatherer(dtype, fields), ReadCounts()
     with ExitStack() as opened:
         writer = opened.enter_context(IndexedWriter(path, dtype))
         beside = {
             name: opened.enter_context(IndexedWriter(path.with_suffix(f".{name}.bin"), field_dtype(name)))
             for name in fields
         }
-        gatherer.add_fields({name: np.zeros(0, field_dtype(name)) for name in fields})
         own_labels = LABELS in fields  # whether every label so far is its own token
         for unit in encoded:
-            tokens = unit.tokens.astype(dtype, copy=False)
-            writer.add_documents(tokens, unit.lengths)
-            gatherer.add(tokens)
+            tokens, values = unit.tokens.astype(dtype, copy=False), {}
             for name, field_writer in beside.items():
-                values = unit.fields[name] if name in unit.fields else without_field(name, unit.tokens)
-                values = np.asarray(values).astype(field_dtype(name), copy=False)
-                field_writer.add_documents(values, unit.lengths)
-                gatherer.add_fields({name: values})
-                own_labels &= name != LABELS or bool((values == tokens).all())
+                given = unit.fields[name] if name in unit.fields else without_field(name, unit.tokens)
+                values[name] = np.asarray(given).astype(field_dtype(name), copy=False)
+                field_writer.add_documents(values[name], unit.lengths)
+            writer.add_documents(tokens, unit.lengths)
+            gatherer.add(tokens, values)
+            own_labels = own_labels and bool((values[LABELS] == tokens).all())
             left_out.add(unit.counts)
         if own_labels:
             gatherer.leave_out(LABELS)
@@ -193,17 +191,19 @@ class TokenMetadata:
 class MetadataGatherer:
     """Gathers the metadata of a pair while its tokens are written or read."""
 
-    def __init__(self, dtype: np.dtype) -> None:
+    def __init__(self, dtype: np.dtype, fields: Iterable[str] = ()) -> None:
         self._dtype = dtype
         self._tokens_hash = hashlib.blake2b(dtype.str.encode(), digest_size=8)
         self._max_token_id = -1
-        self._field_hashes: dict[str, Any] = {}
+        self._field_hashes = {name: hashlib.blake2b(name.encode(), digest_size=8) for name in fields}
 
-    def add_fields(self, fields: Mapping[str, NDArray]) -> None:
-        """Add the next numbers of every field, in any samples. Raises ``DataError`` for a label below 0."""
+    def add(self, tokens: NDArray[np.integer], fields: Mapping[str, NDArray] = MappingProxyType({})) -> None:
+        """Add the next tokens, in the type of the file, and their fields. Raises ``DataError`` for a label below 0."""
+        assert tokens.dtype == self._dtype, f"{tokens.dtype} tokens for a file of {self._dtype}"
+        self._tokens_hash.update(np.ascontiguousarray(tokens).data)
+        self._max_token_id = max(self._max_token_id, int(tokens.max()) if len(tokens) else -1)
         for name, values in fields.items():
-            known = self._field_hashes.setdefault(name, hashlib.blake2b(name.encode(), digest_size=8))
-            known.update(np.ascontiguousarray(values, dtype=field_dtype(name)).data)
+            self._field_hashes[name].update(np.ascontiguousarray(values, dtype=field_dtype(name)).data)
             if name == LABELS and len(values):
                 self._max_token_id = max(self._max_token_id, int(values.max()))
                 if int(values.min()) < 0:
@@ -215,12 +215,6 @@ class MetadataGatherer:
 
     def leave_out(self, name: str) -> None:
         del self._field_hashes[name]
-
-    def add(self, tokens: NDArray[np.integer]) -> None:
-        """Add the next tokens, in the type of the file."""
-        assert tokens.dtype == self._dtype, f"{tokens.dtype} tokens for a file of {self._dtype}"
-        self._tokens_hash.update(np.ascontiguousarray(tokens).data)
-        self._max_token_id = max(self._max_token_id, int(tokens.max()) if len(tokens) else -1)
 
     def finish(
         self, lengths: NDArray[np.integer], tokenizer: Tokenizer | None = None, left_out: ReadCounts | None = None
@@ -302,13 +296,11 @@ def _key_of(dataset: IndexedDataset, file: SourceFile) -> str:
 
 
 def _scan(dataset: IndexedDataset, progress: ProgressCallback) -> TokenMetadata:
-    gatherer = MetadataGatherer(dataset.index.dtype)
-    gatherer.add_fields({name: values[:0] for name, values in dataset.fields.items()})
+    gatherer = MetadataGatherer(dataset.index.dtype, dataset.fields)
     itemsize, stage = dataset.index.dtype.itemsize, f"reading {dataset.path.name} through"
     for start in range(0, dataset.index.num_tokens, _SCAN_TOKENS):
         part = dataset.tokens[start : start + _SCAN_TOKENS]
-        gatherer.add(part)
-        gatherer.add_fields({name: values[start : start + _SCAN_TOKENS] for name, values in dataset.fields.items()})
+        gatherer.add(part, {name: values[start : start + _SCAN_TOKENS] for name, values in dataset.fields.items()})
         done_bytes, total_bytes = (start + len(part)) * itemsize, dataset.index.num_tokens * itemsize
         progress(Progress(stage=stage, done_bytes=done_bytes, total_bytes=total_bytes))
     return gatherer.finish(dataset.index.document_lengths)
