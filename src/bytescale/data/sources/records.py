@@ -59,11 +59,6 @@ class ReadCounts:
     corrupt: list[str] = field(default_factory=list)
     """For each corrupt record that was left out: what was wrong with it, and where it is."""
 
-    def add(self, other: ReadCounts) -> None:
-        self.num_empty += other.num_empty
-        self.skipped_files += other.skipped_files
-        self.corrupt += other.corrupt
-
     def leave_out(self, error: DataError) -> None:
         """Count a corrupt record and log it with its place. Raises if more are corrupt than ``max_corrupt`` allows."""
         if not self.max_corrupt:

@@ -119,7 +119,7 @@ def write_units(
 
     Raises ``DataError`` if the disk is full.
     """
-    gatherer, left_out = MetadataGatherer(dtype, fields), ReadCounts()
+    gatherer, left_out = MetadataGatherer(dtype, fields), list[ReadCounts]()
     with ExitStack() as opened:
         writer = opened.enter_context(IndexedWriter(path, dtype))
         beside = {
@@ -136,7 +136,7 @@ def write_units(
             writer.add_documents(tokens, unit.lengths)
             gatherer.add(tokens, values)
             own_labels = own_labels and bool((values[LABELS] == tokens).all())
-            left_out.add(unit.counts)
+            left_out.append(unit.counts)
         if own_labels:
             gatherer.leave_out(LABELS)
             del beside[LABELS]  # what was written of them is removed in the end, because it is not committed
@@ -217,10 +217,9 @@ class MetadataGatherer:
         del self._field_hashes[name]
 
     def finish(
-        self, lengths: NDArray[np.integer], tokenizer: Tokenizer | None = None, left_out: ReadCounts | None = None
+        self, lengths: NDArray[np.integer], tokenizer: Tokenizer | None = None, left_out: Sequence[ReadCounts] = ()
     ) -> TokenMetadata:
         """Return the metadata of documents of these ``lengths [D]``. ``tokenizer`` is None if it is not known."""
-        left_out = left_out or ReadCounts()
         lengths = lengths.astype("<i8")
         lengths_hash = _hash(lengths)
         self._tokens_hash.update(lengths_hash.encode())
@@ -239,9 +238,9 @@ class MetadataGatherer:
             tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else None,
             vocab_size=tokenizer.vocab_size if tokenizer else None,
             eos_id=tokenizer.eos_id if tokenizer else None,
-            num_empty_documents=left_out.num_empty,
-            skipped_files=tuple(left_out.skipped_files),
-            corrupt_records=tuple(left_out.corrupt),
+            num_empty_documents=sum(counts.num_empty for counts in left_out),
+            skipped_files=tuple(path for counts in left_out for path in counts.skipped_files),
+            corrupt_records=tuple(what for counts in left_out for what in counts.corrupt),
         )
 
 

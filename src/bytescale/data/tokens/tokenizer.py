@@ -142,6 +142,25 @@ class JsonTokenizer:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 
+def choose_tokenizer(config: DataConfig, files: Sequence[SourceFile], progress: ProgressCallback) -> Tokenizer | None:
+    """Return the tokenizer of ``config``, or None if there is no text and ``config`` names no tokenizer by its path.
+
+    Raises ``ConfigError`` if there is no such tokenizer, or ``bpe`` is to be trained without text.
+    """
+    text_files = [file for file in files if file.format != "bin"]
+    if config.tokenizer == "bpe":
+        if not text_files:
+            raise ConfigError(
+                "data.tokenizer is 'bpe', but all sources are .bin files",
+                so="there is no text to train it on",
+                fix="set data.tokenizer to the tokenizer.json that made them, or leave it out",
+            )
+        return cached_bpe(text_files, config, progress)
+    if config.tokenizer in ("auto", "bytes") and not text_files:
+        return None  # .bin files need no tokenizer
+    return load_tokenizer(config.tokenizer, config.eos_token)
+
+
 def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
     """Return the tokenizer called ``name``: ``bytes`` (or ``auto``), or the path of a ``tokenizer.json`` or its folder.
 
