@@ -35,8 +35,7 @@ from bytescale.data.length_distributions import sample_lengths
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Reader
 from bytescale.data.order.batches import BatchSampler
-from bytescale.data.tokens.indexed import MetadataGatherer
-from bytescale.data.tokens.tokenize import IndexedWriter
+from bytescale.data.tokens.pairs import IndexedWriter, MetadataGatherer
 from bytescale.plan import RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 

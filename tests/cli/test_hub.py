@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import os
@@ -53,8 +52,6 @@ class Hub(BaseHTTPRequestHandler):
         elif path in ("/api/models/acme/tiny/revision/main", f"/api/models/acme/tiny/revision/{COMMIT}"):
             files = [{"rfilename": file.name} for file in sorted(self.folder.iterdir())]
             self.json({"id": "acme/tiny", "sha": COMMIT, "siblings": files})
-        elif path == "/api/models/acme/new":
-            self.json({"id": "acme/new", "sha": COMMIT, "siblings": []})
         elif path == "/api/datasets/acme/chats" or path.startswith("/api/datasets/acme/chats/revision/"):
             self.json({"id": "acme/chats", "sha": COMMIT, "siblings": []})
         elif path == "/api/datasets/acme/chats/tree/~parquet/default":
@@ -81,36 +78,6 @@ class Hub(BaseHTTPRequestHandler):
                 self.answer(206, content[first : last + 1], headers)
         else:
             self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-
-    def do_POST(self) -> None:
-        """``acme/new`` is made, and files are committed to it; nobody else's token may write."""
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        path = self.path.partition("?")[0]
-        if self.headers.get("Authorization") != "Bearer may-write":
-            self.answer(401, b"{}", {"X-Error-Message": "no token", "Content-Type": "application/json"})
-        elif path == "/api/repos/create":
-            self.json({"url": f"http://{self.headers['Host']}/acme/new", "name": "acme/new", "id": "acme/new"})
-        elif path == "/api/models/acme/new/preupload/main":
-            files = [file["path"] for file in json.loads(body)["files"]]
-            self.json({"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in files]})
-        elif path == "/api/models/acme/new/commit/main":
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    target = self.folder.parent / "pushed" / line["value"]["path"]
-                    target.parent.mkdir(exist_ok=True)
-                    target.write_bytes(base64.b64decode(line["value"]["content"]))
-            self.json(
-                {
-                    "commitUrl": f"http://{self.headers['Host']}/acme/new/commit/{COMMIT}",
-                    "commitOid": COMMIT,
-                    "hookOutput": "",
-                    "success": True,
-                }
-            )
-        elif path == "/api/validate-yaml":
-            self.json({"errors": [], "warnings": []})
-        else:
-            self.answer(404, b"", {})
 
     def json(self, content: Any) -> None:
         self.answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
@@ -229,23 +196,11 @@ def test_a_name_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.usefixtures("here")
-def test_an_export_is_uploaded_on_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With its model card; without a token that may write, the folder stays, and one message says what to do."""
+def test_an_export_has_a_model_card(tmp_path: Path) -> None:
     assert main(["train", str(written_config(tmp_path))]) == 0
     checkpoint = str(tmp_path / "run" / "checkpoints" / "step-000002")
-    assert main(["convert", checkpoint, str(tmp_path / "out"), "--push", "acme/new"]) == 2
-    refused = capsys.readouterr().err
-    assert re.search(r"out was written, but acme/new was not uploaded.*hf upload acme/new", refused, re.S)
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-    monkeypatch.setenv("HF_TOKEN", "may-write")
-    assert main(["convert", checkpoint, str(tmp_path / "again"), "--push", "acme/new"]) == 0
-    pushed, local = tmp_path / "pushed", tmp_path / "again"
-    assert {file.name: file.read_bytes() for file in pushed.iterdir()} == {
-        file.name: file.read_bytes() for file in local.iterdir()
-    }
-    card = (pushed / "README.md").read_text()
+    assert main(["convert", checkpoint, str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
     assert "trained from random weights" in card
     assert "seen 2 global batches of at most 640 tokens" in card
     assert str(tmp_path / "corpus") in card

@@ -19,12 +19,11 @@ from bytescale.data.order.batches import BatchSampler
 from bytescale.data.order.epoch import MIB
 from bytescale.data.order.index import CorpusIndex, PartFinder
 from bytescale.data.sources.files import SourceFile
-from bytescale.data.sources.readers import WorkUnit
-from bytescale.data.tokens.indexed import MetadataGatherer
+from bytescale.data.sources.records import WorkUnit
 from bytescale.data.tokens.open_parts import OpenParts
+from bytescale.data.tokens.pairs import IndexedWriter, MetadataGatherer
 from bytescale.data.tokens.samples import Samples
 from bytescale.data.tokens.shards import PartContent, Shard
-from bytescale.data.tokens.tokenize import IndexedWriter
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.plan import Planner
 

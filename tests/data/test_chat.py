@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from bytescale.common.errors import ConfigError, DataError
+from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.sources.records import Record, kind_of
+from bytescale.data.sources.records import Record
 from bytescale.data.tokens.chat import ChatTemplate, load_template
 from bytescale.data.tokens.examples import Example, example_of
 from bytescale.data.tokens.tokenizer import load_tokenizer
@@ -32,7 +33,7 @@ def said(template: str, messages: list[dict[str, Any]]) -> list[str]:
 def encoded(record: dict[str, Any], folder: Path) -> Example:
     """The example of a record of messages, with the tokenizer and the template of a folder."""
     tokenizer, template = load_tokenizer(str(folder)), load_template("", str(folder))
-    return example_of(Record(values=record, path=folder, row=1), kind_of("messages", ()), tokenizer, template)
+    return example_of(Record(values=record, place=str), DataConfig(content="messages"), tokenizer, template)
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -43,13 +44,13 @@ def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, template: str
     theirs_marked = transformers.AutoTokenizer.from_pretrained(chat_folder(tmp_path / "marked", MARKED))
     for record in conversations(20):
         ours = encoded(record, folder)
-        assert ours.tokens.tolist() == theirs.apply_chat_template(record["messages"], return_dict=False)
+        assert ours["tokens"].tolist() == theirs.apply_chat_template(record["messages"], return_dict=False)
         marked = theirs_marked.apply_chat_template(
             record["messages"], return_assistant_tokens_mask=True, return_dict=True
         )["assistant_masks"]
         if template == CHATML:
             marked = marked[1:]  # the marked template begins with a token more
-        assert ours.fields["weights"].tolist() == marked
+        assert ours["weights"].tolist() == marked
 
 
 def test_what_the_assistant_said_ends_with_its_turn() -> None:
@@ -62,9 +63,9 @@ def test_what_the_assistant_said_ends_with_its_turn() -> None:
 def test_the_weight_of_a_message_scales_what_it_says(tmp_path: Path) -> None:
     messages = [{**turn, "weight": 0.5} if turn["content"] == "ok" else turn for turn in TURNS]
     example = encoded({"messages": messages}, chat_folder(tmp_path))
-    weights = example.fields["weights"].tolist()
+    weights = example["weights"].tolist()
     assert sorted(set(weights)) == [0.0, 0.5, 1.0]
-    assert load_tokenizer(str(tmp_path)).decode(example.tokens[example.fields["weights"] == 0.5]) == "ok<|im_end|>"
+    assert load_tokenizer(str(tmp_path)).decode(example["tokens"][example["weights"] == 0.5]) == "ok<|im_end|>"
 
 
 def test_a_template_that_changes_earlier_turns_is_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from bytescale.common.errors import DataError
 from bytescale.data.tokens.indexed import IndexedDataset, read_index, token_dtype
-from bytescale.data.tokens.tokenize import IndexedWriter
+from bytescale.data.tokens.pairs import IndexedWriter
 from tests.data.support import write_pair
 
 DOCUMENTS = [[5, 6, 7], [8], [], [9, 10, 11, 12]]

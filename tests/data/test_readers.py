@@ -10,19 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import DataError
+from bytescale.config import DataConfig
 from bytescale.data.sources.files import expand_sources
-from bytescale.data.sources.readers import ReadCounts
-from bytescale.data.sources.records import iter_records, plan_units, text_kind
+from bytescale.data.sources.records import ReadCounts, iter_records, kind_of, plan_units
 from tests.data.support import write_jsonl
 
-TEXT = text_kind("text")
+TEXT = kind_of(DataConfig())
 
 
 def read(path: Path, text_key: str = "text", unit_bytes: int = 1 << 20, counts: ReadCounts | None = None) -> list[str]:
     """All texts of a source, unit by unit."""
-    units = plan_units(expand_sources([str(path)]), text_kind(text_key), unit_bytes)
+    kind = kind_of(DataConfig(text_key=text_key))
+    units = plan_units(expand_sources([str(path)]), kind, unit_bytes)
     counts = counts if counts is not None else ReadCounts()
-    return [record.values[text_key] for unit in units for record in iter_records(unit, text_kind(text_key), counts)]
+    return [record.values[text_key] for unit in units for record in iter_records(unit, kind, counts)]
 
 
 def write_parquet(path: Path, columns: dict, rows_per_group: int = 100) -> Path:
@@ -86,7 +87,7 @@ def test_jsonl_null_is_empty_and_blank_lines_are_nothing(tmp_path: Path) -> None
         (b'["text"]', r"a.jsonl:3 is a JSON list, not an object"),
         (b'{"texts": "a", "id": 1}', r"a.jsonl:3 has no key 'text'.*did you mean 'texts'.*id, texts"),
         (b"{}", r"a.jsonl:3 has no key 'text'"),
-        (b'{"text": 12}', r"a.jsonl:3: 'text' is a JSON int, not a string"),
+        (b'{"text": 12}', r"a.jsonl:3: 'text' is of type int, not a string"),
         (b'{"text": "\\ud800"}', r"a.jsonl:3: 'text' holds half a surrogate pair"),
     ],
 )
@@ -125,7 +126,7 @@ def test_parquet_without_the_column(tmp_path: Path) -> None:
 
 def test_parquet_column_of_another_type(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", {"text": [1, 2]})
-    with pytest.raises(DataError, match=r"a.parquet: column 'text' is of type int64, not string"):
+    with pytest.raises(DataError, match=r"a.parquet, row 1: 'text' is of type int, not a string"):
         read(path)
 
 
@@ -157,5 +158,5 @@ def test_the_place_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "b"}) + "\n")
     units = plan_units(expand_sources([str(path)]), TEXT)
-    places = [record.place for record in iter_records(units[0], TEXT, ReadCounts())]
+    places = [record.place() for record in iter_records(units[0], TEXT, ReadCounts())]
     assert places == [f"{path}:1", f"{path}:2"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bytescale.common.errors import ConfigError, DataError
+from bytescale.config import DataConfig
 from bytescale.data.sources.files import expand_sources, fingerprint_files
-from bytescale.data.sources.readers import ReadCounts
-from bytescale.data.sources.records import iter_records, plan_units, text_kind
+from bytescale.data.sources.records import ReadCounts, iter_records, kind_of, plan_units
 
 
 @pytest.fixture
@@ -66,8 +66,9 @@ def test_the_functions_of_the_standard_library_have_a_long_tail() -> None:
     files = expand_sources(["python:functions"])
     assert {file.format for file in files} == {"python"}
     assert not any({"test", "tests"} & set(Path(str(file.path)).parts) for file in files)
-    units = plan_units(files, text_kind("text"))
-    texts = [record.values["text"] for unit in units for record in iter_records(unit, text_kind("text"), ReadCounts())]
+    kind = kind_of(DataConfig())
+    units = plan_units(files, kind)
+    texts = [record.values["text"] for unit in units for record in iter_records(unit, kind, ReadCounts())]
     assert sum(len(text) < 3000 for text in texts) > 0.9 * len(texts)
     assert sum(len(text) > 30_000 for text in texts) > 20
     letters = sum(len(re.sub(r"\s", "", text)) for text in texts)

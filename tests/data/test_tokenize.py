@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,12 @@ from numpy.typing import NDArray
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile, expand_sources
-from bytescale.data.sources.readers import WorkUnit
-from bytescale.data.sources.records import plan_units, text_kind
 from bytescale.data.tokens import shards
-from bytescale.data.tokens.bpe import train_bpe
-from bytescale.data.tokens.indexed import IndexedDataset, TokenMetadata, load_metadata, metadata_of
+from bytescale.data.tokens.indexed import IndexedDataset
+from bytescale.data.tokens.pairs import TokenMetadata, load_metadata, metadata_of
 from bytescale.data.tokens.progress import Progress, ignore_progress
 from bytescale.data.tokens.shards import ShardReader, write_as_pair
-from bytescale.data.tokens.tokenize import UnitEncoder, encode_in_processes
-from bytescale.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from bytescale.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, train_bpe
 from tests.data.support import write_jsonl, write_pair
 
 
@@ -174,7 +171,7 @@ KILLED_PROGRAM = """
 import sys, time
 from pathlib import Path
 from bytescale.data.sources.files import expand_sources
-from bytescale.data.tokens import shards, tokenize
+from bytescale.data.tokens import shards
 from tests.data.test_tokenize import tokenised
 
 def stop_in_the_middle(progress):
@@ -227,24 +224,8 @@ def test_killed_between_bin_and_idx_the_old_pair_is_gone_and_the_new_not_there(
     def die(path: Path, content: bytes) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bytescale.data.tokens.tokenize.write_atomically", die)
+    monkeypatch.setattr("bytescale.data.tokens.pairs.write_atomically", die)
     with pytest.raises(KeyboardInterrupt):
         write_pair(tmp_path / "a", [[3], [4]])
     with pytest.raises(DataError, match=r"a.idx cannot be read"):
         IndexedDataset.open(tmp_path / "a.bin")
-
-
-def test_few_units_are_under_way_however_slow_the_reader_of_results(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 90}] * 100)
-    units = plan_units(expand_sources([str(path)]), text_kind("text"), 1000)
-    taken: list[int] = []
-
-    def take() -> Iterator[WorkUnit]:
-        for unit in units:
-            taken.append(unit.start)
-            yield unit
-
-    encode = UnitEncoder.of(DataConfig(), ByteTokenizer())
-    for done, _ in enumerate(encode_in_processes(take(), encode, num_workers=2), start=1):
-        assert len(taken) <= done + 2 * 2
-    assert done == len(units) == 11

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.config import DataConfig
+from bytescale.config.validate import check_batches
 from bytescale.data.sources.files import expand_sources
-from bytescale.data.tokens.bpe import cached_bpe, train_bpe
 from bytescale.data.tokens.progress import Progress, ignore_progress
-from bytescale.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
+from bytescale.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer, cached_bpe, load_tokenizer, train_bpe
 
 WORDS = "the quick brown fox jumps over the lazy dog and the dog does not mind " * 20
 
@@ -145,7 +145,7 @@ def test_training_needs_room_for_all_bytes_and_some_text(tmp_path: Path) -> None
     (tmp_path / "a.txt").write_text("")
     files = expand_sources([str(tmp_path)])
     with pytest.raises(ConfigError, match=r"data.bpe_vocab_size is 256.*at least 257"):
-        cached_bpe(files, DataConfig(bpe_vocab_size=256), ignore_progress)
+        check_batches(DataConfig(bpe_vocab_size=256))
     with pytest.raises(DataError, match=r"no text to train a tokenizer on"):
         cached_bpe(files, DataConfig(bpe_vocab_size=300, cache_dir=str(tmp_path / "cache")), ignore_progress)
 

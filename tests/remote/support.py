@@ -17,8 +17,7 @@ from bytescale.cost import Cluster, Profile
 from bytescale.data.feed import opened_feed
 from bytescale.data.loading.loader import Feed, Reader, StepData
 from bytescale.data.order.batches import SamplerState
-from bytescale.data.tokens.indexed import MetadataGatherer
-from bytescale.data.tokens.tokenize import IndexedWriter
+from bytescale.data.tokens.pairs import IndexedWriter, MetadataGatherer
 from bytescale.planner.verified import VerifiedPlanner
 
 CONTEXT = 96

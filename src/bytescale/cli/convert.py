@@ -25,8 +25,6 @@ class ConvertOptions:
     """The dtype of the weights that are written. Checkpoints have fp32."""
     shard_bytes: int = 5 * GIBI
     """Largest size of a safetensors file, in bytes."""
-    push: str = ""
-    """OWNER/NAME: upload the written folder to the Hugging Face Hub as this model, private if it is new."""
 
     def run(self) -> int:
         source = Path(self.source)
@@ -42,10 +40,6 @@ class ConvertOptions:
         if (self.folder / "adapter").is_dir():
             print(f"the adapters are merged into it; as peft loads them, they lie in {self.folder / 'adapter'}")
         print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(self.folder)!r})")
-        if self.push:
-            from bytescale.storage.hub import push_folder
-
-            print(f"uploaded to {push_folder(self.folder, self.push)}")
         return 0
 
 

@@ -26,13 +26,14 @@ from bytescale.common.units import format_bytes, format_count, format_seconds, f
 from bytescale.config import load_config
 from bytescale.config.schema import CorpusConfig, DataConfig
 from bytescale.data.length_distributions import bucket_edges, token_shares
-from bytescale.data.loading.corpus import Corpus, choose_tokenizer, list_sources, prepare_corpus
+from bytescale.data.loading.corpus import Corpus, list_sources, prepare_corpus
 from bytescale.data.loading.record import check_record
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
-from bytescale.data.tokens.fields import WEIGHTS
-from bytescale.data.tokens.indexed import TokenMetadata, read_index
+from bytescale.data.tokens.indexed import WEIGHTS, read_index
+from bytescale.data.tokens.pairs import TokenMetadata
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.data.tokens.shards import ShardReader, write_as_pair
+from bytescale.data.tokens.tokenizer import choose_tokenizer
 
 _SHOWN_SKIPPED = 5
 _SHOWN_CHARACTERS = 240

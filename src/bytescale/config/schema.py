@@ -95,8 +95,8 @@ class CorpusConfig:
     tokenizer: str = "auto"
     """`bytes`, the path of a tokenizer.json, or `bpe` to train one on the sources (cached). auto: the tokenizer of the
     model that `--init` names, else `bytes`."""
-    bpe_vocab_size: int = 4096
-    """Vocabulary of the tokenizer that `bpe` trains."""
+    bpe_vocab_size: int = field(default=4096, metadata=limits(least=257))
+    """Vocabulary of the tokenizer that `bpe` trains: the 256 bytes, the end of a document, and what is merged."""
     eos_token: str | None = None
     """Token of a tokenizer.json that ends a document; unset: what tokenizer_config.json says, or a usual one."""
     cache_dir: str = ".cache/bytescale"
@@ -123,9 +123,6 @@ class DataConfig(CorpusConfig):
     """How many damaged records may be left out. One more stops the run."""
     read_retries: int = field(default=3, metadata=limits(least=0))
     """How many times a failing read is tried again, after 0.5, 1, 2, ... seconds."""
-    verify: bool = False
-    """Read every tokenised file through before its first use and compare it with its hash. What has rotted in the cache
-    is made again; a .bin/.idx pair that has rotted stops the run. Not for pairs that are read in place from a URL."""
     context_length: int = field(default=8192, metadata=limits(least=1))
     """Longest sequence in tokens; see over_length."""
     over_length: Literal["split", "truncate", "drop"] = "split"

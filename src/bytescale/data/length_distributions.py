@@ -1,15 +1,11 @@
 """Length distributions of the paper's two data sets (section 3.1), to plan, simulate and measure without the data.
 
-``length_distributions.json`` gives the share of TOKENS of each length bucket. The paper does not print these shares.
-They are chosen so that they satisfy what the paper says about the two data sets.
+The paper does not print its shares. These are chosen so that they satisfy what it says about the two data sets. Of the
+tokens of github, 16.2 % are in documents above 128K and 9.8 % above 256K. Of byted's, 44.3 % are above 128K, 37 % above
+256K and 12.1 % at 2M, and about 80 % of its documents have up to 4K.
 """
 
 from __future__ import annotations
-
-import json
-from collections.abc import Mapping
-from functools import cache
-from importlib import resources
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,25 +13,21 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError
 
-_SHARE_SUFFIX = "_token_share"
-
-
-@cache
-def _stored() -> dict[str, list]:
-    text = resources.files("bytescale.data").joinpath("length_distributions.json").read_text(encoding="utf-8")
-    content: dict[str, list] = json.loads(text)
-    return content
+_TOKEN_SHARES = {
+    "byted": (0.102, 0.076, 0.076, 0.076, 0.076, 0.076, 0.075, 0.073, 0.107, 0.142, 0.121),
+    "github": (0.226, 0.114, 0.114, 0.104, 0.095, 0.088, 0.097, 0.064, 0.045, 0.033, 0.020),
+}
+"""Share of the tokens in each bucket. In the last one, every document has exactly 2M tokens, the longest context."""
 
 
 def distribution_names() -> tuple[str, ...]:
     """``("byted", "github")``."""
-    return tuple(sorted(key.removesuffix(_SHARE_SUFFIX) for key in _stored() if key.endswith(_SHARE_SUFFIX)))
+    return tuple(_TOKEN_SHARES)
 
 
 def bucket_edges() -> IntArray:
-    """``[B + 1]`` tokens: bucket i holds lengths in (edge i, edge i + 1]."""
-    content: Mapping = _stored()
-    return np.array([content["lowest_edge_tokens"], *content["upper_edges_tokens"]], dtype=np.int64)
+    """``[B + 1]`` tokens: bucket i holds lengths in (edge i, edge i + 1]. The edges are 512, 2K, 4K, 8K, ... 2M."""
+    return 2 ** np.array([9, *range(11, 22)], dtype=np.int64)
 
 
 def token_shares(name: str) -> NDArray[np.float64]:
@@ -44,7 +36,7 @@ def token_shares(name: str) -> NDArray[np.float64]:
         raise ConfigError(
             f"there is no length distribution {name!r}", fix="use one of " + ", ".join(distribution_names())
         )
-    shares = np.array(_stored()[name + _SHARE_SUFFIX])
+    shares = np.array(_TOKEN_SHARES[name])
     return shares / shares.sum()
 
 

@@ -53,29 +53,5 @@ def local_folder(model: str, *, weights: bool = True) -> str:
         raise ConfigError(cause, so="there are no weights to begin with", fix=fix) from error
 
 
-def push_folder(folder: Path, name: str) -> str:
-    """Upload a folder as the model ``OWNER/NAME``, private if it is new. Returns its address.
-
-    Raises ``ConfigError`` if ``name`` is none, or the Hub does not take the folder, which stays as it is.
-    """
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-        raise ConfigError(f"--push {name} is no name of a model of the Hub", fix="write OWNER/NAME")
-    try:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-    except ImportError as error:
-        raise ConfigError("huggingface_hub is not installed", fix="pip install 'bytescale[hf]'") from error
-    try:
-        address = HfApi().create_repo(name, private=True, exist_ok=True)
-        HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by bytescale convert")
-    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"{folder} was written, but {name} was not uploaded ({_first_line(error)})",
-            so="the Hub does not have it",
-            fix=f"run `hf auth login` with a token that may write, then `hf upload {name} {folder}`",
-        ) from error
-    return str(address)
-
-
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

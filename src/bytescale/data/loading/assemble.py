@@ -15,7 +15,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import LossPer
 from bytescale.data.order.batches import GlobalBatch
-from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype
+from bytescale.data.tokens.indexed import LABELS, WEIGHTS, field_dtype
 from bytescale.data.tokens.open_parts import Slice
 from bytescale.data.tokens.samples import PART_SHIFT, Samples
 from bytescale.plan.rank_plan import RankPlan

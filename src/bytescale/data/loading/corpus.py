@@ -21,13 +21,12 @@ from bytescale.config.validate import check_content
 from bytescale.data.loading.assemble import MicroBatchData, Segments, assemble, labelled
 from bytescale.data.order.index import CorpusIndex, CorpusMetadata, PartContent
 from bytescale.data.sources.files import SourceFile, expand_sources
-from bytescale.data.tokens.bpe import cached_bpe
-from bytescale.data.tokens.fields import WEIGHTS
+from bytescale.data.tokens.indexed import WEIGHTS
 from bytescale.data.tokens.open_parts import OpenParts, PartReader, Slice
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.samples import Samples
 from bytescale.data.tokens.shards import Shard, ShardReader
-from bytescale.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from bytescale.data.tokens.tokenizer import Tokenizer, choose_tokenizer
 from bytescale.plan.rank_plan import RankPlan
 from bytescale.storage.retry import with_retries
 
@@ -135,7 +134,7 @@ class TokeniseHere:
         return [self._reader.content(shard, self._progress) for shard in shards]
 
     def close(self) -> None:
-        """End the thread, after the unit of text (``data.sources.readers``) that it works on."""
+        """End the thread, after the unit of text (``data.sources.records``) that it works on."""
         self._ahead = False
         self._thread.shutdown(cancel_futures=True)
 
@@ -155,27 +154,6 @@ def list_sources(config: DataConfig) -> list[SourceFile]:
     """List the files of the corpus. Raises as ``expand_sources``, and for contents that do not fit."""
     check_content(config)
     return with_retries(partial(expand_sources, config.sources, config.format, config.fields), config.read_retries)
-
-
-def choose_tokenizer(
-    config: DataConfig, files: Sequence[SourceFile], progress: ProgressCallback = ignore_progress
-) -> Tokenizer | None:
-    """Return the tokenizer of ``config``, or None if there is no text and ``config`` names no tokenizer by its path.
-
-    Raises ``ConfigError`` if there is no such tokenizer, or ``bpe`` is to be trained without text.
-    """
-    text_files = [file for file in files if file.format != "bin"]
-    if config.tokenizer == "bpe":
-        if not text_files:
-            raise ConfigError(
-                "data.tokenizer is 'bpe', but all sources are .bin files",
-                so="there is no text to train it on",
-                fix="set data.tokenizer to the tokenizer.json that made them, or leave it out",
-            )
-        return cached_bpe(text_files, config, progress)
-    if config.tokenizer in ("auto", "bytes") and not text_files:
-        return None  # .bin files need no tokenizer
-    return load_tokenizer(config.tokenizer, config.eos_token)
 
 
 def check_vocabulary(corpus: CorpusMetadata, vocab_size: int) -> None:

@@ -19,11 +19,11 @@ import numpy as np
 
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
-from bytescale.data.sources.readers import check_corrupt_records
-from bytescale.data.tokens.indexed import TokenMetadata
+from bytescale.data.sources.records import check_corrupt_records
+from bytescale.data.tokens.examples import UnitEncoder
+from bytescale.data.tokens.pairs import TokenMetadata
 from bytescale.data.tokens.samples import SampleCounts, Samples, make_samples
 from bytescale.data.tokens.shards import PartContent, Shard
-from bytescale.data.tokens.tokenize import UnitEncoder
 
 logger = logging.getLogger(__name__)
 

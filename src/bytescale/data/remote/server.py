@@ -12,7 +12,7 @@ import ray
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.data.tokens.fields import field_dtype, without_field
+from bytescale.data.tokens.indexed import field_dtype, without_field
 from bytescale.data.tokens.open_parts import OpenParts
 
 SharedWork = list[Any]

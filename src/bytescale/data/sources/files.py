@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -25,7 +26,7 @@ from bytescale.storage.place import Place, Url, has_no_folders
 from bytescale.storage.retry import UnreadableError, unreadable
 
 FileFormat = Literal["text", "python", "jsonl", "parquet", "bin"]
-"""python: source code that is cut into definitions (``data.sources.readers``). Only ``python:functions`` has it."""
+"""python: source code that is cut into definitions (``definitions``). Only ``python:functions`` has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,17 @@ _NOT_STDLIB = {"site-packages", "dist-packages"}
 _TESTS = {"test", "tests", "idle_test"}
 
 
+_WHOLE_MODULES = 8
+"""One of so many modules stays whole: the long tail."""
+_DEFINITION = re.compile(r"\n\n+(?=(?: {4})?(?:@|class |def |async def ))")
+
+
+def definitions(module: str) -> list[str]:
+    """Return the functions, methods and heads of classes of a module, or the whole of it if its checksum says so."""
+    whole = zlib.crc32(module.encode()) % _WHOLE_MODULES == 0
+    return [module] if whole else _DEFINITION.split(module)
+
+
 def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Sequence[str] = ()) -> list[SourceFile]:
     """List the files that ``sources`` name, in corpus order. Each file is listed once.
 
@@ -77,7 +89,7 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Se
             of these that fsspec can open, ``python:stdlib`` (the interpreter's standard library), or
             ``python:functions`` (the same without tests, mostly cut into functions).
         file_format: ``auto`` decides by the ending of each file. Any other value is the format of every file.
-        fields: names of fields (``data.tokens.fields``), besides ``OWN_FIELDS``. Their pairs in folders are no sources.
+        fields: names of fields (``data.fields``), besides ``OWN_FIELDS``. Their pairs in folders are no sources.
 
     Raises ``ConfigError`` if there is no source, or a source does not exist or matches no file; ``DataError`` if a file
     cannot be examined, or a URL cannot be reached.

@@ -1,33 +1,91 @@
 """Reads the records of a corpus: text files, JSONL lines or Parquet rows. A text is a record with a single key.
 
-``data.content`` says what the records are (``RecordKind``). ``data.tokens.tokenize`` and ``data.tokens.examples`` turn
-them into tokens.
+A unit of work is a run of small text files, a byte range of a JSONL file, or a range of row groups of a Parquet file
+(at least one row group, however large). Any process can read a unit on its own. The units in their order give the
+records in corpus order, whichever process reads them.
+
+``data.content`` says what the records are (``RecordKind``). ``data.tokens.examples`` turns them into tokens.
 """
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import ConfigError, DataError
-from bytescale.data.sources.files import SourceFile
-from bytescale.data.sources.readers import (
-    UNIT_BYTES,
-    ReadCounts,
-    Record,
-    WorkUnit,
-    jsonl_records,
-    jsonl_units,
-    open_parquet,
-    parquet_records,
-    row_group_units,
-    text_records,
-    text_units,
-)
+from bytescale.common.parsing import parse_json
+from bytescale.config.schema import CorpusConfig
+from bytescale.data.sources.files import SourceFile, definitions
+from bytescale.storage.place import Place
 from bytescale.storage.retry import unreadable
+
+logger = logging.getLogger(__name__)
+
+UNIT_BYTES = 4 * 1024**2
+"""Bytes of text per unit: large enough that handing a unit to a process costs little, small enough for memory."""
+_PARQUET_BATCH_ROWS = 1024
+_SHOWN_PLACES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkUnit:
+    """What one process reads at once.
+
+    ``start`` and ``stop`` count bytes of a JSONL file or row groups of a Parquet file. Text files do not use them.
+    """
+
+    files: tuple[SourceFile, ...]
+    start: int = 0
+    stop: int = 0
+    num_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class ReadCounts:
+    """What the reader left out."""
+
+    max_corrupt: int = 0
+    """Corrupt records that may be left out. One more is an error."""
+    num_empty: int = 0
+    skipped_files: list[str] = field(default_factory=list)
+    """Files that were found in a folder or by a glob and are not UTF-8 text."""
+    corrupt: list[str] = field(default_factory=list)
+    """For each corrupt record that was left out: what was wrong with it, and where it is."""
+
+    def leave_out(self, error: DataError) -> None:
+        """Count a corrupt record and log it with its place. Raises if more are corrupt than ``max_corrupt`` allows."""
+        if not self.max_corrupt:
+            raise error
+        self.corrupt.append(str(error).split(" To fix:")[0])
+        logger.warning("left out a corrupt record: %s", self.corrupt[-1])
+        check_corrupt_records(self.corrupt, self.max_corrupt, error)
+
+
+def check_corrupt_records(places: Sequence[str], limit: int, last: DataError | None = None) -> None:
+    """Raise ``DataError`` for more records than ``data.max_corrupt_records`` allows. ``last``: of the last one."""
+    if len(places) > limit:
+        shown = " ".join(places[:_SHOWN_PLACES]) + (" ..." if len(places) > _SHOWN_PLACES else "")
+        raise DataError(
+            f"{len(places)} records are corrupt, data.max_corrupt_records is {limit}: {shown}",
+            so="leaving out more than that may bias what is learnt",
+            fix="mend the records, or raise data.max_corrupt_records",
+        ) from last
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """One record: its values by key, and where it is."""
+
+    values: dict[str, Any]
+    place: Callable[[], str]
+    """Returns the file, and the line or row, counted from 1. It reads the file to count lines: for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +96,6 @@ class RecordKind:
     required: tuple[tuple[str, ...], ...]
     """Of each tuple, a record has exactly one key."""
     optional: tuple[str, ...] = ()
-    fields: tuple[str, ...] = ()
-    """Those of the required keys that ``data.fields`` names."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -47,25 +103,22 @@ class RecordKind:
 
     @property
     def is_text(self) -> bool:
-        """Whether a record is one text, under the only key."""
+        """Whether a record is one text, under the only key. Each text file is such a record."""
         return self.content == "text"
 
 
-def text_kind(text_key: str) -> RecordKind:
-    """Return the kind of texts under ``text_key`` (``data.text_key``). Each text file is a record."""
-    return RecordKind("text", ((text_key,),))
-
-
-def kind_of(content: str, fields: Sequence[str]) -> RecordKind:
-    """Return the kind of ``data.content``, which is not text; records of tokens must also have the keys ``fields``."""
-    match content:
+def kind_of(config: CorpusConfig) -> RecordKind:
+    """Return the kind of ``data.content``; records of tokens must also have the keys ``data.fields``."""
+    match config.content:
+        case "text":
+            return RecordKind("text", ((config.text_key,),))
         case "tokens":
-            required = (("tokens", "input_ids"), *((name,) for name in fields))
-            return RecordKind(content, required, ("labels", "weights"), tuple(fields))
+            required = (("tokens", "input_ids"), *((name,) for name in config.fields))
+            return RecordKind("tokens", required, ("labels", "weights"))
         case "messages":
-            return RecordKind(content, (("messages",),), ("tools",))
+            return RecordKind("messages", (("messages",),), ("tools",))
         case _:
-            return RecordKind(content, (("prompt",), ("completion",)))
+            return RecordKind("prompt", (("prompt",), ("completion",)))
 
 
 def plan_units(files: Sequence[SourceFile], kind: RecordKind, unit_bytes: int = UNIT_BYTES) -> list[WorkUnit]:
@@ -73,30 +126,33 @@ def plan_units(files: Sequence[SourceFile], kind: RecordKind, unit_bytes: int = 
 
     The footer of each Parquet file is read, so that a missing column is found before any work is done.
 
-    Raises ``ConfigError`` if a file is text, but ``kind`` is not; ``DataError`` if a Parquet file is broken, or lacks a
-    column or has it in another type.
+    Raises ``ConfigError`` if a file is text, but ``kind`` is not; ``DataError`` if a Parquet file is broken or lacks a
+    column.
     """
     units: list[WorkUnit] = []
     try:
-        for file_format, run in itertools.groupby(files, key=lambda file: file.format):
-            if file_format in ("text", "python") and kind.is_text:
-                units.extend(text_units(run, unit_bytes))
-                continue
-            for file in run:
-                if file_format == "jsonl":
-                    units.extend(jsonl_units(file, unit_bytes))
-                elif file_format == "parquet":
-                    with open_parquet(file.path) as opened:
-                        _check_columns(opened.schema_arrow, kind, str(file.path))
-                        units.extend(row_group_units(file, opened, unit_bytes))
-                else:
-                    assert file_format in ("text", "python"), f"files of format {file_format!r} hold no records"
-                    raise ConfigError(
-                        f"{file.path} is text, but data.content is {kind.content!r}",
-                        so="text has no records with the keys that are needed",
-                        fix="use JSONL or Parquet files (data.format names the format of files with other endings), or "
-                        "data.content = 'text'",
-                    )
+        for file_format, found in itertools.groupby(files, key=lambda file: file.format):
+            run = list(found)
+            match file_format:
+                case "jsonl":
+                    for file in run:
+                        for start in range(0, file.num_bytes, unit_bytes):
+                            stop = min(start + unit_bytes, file.num_bytes)
+                            units.append(WorkUnit(files=(file,), start=start, stop=stop, num_bytes=stop - start))
+                case "parquet":
+                    for file in run:
+                        with open_parquet(file.path) as opened:
+                            _check_keys(opened.schema_arrow.names, kind, str(file.path), "column")
+                            units.extend(row_group_units(file, opened, unit_bytes))
+                case _:
+                    if not kind.is_text:
+                        raise ConfigError(
+                            f"{run[0].path} is text, but data.content is {kind.content!r}",
+                            so="text has no records with the keys that are needed",
+                            fix="use JSONL or Parquet files (data.format names the format of files with other "
+                            "endings), or data.content = 'text'",
+                        )
+                    units.extend(text_units(run, unit_bytes))
     except OSError as error:
         raise unreadable(error, "a source") from error
     return units
@@ -119,14 +175,8 @@ def iter_records(unit: WorkUnit, kind: RecordKind, counts: ReadCounts) -> Iterat
             case _:
                 records = parquet_records(unit, kind.keys)
         for record in records:
-            known = list(record.values)
-            named = {name: record.values[name] for name in kind.keys if name in record.values}
-            if kind.is_text:  # a text that is null is an empty one
-                record.values = {name: "" if value is None else value for name, value in named.items()}
-            else:
-                record.values = {name: value for name, value in named.items() if value is not None}
             try:
-                _check(record, known, kind)
+                record.values = _own_values(record, kind)
             except DataError as error:
                 counts.leave_out(error)
                 continue
@@ -138,43 +188,32 @@ def iter_records(unit: WorkUnit, kind: RecordKind, counts: ReadCounts) -> Iterat
         raise unreadable(error, path) from error
 
 
-def _check(record: Record, known: Sequence[str], kind: RecordKind) -> None:
-    """Raise ``DataError`` unless the record has its keys, and its text is one. ``known``: all keys of its line."""
-    if any(sum(name in record.values for name in names) != 1 for names in kind.required):
-        _check_keys([name for name in known if name not in kind.keys] + [*record.values], kind, record.place)
+def _own_values(record: Record, kind: RecordKind) -> dict[str, Any]:
+    """Return the values of the keys of ``kind``. A null is an empty text, and else as if the key were missing.
+
+    Raises ``DataError`` unless the record has its keys, and its text is one.
+    """
+    named = {name: record.values[name] for name in kind.keys if name in record.values}
+    values = {name: value for name, value in named.items() if kind.is_text or value is not None}
+    if any(sum(name in values for name in names) != 1 for names in kind.required):
+        known = [name for name in record.values if name in values or name not in named]
+        _check_keys(known, kind, record.place())
     if not kind.is_text:
-        return
+        return values
     (key,) = kind.keys
-    text = record.values[key]
+    text = "" if values[key] is None else values[key]
     if not isinstance(text, str):
         raise DataError(
-            f"{record.place}: {key!r} is a JSON {type(text).__name__}, not a string",
-            fix="mend the line or set data.text_key to the key that holds the text",
+            f"{record.place()}: {key!r} is of type {type(text).__name__}, not a string",
+            fix="mend the record or set data.text_key to the key that holds the text",
         )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON escapes can spell halves of surrogate pairs, which have no UTF-8 form
         raise DataError(
-            f"{record.place}: {key!r} holds half a surrogate pair (\\ud8..)", fix="mend the line"
+            f"{record.place()}: {key!r} holds half a surrogate pair (\\ud8..)", fix="mend the line"
         ) from error
-
-
-def _check_columns(schema: Any, kind: RecordKind, place: str) -> None:
-    _check_keys(schema.names, kind, place, "column")
-    if not kind.is_text:
-        return
-    import pyarrow.types
-
-    (key,) = kind.keys
-    found = schema.field(key).type
-    if pyarrow.types.is_dictionary(found):
-        found = found.value_type
-    is_text = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
-    if not any(is_of_type(found) for is_of_type in is_text):
-        raise DataError(
-            f"{place}: column {key!r} is of type {found}, not string",
-            fix="set data.text_key to the column that holds the text",
-        )
+    return {key: text}
 
 
 def _check_keys(known: Sequence[str], kind: RecordKind, place: str, word: str = "key") -> None:
@@ -189,12 +228,6 @@ def _check_keys(known: Sequence[str], kind: RecordKind, place: str, word: str = 
                 so="which of them holds its tokens cannot be told",
                 fix="leave one of them out",
             )
-        if names[0] in kind.fields:
-            raise DataError(
-                f"{place} has no {word} {names[0]!r}, which data.fields names",
-                so="its tokens would lack it",
-                fix="write a number per token, or leave the field out",
-            )
         close = difflib.get_close_matches(names[0], known, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}? " if close else ""
         held_names = ", ".join(sorted(known)) or "none at all"
@@ -205,7 +238,156 @@ def _check_keys(known: Sequence[str], kind: RecordKind, place: str, word: str = 
                     hint = f"set data.content = {content!r} for records with {key!r}, or "
                     break
             raise DataError(what, fix=f"{hint}set data.text_key to one of {held_names}")
+        is_field = kind.content == "tokens" and len(names) == 1
         raise DataError(
-            f"{what}, which data.content = {kind.content!r} needs",
+            f"{what}, which {'data.fields names' if is_field else f'data.content = {kind.content!r} needs'}",
             fix=f"{hint}it has {held_names}; data.content is one of text, messages, prompt and tokens",
         )
+
+
+# Text: each file is a document. Of Python, some files are; others are cut into their definitions.
+
+
+def text_units(files: Sequence[SourceFile], unit_bytes: int) -> Iterator[WorkUnit]:
+    run: list[SourceFile] = []
+    num_bytes = 0
+    for file in files:
+        if run and num_bytes + file.num_bytes > unit_bytes:
+            yield WorkUnit(files=tuple(run), num_bytes=num_bytes)
+            run, num_bytes = [], 0
+        run.append(file)
+        num_bytes += file.num_bytes
+    if run:
+        yield WorkUnit(files=tuple(run), num_bytes=num_bytes)
+
+
+def text_records(unit: WorkUnit, key: str, counts: ReadCounts) -> Iterator[Record]:
+    """Yield the texts of a unit under ``key``: files, or definitions. Other files are counted, or corrupt records."""
+    for file in unit.files:
+        place = partial(str, file.path)
+        try:
+            text = file.path.read_bytes().removeprefix(codecs.BOM_UTF8).decode("utf-8")
+            reason = "it holds NUL bytes" if "\0" in text else ""
+        except UnicodeDecodeError as error:
+            reason = f"byte {error.start} is not UTF-8"
+        if not reason:
+            texts = definitions(text) if file.format == "python" else [text]
+            yield from (Record(values={key: text}, place=place) for text in texts)
+        elif file.named:
+            counts.leave_out(
+                DataError(
+                    f"{file.path} is not text: {reason}", fix="convert it to UTF-8 or take it out of data.sources"
+                )
+            )
+        else:
+            counts.skipped_files.append(str(file.path))
+
+
+# JSONL: each line is a document. A byte range holds the lines that START in it.
+
+
+def jsonl_records(unit: WorkUnit, counts: ReadCounts) -> Iterator[Record]:
+    """Yield the objects of a unit of a JSONL file, with all of their keys. Blank lines are none."""
+    path = unit.files[0].path
+    with path.open("rb") as lines:
+        offset = 0
+        if unit.start:
+            lines.seek(unit.start - 1)
+            lines.readline()  # skips a line that starts before the range, or the "\n" in front of the range
+            offset = lines.tell()
+        while offset < unit.stop and (line := lines.readline()):
+            if content := line.strip():
+                try:
+                    values = _object_of_line(content, path, offset)
+                except DataError as error:
+                    counts.leave_out(error)
+                else:
+                    yield Record(values=values, place=partial(line_place, path, offset))
+            offset += len(line)
+
+
+def _object_of_line(line: bytes, path: Place, offset: int) -> dict[str, Any]:
+    """Return the object of one JSONL line. Raises ``DataError``; the line number is counted only for an error."""
+    try:
+        record = parse_json(line.removeprefix(codecs.BOM_UTF8))
+    except ValueError as error:  # not JSON, or not UTF-8
+        text = line.decode("utf-8", errors="replace")
+        raise DataError(
+            f"{line_place(path, offset)} is not JSON ({error}): {text[:60]}{'...' if len(text) > 60 else ''}",
+            fix="mend or delete the line; if the file is not JSON Lines at all, set data.format = 'text'",
+        ) from error
+    if isinstance(record, dict):
+        return record
+    raise DataError(
+        f"{line_place(path, offset)} is a JSON {type(record).__name__}, not an object", fix="write one object per line"
+    )
+
+
+def line_place(path: Place, offset: int) -> str:
+    """Return ``path:line`` of the line that starts at byte ``offset``. The file is read up to there."""
+    number = 1
+    with path.open("rb") as file:
+        while offset > 0 and (block := file.read(min(offset, 1 << 20))):
+            number += block.count(b"\n")
+            offset -= len(block)
+    return f"{path}:{number}"
+
+
+# Parquet: each row is a document. pyarrow is imported only where it is used, because importing it takes long.
+
+
+def open_parquet(path: Place) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path if isinstance(path, Path) else path.open(), memory_map=True)
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            f"{path} is not a Parquet file ({error})", fix="mend it or take it out of data.sources"
+        ) from error
+
+
+def row_group_units(file: SourceFile, opened: Any, unit_bytes: int) -> Iterator[WorkUnit]:
+    """Cut an open Parquet file into runs of row groups of at least ``unit_bytes``."""
+    group_bytes = [opened.metadata.row_group(group).total_byte_size for group in range(opened.num_row_groups)]
+    start = num_bytes = 0
+    for group, held in enumerate(group_bytes):
+        num_bytes += held
+        if num_bytes >= unit_bytes or group == len(group_bytes) - 1:
+            yield WorkUnit(files=(file,), start=start, stop=group + 1, num_bytes=num_bytes)
+            start, num_bytes = group + 1, 0
+
+
+def parquet_records(unit: WorkUnit, keys: Sequence[str]) -> Iterator[Record]:
+    """Yield the rows of a unit of a Parquet file, with those of ``keys`` that are columns of the file."""
+    path = unit.files[0].path
+    with open_parquet(path) as opened:
+        import pyarrow
+
+        columns = [name for name in keys if name in opened.schema_arrow.names]
+        row = sum(opened.metadata.row_group(group).num_rows for group in range(unit.start)) + 1
+        batches = opened.iter_batches(
+            _PARQUET_BATCH_ROWS, row_groups=list(range(unit.start, unit.stop)), columns=columns, use_threads=False
+        )
+        try:
+            for batch in batches:
+                for values in batch.to_pylist():
+                    named = {name: _without_nulls(value) for name, value in values.items()}
+                    yield Record(values=named, place=partial("{}, row {}".format, path, row))
+                    row += 1
+        except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # for broken pages, Arrow's has no errno
+                raise unreadable(error, path) from error
+            raise DataError(
+                f"{path} cannot be read near row {row} ({error})", fix="mend the file or take it out"
+            ) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a Parquet row without the keys that only other rows have: there, Arrow gives None."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+        return [_without_nulls(inner) for inner in value]
+    return value

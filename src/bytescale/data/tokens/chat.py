@@ -25,7 +25,8 @@ from typing import Any
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.tokens.tokenizer import token_text, tokenizer_settings
 
-_MARKS = _START, _STOP = "\ufdd0", "\ufdd1"  # two characters that Unicode promises never to use
+START, STOP = "\ufdd0", "\ufdd1"
+"""Marks around what the assistant says: two characters that Unicode promises never to use."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 Span = tuple[int, int, int]
@@ -50,7 +51,7 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, add_generation_prompt: bool = False
     ) -> str:
         """Return the text of a conversation. Raises ``DataError`` if the template refuses it."""
-        return self._marked(messages, tools, add_generation_prompt).replace(_START, "").replace(_STOP, "")
+        return self._marked(messages, tools, add_generation_prompt).replace(START, "").replace(STOP, "")
 
     def render_with_spans(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and what of it the assistant said.
@@ -61,7 +62,7 @@ class ChatTemplate:
         """
         marked = self._marked(messages, tools, False)
         turns = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
-        if _START in marked:
+        if START in marked:
             text, pairs = _without_marks(marked)
             # A template may mark several runs of one turn; then the number of the message is not known.
             numbers = turns if len(turns) == len(pairs) else [-1] * len(pairs)
@@ -77,7 +78,7 @@ class ChatTemplate:
         from bytescale.data.tokens.template_sandbox import compiled
 
         try:
-            return compiled(self.source, _MARKS).render(
+            return compiled(self.source).render(
                 _rounds=[0],
                 messages=messages,
                 tools=tools,
@@ -188,7 +189,7 @@ def _checked(template: ChatTemplate) -> ChatTemplate:
     from bytescale.data.tokens.template_sandbox import compiled
 
     try:
-        compiled(template.source, _MARKS)
+        compiled(template.source)
     except jinja2.TemplateError as error:
         raise DataError(f"{template.name} is not a Jinja template ({error})", fix="mend it") from error
     return template
@@ -197,8 +198,8 @@ def _checked(template: ChatTemplate) -> ChatTemplate:
 def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without marks, and the ranges of characters that were marked."""
     text, spans = "", []
-    for piece in marked.split(_START):
-        said, found, rest = piece.partition(_STOP)
+    for piece in marked.split(START):
+        said, found, rest = piece.partition(STOP)
         if found:
             spans.append((len(text), len(text) + len(said)))
         text += said + rest

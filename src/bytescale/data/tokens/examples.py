@@ -1,4 +1,4 @@
-"""Turns records of fine-tuning data into tokens, each with the weight of its loss.
+"""Turns the records of a unit into tokens: texts, and fine-tuning data with the weight of each token's loss.
 
 The weight of a token says how much predicting THIS token counts; 0: it is read and not trained on. A document's first
 token is never predicted. Weights and other fields of a token are kept in fp32, and labels as int32.
@@ -20,7 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,44 +30,136 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.data.sources.records import Record, RecordKind
-from bytescale.data.tokens.chat import ChatTemplate, texts_of_message
-from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype
+from bytescale.config.schema import CorpusConfig, DataConfig
+from bytescale.data.sources.records import ReadCounts, Record, RecordKind, WorkUnit, iter_records, kind_of
+from bytescale.data.tokens.chat import ChatTemplate, load_template, texts_of_message
+from bytescale.data.tokens.indexed import LABELS, WEIGHTS, field_dtype, token_dtype
 from bytescale.data.tokens.tokenizer import Tokenizer
+from bytescale.storage.retry import with_retries
+
+_BATCH_CHARACTERS = 1 << 20
+"""Text handed to the tokenizer at once. The tokenizer's results take some 100 bytes a token until they are arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """One document. T: tokens."""
+class EncodedUnit:
+    """The tokens of one unit of work."""
 
-    tokens: IntArray  # [T]
-    fields: Mapping[str, NDArray]  # [T] each; ``weights`` is one of them
+    tokens: NDArray[np.integer]  # [sum of lengths] tokens of all documents, each with its EOS
+    lengths: IntArray  # [number of documents] tokens of each document
+    counts: ReadCounts
+    fields: Mapping[str, NDArray] = field(default_factory=dict)  # [sum of lengths] each
 
 
-def example_of(record: Record, kind: RecordKind, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> Example:
-    """Return the example of a record that is no text. Conversations need a ``template``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitEncoder:
+    """Reads a unit and encodes it. Each worker process gets one copy."""
+
+    tokenizer: Tokenizer
+    config: DataConfig
+    kind: RecordKind
+    template: ChatTemplate | None = None
+    """For conversations."""
+
+    @staticmethod
+    def of(config: DataConfig, tokenizer: Tokenizer) -> UnitEncoder:
+        """Return what encodes the records of ``config``.
+
+        Raises ``ConfigError`` if messages have no chat template, and ``DataError`` if the template is not one.
+        """
+        return UnitEncoder(
+            tokenizer=tokenizer,
+            config=config,
+            kind=kind_of(config),
+            template=load_template(config.chat_template, config.tokenizer) if config.content == "messages" else None,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that changes with the tokens that the same files give."""
+        template = self.template.fingerprint if self.template else ""
+        records = f"{self.config.content} {' '.join(self.config.fields)} {template}"
+        return f"{self.config.text_key if self.kind.is_text else records} {self.tokenizer.fingerprint}"
+
+    @property
+    def dtype(self) -> np.dtype:
+        return token_dtype(self.tokenizer.vocab_size)
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        return {"text": (), "tokens": (WEIGHTS, LABELS, *self.config.fields)}.get(self.kind.content, (WEIGHTS,))
+
+    def __call__(self, unit: WorkUnit) -> EncodedUnit:
+        """Encode a unit; a read that may succeed later is tried again. Raises ``DataError`` as ``iter_records``."""
+        encode = self._encode_texts if self.kind.is_text else self._encode_records
+        return with_retries(partial(encode, unit), self.config.read_retries)
+
+    def _encode_records(self, unit: WorkUnit) -> EncodedUnit:
+        counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
+        examples: list[Example] = []
+        for record in iter_records(unit, self.kind, counts):
+            try:
+                examples.append(example_of(record, self.config, self.tokenizer, self.template))
+            except DataError as error:
+                counts.leave_out(error)
+        columns = {}
+        for name, dtype in (("tokens", self.dtype), *((name, field_dtype(name)) for name in self.field_names)):
+            columns[name] = np.concatenate([np.zeros(0, dtype), *(one[name].astype(dtype) for one in examples)])
+        lengths = np.array([len(example["tokens"]) for example in examples], dtype=np.int64)
+        return EncodedUnit(tokens=columns.pop("tokens"), lengths=lengths, counts=counts, fields=columns)
+
+    def _encode_texts(self, unit: WorkUnit) -> EncodedUnit:
+        counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
+        encoded: list[NDArray[np.integer]] = []
+        texts: list[str] = []
+        num_characters = 0
+        for record in iter_records(unit, self.kind, counts):
+            texts.append(record.values[self.config.text_key])
+            num_characters += len(texts[-1])
+            if num_characters >= _BATCH_CHARACTERS:
+                encoded.extend(self.tokenizer.encode_batch(texts))
+                texts, num_characters = [], 0
+        encoded.extend(self.tokenizer.encode_batch(texts))
+        documents = [ids for ids in encoded if len(ids)]  # the tokenizer's normaliser may leave nothing of a text
+        counts.num_empty += len(encoded) - len(documents)
+        end = np.array([self.tokenizer.eos_id])
+        return EncodedUnit(
+            tokens=np.concatenate([end[:0], *(part for ids in documents for part in (ids, end))]).astype(self.dtype),
+            lengths=np.array([len(ids) + 1 for ids in documents], dtype=np.int64),
+            counts=counts,
+        )
+
+
+Example = dict[str, NDArray]
+"""One document: ``tokens [T]``, and its fields ``[T]`` by name, of which ``weights`` is one."""
+
+
+def example_of(
+    record: Record, config: CorpusConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None
+) -> Example:
+    """Return the example of a record of ``data.content``, which is not text. Conversations need a ``template``.
 
     Raises ``DataError``, which begins with the record's place.
     """
     try:
-        match kind.content:
+        match config.content:
             case "messages":
                 assert template is not None, "conversations need a template"
                 example = _conversation(record.values, tokenizer, template)
             case "prompt":
                 example = _completion(record.values, tokenizer)
             case _:
-                example = _tokens(record.values, tokenizer, kind.fields)
-        if not example.fields[WEIGHTS][1:].any():
+                example = _tokens(record.values, tokenizer, config.fields)
+        if not example[WEIGHTS][1:].any():
             raise DataError(
                 "there is nothing to train on: no token behind the first one has a weight",
                 so="the record would only take time",
                 fix="delete it; a run may leave such records out (data.max_corrupt_records)",
             )
     except UnicodeEncodeError as error:
-        raise DataError(f"{record.place} holds half a surrogate pair (\\ud8..)", fix="mend the record") from error
+        raise DataError(f"{record.place()} holds half a surrogate pair (\\ud8..)", fix="mend the record") from error
     except DataError as error:
-        raise DataError(f"{record.place}: {error}") from error
+        raise DataError(f"{record.place()}: {error}") from error
     return example
 
 
@@ -85,7 +178,7 @@ def _conversation(values: Mapping[str, Any], tokenizer: Tokenizer, template: Cha
     weights = np.zeros(len(tokens), dtype=np.float32)
     for start, stop, number in spans:
         weights[(offsets[:, 0] < stop) & (offsets[:, 1] > start)] = scales.get(number, 1.0)
-    return Example(tokens=tokens, fields={WEIGHTS: weights})
+    return {"tokens": tokens, WEIGHTS: weights}
 
 
 def _completion(values: Mapping[str, Any], tokenizer: Tokenizer) -> Example:
@@ -102,7 +195,7 @@ def _completion(values: Mapping[str, Any], tokenizer: Tokenizer) -> Example:
     tokens = np.concatenate([prompt, completion, [tokenizer.eos_id]]).astype(np.int64)
     weights = np.ones(len(tokens), dtype=np.float32)
     weights[: len(prompt)] = 0
-    return Example(tokens=tokens, fields={WEIGHTS: weights})
+    return {"tokens": tokens, WEIGHTS: weights}
 
 
 def _tokens(values: Mapping[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> Example:
@@ -126,7 +219,7 @@ def _tokens(values: Mapping[str, Any], tokenizer: Tokenizer, names: Sequence[str
         labels = _labels(values["labels"], tokens, tokenizer)
         weights = np.where(labels == IGNORE_INDEX, np.float32(0), weights)
         labels = np.where(labels == IGNORE_INDEX, tokens, labels)
-    return Example(tokens=tokens, fields={WEIGHTS: weights, LABELS: labels, **fields})
+    return {"tokens": tokens, WEIGHTS: weights, LABELS: labels, **fields}
 
 
 def _labels(values: Any, tokens: IntArray, tokenizer: Tokenizer) -> IntArray:
@@ -209,12 +302,3 @@ def _numbers(name: str, values: Any, *, whole: bool, count: int | None = None) -
         so="its tokens are not known" if whole else "it cannot be given to the tokens",
         fix=f"write one {'whole ' if whole else ''}number per token",
     )
-
-
-def concatenated(examples: Sequence[Example], names: Sequence[str]) -> dict[str, NDArray]:
-    """``[sum of lengths]`` by field, in the field's type."""
-    none = {name: np.zeros(0, field_dtype(name)) for name in names}
-    return {
-        name: np.concatenate([empty, *(example.fields[name].astype(empty.dtype) for example in examples)])
-        for name, empty in none.items()
-    }

@@ -1,4 +1,4 @@
-"""Megatron's ``.bin/.idx`` pair: its format, its metadata, and how it is read, memory-mapped.
+"""Megatron's ``.bin/.idx`` pair: its format, and how it is read, memory-mapped.
 
 ``.bin`` holds the token ids of all sequences, one after the other, in one integer type. ``.idx`` says where each
 sequence starts::
@@ -15,37 +15,28 @@ sequence starts::
 
 A document may consist of several sequences. They follow each other in ``.bin``, so a document is one token range.
 
-A pair is named by the path of its ``.bin``. What belongs to it has another ending there: ``.idx``, ``.meta.json``, and
-``.weights.bin`` for the pair of a field (``data.tokens.fields``).
+A field of a pair, such as the weights of the loss, has a number for each token. It is a second pair of the same format,
+cut into the same documents. Its numbers are fp32, or another numeric type that another program wrote. Field ``labels``
+holds int32 ids: what is to be predicted at the place of each token. It is there only where one differs from its token.
 
-``.meta.json`` has what the index does not hold. ``bytescale data tokenize`` writes it. A pair that another program made
-has no such file. It is read through once, for its highest token id and the hash of its content, and the result is kept
-in the cache folder.
+A pair is named by the path of its ``.bin``. What belongs to it has another ending there: ``.idx``, ``.meta.json``, and
+``.weights.bin`` for the pair of a field. ``data.tokens.pairs`` writes them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.atomic import write_atomically
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
-from bytescale.common.parsing import parse_json
-from bytescale.data.sources.files import SourceFile, fingerprint_files
-from bytescale.data.sources.readers import ReadCounts
-from bytescale.data.tokens.fields import LABELS, field_dtype
-from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
-from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.place import Place
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -61,8 +52,19 @@ TOKEN_DTYPES: dict[int, np.dtype] = {
 }
 """Integer types by code. Codes 6 and 7 are floats, which are not token ids."""
 NUMBER_DTYPES: dict[int, np.dtype] = {**TOKEN_DTYPES, 6: np.dtype("<f8"), 7: np.dtype("<f4")}
-"""All types by code, for numbers that belong to tokens (``data.tokens.fields``)."""
-_SCAN_TOKENS = 1 << 24
+"""All types by code, for numbers that belong to tokens."""
+WEIGHTS, LABELS = OWN_FIELDS
+
+
+def field_dtype(name: str) -> np.dtype:
+    """Return the type in which the numbers of a field are kept."""
+    return np.dtype("<i4") if name == LABELS else np.dtype("<f4")
+
+
+def without_field(name: str, tokens: NDArray) -> NDArray:
+    """``[T]`` what field ``name`` of ``OWN_FIELDS`` is for ``tokens [T]`` that do not have it: weight 1, own label."""
+    assert name in OWN_FIELDS, f"{name} has no default"
+    return tokens.astype(field_dtype(name)) if name == LABELS else np.ones(len(tokens), field_dtype(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ class IndexedDataset:
     index: TokenIndex
     tokens: Tokens  # [num_tokens] memory-mapped, in the file's own integer type
     fields: Mapping[str, Tokens] = field(default_factory=dict)
-    """By name, a number for each token (``data.tokens.fields``)."""
+    """By name, a number for each token (``data.tokens.indexed``)."""
 
     @staticmethod
     def open(path: Path, fields: Sequence[str] = OWN_FIELDS) -> IndexedDataset:
@@ -222,178 +224,3 @@ def _broken(path: Path, what: str) -> DataError:
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the integer type that Megatron uses for this vocabulary size: uint16 below 65500 ids, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenMetadata:
-    """Metadata of one pair. A field is None where it is not known, because another program made the pair."""
-
-    num_documents: int
-    num_tokens: int
-    longest_document_tokens: int
-    max_token_id: int
-    """Of tokens and labels; -1 when there is no token."""
-    dtype: str
-    content_hash: str
-    """16 hex digits of the integer type, the tokens and the lengths. Paths and times of the files do not matter."""
-    lengths_hash: str
-    tokenizer: str | None = None
-    tokenizer_fingerprint: str | None = None
-    vocab_size: int | None = None
-    eos_id: int | None = None
-    num_empty_documents: int = 0
-    skipped_files: tuple[str, ...] = ()
-    corrupt_records: tuple[str, ...] = ()
-    """For each corrupt record that was left out: what was wrong with it, and where it is."""
-    fields: tuple[str, ...] = ()
-    """The fields beside the tokens (``data.tokens.fields``), in the order of their names. The content hash covers
-    them."""
-
-    def to_json(self) -> bytes:
-        content = asdict(self)
-        if not self.fields:
-            del content["fields"]  # the file is then as it was before there were fields
-        return json.dumps(content, indent=2).encode()
-
-    def describes(self, index: TokenIndex) -> bool:
-        """Return whether these metadata fit a pair that has this index."""
-        return (self.num_tokens, self.dtype) == (index.num_tokens, index.dtype.str) and (
-            self.lengths_hash == _hash(index.document_lengths.astype("<i8"))
-        )
-
-
-class MetadataGatherer:
-    """Gathers the metadata of a pair while its tokens are written or read."""
-
-    def __init__(self, dtype: np.dtype) -> None:
-        self._dtype = dtype
-        self._tokens_hash = hashlib.blake2b(dtype.str.encode(), digest_size=8)
-        self._max_token_id = -1
-        self._field_hashes: dict[str, Any] = {}
-
-    def add_fields(self, fields: Mapping[str, NDArray]) -> None:
-        """Add the next numbers of every field, in any samples. Raises ``DataError`` for a label below 0."""
-        for name, values in fields.items():
-            known = self._field_hashes.setdefault(name, hashlib.blake2b(name.encode(), digest_size=8))
-            known.update(np.ascontiguousarray(values, dtype=field_dtype(name)).data)
-            if name == LABELS and len(values):
-                self._max_token_id = max(self._max_token_id, int(values.max()))
-                if int(values.min()) < 0:
-                    raise DataError(
-                        f"a pair of labels holds {int(values.min())}",
-                        so="no token has this id",
-                        fix="write the token itself where nothing is trained on, and weight 0 for it",
-                    )
-
-    def leave_out(self, name: str) -> None:
-        del self._field_hashes[name]
-
-    def add(self, tokens: NDArray[np.integer]) -> None:
-        """Add the next tokens, in the type of the file."""
-        assert tokens.dtype == self._dtype, f"{tokens.dtype} tokens for a file of {self._dtype}"
-        self._tokens_hash.update(np.ascontiguousarray(tokens).data)
-        self._max_token_id = max(self._max_token_id, int(tokens.max()) if len(tokens) else -1)
-
-    def finish(
-        self, lengths: NDArray[np.integer], tokenizer: Tokenizer | None = None, left_out: ReadCounts | None = None
-    ) -> TokenMetadata:
-        """Return the metadata of documents of these ``lengths [D]``. ``tokenizer`` is None if it is not known."""
-        left_out = left_out or ReadCounts()
-        lengths = lengths.astype("<i8")
-        lengths_hash = _hash(lengths)
-        self._tokens_hash.update(lengths_hash.encode())
-        for name in sorted(self._field_hashes):
-            self._tokens_hash.update(self._field_hashes[name].digest())
-        return TokenMetadata(
-            fields=tuple(sorted(self._field_hashes)),
-            num_documents=len(lengths),
-            num_tokens=int(lengths.sum()),
-            longest_document_tokens=int(lengths.max(initial=0)),
-            max_token_id=self._max_token_id,
-            dtype=self._dtype.str,
-            content_hash=self._tokens_hash.hexdigest(),
-            lengths_hash=lengths_hash,
-            tokenizer=tokenizer.name if tokenizer else None,
-            tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else None,
-            vocab_size=tokenizer.vocab_size if tokenizer else None,
-            eos_id=tokenizer.eos_id if tokenizer else None,
-            num_empty_documents=left_out.num_empty,
-            skipped_files=tuple(left_out.skipped_files),
-            corrupt_records=tuple(left_out.corrupt),
-        )
-
-
-def metadata_of(
-    dataset: IndexedDataset, file: SourceFile, cache_dir: Path, progress: ProgressCallback
-) -> TokenMetadata:
-    """Return the metadata of a pair, which are looked for beside it, then in the cache; else it is read through.
-
-    Raises ``DataError`` if the pair was made with fields that have vanished.
-    """
-    cached = cache_dir / "facts" / f"{_key_of(dataset, file)}.bin"  # there is no such file, but its .meta.json
-    for path in (dataset.path, cached):
-        metadata = load_metadata(path)
-        if metadata is None or not metadata.describes(dataset.index):
-            continue
-        lost = [name for name in metadata.fields if not dataset.path.with_suffix(f".{name}.idx").exists()]
-        if lost:
-            raise DataError(
-                f"{dataset.path} was made with {' and '.join(lost)}, which do not lie beside it",
-                so="its tokens would be trained on as if they had none",
-                fix=f"restore {dataset.path.stem}.{lost[0]}.bin and .idx",
-            )
-        if set(metadata.fields) >= set(dataset.fields):
-            return metadata
-    metadata = _scan(dataset, progress)
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(cached.with_suffix(".meta.json"), metadata.to_json())
-    return metadata
-
-
-def is_as_written(path: Path, metadata: TokenMetadata, progress: ProgressCallback = ignore_progress) -> bool:
-    """Read a pair through, and return whether it holds the tokens and lengths of which ``metadata`` were gathered.
-
-    Raises ``DataError`` as ``IndexedDataset.open``.
-    """
-    dataset = IndexedDataset.open(path, metadata.fields)
-    return metadata.describes(dataset.index) and _scan(dataset, progress).content_hash == metadata.content_hash
-
-
-def load_metadata(path: Path) -> TokenMetadata | None:
-    """Return the metadata that stand beside a pair, or None if there are none that can be read."""
-    try:
-        content = parse_json(path.with_suffix(".meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the file is absent, or another program's: the metadata are gathered again
-        return None
-    names = {spec.name for spec in fields(TokenMetadata)}
-    if not isinstance(content, dict) or set(content) | {"fields"} != names:
-        return None
-    lists = {name: tuple(content.get(name, ())) for name in ("skipped_files", "corrupt_records", "fields")}
-    return TokenMetadata(**{**content, **lists})
-
-
-def _key_of(dataset: IndexedDataset, file: SourceFile) -> str:
-    """A name that changes when the pair or one of its fields is replaced."""
-    beside = []
-    for name in sorted(dataset.fields):
-        path = dataset.path.with_suffix(f".{name}.bin")
-        found = path.stat()
-        beside.append(SourceFile(path=path, format="bin", num_bytes=found.st_size, mtime_ns=found.st_mtime_ns))
-    return fingerprint_files([file, *beside])
-
-
-def _scan(dataset: IndexedDataset, progress: ProgressCallback) -> TokenMetadata:
-    gatherer = MetadataGatherer(dataset.index.dtype)
-    gatherer.add_fields({name: values[:0] for name, values in dataset.fields.items()})
-    itemsize, stage = dataset.index.dtype.itemsize, f"reading {dataset.path.name} through"
-    for start in range(0, dataset.index.num_tokens, _SCAN_TOKENS):
-        part = dataset.tokens[start : start + _SCAN_TOKENS]
-        gatherer.add(part)
-        gatherer.add_fields({name: values[start : start + _SCAN_TOKENS] for name, values in dataset.fields.items()})
-        done_bytes, total_bytes = (start + len(part)) * itemsize, dataset.index.num_tokens * itemsize
-        progress(Progress(stage=stage, done_bytes=done_bytes, total_bytes=total_bytes))
-    return gatherer.finish(dataset.index.document_lengths)
-
-
-def _hash(array: NDArray) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=8).hexdigest()

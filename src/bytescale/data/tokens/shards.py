@@ -1,6 +1,6 @@
 """Shards: the parts of the corpus that any process can tokenise, keep and read on its own.
 
-A shard of text is a run of units (``data.sources.readers``) of one source. It is tokenised into a ``.bin/.idx`` pair
+A shard of text is a run of units (``data.sources.records``) of one source. It is tokenised into a ``.bin/.idx`` pair
 in the cache folder. A ``.bin`` file is a shard as it is. Where the shards are cut depends on the files alone, never
 on the process that reads them. So the local loader and any number of servers share one cache, and a server that is
 restarted finds in the cache the shards that it had tokenised.
@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import logging
-from collections import deque
+import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,30 +27,19 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
+from bytescale.common.units import format_count
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile
-from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit
-from bytescale.data.sources.records import iter_records, plan_units
-from bytescale.data.tokens.fields import WEIGHTS
-from bytescale.data.tokens.indexed import (
-    IndexedDataset,
-    TokenMetadata,
-    Tokens,
-    check_size,
-    is_as_written,
-    load_metadata,
-    metadata_of,
-    read_index,
-)
+from bytescale.data.sources.records import UNIT_BYTES, ReadCounts, WorkUnit, iter_records, plan_units
+from bytescale.data.tokens.examples import EncodedUnit, UnitEncoder
+from bytescale.data.tokens.indexed import WEIGHTS, IndexedDataset, Tokens, check_size, read_index
 from bytescale.data.tokens.open_parts import RemoteTokens, local_copy
+from bytescale.data.tokens.pairs import TokenMetadata, load_metadata, metadata_of, write_units
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.samples import make_samples, trained_of
-from bytescale.data.tokens.tokenize import EncodedUnit, UnitEncoder, encode_in_processes, report_progress, write_units
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.place import Url
 from bytescale.storage.retry import with_retries
-
-logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 16 * 1024**2
 """Smallest size of a shard of text, in bytes. Tokenising it takes some seconds."""
@@ -93,8 +85,6 @@ class ShardReader:
     config: DataConfig
     encode: UnitEncoder | None
     """None where all sources are ``.bin`` files and no tokenizer is set."""
-    verified: set[str] = field(default_factory=set, compare=False)
-    """Names of the shards whose pairs were found to be right."""
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer | None) -> ShardReader:
@@ -131,30 +121,30 @@ class ShardReader:
         missing = self._missing(shards)
         if not missing:
             return
-        progress(Progress(stage=_TOKENISING, done_bytes=0, total_bytes=sum(shard.num_bytes for shard in missing)))
+        total_bytes = sum(shard.num_bytes for shard in missing)
+        progress(Progress(stage=_TOKENISING, done_bytes=0, total_bytes=total_bytes))
         names = hashlib.blake2b(" ".join(shard.name for shard in shards).encode(), digest_size=8).hexdigest()
         with file_lock(self.cache_dir / "tokens" / f"{names}.lock"):
-            self._tokenise(self._missing(shards), num_workers, progress)
+            missing = self._missing(missing)
+            num_workers = min(num_workers, len(missing))
+            made = in_processes(self.tokenise, missing, num_workers) if num_workers > 1 else map(self.tokenise, missing)
+            done_bytes = num_documents = num_tokens = 0
+            for shard, metadata in zip(missing, made, strict=True):
+                done_bytes += shard.num_bytes
+                num_documents += metadata.num_documents
+                num_tokens += metadata.num_tokens
+                note = f"{num_documents} documents, {format_count(num_tokens)} tokens"
+                progress(Progress(stage=_TOKENISING, done_bytes=done_bytes, total_bytes=total_bytes, note=note))
 
-    def _tokenise(self, shards: Sequence[Shard], num_workers: int, progress: ProgressCallback) -> None:
-        encode = self._encode
-        total_bytes = sum(shard.num_bytes for shard in shards)
-        units = [unit for shard in shards for unit in shard.units]
-        num_workers = min(num_workers, len(units))
-        made_of = encode_in_processes(units, encode, num_workers) if num_workers > 1 else map(encode, units)
-        encoded = report_progress(made_of, _TOKENISING, total_bytes, progress)
-        for shard in shards:
-            own = itertools.islice(encoded, len(shard.units))
-            with file_lock(self._path(shard).with_suffix(".lock")):
-                if not self._is_prepared(shard):
-                    made = write_units(own, self._path(shard), encode.tokenizer, encode.dtype, encode.field_names)
-                    what = made.num_documents, made.num_tokens, len(made.skipped_files)
-                    logger.info("tokenised %d documents into %d tokens (%d files are not text)", *what)
-                elif shard is not shards[-1]:  # another process has done this shard: skip its units
-                    deque(own, maxlen=0)
+    def tokenise(self, shard: Shard) -> TokenMetadata:
+        """Write the tokens of a shard of text into the cache, unless another process has just done so."""
+        encode, path = self._encode, self._path(shard)
+        with file_lock(path.with_suffix(".lock")):
+            encoded = map(encode, shard.units)
+            return self._made(shard) or write_units(encoded, path, encode.tokenizer, encode.dtype, encode.field_names)
 
     def _missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        return [shard for shard in shards if shard.file is None and not self._is_prepared(shard)]
+        return [shard for shard in shards if shard.file is None and self._made(shard) is None]
 
     def open(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> tuple[IndexedDataset, TokenMetadata]:
         """Open a shard: text that is prepared, or a ``.bin`` file.
@@ -195,7 +185,7 @@ class ShardReader:
     def places(self, unit: WorkUnit) -> Iterator[Callable[[], str]]:
         """Yield a function for each document of a unit, which returns the document's place."""
         counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
-        yield from (lambda record=record: record.place for record in iter_records(unit, self._encode.kind, counts))
+        yield from (record.place for record in iter_records(unit, self._encode.kind, counts))
 
     @property
     def _encode(self) -> UnitEncoder:
@@ -221,32 +211,11 @@ class ShardReader:
                 return IndexedDataset(path=copy, index=index, tokens=tokens), metadata
             path, _ = with_retries(partial(copied, whole=True), self.config.read_retries)
         dataset = IndexedDataset.open(path, self.field_names)
-        metadata, place = metadata_of(dataset, file, self.cache_dir, progress), f"{file.path}"
-        if not self.config.verify or place in self.verified:
-            return dataset, metadata
-        if not is_as_written(dataset.path, metadata, progress):
-            raise DataError(
-                f"{place} holds other tokens than when it was made",
-                so="it is damaged, or it was replaced without its .meta.json",
-                fix="copy the pair again from where it was made, or make it again with `bytescale data tokenize`",
-            )
-        self.verified.add(place)
-        return dataset, metadata
+        return dataset, metadata_of(dataset, file, self.cache_dir, progress)
 
-    def _is_prepared(self, shard: Shard) -> bool:
+    def _made(self, shard: Shard) -> TokenMetadata | None:
         path = self._path(shard)
-        metadata = load_metadata(path) if path.with_suffix(".idx").exists() else None
-        if metadata is None or not self.config.verify or shard.name in self.verified:
-            return metadata is not None
-        try:
-            is_right = is_as_written(path, metadata)
-        except DataError:  # a file of the pair is missing or truncated
-            is_right = False
-        if is_right:
-            self.verified.add(shard.name)
-        else:
-            logger.warning("%s is not what was written: its source is tokenised again", path)
-        return is_right
+        return load_metadata(path) if path.with_suffix(".idx").exists() else None
 
     def _path(self, shard: Shard) -> Path:
         return self.cache_dir / "tokens" / shard.name[:2] / f"{shard.name}.bin"
@@ -276,15 +245,18 @@ def write_as_pair(
     reader.prepare(shards, num_workers, progress)
     known = of_bins + [reader.open(shard)[1] for shard in shards if shard.file is None]
     total_bytes = sum(metadata.num_tokens * np.dtype(metadata.dtype).itemsize for metadata in known)
+
+    def copied() -> Iterator[EncodedUnit]:
+        done_bytes = 0
+        for unit in itertools.chain.from_iterable(_documents_of(*reader.open(shard)) for shard in shards):
+            done_bytes += unit.tokens.nbytes
+            progress(Progress(stage=f"writing {path.name}", done_bytes=done_bytes, total_bytes=total_bytes))
+            yield unit
+
     of_text = [reader.encode.dtype] if reader.encode is not None else []
-    copied = itertools.chain.from_iterable(_documents_of(*reader.open(shard)) for shard in shards)
-    return write_units(
-        report_progress(copied, f"writing {path.name}", total_bytes, progress),
-        path,
-        reader.tokenizer,
-        np.result_type(*of_text, *(metadata.dtype for metadata in known)),
-        sorted(set(reader.field_names) & {name for metadata in known for name in metadata.fields}),
-    )
+    dtype = np.result_type(*of_text, *(metadata.dtype for metadata in known))
+    fields = sorted(set(reader.field_names) & {name for metadata in known for name in metadata.fields})
+    return write_units(copied(), path, reader.tokenizer, dtype, fields)
 
 
 def _documents_of(dataset: IndexedDataset, made: TokenMetadata) -> Iterator[EncodedUnit]:
@@ -302,7 +274,6 @@ def _documents_of(dataset: IndexedDataset, made: TokenMetadata) -> Iterator[Enco
         yield EncodedUnit(
             tokens=dataset.tokens[own],
             lengths=lengths[lengths > 0],
-            num_bytes=int(offsets[stop] - offsets[first]) * dataset.index.dtype.itemsize,
             counts=counts,
             fields={name: values[own] for name, values in dataset.fields.items()},
         )
@@ -335,3 +306,51 @@ def _runs(units: Iterable[WorkUnit], least_bytes: int) -> Iterator[list[WorkUnit
             run = []
     if run:
         yield run
+
+
+# Worker processes. They are spawned, not forked, because the parent may have threads and may use CUDA.
+
+
+def in_processes(
+    work: Callable[[Shard], TokenMetadata], shards: Sequence[Shard], num_workers: int
+) -> Iterator[TokenMetadata]:
+    """Do ``work`` for each of ``shards`` in processes, and yield the results in their order."""
+    pool = ProcessPoolExecutor(
+        num_workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(work,)
+    )
+    try:
+        yield from pool.map(_work_in_worker, shards)
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that tokenises died",
+            so="the corpus is incomplete",
+            fix="see its message above; if there is none, it ran out of memory: lower data.num_workers. A script "
+            'that calls this needs `if __name__ == "__main__":`',
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+# This is the only module state of the data floor. A process pool has no other place for what a worker keeps.
+_worker: Callable[[Shard], TokenMetadata] | None = None
+
+
+def _start_worker(work: Callable[[Shard], TokenMetadata]) -> None:
+    global _worker
+    _worker = work
+    # The switch of the tokenizers library for one thread per process: there is a process for each core already.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _work_in_worker(shard: Shard) -> TokenMetadata:
+    assert _worker is not None, "the pool runs _start_worker first"
+    return _worker(shard)
+
+
+def _die_with_parent() -> None:
+    """End this worker when its parent ends. A worker whose parent was killed would wait for its next unit for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent"
+    parent.join()
+    os._exit(1)

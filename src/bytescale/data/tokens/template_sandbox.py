@@ -16,21 +16,22 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
+from bytescale.data.tokens.chat import START, STOP
+
 MOST_ROUNDS = 10_000_000  # of all loops of one conversation together: some seconds
 MOST_BITS = 10**6  # of a power
 MOST_ITEMS = 10**8  # of a repeated text or list
 
 
 @functools.lru_cache(maxsize=8)
-def compiled(source: str, marks: tuple[str, str]) -> jinja2.Template:
-    """Compile a template as transformers does, with ``marks`` around the blocks of ``{% generation %}``.
+def compiled(source: str) -> jinja2.Template:
+    """Compile a template as transformers does, with ``START`` and ``STOP`` around the blocks of ``{% generation %}``.
 
     ``render`` takes one variable more: ``_rounds``, a list with the number of rounds that its loops have run, ``[0]``.
 
     Raises ``jinja2.TemplateError``; so does ``render`` where the template works too long.
     """
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.marks = marks
     environment.filters |= {"tojson": _to_json, "_counted": _counted}
     environment.globals["raise_exception"] = _raise_exception
     return environment.from_string(source)
@@ -38,7 +39,6 @@ def compiled(source: str, marks: tuple[str, str]) -> jinja2.Template:
 
 class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**"])
-    marks = ("", "")
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Every loop of the template counts its rounds."""
@@ -89,8 +89,7 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Any) -> str:
-        start, stop = self.environment.marks  # type: ignore[attr-defined]
-        return f"{start}{caller()}{stop}"
+        return f"{START}{caller()}{STOP}"
 
 
 def _raise_exception(message: str) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers: plain bytes, or any ``tokenizer.json`` through the ``tokenizers`` library.
+"""Tokenizers: plain bytes, any ``tokenizer.json`` through the ``tokenizers`` library, or one trained on the sources.
 
 A tokenizer turns text into ids and does nothing else. It recognises no special token inside text: a document that talks
 about ``<|endoftext|>`` does not end there. It adds no special token, and neither truncates nor pads. Documents end with
@@ -8,7 +8,10 @@ about ``<|endoftext|>`` does not end there. It adds no special token, and neithe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,16 @@ import tokenizers
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
+from bytescale.common.atomic import file_lock, write_atomically
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.parsing import parse_json
+from bytescale.config.schema import DataConfig
+from bytescale.data.sources.files import SourceFile, fingerprint_files
+from bytescale.data.sources.records import ReadCounts, WorkUnit, iter_records, kind_of, plan_units
+from bytescale.data.tokens.progress import Progress, ProgressCallback
+from bytescale.storage.retry import with_retries
+
+logger = logging.getLogger(__name__)
 
 EOS_NAMES = (
     "<|endoftext|>",
@@ -131,6 +142,25 @@ class JsonTokenizer:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 
+def choose_tokenizer(config: DataConfig, files: Sequence[SourceFile], progress: ProgressCallback) -> Tokenizer | None:
+    """Return the tokenizer of ``config``, or None if there is no text and ``config`` names no tokenizer by its path.
+
+    Raises ``ConfigError`` if there is no such tokenizer, or ``bpe`` is to be trained without text.
+    """
+    text_files = [file for file in files if file.format != "bin"]
+    if config.tokenizer == "bpe":
+        if not text_files:
+            raise ConfigError(
+                "data.tokenizer is 'bpe', but all sources are .bin files",
+                so="there is no text to train it on",
+                fix="set data.tokenizer to the tokenizer.json that made them, or leave it out",
+            )
+        return cached_bpe(text_files, config, progress)
+    if config.tokenizer in ("auto", "bytes") and not text_files:
+        return None  # .bin files need no tokenizer
+    return load_tokenizer(config.tokenizer, config.eos_token)
+
+
 def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
     """Return the tokenizer called ``name``: ``bytes`` (or ``auto``), or the path of a ``tokenizer.json`` or its folder.
 
@@ -178,3 +208,64 @@ def token_text(entry: Any) -> str | None:
     """The text of a special token in these settings."""
     found = entry.get("content") if isinstance(entry, dict) else entry
     return found if isinstance(found, str) else None
+
+
+# A byte-level BPE tokenizer, which is trained on the sources and kept in the cache folder.
+
+BPE_EOS = "<|endoftext|>"
+TRAINING_BYTES = 256 * 1024**2
+"""Bytes of text that training reads. More text changes the vocabulary little, and all word counts are in memory."""
+
+
+def cached_bpe(files: Sequence[SourceFile], config: DataConfig, progress: ProgressCallback) -> JsonTokenizer:
+    """Return the tokenizer trained on ``files``. It is trained now if the cache has none for these files and settings.
+
+    Raises ``DataError`` if there is no text, or a file cannot be read (as ``iter_records``).
+    """
+    vocab_size = config.bpe_vocab_size
+    settings = f"{fingerprint_files(files)} {config.text_key} {vocab_size} {TRAINING_BYTES}"
+    key = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
+    path = Path(config.cache_dir).expanduser() / "tokenizers" / f"bpe-{vocab_size}-{key}.json"
+    with file_lock(path.with_suffix(".lock")):
+        if not path.exists():
+            tokenizer = train_bpe(files, config, progress)
+            write_atomically(path, tokenizer.to_str().encode())
+            logger.info("trained a BPE tokenizer of %d ids: %s", tokenizer.get_vocab_size(), path)
+    return JsonTokenizer.from_file(path, BPE_EOS)
+
+
+def train_bpe(files: Sequence[SourceFile], config: DataConfig, progress: ProgressCallback) -> tokenizers.Tokenizer:
+    """Train a byte-level BPE of at most ``bpe_vocab_size`` ids. It has fewer if the text has no more pairs to merge."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=config.bpe_vocab_size,
+        special_tokens=[BPE_EOS],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    units = with_retries(partial(plan_units, files, kind_of(config)), config.read_retries)
+    stride = max(1, -(-sum(unit.num_bytes for unit in units) // TRAINING_BYTES))
+    tokenizer.train_from_iterator(_training_texts(units[::stride], config, progress), trainer)
+    return tokenizer
+
+
+def _texts_of(unit: WorkUnit, config: DataConfig) -> list[str]:
+    """Return the texts of a unit. Corrupt records are left out here; tokenising finds them again and counts them."""
+    counts = ReadCounts(max_corrupt=sys.maxsize)
+    return [record.values[config.text_key] for record in iter_records(unit, kind_of(config), counts)]
+
+
+def _training_texts(units: list[WorkUnit], config: DataConfig, progress: ProgressCallback) -> Iterator[list[str]]:
+    """Yield the texts of one unit at a time, because the library spreads the texts of one item over all cores."""
+    total_bytes = sum(unit.num_bytes for unit in units)
+    done_bytes = num_documents = 0
+    for unit in units:
+        texts = with_retries(partial(_texts_of, unit, config), config.read_retries)
+        num_documents += len(texts)
+        yield texts
+        done_bytes += unit.num_bytes
+        progress(Progress(stage="training the tokenizer", done_bytes=done_bytes, total_bytes=total_bytes))
+    if not num_documents:
+        raise DataError("the sources hold no text to train a tokenizer on", fix="check data.sources")

@@ -29,8 +29,7 @@ import torch
 
 from bytescale.common.errors import DataError
 from bytescale.data.sources.files import expand_sources
-from bytescale.data.sources.readers import ReadCounts
-from bytescale.data.sources.records import RecordKind, iter_records, plan_units
+from bytescale.data.sources.records import ReadCounts, RecordKind, iter_records, plan_units
 
 
 def rollout_documents(trajectories: Sequence[Mapping[str, Any]], *, normalise: bool = True) -> list[dict[str, Any]]:
@@ -84,7 +83,7 @@ def read_rollouts(*sources: str | Path) -> Iterator[Mapping[str, Any]]:
     kind, counts = RecordKind("rollouts", (), optional), ReadCounts()
     units = plan_units(expand_sources([str(source) for source in sources]), kind)
     records = [record for unit in units for record in iter_records(unit, kind, counts)]
-    yield from whole_trajectories([record.values for record in records], lambda number: records[number].place)
+    yield from whole_trajectories([record.values for record in records], lambda number: records[number].place())
 
 
 def whole_trajectories(

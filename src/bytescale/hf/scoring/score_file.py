@@ -28,7 +28,7 @@ from bytescale.common.parsing import parse_json
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus, place_of_document
 from bytescale.data.order.batches import batches_once
-from bytescale.data.tokens.fields import WEIGHTS
+from bytescale.data.tokens.indexed import WEIGHTS
 from bytescale.hf.batch.documents import TOKEN_NAMES
 from bytescale.hf.loop.hdp import HDP
 

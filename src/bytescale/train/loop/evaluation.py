@@ -21,7 +21,7 @@ from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus, check_vocabulary, prepare_corpus
 from bytescale.data.order.batches import GlobalBatch, batches_once
 from bytescale.data.stats import BUCKET_EDGES
-from bytescale.data.tokens.fields import WEIGHTS
+from bytescale.data.tokens.indexed import WEIGHTS
 from bytescale.hf.batch.documents import Documents
 from bytescale.hf.batch.prefixes import part_of_trees, shared_plan
 from bytescale.plan import MicroBatch, RankPlan

@@ -21,7 +21,7 @@ from bytescale.data.loading.corpus import Corpus
 from bytescale.data.loading.loader import Feed, Reader, StepData
 from bytescale.data.loading.record import new_attempt_folder, recorder
 from bytescale.data.order.batches import GlobalBatch
-from bytescale.data.tokens.fields import LABELS, WEIGHTS
+from bytescale.data.tokens.indexed import LABELS, WEIGHTS
 from bytescale.hf.batch.documents import Documents, RankBatch
 from bytescale.hf.batch.prefixes import part_of_trees, shared_plan
 from bytescale.plan.plan import Planner
