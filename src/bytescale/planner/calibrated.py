@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import LoaderFailure
 from bytescale.cost import Cluster, CostModel
 from bytescale.cost.calibration import Calibrator, State
@@ -65,9 +65,9 @@ class CalibratedPlanner:
         """Plan a batch with the costs of its step. Raises as ``VerifiedPlanner``."""
         cluster = self.planner.cluster
         if costs.speeds:
-            differing = replace(cluster, speeds=np.array(costs.speeds))
-            # Ranks that differ and offload hold some tokens less, because their slices are rounded up.
-            cluster = differing if int(lengths.max()) <= differing.room else cluster
+            measured = self.at_speeds(np.array(costs.speeds))
+            # Ranks that differ offload nothing. A batch that has to be offloaded is planned for equal ranks.
+            cluster = measured if int(lengths.max()) <= measured.room else cluster
         return replace(self.planner, cost=costs.cost, cluster=cluster)(lengths)
 
     def knows(self, step: int) -> bool:
@@ -84,7 +84,12 @@ class CalibratedPlanner:
         known = state.speeds or self.calibrator.first_speeds
         if not known or config.name != "adaptive":
             return equal
-        return replace(equal, speeds=self.calibrator.speeds(state))
+        return self.at_speeds(self.calibrator.speeds(state))
+
+    def at_speeds(self, speeds: FloatArray) -> Cluster:
+        """The ranks with these ``speeds [R]``."""
+        differ, cluster = bool((speeds != speeds[0]).any()), self.planner.cluster
+        return replace(cluster, speeds=speeds, offload=None if differ else cluster.offload)
 
     def add(self, states: Mapping[int, State]) -> None:
         """Take the states after some steps. Old ones are dropped."""

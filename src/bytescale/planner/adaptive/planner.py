@@ -285,7 +285,7 @@ def _filled(batch: Batch, blocks: Rectangles, placed: Placement) -> Trial:
         batch.work_seconds[whole],
         placed.free_at + bubbles,
         speeds=None if cluster.is_uniform else cluster.speeds,
-        lengths=None if cluster.is_uniform else batch.kept[whole],
+        lengths=None if cluster.is_uniform else batch.lengths[whole],
         capacity=None if cluster.is_uniform else cluster.capacity_tokens,
     )
     if batch.num_stages > 1:
