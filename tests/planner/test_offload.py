@@ -91,7 +91,7 @@ def test_a_straggler_takes_no_room_from_the_longest_sequence() -> None:
     """Equal ranks hold it by offloading, which ranks that differ do not."""
     equal = Cluster.uniform(4, CAPACITY, offload=rule())
     verified = VerifiedPlanner(PlannerConfig(), equal, cost())
-    planner = CalibratedPlanner(verified, Calibrator(first=cost(), num_layers=8), lag=4)
+    planner = CalibratedPlanner(verified, Calibrator(first=cost()), lag=4)
     costs, longest = StepCosts(cost=cost(), speeds=(1.0, 0.5, 1.0, 1.0)), equal.largest_sequence
     assert longest > 4 * CAPACITY
     plan = planner.plan_with(np.array([longest]), costs)

@@ -143,7 +143,7 @@ def test_ranks_that_shall_offload_are_planned_as_equal_ones(tmp_path: Path) -> N
 
 
 def test_calibration_starts_from_the_speeds_of_the_data_sheets() -> None:
-    calibrator = Calibrator(first=TRUE, num_layers=2, first_speeds=(1.0, 0.5))
+    calibrator = Calibrator(first=TRUE, first_speeds=(1.0, 0.5))
     assert calibrator.speeds(State()).tolist() == [1.0, 0.5]
     measured = State(speeds=((1.0, 0.3),) * 3)
     assert calibrator.speeds(measured).tolist() != [1.0, 0.5]
