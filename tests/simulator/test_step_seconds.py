@@ -85,7 +85,7 @@ def baselines(job: Job) -> dict[str, Callable[..., Plan]]:
     is_piped = job.devices.pp > 1
     planners: dict[str, Callable[..., Plan]] = {
         "naive": naive_plan,
-        "greedy": partial(greedy_plan, pipeline=is_piped),
+        "greedy": greedy_plan,
         "paper": partial(paper_plan, pipeline=is_piped),
     }
     if job.lengths.max() <= job.cluster.num_ranks * job.cluster.capacity_tokens.min():

@@ -69,7 +69,7 @@ def make_planner(
     planners: dict[str, Callable[..., Plan]] = {
         "adaptive": partial(adaptive_plan, num_stages=num_stages, context=context_length, step_seconds=step_seconds),
         "paper": partial(paper_plan, pipeline=pipeline),
-        "greedy": partial(greedy_plan, pipeline=pipeline),
+        "greedy": greedy_plan,
         "naive": naive_plan,
         "static": partial(static_plan, cp=config.static_cp, context=context_length),
     }

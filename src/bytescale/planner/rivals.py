@@ -42,7 +42,6 @@ def rivals(
     asked: tuple[tuple[bool, Callable[..., Plan]], ...] = (
         (not meshes_only, partial(greedy_plan, num_buckets=1)),
         (not meshes_only, greedy_plan),
-        (aligned and not meshes_only, partial(greedy_plan, pipeline=True)),
         (not meshes_only, partial(paper_plan, pipeline=aligned)),
         (in_order, naive_plan),
         (mesh_holds, static_plan),

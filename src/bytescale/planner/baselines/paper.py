@@ -85,11 +85,6 @@ class BucketedGroups:
             bucket_of=np.repeat(np.arange(len(buckets)), [len(bucket[1]) for bucket in buckets]),
         )
 
-    def queues(self) -> list[deque[int]]:
-        """The groups of each bucket, in the order in which they are served."""
-        num_buckets = int(self.bucket_of[-1]) + 1
-        return [deque(np.flatnonzero(self.bucket_of == bucket).tolist()) for bucket in range(num_buckets)]
-
     def plan(self, slots: IntArray, ranks: IntArray, *, cluster: Cluster, planner: str) -> Plan:
         """The plan with group g in slot ``slots[g]``; ``ranks`` ``[E]`` are the ranks of all groups, group by group."""
         draft = Draft(
@@ -102,8 +97,8 @@ def _serve_in_rounds(
     groups: BucketedGroups, slowness: FloatArray, pipeline: bool, delta_seconds: float
 ) -> tuple[IntArray, IntArray]:
     """Step 3: slot of each group ``[G]``, and the ranks of all groups, group by group ``[E]``."""
-    degrees, seconds, queues = groups.degrees, groups.seconds, groups.queues()
-    num_ranks, num_buckets = len(slowness), len(queues)
+    degrees, seconds, num_ranks, num_buckets = groups.degrees, groups.seconds, len(slowness), groups.bucket_of[-1] + 1
+    queues = [deque(np.flatnonzero(groups.bucket_of == bucket).tolist()) for bucket in range(num_buckets)]
     bucket_of_rank = np.arange(num_ranks) % num_buckets if pipeline else np.zeros(num_ranks, dtype=np.int64)
     accumulated = np.zeros(num_ranks)
     order: list[int] = []
