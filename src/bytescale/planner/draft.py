@@ -16,7 +16,7 @@ from bytescale.cost import Cluster
 from bytescale.plan import Plan
 from bytescale.plan.plan import offsets_of
 from bytescale.plan.rank_plan import concatenated_ranges
-from bytescale.planner.order import rising
+from bytescale.planner.batch import rising
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

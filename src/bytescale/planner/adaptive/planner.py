@@ -38,7 +38,7 @@ from bytescale.planner.adaptive.place import reserve, share_low, stack
 from bytescale.planner.adaptive.target import Batch
 from bytescale.planner.adaptive.trial import Trial, pipeline_ends, trial_plan
 from bytescale.planner.adaptive.unequal import WIDE, unequal_blocks
-from bytescale.planner.baselines.greedy import greedy_plan
+from bytescale.planner.baselines import greedy_plan
 from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.rivals import rivals
 

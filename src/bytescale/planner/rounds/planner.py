@@ -40,10 +40,9 @@ from bytescale.planner.adaptive.degrees import is_ideal
 from bytescale.planner.adaptive.effort import FEW
 from bytescale.planner.adaptive.trial import group_shapes
 from bytescale.planner.adaptive.unequal import shares
-from bytescale.planner.batch import checked_lengths, longest_first
+from bytescale.planner.batch import checked_lengths, longest_first, rising
 from bytescale.planner.draft import Draft, assemble
 from bytescale.planner.evaluate import evaluate
-from bytescale.planner.order import rising
 from bytescale.planner.rivals import rivals
 from bytescale.planner.rounds.cut import Round, RoundBatch, Tried, cut
 from bytescale.planner.rounds.fill import fill, levels
