@@ -15,13 +15,7 @@ from bytescale.plan.nodes import crossings
 from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.plan.tiles import shares_of
 from bytescale.planner.adaptive.degrees import DegreeGrid, Rectangles
-
-WIDE, MULTIPLE = 16, 8
-"""Groups of at least ``WIDE`` ranks have a ``MULTIPLE`` of ranks where grids are known, so that they have shapes."""
-MANY = 32
-"""Tokens of a member from which on its time is taken to be proportional to its share, before shares are rounded."""
-SHORT = 1e-9
-"""Least time asked for a group, over the longest one: on a plateau that is free too late it takes all ranks."""
+from bytescale.planner.adaptive.effort import MANY, MULTIPLE, SHORT, WIDE
 
 
 def unequal_blocks(
