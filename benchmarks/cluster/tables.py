@@ -155,7 +155,7 @@ def take_profiles(setting: Setting) -> None:
         path = setting.out / f"{name}.toml"
         command = ["profile", *setting.model(), "--data.context-length", str(4 * setting.capacity), "--seconds", "60"]
         with setting.network(rate) as network:
-            arguments = [*command, "--device", "cpu", "--out", str(path)]
+            arguments = [*command, "--trainer.device", "cpu", "--out", str(path)]
             torchrun(network, setting.ranks_per_node, arguments, setting.out / f"{name}.log", SECONDS)
         if rate == UNLIMITED:
             rate = link_rate(PUBLISHED[setting.published](), load_profile(path), setting.capacity)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bytescale.cost import CostModel
-from bytescale.cost.calibration import TERMS, Calibrator, LinkSamples, RankCounts, State
+from bytescale.cost.calibration import TERMS, Calibrator, RankCounts, State
 
 TRUE = CostModel(
     attention_seconds_per_pair=3e-8,
@@ -21,7 +21,6 @@ TRUE = CostModel(
     intra_node_bytes_per_second=1e8,
     inter_node_bytes_per_second=2e7,
 )
-SILENT = (LinkSamples(), LinkSamples())
 
 
 def some_counts(random: np.random.Generator) -> RankCounts:
@@ -52,7 +51,7 @@ def run(calibrator: Calibrator, steps: int, *, speeds: list[float], noise: float
         pairs = list(enumerate(zip(counts, seconds, strict=True)))
         sums = sum(calibrator.normal_equations(state, c, y, rank) for rank, (c, y) in pairs)
         own = [calibrator.speed(state, c, y) for _, (c, y) in pairs]
-        states.append(calibrator.after(state, sums.tolist(), own, SILENT))
+        states.append(calibrator.after(state, sums.tolist(), own))
     return states
 
 
@@ -70,24 +69,24 @@ def worst_error(cost: CostModel) -> float:
 @pytest.mark.parametrize("factor", [0.1, 10.0])
 def test_a_term_ten_times_wrong_is_found(term: str, factor: float) -> None:
     wrong = replace(TRUE, **{term: factor * getattr(TRUE, term)})
-    calibrator = Calibrator(first=wrong, num_layers=2)
+    calibrator = Calibrator(first=wrong)
     states = run(calibrator, 15, speeds=[1.0] * 4)
     assert worst_error(calibrator.cost(states[-1])) < 0.05
     assert (calibrator.speeds(states[-1]) == 1).all()
 
 
 def test_a_disturbed_step_changes_little() -> None:
-    calibrator = Calibrator(first=TRUE, num_layers=2)
+    calibrator = Calibrator(first=TRUE)
     assert worst_error(calibrator.cost(run(calibrator, 12, speeds=[1.0] * 4, odd=10)[-1])) < 0.15
 
 
 def test_equal_rows_leave_the_terms_near_the_first_ones() -> None:
     """With the same counts in every step, only their sum can be known."""
-    calibrator = Calibrator(first=TRUE, num_layers=2)
+    calibrator = Calibrator(first=TRUE)
     counts, state = RankCounts(pairs=1e6, tokens=4e3, micro_batches=2, ring_steps=0), State()
     for _ in range(10):
         sums = calibrator.normal_equations(state, counts, 2 * seconds_of(counts), 0)
-        state = calibrator.after(state, sums.tolist(), [1.0], SILENT)
+        state = calibrator.after(state, sums.tolist(), [1.0])
     cost = calibrator.cost(state)
     assert float(counts.row() @ [getattr(cost, name) for name in TERMS]) == pytest.approx(
         2 * seconds_of(counts), rel=0.01
@@ -98,11 +97,11 @@ def test_equal_rows_leave_the_terms_near_the_first_ones() -> None:
 def test_no_term_vanishes_where_all_time_follows_the_ring_steps() -> None:
     """Small steps on a busy machine can look like this. Costs of nothing but messages would make any plan as good."""
     first = replace(TRUE, ring_message_seconds=0.0)
-    calibrator, state, random = Calibrator(first=first, num_layers=2), State(), np.random.default_rng(0)
+    calibrator, state, random = Calibrator(first=first), State(), np.random.default_rng(0)
     for _ in range(8):
         counts = RankCounts(pairs=2e4, tokens=300.0, micro_batches=3, ring_steps=float(random.integers(1, 4)))
         sums = calibrator.normal_equations(state, counts, 0.0278 * counts.ring_steps, 0)
-        state = calibrator.after(state, sums.tolist(), [1.0], SILENT)
+        state = calibrator.after(state, sums.tolist(), [1.0])
         cost = calibrator.cost(state)
     assert cost.ring_message_seconds == pytest.approx(0.0278, rel=0.4)
     for name in TERMS[:3]:
@@ -113,23 +112,23 @@ def test_a_ring_step_that_never_came_costs_what_it_did() -> None:
     """A rank without groups measures nothing of rings: their cost keeps its ratio to the others."""
     for message in (0.0, 1e-3):
         first = replace(TRUE, ring_message_seconds=message)
-        calibrator, state = Calibrator(first=first, num_layers=2), State()
+        calibrator, state = Calibrator(first=first), State()
         for tokens in (2e3, 3e3, 4e3):
             counts = RankCounts(pairs=300 * tokens, tokens=tokens, micro_batches=2, ring_steps=0)
             sums = calibrator.normal_equations(state, counts, 4 * seconds_of(counts), 0)
-            state = calibrator.after(state, sums.tolist(), [1.0], SILENT)
+            state = calibrator.after(state, sums.tolist(), [1.0])
         assert calibrator.cost(state).ring_message_seconds == pytest.approx(4 * message, rel=0.3)
 
 
 def test_slow_ranks_are_found_and_do_not_change_the_terms() -> None:
-    calibrator = Calibrator(first=TRUE, num_layers=2)
+    calibrator = Calibrator(first=TRUE)
     states = run(calibrator, 20, speeds=[1.0, 1.0, 0.5, 1.0, 0.25])
     assert calibrator.speeds(states[-1]).tolist() == pytest.approx([1.0, 1.0, 0.5, 1.0, 0.25], abs=0.051)
     assert worst_error(calibrator.cost(states[-1])) < 0.1
 
 
 def test_speeds_ignore_steps_that_are_slow_for_all_and_two_disturbed_steps_of_a_rank() -> None:
-    calibrator = Calibrator(first=TRUE, num_layers=2)
+    calibrator = Calibrator(first=TRUE)
     rows = (
         (1.0, 1.1, 0.9, 1.0),
         (0.5, 0.55, 0.5, 0.5),
@@ -145,7 +144,7 @@ def test_speeds_ignore_steps_that_are_slow_for_all_and_two_disturbed_steps_of_a_
 
 
 def test_speeds_of_slow_ranks_are_as_exact_as_those_of_fast_ones() -> None:
-    calibrator = Calibrator(first=TRUE, num_layers=2)
+    calibrator = Calibrator(first=TRUE)
     for speed in (0.8, 0.5, 0.37, 0.25, 0.223, 0.11, 0.013):
         found = calibrator.speeds(State(speeds=((1.0, 1.0, 1.0, speed),) * 3))
         assert found[-1] == pytest.approx(speed, rel=0.051)
@@ -153,30 +152,15 @@ def test_speeds_of_slow_ranks_are_as_exact_as_those_of_fast_ones() -> None:
 
 
 def test_too_few_steps_change_nothing() -> None:
-    calibrator = Calibrator(first=TRUE, num_layers=2)
+    calibrator = Calibrator(first=TRUE)
     states = run(calibrator, 1, speeds=[1.0, 0.2])
     assert calibrator.cost(states[-1]) == TRUE
     with pytest.raises(ValueError, match="no ranks"):
         calibrator.speeds(states[-1])
 
 
-def test_links_follow_messages_that_were_waited_for() -> None:
-    calibrator = Calibrator(first=TRUE, num_layers=2)
-    inside = LinkSamples(at_least=5e8, seconds=1e-5)
-    across = LinkSamples(bytes_per_second=2e6, seconds=3e-4)
-    state = State()
-    for _ in range(3):
-        state = calibrator.after(state, [0.0] * 20, [1.0], (inside, across))
-    cost = calibrator.cost(state)
-    assert cost.intra_node_bytes_per_second == 5e8
-    assert cost.inter_node_bytes_per_second == 2e6
-    assert cost.ring_step_seconds == pytest.approx(4e-5)
-    slower = LinkSamples(at_least=1e3)
-    assert calibrator.after(state, [0.0] * 20, [1.0], (slower, slower)).intra == state.intra
-
-
 def test_a_state_is_the_same_after_json() -> None:
-    calibrator = Calibrator(first=TRUE, num_layers=2)
+    calibrator = Calibrator(first=TRUE)
     for state in run(calibrator, 4, speeds=[1.0, 0.5]):
         assert State.from_dict(json.loads(json.dumps(state.as_dict()))) == state
     assert state.for_ranks(2) == state

@@ -184,12 +184,7 @@ def test_a_profile_takes_the_terms_of_a_cost_model_and_keeps_how_they_are_shared
             attention_seconds_per_pair=3 * own.attention_seconds_per_pair,
             token_seconds=0.5 * own.token_seconds,
             micro_batch_seconds=4e-3,
-            ring_step_seconds=2e-3,
-            inter_node_ring_step_seconds=6e-3,
             ring_message_seconds=1e-3,
-            attention_block_seconds=8e-3,
-            intra_node_bytes_per_second=3e8,
-            inter_node_bytes_per_second=2e8,
         )
         changed = profile.with_costs(other)
         assert_equal_costs(changed.cost_model(ranks_per_node=2), other)

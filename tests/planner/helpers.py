@@ -24,7 +24,6 @@ PLANNERS: dict[str, Planner] = {
     "paper-pp": partial(paper_plan, pipeline=True),
     "paper-delta-0": partial(paper_plan, pipeline=True, delta_seconds=0.0),
     "greedy": greedy_plan,
-    "greedy-pp": partial(greedy_plan, pipeline=True),
     "adaptive": adaptive_plan,
     "rounds": rounds_plan,
 }

@@ -20,7 +20,7 @@ from tests.planner.helpers import COSTS, IDEAL, cases, heavy_tailed
 ALIGNED = {
     "pp-balance": aligned(partial(paper_plan, pipeline=True)),
     "dp-balance": aligned(paper_plan),
-    "greedy": aligned(partial(greedy_plan, pipeline=True)),
+    "greedy": aligned(greedy_plan),
     "adaptive": partial(adaptive_plan, num_stages=4),
 }
 

@@ -22,7 +22,8 @@ from bytescale.plan.tiles import shares_of
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, evaluate, static_plan
 from bytescale.planner.adaptive.degrees import DegreeGrid
-from bytescale.planner.adaptive.unequal import MANY, last_end, shares, unequal_blocks
+from bytescale.planner.adaptive.effort import MANY
+from bytescale.planner.adaptive.unequal import last_end, shares, unequal_blocks
 from bytescale.planner.verified import VerifiedPlanner, narrowed
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.simulator.events import events_of

@@ -19,8 +19,7 @@ from bytescale.planner.adaptive.free import FreeTime, Placement
 from bytescale.planner.adaptive.place import reserve, share_low, stack
 from bytescale.planner.adaptive.target import Batch, target_seconds
 from bytescale.planner.adaptive.unequal import shares
-from bytescale.planner.batch import longest_first
-from bytescale.planner.order import rising
+from bytescale.planner.batch import longest_first, rising
 from bytescale.planner.packing import best_fit, micro_batches
 from tests.helpers.effort import examples
 from tests.planner.helpers import GRIDS, IDEAL, LINKS, heavy_tailed

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bytescale.config import Config, CostConfig
-from bytescale.cost.calibration import TERMS, LinkSamples
+from bytescale.cost.calibration import TERMS
 from bytescale.plan import RankPlan
 from bytescale.plan.io import load_plan
 from bytescale.train.parts.calibration import RunCalibration, counts_of
@@ -23,7 +23,7 @@ SPEEDS = (1.0, 0.4, 1.0)
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, ray_address: str) -> None:
-    """Ranks measure what their counts say, at a speed of its own each, and no message. They join the tests' Ray."""
+    """Ranks measure what their counts say, at a speed of its own each. They join the tests' Ray."""
     observe = RunCalibration.observe
 
     def observe_counts(self: RunCalibration, step: int, rank_plan: RankPlan, busy_seconds: float) -> None:
@@ -33,7 +33,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, ray_address: str) -> None:
         observe(self, step, rank_plan, busy)
 
     monkeypatch.setattr(RunCalibration, "observe", observe_counts)
-    monkeypatch.setattr(RunCalibration, "_links", lambda self: (LinkSamples(bytes_per_second=1e7), LinkSamples()))
     monkeypatch.setenv("RAY_ADDRESS", ray_address)
 
 

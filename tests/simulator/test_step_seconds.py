@@ -61,7 +61,7 @@ def jobs(draw: st.DrawFn, *, most_stages: int = 1) -> Job:
     capacity = random.choice([CAPACITY, 2 * CAPACITY], num_ranks) if unequal else np.full(num_ranks, CAPACITY)
     speeds = random.choice([0.5, 1.0, 2.0], num_ranks) if unequal else np.ones(num_ranks)
     cluster = Cluster(capacity_tokens=capacity, speeds=speeds)
-    if draw(st.booleans()) and stages == 1:
+    if draw(st.booleans()) and stages == 1 and cluster.is_uniform:
         movable = (profile.architecture.num_layers - 2) / profile.architecture.num_layers
         rule = OffloadRule(
             profile=profile, num_layers=profile.architecture.num_layers, movable_share=movable, host_bytes=1e11
@@ -85,7 +85,7 @@ def baselines(job: Job) -> dict[str, Callable[..., Plan]]:
     is_piped = job.devices.pp > 1
     planners: dict[str, Callable[..., Plan]] = {
         "naive": naive_plan,
-        "greedy": partial(greedy_plan, pipeline=is_piped),
+        "greedy": greedy_plan,
         "paper": partial(paper_plan, pipeline=is_piped),
     }
     if job.lengths.max() <= job.cluster.num_ranks * job.cluster.capacity_tokens.min():

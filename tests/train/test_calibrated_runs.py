@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from bytescale.attention.rings.exchange import Exchange, TimedMessage
 from bytescale.config import Config, CostConfig
 from bytescale.cost import CostModel
 from bytescale.cost.calibration import Calibrator, State, lag_of
 from bytescale.plan.io import load_plan
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.train.parts import job as parts
-from bytescale.train.parts.calibration import samples_of
 from tests.train.runs import interrupt, metrics, on_ranks, run, small_run, with_trainer, write_corpus
 
 
@@ -90,44 +87,14 @@ def planner_of(config: Config) -> CalibratedPlanner:
     spec = ModelSpec.of(shape)
     planning = parts.plan_of_run(config, spec, shape, devices, device=device, dtype=dtype, ranks_per_node=2)
     planner = planning.planner
-    calibrator = Calibrator(first=planner.cost, num_layers=shape.num_layers)
+    calibrator = Calibrator(first=planner.cost)
     return CalibratedPlanner(planner, calibrator, lag_of(config.data.prefetch_steps))
-
-
-def test_messages_that_were_waited_for_tell_the_rate() -> None:
-    waited = [TimedMessage(10**6, seconds, seconds) for seconds in (0.5, 0.5, 0.5, 0.5, 3.0)]
-    there = [TimedMessage(10**6, 2.0, 0.0)] * 4
-    small = [TimedMessage(10, 0.001, 0.001)]
-    found = samples_of([*waited, *there, *small])
-    assert found.bytes_per_second == 2e6
-    assert found.at_least == 5e5
-    assert found.seconds == 0.001
-    assert samples_of(there).bytes_per_second == 0
-    assert samples_of([]).seconds == 0
 
 
 def test_a_plan_whose_costs_are_not_known_is_refused() -> None:
     from bytescale.common.errors import LoaderFailure
 
     first = CostModel(attention_seconds_per_pair=1.0, token_seconds=1.0)
-    planner = CalibratedPlanner(None, Calibrator(first=first, num_layers=1), lag=4)  # type: ignore[arg-type]
+    planner = CalibratedPlanner(None, Calibrator(first=first), lag=4)  # type: ignore[arg-type]
     with pytest.raises(LoaderFailure, match="Step 5 was to be planned before step 1 had ended"):
         planner.plan_step(np.array([1]), 4)
-
-
-def test_time_that_a_message_takes_to_be_posted_counts() -> None:
-    """A process that is stopped there has its message at once when it goes on."""
-
-    class Slow:
-        def recv(self, tensors: Any, source: int, tag: int) -> Any:
-            time.sleep(0.02)
-            return self
-
-        def wait(self) -> None:
-            pass
-
-    exchange = Exchange(Slow(), 0)  # type: ignore[arg-type]
-    exchange.start(send=None, to=1, receive=torch.zeros(4), source=1, tag=0).wait()
-    (message,) = exchange.take_messages()
-    assert message.seconds >= 0.02
-    assert message.waited < message.seconds

@@ -6,15 +6,14 @@ import json
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from bytescale.common.errors import ConfigError
 from bytescale.config import validate
 from bytescale.plan.io import load_plan
-from bytescale.simulator.step_trace import StepTrace, TraceMetadata
-from bytescale.simulator.trace import MICRO, Span, Track
+from bytescale.simulator.trace import MICRO, Span, TraceMetadata, Track
 from bytescale.train.run_folder import RunFolder
 from tests.train.runs import losses, metrics, on_ranks, run, small_run, with_trainer, write_corpus
 
@@ -22,6 +21,11 @@ from tests.train.runs import losses, metrics, on_ranks, run, small_run, with_tra
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+class StepTrace(NamedTuple):
+    metadata: TraceMetadata
+    tracks: list[Track]
 
 
 def load_step_trace(path: Path) -> StepTrace:

@@ -12,8 +12,8 @@ coefficient over that of the first cost model is normally distributed: ``SAME_FA
 them have in common, and ``OWN_FACTOR`` of what each has for itself. So every coefficient stays above 0, and terms that
 the rows cannot tell apart keep their ratio.
 
-The speed of a rank is the median over some steps of its speed beside the middle rank of the step. Links have the rate
-of messages that somebody waited for; where nobody waited, the rate is at least that seen.
+The speed of a rank is the median over some steps of its speed beside the middle rank of the step. Rates and latencies
+of links stay those of the first cost model.
 
 The state after each step is a function of sums that all ranks have with the same bits, and of the state before. So all
 ranks plan alike. A plan for step k uses the state after step ``k - lag`` (``lag_of``), which every loader has by then.
@@ -48,7 +48,7 @@ NEWTON_STEPS = 60
 OUTLIER = 0.25
 """Relative errors above this count less, once the estimate is in use."""
 SPEED_STEPS = 5
-"""Steps whose speeds and link rates count."""
+"""Steps whose speeds count."""
 FEWEST_SPEEDS = 3
 NOTICED = 0.15
 """A rank counts as fast as the middle one while its speed differs by no more than this share."""
@@ -79,18 +79,6 @@ class RankCounts:
         return np.array([self.pairs, self.tokens, self.micro_batches, self.ring_steps])
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkSamples:
-    """What a rank's messages of one step say about a kind of link. 0: nothing."""
-
-    bytes_per_second: float = 0.0
-    """Rate of messages that the rank waited for."""
-    at_least: float = 0.0
-    """Rate that messages reached which the rank did not have to wait for."""
-    seconds: float = 0.0
-    """The shortest time of a message."""
-
-
 @dataclass(frozen=True)
 class State:
     """The calibration after a step. It holds plain numbers, so that it can be written as JSON."""
@@ -103,11 +91,6 @@ class State:
     """Measured speeds of all ranks in each of the last steps."""
     terms: tuple[float, ...] = ()
     """Estimated ``TERMS``; empty: too few steps."""
-    intra: tuple[float, ...] = ()
-    """Bytes per second inside a node, of each of the last steps that told it."""
-    inter: tuple[float, ...] = ()
-    latency: float = -1.0
-    """Shortest message so far, in seconds; -1: none."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,9 +98,9 @@ class State:
     @staticmethod
     def from_dict(stored: dict[str, Any]) -> State:
         """The inverse of ``as_dict`` after a detour through JSON."""
-        lists = {name: tuple(stored[name]) for name in ("matrix", "vector", "terms", "intra", "inter")}
+        lists = {name: tuple(stored[name]) for name in ("matrix", "vector", "terms")}
         rows = tuple(tuple(row) for row in stored["speeds"])
-        return State(steps=stored["steps"], latency=stored["latency"], speeds=rows, **lists)
+        return State(steps=stored["steps"], speeds=rows, **lists)
 
     def for_ranks(self, num_ranks: int) -> State:
         """This state for a run on other ranks: what was learned of single ranks does not hold there."""
@@ -131,8 +114,6 @@ class Calibrator:
 
     first: CostModel
     """The cost model without calibration."""
-    num_layers: int
-    """Layers, each of which sends messages of its own, forward and backward."""
     first_speeds: tuple[float, ...] = ()
     """``[R]`` speeds by the data sheets of the ranks' devices; empty: all are 1."""
 
@@ -155,54 +136,31 @@ class Calibrator:
         predicted = float(counts.row() @ np.array(state.terms or self._first_terms()))
         return predicted / seconds if seconds > 0 and predicted > 0 else 0.0
 
-    def after(
-        self, state: State, sums: Sequence[float], speeds: Sequence[float], links: Sequence[LinkSamples]
-    ) -> State:
+    def after(self, state: State, sums: Sequence[float], speeds: Sequence[float]) -> State:
         """The state after one more step.
 
         Args:
             sums: ``[20]`` sum of ``normal_equations`` over ranks.
             speeds: ``[R]`` ``speed`` of every rank.
-            links: what all ranks together say of links inside a node, and across.
         """
         matrix = FORGET * np.array(state.matrix) + np.array(sums[:16])
         vector = FORGET * np.array(state.vector) + np.array(sums[16:])
         steps = state.steps + 1
         terms = self._solve(matrix.reshape(4, 4), vector) if steps >= FEWEST_STEPS else ()
-        inside, across = links
-        shortest = [samples.seconds for samples in links if samples.seconds > 0]
-        if state.latency >= 0:
-            shortest.append(state.latency)
         return State(
             steps=steps,
             matrix=tuple(matrix.tolist()),
             vector=tuple(vector.tolist()),
             speeds=(*state.speeds, tuple(speeds))[-SPEED_STEPS:] if len(state.terms) else (),
             terms=terms,
-            intra=_with(state.intra, inside, self.first.intra_node_bytes_per_second),
-            inter=_with(state.inter, across, self.first.inter_node_bytes_per_second),
-            latency=min(shortest) if shortest else -1.0,
         )
 
     def cost(self, state: State) -> CostModel:
         """The cost model that a state gives."""
-        cost = self.first
-        if len(state.terms):
-            found: dict[str, Any] = dict(zip(TERMS, state.terms, strict=True))
-            cost = replace(cost, **found)
-        if state.intra:
-            cost = replace(cost, intra_node_bytes_per_second=float(np.median(state.intra)))
-        if state.inter:
-            cost = replace(cost, inter_node_bytes_per_second=float(np.median(state.inter)))
-        if state.latency >= 0:
-            most = 2 * self.num_layers * state.latency
-            across = min(cost.latency_seconds(True), most)
-            cost = replace(
-                cost,
-                ring_step_seconds=min(cost.ring_step_seconds, most),
-                inter_node_ring_step_seconds=across,
-            )
-        return cost
+        if not len(state.terms):
+            return self.first
+        found: dict[str, Any] = dict(zip(TERMS, state.terms, strict=True))
+        return replace(self.first, **found)
 
     def speeds(self, state: State) -> FloatArray:
         """``[R]`` relative speeds: measured ones after enough steps, else the first ones.
@@ -278,14 +236,3 @@ def _valley(matrix: FloatArray, vector: FloatArray, prior: FloatArray, start: Fl
         if done:
             break
     return logs
-
-
-def _with(known: tuple[float, ...], samples: LinkSamples, first: float) -> tuple[float, ...]:
-    """The last rates of a kind of link, with what a step says of it."""
-    rate = samples.bytes_per_second
-    if rate <= 0:
-        current = float(np.median(known)) if known else first
-        if samples.at_least <= current:
-            return known
-        rate = samples.at_least
-    return (*known, rate)[-SPEED_STEPS:]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.arrays import FloatArray, IntArray
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError
 from bytescale.cost.offload_rule import OffloadRule
 
@@ -24,7 +24,7 @@ class Cluster:
 
     capacity_tokens: IntArray  # [R] tokens that one micro-batch of a rank may hold (the paper's C)
     speeds: NDArray[np.float64]  # [R] work per second, relative to the rank that the cost model describes
-    offload: OffloadRule | None = None  # which activations may wait in host memory
+    offload: OffloadRule | None = None  # which activations may wait in host memory; of equal ranks alone
 
     def __post_init__(self) -> None:
         if self.capacity_tokens.ndim != 1 or self.capacity_tokens.shape != self.speeds.shape:
@@ -39,10 +39,11 @@ class Cluster:
                 "a rank's speed is not a finite number above 0",
                 not bool(((self.speeds > 0) & np.isfinite(self.speeds)).all()),
             ),
+            ("ranks that differ offload activations", self.offload is not None and not self.is_uniform),
         )
         for what, broken in rules:
             if broken:
-                raise ConfigError(what, so="no plan could be made", fix="use positive numbers")
+                raise ConfigError(what, so="no plan could be made", fix="use positive numbers, or equal ranks")
 
     @property
     def num_ranks(self) -> int:
@@ -70,19 +71,7 @@ class Cluster:
     @property
     def room(self) -> int:
         """Tokens of the largest sequence that all ranks hold together, if each holds as much as it can."""
-        if self.offload is None:
-            return int(self.capacity_tokens.sum())
-        return self.largest_sequence if self.is_uniform else self.offload.room(self.capacity_tokens)
-
-    def stretch(self, lengths: IntArray) -> FloatArray:
-        """``[S]`` factor by which offloading widens the capacity of ranks that differ, for slices of each sequence."""
-        if self.offload is None:
-            return np.ones(len(lengths))
-        return self.offload.stretch(lengths, self.capacity_tokens, self.speeds)
-
-    def kept(self, lengths: IntArray) -> IntArray:
-        """``[S]`` tokens that each sequence takes of the capacity of ranks that differ: at most as many as it has."""
-        return np.ceil(lengths / self.stretch(lengths)).astype(np.int64)
+        return int(self.capacity_tokens.sum()) if self.offload is None else self.largest_sequence
 
     @staticmethod
     def uniform(num_ranks: int, capacity_tokens: int, *, offload: OffloadRule | None = None) -> Cluster:

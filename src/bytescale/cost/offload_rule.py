@@ -15,13 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bytescale.common.arrays import FloatArray, IntArray
+from bytescale.common.arrays import IntArray
 from bytescale.cost.curve import Curve
 from bytescale.cost.profile import Profile
 from bytescale.cost.stage import movable_layers
-
-ROUNDING = 1e-12
-"""Relative errors of a sum of floats are smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,46 +60,8 @@ class OffloadRule:
         fits_at_all = lengths <= num_ranks * self.largest_slice(capacity_tokens)
         return np.where((degree > num_ranks) & fits_at_all, num_ranks, degree)
 
-    def stretch(self, lengths: ArrayLike, capacity_tokens: IntArray, speeds: FloatArray) -> FloatArray:
-        """``[S]`` the factor e of at least 1 with which a rank of capacity C holds ``ceil(e C)`` tokens of a sequence.
-
-        All members of a group offload the same share of their slices, so that compute hides it on the fastest rank, and
-        the host memory of the rank with the largest slice suffices; or as much as the sequence needs to be held.
-
-        Args:
-            lengths: ``[S]`` tokens, at most ``room``.
-            capacity_tokens: ``[R]`` C of each rank.
-            speeds: ``[R]``.
-        """
-        lengths = np.asarray(lengths, dtype=np.float64)
-        hidden = np.minimum(hidden_ratio(self.profile, lengths) / float(speeds.max()), 1.0)
-        needed = lengths / float(capacity_tokens.sum()) * (1 + ROUNDING)
-        wanted = np.maximum(1.0 / (1.0 - hidden * self.movable_share), needed)
-        return np.clip(wanted, 1.0, self._most_stretch(capacity_tokens))
-
-    def room(self, capacity_tokens: IntArray) -> int:
-        """Tokens of one sequence that ranks of these capacities ``[R]`` can hold together, if they differ."""
-        return int(self._most_stretch(capacity_tokens) * float(capacity_tokens.sum()) * (1 - 2 * ROUNDING))
-
-    def _most_stretch(self, capacity_tokens: IntArray) -> float:
-        """The largest e for which no rank needs r > 1 or more than its host memory, whatever is rounded up.
-
-        With slices of at most ``f C`` tokens, f = e + 1 / (least C), whole moved tokens make ``r <= (1 - 1 / f) / p +
-        1 / (least C)``. So a rank moves at most ``(f - 1) C / p + f C / (least C)`` tokens.
-        """
-        share, one = self.movable_share, 1.0 / float(capacity_tokens.min())
-        if share <= 0:
-            return 1.0
-        of_largest = self.host_bytes / self._moved_bytes_per_token / float(capacity_tokens.max())
-        by_device = 1.0 / (1.0 - share * (1.0 - one))
-        by_host = (of_largest + 1.0 / share) / (1.0 / share + one)
-        return max(min(by_device, by_host) - one, 1.0)
-
-    def ratio(self, slices: ArrayLike, capacity_tokens: ArrayLike) -> NDArray[np.float64]:
-        """``[G]`` smallest r with which a member's slice needs no more device memory than C tokens at r = 0.
-
-        ``capacity_tokens``: C, or the C of each slice's rank.
-        """
+    def ratio(self, slices: ArrayLike, capacity_tokens: int) -> NDArray[np.float64]:
+        """``[G]`` smallest r with which a member's slice needs no more device memory than C tokens at r = 0."""
         slices = np.maximum(np.asarray(slices, dtype=np.float64), 1.0)
         if self.movable_share <= 0:
             return np.zeros_like(slices)

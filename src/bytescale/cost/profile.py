@@ -258,33 +258,16 @@ class Profile:
         )
 
     def with_costs(self, cost: CostModel) -> Profile:
-        """This profile with the times of ``cost``, a cost model of the same model without a pipeline.
+        """This profile with the times that calibration learns, from a cost model of the same model without a pipeline.
 
         Each term is shared out as it was among layers, head, forward and backward; what was 0, evenly between forward
         and backward of the layers.
         """
-        layers, links = self.architecture.num_layers, self.links
         profile = self._with_term("quadratic", cost.attention_seconds_per_pair, ("attention",))
         profile = profile._with_term("linear", cost.token_seconds, ("rest", "attention", "head"))
         profile = profile._with_term("constant", cost.micro_batch_seconds, ("rest", "attention", "head"))
-        across, block = cost.inter_node_ring_step_seconds, cost.attention_block_seconds / layers
-        known = self.sequence_forward_seconds + self.sequence_backward_seconds
-        forward = block * (self.sequence_forward_seconds / known if known else 0.5)
-        return replace(
-            profile,
-            sequence_forward_seconds=forward,
-            sequence_backward_seconds=block - forward,
-            links=replace(
-                links,
-                intra_node_bytes_per_second=cost.intra_node_bytes_per_second,
-                inter_node_bytes_per_second=cost.inter_node_bytes_per_second,
-                node_bytes_per_second=max(links.node_bytes_per_second, cost.inter_node_bytes_per_second),
-                latency_seconds=cost.ring_step_seconds / (2 * layers),
-                inter_node_latency_seconds=None if across is None else across / (2 * layers),
-                message_seconds=cost.ring_message_seconds / (2 * layers),
-            ),
-            points=(),
-        )
+        of_message = cost.ring_message_seconds / (2 * self.architecture.num_layers)
+        return replace(profile, links=replace(self.links, message_seconds=of_message), points=())
 
     def _with_term(self, term: str, seconds: float, parts: tuple[str, ...]) -> Profile:
         """This profile with ``seconds`` as the sum of a coefficient over the curves of ``parts``, over all layers."""

@@ -14,10 +14,7 @@ from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner.adaptive.aligned import align, aligned, is_aligned
 from bytescale.planner.adaptive.planner import adaptive_plan
-from bytescale.planner.baselines.greedy import greedy_plan
-from bytescale.planner.baselines.naive import naive_plan
-from bytescale.planner.baselines.paper import paper_plan
-from bytescale.planner.baselines.static import static_plan
+from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan, static_plan
 from bytescale.planner.evaluate import Outcome, evaluate
 from bytescale.planner.rounds.planner import rounds_plan
 
@@ -69,7 +66,7 @@ def make_planner(
     planners: dict[str, Callable[..., Plan]] = {
         "adaptive": partial(adaptive_plan, num_stages=num_stages, context=context_length, step_seconds=step_seconds),
         "paper": partial(paper_plan, pipeline=pipeline),
-        "greedy": partial(greedy_plan, pipeline=pipeline),
+        "greedy": greedy_plan,
         "naive": naive_plan,
         "static": partial(static_plan, cp=config.static_cp, context=context_length),
     }

@@ -9,7 +9,9 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.common.units import format_bytes
 from bytescale.cost import Cluster
-from bytescale.planner.order import rising
+
+DIGIT = 16
+"""Bits. NumPy's stable sort of 16-bit keys is a radix sort, five to ten times as fast as its sorts of longer keys."""
 
 
 def checked_lengths(lengths: ArrayLike, *, cluster: Cluster, uniform: bool = False) -> IntArray:
@@ -60,3 +62,11 @@ def checked_lengths(lengths: ArrayLike, *, cluster: Cluster, uniform: bool = Fal
 def longest_first(lengths: IntArray) -> IntArray:
     """``[S]`` sequence numbers by descending length; equal lengths are in the order of their numbers."""
     return rising(lengths.max() - lengths)
+
+
+def rising(keys: IntArray) -> IntArray:
+    """Stable argsort of ``keys`` ``[n]``, each at least 0. Sorts digit by digit, the lowest digit first."""
+    order = np.argsort(keys.astype(np.uint16), kind="stable")
+    for shift in range(DIGIT, int(keys.max(initial=0)).bit_length(), DIGIT):
+        order = order[np.argsort((keys >> shift).astype(np.uint16)[order], kind="stable")]
+    return order

@@ -46,7 +46,7 @@ class CalibratedPlanner:
                 fix="report this, and train with cost.calibrate = false",
             )
         planner = self.with_state(self.states.get(wanted, State()))
-        # Ranks that differ and offload hold some tokens less, because their slices are rounded up.
+        # Ranks that differ offload nothing. A batch that has to be offloaded is planned for equal ranks.
         fits = int(lengths.max()) <= planner.cluster.room
         return planner(lengths) if fits else replace(planner, cluster=self.planner.cluster)(lengths)
 
@@ -60,7 +60,9 @@ class CalibratedPlanner:
         known = state.speeds or self.calibrator.first_speeds
         if not known or config.name != "adaptive":
             return equal
-        return replace(equal, speeds=self.calibrator.speeds(state))
+        speeds = self.calibrator.speeds(state)
+        differ = bool((speeds != speeds[0]).any())
+        return replace(equal, speeds=speeds, offload=None if differ else equal.offload)
 
     def add(self, states: Mapping[int, State]) -> None:
         """Take the states after some steps. Old ones are dropped."""

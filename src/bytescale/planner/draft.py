@@ -16,7 +16,7 @@ from bytescale.cost import Cluster
 from bytescale.plan import Plan
 from bytescale.plan.plan import offsets_of
 from bytescale.plan.rank_plan import concatenated_ranges
-from bytescale.planner.order import rising
+from bytescale.planner.batch import rising
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,21 +80,13 @@ def _in_order(draft: Draft) -> Draft:
 
 
 def _offload_ratios(draft: Draft, lengths: IntArray, cluster: Cluster) -> NDArray[np.float64]:
-    """``[G]`` smallest offload ratio r with which each group's slices fit (0 unless the cluster offloads).
-
-    Weights of shared groups are the members' tokens (``adaptive.unequal``). Their ratio is that of the member that has
-    to offload the largest share.
-    """
+    """``[G]`` smallest offload ratio r with which each group's slices fit (0 unless the cluster offloads)."""
     degrees, counts = draft.degrees, draft.sequence_counts
     if cluster.offload is None or len(degrees) == 0:
         return np.zeros(len(degrees))
     parts = -(-lengths[draft.sequences] // np.repeat(degrees, counts))
     slices = np.add.reduceat(parts, np.cumsum(counts) - counts)
-    if draft.weights is None:
-        return cluster.offload.ratio(slices, int(cluster.capacity_tokens.min()))
-    held = np.where(np.repeat(degrees > 1, degrees), draft.weights, np.repeat(slices, degrees))
-    ratios = cluster.offload.ratio(held, cluster.capacity_tokens[draft.ranks])
-    return np.maximum.reduceat(ratios, np.cumsum(degrees) - degrees)
+    return cluster.offload.ratio(slices, int(cluster.capacity_tokens.min()))
 
 
 def in_member_order(ranks: IntArray, degrees: IntArray, columns: IntArray, down: NDArray[np.bool_]) -> IntArray:

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.planner.order import rising
+from bytescale.planner.batch import rising
 
 PASS = 20
 """Time of one pass over all ranks, divided by the time of packing a single sequence."""

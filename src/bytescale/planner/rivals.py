@@ -10,10 +10,7 @@ from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner.adaptive.aligned import align
 from bytescale.planner.adaptive.degrees import is_ideal
-from bytescale.planner.baselines.greedy import greedy_plan
-from bytescale.planner.baselines.naive import naive_plan
-from bytescale.planner.baselines.paper import paper_plan
-from bytescale.planner.baselines.static import static_plan
+from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan, static_plan
 
 
 def rivals(
@@ -42,7 +39,6 @@ def rivals(
     asked: tuple[tuple[bool, Callable[..., Plan]], ...] = (
         (not meshes_only, partial(greedy_plan, num_buckets=1)),
         (not meshes_only, greedy_plan),
-        (aligned and not meshes_only, partial(greedy_plan, pipeline=True)),
         (not meshes_only, partial(paper_plan, pipeline=aligned)),
         (in_order, naive_plan),
         (mesh_holds, static_plan),

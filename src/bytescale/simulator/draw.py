@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bytescale.common.errors import BytescaleError
 from bytescale.common.units import format_seconds
 from bytescale.simulator.result import SimulatedStep
-from bytescale.simulator.trace import spread_evenly
+from bytescale.simulator.trace import simulated_tracks, spread_evenly
 
 COLUMNS = 1600  # width of the picture in pixels, along the time axis
 MAX_ROWS = 512  # most ranks x stages that are drawn; they are spread evenly
@@ -75,32 +75,21 @@ def raster(step: SimulatedStep, seconds: float) -> tuple[NDArray[np.float64], in
 
     The rows are the drawn ranks of the first stage, then those of the next. NaN is drawn as nothing.
     """
-    events, timeline = step.events, step.timeline
-    num_stages = step.num_stages
-    shown = min(events.num_ranks, max(1, MAX_ROWS // num_stages))
-    ranks = spread_evenly(events.num_ranks, shown)
-    row_of = np.full(events.num_ranks, -1)
-    row_of[ranks] = np.arange(len(ranks))
+    num_stages, scale = step.num_stages, COLUMNS / seconds
+    ranks = spread_evenly(step.events.num_ranks, max(1, MAX_ROWS // num_stages))
     picture = np.full((len(ranks) * num_stages, COLUMNS), _IDLE)
-    rows = row_of[events.micro_batch_ranks]
-    visible = np.flatnonzero(rows >= 0)
-    colour = _LOCAL + np.ceil(np.log2(events.loads.degree))
-    scale = COLUMNS / seconds
     picture[:, round(step.step_seconds * scale) :] = np.nan
-    for stage in range(num_stages):
-        for direction in range(2):
-            start = np.round(timeline.start[:, stage, direction][events.micro_batch_events] * scale).astype(int)
-            end = np.round(timeline.end[:, stage, direction][events.micro_batch_events] * scale).astype(int)
-            for item in visible.tolist():
-                row = picture[stage * len(ranks) + rows[item]]
-                row[start[item] : max(end[item], start[item] + 1)] = colour[item]
-                if end[item] - start[item] > MIN_OUTLINED:
-                    row[end[item] - 1] = np.nan
-    for stage in range(num_stages):
-        begin = timeline.end[:, stage].max()
-        finish = begin + step.sync_seconds[0, stage]
-        band = slice(stage * len(ranks), (stage + 1) * len(ranks))
-        picture[band, round(begin * scale) : round(finish * scale)] = _SYNC
+    for place, rank in enumerate(ranks):
+        for stage, track in enumerate(simulated_tracks(step, rank)):
+            row = picture[stage * len(ranks) + place]
+            for span in track.spans:
+                start, end = round(span.start * scale), round(span.end * scale)
+                if span.category == "sync":
+                    row[start:end] = _SYNC
+                    continue
+                row[start : max(end, start + 1)] = _LOCAL + np.ceil(np.log2(span.about["ranks"]))
+                if end - start > MIN_OUTLINED:
+                    row[end - 1] = np.nan
     return picture, num_stages
 
 

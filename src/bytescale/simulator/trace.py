@@ -1,17 +1,19 @@
-"""Writes a simulated step as Chrome trace JSON, to be opened in https://ui.perfetto.dev or chrome://tracing.
+"""Writes simulated and real steps as Chrome trace JSON, to be opened in https://ui.perfetto.dev or chrome://tracing.
 
-A trace has one process per rank and one thread per track. ``simulator.step_trace`` writes measured steps the same way.
+A trace has one process per HDP rank and one thread per track. That of a real step has a thread for each stage of what
+was measured (one for every tensor-parallel rank), and one for what the simulator predicted for the same plan.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bytescale.common.atomic import whole_file
 from bytescale.simulator.result import SimulatedStep
 
 MICRO = 1e6  # the format counts in microseconds
@@ -41,7 +43,22 @@ class Track:
     name: str
     spans: list[Span]
     kind: str = ""
-    """``measured`` or ``predicted``, where a trace has both (``step_trace``)."""
+    """``measured`` or ``predicted``, where a trace has both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceMetadata:
+    """What a trace says about its step as a whole."""
+
+    step: int
+    measured_seconds: float
+    """Of the step, with the wait for its data: ``step_seconds`` in metrics.jsonl."""
+    predicted_seconds: float
+    """Of the simulated step, which has its data at once."""
+    prediction: str
+    """The name of the profile that the simulated step's times come from."""
+    num_ranks: int
+    """HDP ranks of the run. A trace has some of them if there are very many."""
 
 
 def save_trace(step: SimulatedStep, path: Path, *, max_ranks: int = 64) -> None:
@@ -53,6 +70,28 @@ def save_trace(step: SimulatedStep, path: Path, *, max_ranks: int = 64) -> None:
     tracks = [track for rank in ranks for track in simulated_tracks(step, rank)]
     content = {"traceEvents": entries_of(tracks), "displayTimeUnit": "ms"}
     path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def save_step_trace(metadata: TraceMetadata, tracks: list[Track], path: Path) -> None:
+    """Write a real step as it was and as it was predicted, by the ``kind`` of tracks. The file is replaced at once.
+
+    In both, time 0 is the moment at which all ranks start their first micro-batch. All is shifted, so that no time is
+    below 0.
+    """
+    shift = max(0.0, -min((span.start for track in tracks for span in track.spans), default=0.0))
+    content = {
+        "traceEvents": entries_of(sorted(tracks, key=track_place), shift_seconds=shift),
+        "displayTimeUnit": "ms",
+        "otherData": {**asdict(metadata), "shift_seconds": shift},
+    }
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+
+
+def track_place(track: Track) -> tuple[int, int, str, str]:
+    """Sorts tracks by rank, by stage as a number, what was measured first, and by what follows in the name."""
+    stage, _, rest = track.name.partition(", ")
+    return track.rank, int(stage.removeprefix("stage ")), track.kind, rest
 
 
 def spread_evenly(num_ranks: int, max_ranks: int) -> list[int]:
@@ -107,6 +146,7 @@ def _tasks(step: SimulatedStep, micro_batch: int, stage: int) -> list[Span]:
     event = int(step.events.micro_batch_events[micro_batch])
     degree = int(loads.degree[micro_batch])
     about = {
+        "ranks": degree,
         "tokens": int(loads.tokens[micro_batch]),
         "shared tokens of the group": int(loads.shared_tokens[micro_batch]),
         "offload ratio": round(float(loads.offload_ratio[micro_batch]), 3),

@@ -12,10 +12,8 @@ size identify a message, and the plan tells all three to both sides. Three facts
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,20 +21,8 @@ from torch import Tensor
 from bytescale.attention.clock import Clock
 from bytescale.common.errors import RankFailure
 
-MOST_TIMED = 4096
-
 Message = tuple[Tensor, int]
 """A contiguous tensor, and the rank that gets it or sends it."""
-
-
-class TimedMessage(NamedTuple):
-    """How long a message took, at most: the rank may have looked only later."""
-
-    num_bytes: int
-    seconds: float
-    """From its start until the rank had it."""
-    waited: float
-    """The part of that for which the rank did nothing but wait."""
 
 
 @dataclass
@@ -47,19 +33,15 @@ class Transfer:
     works: Sequence[dist.Work]
     buffers: tuple[Tensor, ...]
     peers: tuple[int, ...]
-    started: float
-    """Before the operations were posted: a process may be stopped behind that, while its message arrives."""
 
     def wait(self) -> None:
         """Wait until both directions are done. On CUDA the current stream waits, and the host does not."""
-        asked = time.perf_counter()
         with self.exchange.clock.span():
             for work in self.works:
                 try:
                     work.wait()
                 except RuntimeError as error:
                     raise self.exchange.lost(self.peers, error) from error
-        self.exchange.note(self, asked)
         self.works, self.buffers = (), ()
 
 
@@ -96,7 +78,6 @@ class Exchange:
         self.bytes_sent = 0
         self.clock = clock or Clock()
         self._batched = batched
-        self._messages: list[TimedMessage] = []
         self._group_ranks = None if members is None else {member: rank for rank, member in enumerate(members)}
 
     def start(self, *, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> Transfer:
@@ -111,29 +92,12 @@ class Exchange:
         sends, receives = ([message for message in part if message[0].numel()] for part in (sends, receives))
         self.bytes_sent += sum(tensor.numel() * tensor.element_size() for tensor, _ in sends)
         peers = tuple(peer for _, peer in [*sends, *receives])
-        started = time.perf_counter()
         try:
             works = self._post(sends, receives, tag)
         except RuntimeError as error:
             raise self.lost(peers, error) from error
         buffers = tuple(tensor for tensor, _ in [*sends, *receives])
-        return Transfer(exchange=self, works=works, buffers=buffers, peers=peers, started=started)
-
-    def note(self, transfer: Transfer, asked: float) -> None:
-        """Keep the times of a transfer that is done and was waited for from the moment ``asked`` on.
-
-        On CUDA the host does not wait, so that its clock says nothing.
-        """
-        if self._batched or len(self._messages) >= MOST_TIMED:
-            return
-        largest = max((tensor.numel() * tensor.element_size() for tensor in transfer.buffers), default=0)
-        now = time.perf_counter()
-        self._messages.append(TimedMessage(largest, now - transfer.started, now - asked))
-
-    def take_messages(self) -> list[TimedMessage]:
-        """Return the times of the messages since the last call, of at most ``MOST_TIMED``."""
-        messages, self._messages = self._messages, []
-        return messages
+        return Transfer(exchange=self, works=works, buffers=buffers, peers=peers)
 
     def lost(self, peers: Sequence[int], error: RuntimeError) -> RankFailure:
         """Return the error to raise when a message to or from ``peers`` failed."""

@@ -142,7 +142,7 @@ class MeasuredMemory(DeviceMemory):
         return replace(
             phase,
             bytes_per_shared_token=messages + 2 * ring.query + ring.keys,
-            # As in ``Phases``: sums of the own keys' gradients, an output of the row's, and sums of its queries'.
+            # As in ``MemoryModel``: sums of the own keys' gradients, an output of the row's, and sums of its queries'.
             bytes_per_grid_token=ring.own_message + 2 * ring.keys * wide,
             bytes_per_row_token=ring.row_buffers + ring.query * (1 + wide),
         )

@@ -15,11 +15,8 @@ from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import CostModel
-from bytescale.planner.adaptive.effort import GRID
-from bytescale.planner.order import rising
-
-AT_ONCE = 96
-"""Sequences for which the grid is computed at once: its arrays stay in the processor's cache."""
+from bytescale.planner.adaptive.effort import AT_ONCE, GRID
+from bytescale.planner.batch import rising
 
 
 class Rectangles(NamedTuple):

@@ -59,3 +59,13 @@ MIN_PACK = 8192
 # How a sequence's number of ranks is found.
 GRID = 192
 """Degrees tried, in geometric steps: some 2.5 % apart on 100 ranks."""
+AT_ONCE = 96
+"""Sequences for which the grid is computed at once: its arrays stay in the processor's cache."""
+
+# On ranks that differ.
+WIDE, MULTIPLE = 16, 8
+"""Groups of at least ``WIDE`` ranks have a ``MULTIPLE`` of ranks where grids are known, so that they have shapes."""
+MANY = 32
+"""Tokens of a member from which on its time is taken to be proportional to its share, before shares are rounded."""
+SHORT = 1e-9
+"""Least time asked for a group, over the longest one: on a plateau that is free too late it takes all ranks."""

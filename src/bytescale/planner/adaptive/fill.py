@@ -9,7 +9,7 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.planner.adaptive.effort import MORE_ABLE, ROUND_RATIO
-from bytescale.planner.order import rising
+from bytescale.planner.batch import rising
 
 
 def deal(

@@ -37,8 +37,8 @@ from bytescale.planner.adaptive.free import Placement
 from bytescale.planner.adaptive.place import reserve, share_low, stack
 from bytescale.planner.adaptive.target import Batch
 from bytescale.planner.adaptive.trial import Trial, pipeline_ends, trial_plan
-from bytescale.planner.adaptive.unequal import WIDE, unequal_blocks
-from bytescale.planner.baselines.greedy import greedy_plan
+from bytescale.planner.adaptive.unequal import unequal_blocks
+from bytescale.planner.baselines import greedy_plan
 from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.rivals import rivals
 
@@ -116,7 +116,7 @@ def _without_pipeline(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
     trial = search(no_grids or flat)
     plan = planned(trial)
     if (rings and not no_grids) and (
-        flat.makespan(plan) > rings.fastest if is_uniform else flat.cluster.num_ranks >= WIDE
+        flat.makespan(plan) > rings.fastest if is_uniform else flat.cluster.num_ranks >= effort.WIDE
     ):
         plan = min((plan, planned(search(rings))), key=flat.step)
     if plan.num_sequences > effort.FEW and trial.end <= _good_enough(flat):
@@ -285,7 +285,7 @@ def _filled(batch: Batch, blocks: Rectangles, placed: Placement) -> Trial:
         batch.work_seconds[whole],
         placed.free_at + bubbles,
         speeds=None if cluster.is_uniform else cluster.speeds,
-        lengths=None if cluster.is_uniform else batch.kept[whole],
+        lengths=None if cluster.is_uniform else batch.lengths[whole],
         capacity=None if cluster.is_uniform else cluster.capacity_tokens,
     )
     if batch.num_stages > 1:

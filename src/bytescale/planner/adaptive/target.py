@@ -76,15 +76,7 @@ class Batch:
         """``[S]`` a lower bound of the ranks that hold each; on equal ranks, the fewest that do."""
         if self.cluster.is_uniform:
             return self.cluster.fewest_ranks(self.lengths)
-        return -(-self.kept // int(self.cluster.capacity_tokens.max()))
-
-    @cached_property
-    def kept(self) -> IntArray:
-        """``[S]`` tokens that each takes of the capacity of ranks that differ, falling.
-
-        Offloading keeps less of a longer sequence, whose compute hides more. It counts for as much as shorter ones.
-        """
-        return np.maximum.accumulate(self.cluster.kept(self.lengths)[::-1])[::-1]
+        return -(-self.lengths // int(self.cluster.capacity_tokens.max()))
 
     @cached_property
     def work_seconds(self) -> FloatArray:
@@ -99,7 +91,7 @@ class Batch:
             return self.work_seconds
         by_capacity = np.argsort(-self.cluster.capacity_tokens, kind="stable")
         fastest = np.maximum.accumulate(self.cluster.speeds[by_capacity])
-        holding = np.searchsorted(-self.cluster.capacity_tokens[by_capacity], -self.kept, side="right")
+        holding = np.searchsorted(-self.cluster.capacity_tokens[by_capacity], -self.lengths, side="right")
         return self.work_seconds / np.where(holding > 0, fastest[np.maximum(holding, 1) - 1], 1.0)
 
     @cached_property
@@ -145,7 +137,7 @@ class Batch:
         """
         by_capacity = np.argsort(-self.cluster.capacity_tokens, kind="stable")
         speeds = np.concatenate(([0.0], np.cumsum(self.cluster.speeds[by_capacity])))
-        holding = np.searchsorted(-self.cluster.capacity_tokens[by_capacity], -self.kept, side="right")
+        holding = np.searchsorted(-self.cluster.capacity_tokens[by_capacity], -self.lengths, side="right")
         share, work = speeds[holding] / speeds[-1], np.cumsum(self.work_seconds)
         is_limited = holding < len(speeds) - 1
         needed = (work - share * work[-1]) * is_limited / np.where(is_limited, 1.0 - share, 1.0)

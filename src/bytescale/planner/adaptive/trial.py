@@ -16,8 +16,8 @@ from bytescale.plan.nodes import alignment, crossings
 from bytescale.planner.adaptive.free import Placement
 from bytescale.planner.adaptive.target import Batch
 from bytescale.planner.adaptive.unequal import grids
+from bytescale.planner.batch import rising
 from bytescale.planner.draft import Draft, assemble, in_member_order
-from bytescale.planner.order import rising
 from bytescale.planner.packing import micro_batches
 
 

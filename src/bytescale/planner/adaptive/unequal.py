@@ -1,7 +1,6 @@
 """Ranks that differ in speed and capacity: each member of a group gets tokens in proportion to its speed.
 
-A member never gets more than its capacity; the others share the rest. The shares are the group's weights. Where
-activations may be offloaded, all capacities are wider by one factor of the sequence (``OffloadRule.stretch``).
+A member never gets more than its capacity; the others share the rest. The shares are the group's weights.
 """
 
 from __future__ import annotations
@@ -16,13 +15,7 @@ from bytescale.plan.nodes import crossings
 from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.plan.tiles import shares_of
 from bytescale.planner.adaptive.degrees import DegreeGrid, Rectangles
-
-WIDE, MULTIPLE = 16, 8
-"""Groups of at least ``WIDE`` ranks have a ``MULTIPLE`` of ranks where grids are known, so that they have shapes."""
-MANY = 32
-"""Tokens of a member from which on its time is taken to be proportional to its share, before shares are rounded."""
-SHORT = 1e-9
-"""Least time asked for a group, over the longest one: on a plateau that is free too late it takes all ranks."""
+from bytescale.planner.adaptive.effort import MANY, MULTIPLE, SHORT, WIDE
 
 
 def unequal_blocks(
@@ -37,26 +30,23 @@ def unequal_blocks(
         np.concatenate(([0], np.cumsum(part))).tolist() for part in (cluster.capacity_tokens, cluster.speeds)
     )
     works, tokens = cost.work_seconds(lengths).tolist(), lengths.tolist()
-    kept, stretch = cluster.kept(lengths).tolist(), cluster.stretch(lengths).tolist()
-    node, members = (
-        cost.ranks_per_node,
-        list(zip(cluster.capacity_tokens.tolist(), cluster.speeds.tolist(), strict=True)),
-    )
+    node = cost.ranks_per_node
+    members = list(zip(cluster.capacity_tokens.tolist(), cluster.speeds.tolist(), strict=True))
     slowest, fullest = float(cluster.speeds.min()), float((cluster.speeds / cluster.capacity_tokens).max())
 
     def slowest_member(group: int, first: int, end: int) -> float:
         """Tokens over speed of the member that ends last."""
         even = tokens[group] / (speed[end] - speed[first])
-        if even * slowest >= MANY and even * fullest <= stretch[group]:  # all shares are in proportion to speed
+        if even * slowest >= MANY and even * fullest <= 1:  # all shares are in proportion to speed
             return float(even)
         if even * slowest >= MANY:
-            return last_end(tokens[group], members[first:end], stretch[group])
+            return last_end(tokens[group], members[first:end])
         speeds, capacity = cluster.speeds[first:end], cluster.capacity_tokens[first:end]
-        return float((shares(tokens[group], speeds, _wider(capacity, stretch[group])) / speeds).max())
+        return float((shares(tokens[group], speeds, capacity) / speeds).max())
 
     def grow(group: int, first: int, most: int, room: float | None) -> tuple[int, float]:
         work, length, stop = works[group], tokens[group], first + most
-        holding = bisect_left(capacity, capacity[first] + kept[group])
+        holding = bisect_left(capacity, capacity[first] + length)
         if holding > stop:
             return 0, float("inf")
         room = max(min(room or 0.0, longest) - cost.micro_batch_seconds, SHORT * longest)
@@ -83,12 +73,11 @@ def grids(
     Arguments as in ``trial.group_shapes``.
     """
     starts = np.cumsum(degrees) - degrees
-    stretch, places = cluster.stretch(lengths).tolist(), np.arange(len(ranks))
+    places = np.arange(len(ranks))
     own, fastest_first = np.empty((2, len(places)), dtype=np.int64)
     for group, (start, degree) in enumerate(zip(starts.tolist(), degrees.tolist(), strict=True)):
         span = slice(start, start + degree)
-        capacity = _wider(cluster.capacity_tokens[ranks[span]], stretch[group])
-        own[span] = shares(int(lengths[group]), cluster.speeds[ranks[span]], capacity)
+        own[span] = shares(int(lengths[group]), cluster.speeds[ranks[span]], cluster.capacity_tokens[ranks[span]])
         fastest_first[span] = start + np.argsort(-own[span], kind="stable")
     columns, members = np.ones(len(lengths), dtype=np.int64), places.copy()
     tokens, squares = lengths.astype(np.float64), cost.squares_of(lengths)
@@ -117,21 +106,17 @@ def grids(
     return columns, ranks[members], own[members]
 
 
-def _wider(capacity: IntArray, stretch: float) -> IntArray:
-    return capacity if stretch == 1.0 else np.ceil(stretch * capacity).astype(np.int64)
-
-
-def last_end(length: float, members: list[tuple[int, float]], stretch: float = 1.0) -> float:
+def last_end(length: float, members: list[tuple[int, float]]) -> float:
     """Tokens over speed of the ``(capacity, speed)`` that ends last: ``shares`` without rounding, in plain floats."""
     there = members
     while there:
         level = length / sum(speed for _, speed in there)
-        left = [member for member in there if level * member[1] <= stretch * member[0]]
+        left = [member for member in there if level * member[1] <= member[0]]
         if len(left) == len(there):
             return level
-        length -= stretch * (sum(tokens for tokens, _ in there) - sum(tokens for tokens, _ in left))
+        length -= sum(tokens for tokens, _ in there) - sum(tokens for tokens, _ in left)
         there = left
-    return max(stretch * tokens / speed for tokens, speed in members)
+    return max(tokens / speed for tokens, speed in members)
 
 
 def shares(length: int, speeds: FloatArray, capacity: IntArray) -> IntArray:

@@ -40,10 +40,9 @@ from bytescale.planner.adaptive.degrees import is_ideal
 from bytescale.planner.adaptive.effort import FEW
 from bytescale.planner.adaptive.trial import group_shapes
 from bytescale.planner.adaptive.unequal import shares
-from bytescale.planner.batch import checked_lengths, longest_first
+from bytescale.planner.batch import checked_lengths, longest_first, rising
 from bytescale.planner.draft import Draft, assemble
 from bytescale.planner.evaluate import evaluate
-from bytescale.planner.order import rising
 from bytescale.planner.rivals import rivals
 from bytescale.planner.rounds.cut import Round, RoundBatch, Tried, cut
 from bytescale.planner.rounds.fill import fill, levels
@@ -197,11 +196,9 @@ def _groups_of(batch: RoundBatch, run: Round, exposed: FloatArray) -> _Groups | 
         return None
     degrees, cluster = np.diff(edges), batch.cluster
     tokens, seconds = np.zeros(edges[-1], dtype=np.int64), np.zeros(edges[-1])
-    stretch = cluster.stretch(batch.lengths[places])
-    for place, first, stop, wider, more in zip(places.tolist(), edges[:-1], edges[1:], stretch, exposed, strict=True):
+    for place, first, stop, more in zip(places.tolist(), edges[:-1], edges[1:], exposed, strict=True):
         length, span = int(batch.lengths[place]), slice(first, stop)
-        capacity = np.ceil(wider * cluster.capacity_tokens[span]).astype(np.int64)
-        tokens[span] = shares(length, cluster.speeds[span], capacity)
+        tokens[span] = shares(length, cluster.speeds[span], cluster.capacity_tokens[span])
         seconds[span] = batch.work[place] * batch.speed * tokens[span] / (length * cluster.speeds[span]) + more
     return _Groups(places, degrees, np.arange(edges[-1]), tokens, seconds)
 
@@ -213,10 +210,10 @@ def _edges(batch: RoundBatch, places: IntArray, degrees: IntArray) -> IntArray |
     capacity = np.concatenate(([0], np.cumsum(cluster.capacity_tokens)))
     edges, wanted = [0], 0.0
     lengths, spread = batch.lengths[places], cluster.num_ranks / float(max(degrees.sum(), batch.slots))
-    for degree, length, kept in zip(degrees.tolist(), lengths.tolist(), cluster.kept(lengths).tolist(), strict=True):
+    for degree, length in zip(degrees.tolist(), lengths.tolist(), strict=True):
         wanted += degree * spread
         nearest = int(np.abs(speed - wanted).argmin())
-        holding = int(capacity.searchsorted(capacity[edges[-1]] + kept))
+        holding = int(capacity.searchsorted(capacity[edges[-1]] + length))
         edges.append(max(min(nearest, edges[-1] + length), edges[-1] + 1, holding))
         if edges[-1] > cluster.num_ranks:
             return None

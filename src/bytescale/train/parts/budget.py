@@ -110,14 +110,13 @@ def memory_budget(
     model = whole.fullest_stage(least)
     host = host_bytes_left(model.states, devices.host_bytes)
     cluster = Cluster.uniform(hdp, fitting_capacity(model, wanted, least, f"rank {devices.smallest}"))
-    if config.planner.name == "adaptive":  # the only planner for ranks that differ
+    if config.planner.name == "adaptive" and config.memory.offload != "on":  # only then ranks may differ
         capacity = [fitting_capacity(whole.fullest_stage(room), wanted, room) for room in rooms]
         speeds = devices.speeds(profile.device)
         if len({*capacity}) > 1 or len({*speeds}) > 1:
             cluster = Cluster(capacity_tokens=np.array(capacity), speeds=np.array(speeds))
-    if may_offload(config, device.type) and (
-        model.movable_bytes_per_token or (model is counted and config.memory.offload == "on")
-    ):
+    offloads = model.movable_bytes_per_token or (model is counted and config.memory.offload == "on")
+    if may_offload(config, device.type) and cluster.is_uniform and offloads:
         cluster = replace(cluster, offload=model.offload_rule(profile, host))
     host_bytes = host if cluster.offload else 0.0
     room = least if cluster.is_uniform else rooms

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-import numpy as np
 import torch.distributed as dist
 
-from bytescale.attention.rings.exchange import TimedMessage
 from bytescale.common.parsing import parse_json
 from bytescale.cost import CostModel
-from bytescale.cost.calibration import FIRST_STEPS, LinkSamples, RankCounts, State
+from bytescale.cost.calibration import FIRST_STEPS, RankCounts, State
 from bytescale.cost.visible import num_messages
 from bytescale.plan import Plan, RankPlan
 from bytescale.planner import evaluate
@@ -26,8 +22,6 @@ from bytescale.runtime import Mesh
 from bytescale.runtime.plain_data import broadcast_json
 from bytescale.train.run_folder import keep_until
 
-LEAST_BYTES = 2**14
-"""Smaller messages say little of a link's rate."""
 PREDICTED_STEPS = 4
 """Steps whose remaining time (sync, update, data) is taken to be that of the next step."""
 
@@ -84,7 +78,6 @@ class RunCalibration:
     def observe(self, step: int, rank_plan: RankPlan, busy_seconds: float) -> None:
         """Agree with all other ranks on the state after ``step``, counted from 0. Every rank calls it once a step."""
         mesh, state = self._mesh, self.state
-        links = self._links()
         self._waited += 1
         if self._waited > FIRST_STEPS:
             calibrator = self.planner.calibrator
@@ -92,7 +85,7 @@ class RunCalibration:
             own = calibrator.normal_equations(state, counts, busy_seconds, mesh.hdp.rank).tolist()
             sums = mesh.world.sum_of(own)
             speeds = [row[0] for row in mesh.world.share([calibrator.speed(state, counts, busy_seconds)])]
-            found = calibrator.after(state, sums, [round(speed, 4) for speed in speeds], self._agreed(links))
+            found = calibrator.after(state, sums, [round(speed, 4) for speed in speeds])
             # Processors of different kinds round logarithms differently. What the first rank found holds for all.
             terms = mesh.world.share(list(found.terms))[0] if found.terms else ()
             self.state = replace(found, terms=tuple(terms))
@@ -107,26 +100,6 @@ class RunCalibration:
         found = self.planner.with_state(self.state)
         return evaluate(plan, cluster=found.cluster, cost=found.cost).end_seconds
 
-    def _agreed(self, links: Sequence[LinkSamples]) -> list[LinkSamples]:
-        """What all ranks together say of links. The rank with the fastest messages counts: the others' came late."""
-        own = [
-            number for link in links for number in (link.bytes_per_second, link.at_least, -(link.seconds or math.inf))
-        ]
-        most = self._mesh.world.max_of(own)
-        return [
-            LinkSamples(bytes_per_second=rate, at_least=at_least, seconds=-shortest if math.isfinite(shortest) else 0.0)
-            for rate, at_least, shortest in (most[:3], most[3:])
-        ]
-
-    def _links(self) -> tuple[LinkSamples, LinkSamples]:
-        """What this rank's messages say of the links inside a node, and across."""
-        mesh = self._mesh
-        everywhere = samples_of(mesh.hdp.exchange.take_messages())
-        if mesh.node is not mesh.hdp:
-            return samples_of(mesh.node.exchange.take_messages()), everywhere
-        crosses = self.planner.planner.cost.ranks_per_node < mesh.hdp.size
-        return (LinkSamples(), everywhere) if crosses else (everywhere, LinkSamples())
-
 
 def counts_of(rank_plan: RankPlan, cost: CostModel) -> RankCounts:
     """What a rank computes and sends in a step, by the windows of ``cost``."""
@@ -140,22 +113,3 @@ def counts_of(rank_plan: RankPlan, cost: CostModel) -> RankCounts:
             pairs += share * float(cost.squares_of(shared.lengths).sum())
             ring_steps += num_messages(shared.size // shared.columns, shared.columns)
     return RankCounts(pairs=pairs, tokens=tokens, micro_batches=len(rank_plan.micro_batches), ring_steps=ring_steps)
-
-
-def samples_of(messages: Sequence[TimedMessage]) -> LinkSamples:
-    """What a step's messages say of their link.
-
-    A message that the rank waited for most of its time took as long as the link needs, unless its sender was late. The
-    last rank of a group to start its messages waits for no sender. One that was there already took at most as long.
-    A step of a small model has two or three; the median over steps (``cost.calibration``) makes up for that.
-    """
-    large = [message for message in messages if message.num_bytes >= LEAST_BYTES and message.seconds > 0]
-    waited = [m.num_bytes / m.seconds for m in large if m.waited > 0.5 * m.seconds]
-    there = [m.num_bytes / m.seconds for m in large if m.waited < 0.1 * m.seconds]
-    at_least = float(np.median(there)) if there else 0.0
-    rate = float(np.median(waited)) if waited else 0.0
-    return LinkSamples(
-        bytes_per_second=max(rate, at_least) if rate else 0.0,
-        at_least=at_least,
-        seconds=min((message.seconds for message in messages), default=0.0),
-    )

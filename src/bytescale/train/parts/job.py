@@ -138,7 +138,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         kernels=kernels,
         memory=memory,
         planner=planner,
-        calibration=run_calibration(config, planner, ranks, spec.stack.num_layers),
+        calibration=run_calibration(config, planner, ranks),
         step_times=planning.times,
         peak_flops_per_second=known_peak(ranks.device, ranks.dtype, config.log.peak_tflops),
         stop=stop,
@@ -205,7 +205,7 @@ def plan_of_run(
     return Planning(measured, times, budget, planner)
 
 
-def run_calibration(config: Config, planner: VerifiedPlanner, ranks: Ranks, num_layers: int) -> RunCalibration | None:
+def run_calibration(config: Config, planner: VerifiedPlanner, ranks: Ranks) -> RunCalibration | None:
     """The calibration of this run; None if it is switched off, or if no rank could be compared with another one.
 
     With tensor or pipeline parallelism, and where ranks gather parameters in every pass, the times of a rank are not
@@ -216,6 +216,6 @@ def run_calibration(config: Config, planner: VerifiedPlanner, ranks: Ranks, num_
     if not config.cost.calibrate or config.data.share_prefixes or shape.hdp == 1 or not one_model:
         return None
     speeds = () if planner.cluster.is_uniform else tuple(planner.cluster.speeds.tolist())
-    calibrator = Calibrator(first=planner.cost, num_layers=num_layers, first_speeds=speeds)
+    calibrator = Calibrator(first=planner.cost, first_speeds=speeds)
     lag = lag_of(config.data.prefetch_steps)
     return RunCalibration(CalibratedPlanner(planner, calibrator, lag), ranks.mesh)

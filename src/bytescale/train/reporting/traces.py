@@ -8,8 +8,7 @@ from dataclasses import asdict
 from bytescale.common.units import format_seconds
 from bytescale.data.loading.loader import StepData
 from bytescale.runtime.plain_data import all_gather_json
-from bytescale.simulator.step_trace import StepTrace, TraceMetadata, save_step_trace
-from bytescale.simulator.trace import Span, Track, simulated_tracks, spread_evenly
+from bytescale.simulator.trace import Span, TraceMetadata, Track, save_step_trace, simulated_tracks, spread_evenly
 from bytescale.train.parts.job import Job
 from bytescale.train.ranks import Ranks
 from bytescale.train.reporting.metrics import StepMetrics
@@ -58,14 +57,11 @@ class StepTraces:
             prediction=times.profile.name,
             num_ranks=ranks.mesh.shape.hdp,
         )
-        trace = StepTrace(
-            metadata=metadata,
-            tracks=[track for track in tracks if track.rank in shown]
-            + [track for rank in shown for track in simulated_tracks(predicted, rank, "predicted")],
-        )
+        tracks = [track for track in tracks if track.rank in shown]
+        tracks += [track for rank in shown for track in simulated_tracks(predicted, rank, "predicted")]
         path = self._run.trace(metrics.step)
         path.parent.mkdir(exist_ok=True)
-        save_step_trace(trace, path)
+        save_step_trace(metadata, tracks, path)
         self._say(
             f"trace   step {metrics.step} took {format_seconds(metrics.step_seconds)}, predicted "
             f"{format_seconds(predicted.step_seconds)}: {path} (open it in https://ui.perfetto.dev)"
