@@ -4,8 +4,7 @@ A member of a group holds a front and a back segment of every sequence, and of a
 range of rows of a sequence is one range of the rows that a member holds of it, because both have the same order. So the
 blocks of any queries with any keys are those of the whole sequence, cut to what is held.
 
-With a window that is shorter than a path, a block is what one document adds: its keys are its own rows and, copied
-before them, the last ones of its prefix. Trees of such documents are whole on one rank (``planner.prefixes``).
+With a window that is shorter than a path, ``rings.window`` computes trees as it does all documents.
 
 Shape letters: T rows of the micro-batch, S sequences, B blocks, H query heads, G key/value heads, D and Dv widths.
 """
@@ -15,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from bytescale.attention.blocks import BlockSet
@@ -72,31 +70,6 @@ def _rectangles(trees: Forest, queries: _Held, keys: _Held) -> list[BlockSet]:
         for sequence, seeing, seen in trees.nodes
     ]
     return [blocks for blocks in found if blocks]
-
-
-class WindowedTrees:
-    """Attention with a window of the trees that a rank has alone, ``[T, ...]`` rows of theirs."""
-
-    def __init__(self, trees: Forest, window: int, device: torch.device) -> None:
-        first = np.cumsum(trees.sequence_lengths) - trees.sequence_lengths
-        starts = np.maximum(0, trees.shared - window + 1)
-        at = first[trees.sequence_of]
-        keys = [path[start:] + row for path, start, row in zip(trees.paths, starts, at, strict=True)]
-        stops = np.cumsum(trees.lengths - starts)
-        ranges = np.stack([stops - (trees.lengths - starts), stops], axis=1)
-        self.blocks = BlockSet.of(trees.triangles + at[:, None], ranges, causal=True, window=window)
-        self.keys = torch.as_tensor(np.concatenate([np.zeros(0, np.int64), *keys]), device=device)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, work: BlockWork) -> tuple[Tensor, Tensor]:
-        return work.forward(q, k[self.keys], v[self.keys], self.blocks)
-
-    def backward(self, queries: OfQueries, k: Tensor, v: Tensor, work: BlockWork) -> tuple[Tensor, Tensor, Tensor]:
-        """``dq, dk, dv``; what a key has from several documents is added up in the dtype of sums."""
-        dq, dk, dv = work.backward(queries, k[self.keys], v[self.keys], self.blocks)
-        places, wide = self.keys[self.blocks.key_rows(k.device)], queries.lse.dtype
-        of_keys = torch.zeros_like(k, dtype=wide).index_add_(0, places, dk.to(wide))
-        of_values = torch.zeros_like(v, dtype=wide).index_add_(0, places, dv.to(wide))
-        return dq, of_keys.to(k.dtype), of_values.to(v.dtype)
 
 
 def add_nodes(

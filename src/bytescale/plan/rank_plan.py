@@ -9,9 +9,9 @@ laid out in exactly this order on the rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -98,6 +98,10 @@ class MicroBatch:
         return 0 if self.shared is None else int(self.shared.tokens_per_member[self.shared.member])
 
     @property
+    def num_shared_sequences(self) -> int:
+        return 0 if self.shared is None else len(self.shared.sequences)
+
+    @property
     def sequences(self) -> IntArray:
         """``[S]`` its sequences, whole or in part: shared ones first."""
         local = self.segment_sequences[len(self.segment_sequences) - len(self.local_lengths) :]
@@ -113,6 +117,32 @@ class MicroBatch:
         """``(sequence, start, stop)`` of the runs of tokens that the rows are, in order."""
         bounds = (self.segment_sequences, self.segment_starts, self.segment_stops)
         return list(zip(*(array.tolist() for array in bounds), strict=True))
+
+    def longest_documents(self) -> tuple[int, int]:
+        """Tokens of the longest document, and of the longest that the group shares, which all members agree on."""
+        if self.trees is None:
+            lengths = [] if self.shared is None else self.shared.lengths
+            longest_shared = int(np.max(lengths, initial=0))
+            return max(longest_shared, int(self.local_lengths.max(initial=0))), longest_shared
+        lengths = self.trees.lengths
+        shared = lengths[: self.trees.offsets[self.num_shared_sequences]]
+        return int(lengths.max(initial=0)), int(shared.max(initial=0))
+
+    def apart(self) -> tuple[MicroBatch, MicroBatch]:
+        """The sequences that the group shares, and the others, as micro-batches of their own."""
+        count, trees = self.num_shared_sequences, self.trees
+
+        def part(segments: slice, sequences: IntArray, **changes: Any) -> MicroBatch:
+            arrays = {
+                name: getattr(self, name)[segments] for name in ("segment_sequences", "segment_starts", "segment_stops")
+            }
+            return replace(self, **arrays, trees=None if trees is None else trees.of(sequences), **changes)
+
+        numbers = np.arange(len(self.sequences))
+        return (
+            part(slice(2 * count), numbers[:count], local_lengths=self.local_lengths[:0]),
+            part(slice(2 * count, None), numbers[count:], shared=None),
+        )
 
     def position_ids(self) -> IntArray:
         """``[num_tokens]`` place of each token inside its sequence, or inside its documents where they share rows."""
@@ -153,7 +183,7 @@ class MicroBatch:
 
     def _runs_of_trees(self, trees: Forest) -> list[tuple[int, int, int]]:
         """``runs`` with the place of the sequence in ``trees``."""
-        first = 0 if self.shared is None else len(self.shared.sequences)
+        first = self.num_shared_sequences
         places = [*np.repeat(np.arange(first), 2).tolist(), *range(first, len(trees.offsets) - 1)]
         return [(place, start, stop) for place, (_, start, stop) in zip(places, self.runs, strict=True)]
 

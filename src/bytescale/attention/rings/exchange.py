@@ -124,9 +124,9 @@ class Exchange:
 
         On CUDA the host does not wait, so that its clock says nothing.
         """
-        if self._batched or len(self._messages) >= MOST_TIMED:
+        if self._batched or not transfer.works or len(self._messages) >= MOST_TIMED:
             return
-        largest = max((tensor.numel() * tensor.element_size() for tensor in transfer.buffers), default=0)
+        largest = max(tensor.numel() * tensor.element_size() for tensor in transfer.buffers)
         now = time.perf_counter()
         self._messages.append(TimedMessage(largest, now - transfer.started, now - asked))
 

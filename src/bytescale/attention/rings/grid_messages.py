@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bytescale.attention.blocks import BlockSet, blocks_between
 from bytescale.attention.kernels import lse_dtype
-from bytescale.attention.rings.exchange import Exchange, Transfer
+from bytescale.attention.rings.exchange import Exchange, Message, Transfer
 from bytescale.attention.rings.messages import Field, Kind, RingBuffers, fields_of, message_bytes, message_width
 from bytescale.plan import SharedGroup
 
@@ -93,6 +93,18 @@ class Grid:
         return self.exchange.start(
             send=send, to=self.ranks[to], receive=receive, source=self.ranks[source], tag=kind.tag(self.group)
         )
+
+    def swap(
+        self, messages: Sequence[Tensor], room: Sequence[Tensor], kind: Kind, *, forwards: bool = True
+    ) -> Transfer:
+        """As one operation, send the t-th message to member ``i + t`` and receive from ``i - t``, or the other way."""
+        sends: list[Message] = []
+        receives: list[Message] = []
+        for step, (message, place) in enumerate(zip(messages, room, strict=True), start=1):
+            distance = step if forwards else -step
+            sends.append((message, self.ranks[(self.member + distance) % self.size]))
+            receives.append((place, self.ranks[(self.member - distance) % self.size]))
+        return self.exchange.start_all(sends, receives, tag=kind.tag(self.group))
 
 
 class RowMessages:
