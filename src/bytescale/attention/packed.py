@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from bytescale.attention.autocast import without_autocast
-from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.choose import kernel_for
 from bytescale.attention.kernels import AttentionKernel, OfQueries
 from bytescale.attention.rings.exchange import Exchange
@@ -29,8 +28,9 @@ from bytescale.attention.rings.runs import OwnRuns
 from bytescale.attention.rings.window import Windowed
 from bytescale.attention.rules import PLAIN, AttentionRules
 from bytescale.attention.sinks import join_sinks, sinks_gradient
-from bytescale.attention.trees import add_node_gradients, add_nodes, blocks_between_members, own_blocks
+from bytescale.attention.trees import add_node_gradients, add_nodes, blocks_between, own_blocks
 from bytescale.plan import MicroBatch
+from bytescale.plan.trees import forest_of
 
 
 class AttentionMemory(Protocol):
@@ -61,23 +61,18 @@ class PackedAttention:
         buffers: RingBuffers | None = None,
     ) -> None:
         """``buffers`` hold the messages. Several micro-batches of a rank may use them, one after the other."""
-        self.micro_batch, shared, trees = micro_batch, micro_batch.shared, micro_batch.trees
+        self.micro_batch, shared = micro_batch, micro_batch.shared
         self.kernel = kernel
         self.memory = memory
         self.num_tokens = micro_batch.num_tokens
-        self.nodes: list[BlockSet] = []
+        trees = forest_of(micro_batch)
+        self.triangles, self.nodes = own_blocks(micro_batch, trees)
+        of_group = trees.of(np.arange(micro_batch.num_shared_sequences))
         self.grid: Grid | None = None
-        blocks_of = None
-        if trees is None:
-            slices = [] if shared is None else (shared.segments[0] + shared.segments[1])[:, shared.member].tolist()
-            self.triangles = causal_triangles(slices + micro_batch.local_lengths.tolist())
-        else:
-            self.triangles, self.nodes = own_blocks(micro_batch, trees)
-            if shared is not None:
-                blocks_of = partial(blocks_between_members, shared, trees.of(np.arange(len(shared.sequences))))
         if shared is not None:
+            blocks_of = partial(blocks_between, shared, of_group)
             self.grid = Grid(shared, exchange, buffers or RingBuffers(), blocks_of)
-        self._longest, self._longest_shared = micro_batch.longest_documents()
+        self._longest, self._longest_shared = (int(own.lengths.max(initial=0)) for own in (trees, of_group))
         self._of_windows: dict[int, Windowed] = {}
         self._exchange, self._buffers = exchange, buffers
 

@@ -1,10 +1,12 @@
-"""Attention of trees of documents (``plan.trees``): the blocks of a member's rows, and partial results merged.
+"""The blocks of documents, and of trees of them (``plan.trees``), on a member of a group; nodes of trees merged.
 
 A member of a group holds a front and a back segment of every sequence, and of a sequence that it has alone all rows. A
 range of rows of a sequence is one range of the rows that a member holds of it, because both have the same order. So the
 blocks of any queries with any keys are those of the whole sequence, cut to what is held.
 
-With a window that is shorter than a path, ``rings.window`` computes trees as it does all documents.
+Of a document alone, by the order of segments, a member sees the front segment of those before it with both of its own,
+and both segments of those behind it with its own back segment. With a window that is shorter than a path,
+``rings.window`` has other blocks.
 
 Shape letters: T rows of the micro-batch, S sequences, B blocks, H query heads, G key/value heads, D and Dv widths.
 """
@@ -50,8 +52,8 @@ def own_blocks(micro_batch: MicroBatch, trees: Forest) -> tuple[BlockSet, list[B
     return BlockSet.of(triangles, triangles, causal=True), _rectangles(trees, held, held)
 
 
-def blocks_between_members(shared: SharedGroup, trees: Forest, member: int, source: int) -> list[BlockSet]:
-    """The blocks in which queries of ``member`` see keys of ``source``, another one; the twin of ``blocks_between``."""
+def blocks_between(shared: SharedGroup, trees: Forest, member: int, source: int) -> list[BlockSet]:
+    """The blocks in which queries of ``member`` see keys of ``source``, another one; ``trees``: of the group."""
     queries, keys = (_Held(segment_bounds(shared.lengths, shared.weights, one)) for one in (member, source))
     sequence, ranges = trees.sequence_of, trees.triangles
     # Rows that one document adds: both segments see the front of a member before; the back sees all of one behind.

@@ -31,16 +31,14 @@ def member_tokens(lengths: IntArray, weights: IntArray) -> IntArray:
     return np.diff(cuts, axis=1)
 
 
-def member_segments(lengths: IntArray, weights: IntArray) -> tuple[IntArray, IntArray]:
-    """Tokens in the front segment and in the back segment of each member, each ``[K, N]`` int64 (may be 0)."""
+def segment_bounds(lengths: IntArray, weights: IntArray, member: int) -> IntArray:
+    """``[K, 2, 2]`` int64: per sequence a member's front, then back segment, ``[start, stop)`` in tokens of it.
+
+    Either may be empty.
+    """
     tokens = member_tokens(lengths, weights)
     back = tokens // 2
-    return tokens - back, back
-
-
-def segment_bounds(lengths: IntArray, weights: IntArray, member: int) -> IntArray:
-    """``[K, 2, 2]`` int64: per sequence a member's front, then back segment, ``[start, stop)`` in tokens of it."""
-    front, back = member_segments(lengths, weights)
+    front = tokens - back
     lengths = np.asarray(lengths, dtype=np.int64)
     front_start = front[:, :member].sum(axis=1)
     back_stop = lengths - back[:, :member].sum(axis=1)

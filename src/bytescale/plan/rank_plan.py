@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.plan.layout import member_segments, segment_bounds
+from bytescale.plan.layout import member_tokens, segment_bounds
 from bytescale.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -51,15 +51,9 @@ class SharedGroup:
         return tuple(range(self.member % self.columns, self.size, self.columns))
 
     @cached_property
-    def segments(self) -> tuple[IntArray, IntArray]:
-        """Front and back segment of every member, each ``[K, N]`` tokens: the shapes of every ring message."""
-        return member_segments(self.lengths, self.weights)
-
-    @cached_property
     def tokens_per_member(self) -> IntArray:
-        """``[N]`` tokens that each member holds, all sequences together."""
-        front, back = self.segments
-        return (front + back).sum(axis=0)
+        """``[N]`` tokens that each member holds, all sequences together: the shapes of every ring message."""
+        return member_tokens(self.lengths, self.weights).sum(axis=0)
 
 
 @dataclass(frozen=True)
@@ -117,16 +111,6 @@ class MicroBatch:
         """``(sequence, start, stop)`` of the runs of tokens that the rows are, in order."""
         bounds = (self.segment_sequences, self.segment_starts, self.segment_stops)
         return list(zip(*(array.tolist() for array in bounds), strict=True))
-
-    def longest_documents(self) -> tuple[int, int]:
-        """Tokens of the longest document, and of the longest that the group shares, which all members agree on."""
-        if self.trees is None:
-            lengths = [] if self.shared is None else self.shared.lengths
-            longest_shared = int(np.max(lengths, initial=0))
-            return max(longest_shared, int(self.local_lengths.max(initial=0))), longest_shared
-        lengths = self.trees.lengths
-        shared = lengths[: self.trees.offsets[self.num_shared_sequences]]
-        return int(lengths.max(initial=0)), int(shared.max(initial=0))
 
     def apart(self) -> tuple[MicroBatch, MicroBatch]:
         """The sequences that the group shares, and the others, as micro-batches of their own."""

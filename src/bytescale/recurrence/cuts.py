@@ -16,7 +16,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,16 +42,16 @@ class GroupCuts(OwnRuns):
 
     def __init__(self, attention: PackedAttention) -> None:
         """``attention``: of the same micro-batch, whose messages and memory are used."""
-        super().__init__(attention.micro_batch)
-        self._attention, shared = attention, attention.micro_batch.shared
+        micro_batch = attention.micro_batch
+        super().__init__(micro_batch)
+        self._attention = attention
         if not attention.num_tokens:
             self.documents = [slice(0, 1)]  # the row that stands for no token
-        edges = [0]
+        counts = micro_batch.segment_stops - micro_batch.segment_starts
+        edges = offsets_of(counts[: 2 * micro_batch.num_shared_sequences])
         if self.shared is not None and self.shared.has_trees:
-            edges = self.shared.own_ends.tolist()
-        elif shared is not None:
-            edges = offsets_of(np.stack([part[:, shared.member] for part in shared.segments], axis=1).ravel()).tolist()
-        self.fragments = [slice(*pair) for pair in pairwise(edges)]
+            edges = self.shared.own_ends
+        self.fragments = [slice(*pair) for pair in pairwise(edges.tolist())]
         self._halos: dict[int, RowsBefore] = {}
 
     @cached_property

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bytescale.attention.blocks import BlockSet, blocks_between
+from bytescale.attention.blocks import BlockSet
 from bytescale.attention.kernels import lse_dtype
 from bytescale.attention.rings.exchange import Exchange, Message, Transfer
 from bytescale.attention.rings.messages import Field, Kind, RingBuffers, fields_of, message_bytes, message_width
@@ -25,9 +25,9 @@ class Grid:
         shared: SharedGroup,
         exchange: Exchange,
         buffers: RingBuffers,
-        blocks_of: Callable[[int, int], list[BlockSet]] | None = None,
+        blocks_of: Callable[[int, int], list[BlockSet]],
     ) -> None:
-        """``blocks_of``: the blocks of a member's queries with another's keys; None: those of whole documents."""
+        """``blocks_of``: the blocks of a member's queries with another's keys."""
         self.exchange = exchange
         self.buffers = buffers
         self.group = shared.group
@@ -40,7 +40,6 @@ class Grid:
         """The steps of the row and of the column, at which something arrives."""
         self.last_step = self.num_rows - 1
         self.tokens_per_member: list[int] = shared.tokens_per_member.tolist()
-        blocks_of = blocks_of or (lambda member, source: [blocks_between(shared.segments, member, source)])
         self.blocks: dict[tuple[int, int], list[BlockSet]] = {
             (a, b): blocks_of(self.query_source(a), self.key_source(b))
             for a in range(self.num_columns)

@@ -31,7 +31,7 @@ from bytescale.attention.copies import to_device
 from bytescale.plan import MicroBatch, SharedGroup
 from bytescale.plan.layout import segment_bounds
 from bytescale.plan.plan import offsets_of
-from bytescale.plan.trees import Forest
+from bytescale.plan.trees import Forest, forest_of
 
 Ranges = list[tuple[int, int]]
 """Rows ``[start, stop)``."""
@@ -172,19 +172,14 @@ class OwnRuns(RowRuns):
     """
 
     def __init__(self, micro_batch: MicroBatch) -> None:
-        shared, trees, first = micro_batch.shared, micro_batch.trees, micro_batch.num_shared_tokens
+        trees, first, count = forest_of(micro_batch), micro_batch.num_shared_tokens, micro_batch.num_shared_sequences
         self.num_rows = micro_batch.num_tokens
         self.shared: SharedRuns | None = None
-        if shared is not None:
-            numbers = np.arange(len(shared.sequences) + 1)
-            lone = Forest(numbers[:-1], shared.lengths, 0 * numbers[:-1], numbers)
-            self.shared = SharedRuns(shared, lone if trees is None else trees.of(numbers[:-1]))
-        ends, parents = (first + offsets_of(micro_batch.local_lengths)).tolist(), list[int]()
-        if trees is not None:
-            alone = trees.of(np.arange(micro_batch.num_shared_sequences, len(trees.sequence_lengths)))
-            if alone.shared.any():
-                starts, above = alone.runs()
-                ends, parents = [*(starts + first).tolist(), ends[-1]], above.tolist()
+        if micro_batch.shared is not None:
+            self.shared = SharedRuns(micro_batch.shared, trees.of(np.arange(count)))
+        alone = trees.of(np.arange(count, len(trees.sequence_lengths)))
+        starts, above = alone.runs()
+        ends, parents = [*(starts + first).tolist(), self.num_rows], above.tolist() if alone.shared.any() else []
         super().__init__([slice(*pair) for pair in pairwise(ends)], parents)
 
     def rows_before(self, width: int) -> RowsBefore:
