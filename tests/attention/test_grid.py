@@ -18,7 +18,7 @@ from bytescale.attention.trees import blocks_between
 from bytescale.common.errors import PlanError
 from bytescale.plan import Plan, RankPlan, SharedGroup
 from bytescale.plan.io import load_plan, save_plan
-from bytescale.plan.layout import member_tokens, segment_bounds
+from bytescale.plan.layout import member_tokens
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.trees import Forest
 from bytescale.plan.verify import verify
@@ -66,7 +66,7 @@ def slow_twin(data: list[dict[str, Tensor]], shared: SharedGroup) -> Tensor:
     names = ("q", "k", "v")
     slices = []  # per member, its rows of every sequence, front segment then back segment
     for member in range(shared.size):
-        bounds = enumerate(segment_bounds(shared.lengths, shared.weights, member).tolist())
+        bounds = enumerate(shared.bounds[member].tolist())
         rows = [(index, start, stop) for index, own in bounds for start, stop in own]
         slices.append([torch.cat([data[i][name][a:b] for i, a, b in rows]) for name in names])
     own = slices[shared.member]

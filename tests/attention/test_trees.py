@@ -17,7 +17,6 @@ from bytescale.cost import Cluster, CostModel
 from bytescale.hf.batch.planning import make_planner
 from bytescale.parity.compare import random_plan
 from bytescale.plan import Plan, RankPlan
-from bytescale.plan.layout import segment_bounds
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.trees import Forest, with_trees
 from bytescale.plan.verify import verify
@@ -127,9 +126,7 @@ def test_members_of_a_group_compute_every_pair_once(seed: int, num_ranks: int) -
                 continue
             trees = forest.of(shared.sequences)
             counts = np.zeros((int(shared.lengths.sum()),) * 2, dtype=int)
-            rows = [
-                rows_of(shared.lengths, segment_bounds(shared.lengths, shared.weights, m)) for m in range(shared.size)
-            ]
+            rows = [rows_of(shared.lengths, own) for own in shared.bounds]
             for member, source in itertools.product(range(shared.size), repeat=2):
                 if member == source:
                     alone = replace(micro_batch, shared=replace(shared, member=member), local_lengths=np.zeros(0, int))

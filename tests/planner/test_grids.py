@@ -15,7 +15,7 @@ from bytescale.cost import Cluster, CostModel, Profile, load_profile
 from bytescale.cost.model import Pass
 from bytescale.cost.stage import stage_times
 from bytescale.data.length_distributions import sample_lengths
-from bytescale.plan import RankPlan, SharedGroup, segment_bounds
+from bytescale.plan import RankPlan, SharedGroup
 from bytescale.plan.limits import MemoryLimits, Phase
 from bytescale.plan.nodes import alignment, crossings
 from bytescale.plan.tiles import shares_of
@@ -344,8 +344,7 @@ def test_a_members_tile_is_what_its_blocks_compute(shape: tuple[int, int], seed:
 
 def visible_pairs(shared: SharedGroup, query: int, key: int) -> float:
     """Pairs that one member's queries of the only sequence see of another's keys; half of a triangle's square."""
-    bounds = [segment_bounds(shared.lengths, shared.weights, member)[0].astype(float) for member in range(shared.size)]
-    front, back = (np.array([own[side, 1] - own[side, 0] for own in bounds]) for side in (0, 1))
+    front, back = np.diff(shared.bounds[:, 0], axis=-1)[..., 0].astype(float).T
     if query == key:
         return (front[query] ** 2 + back[query] ** 2) / 2 + front[query] * back[query]
     same_side = front[query] * front[key] if query > key else back[query] * back[key]

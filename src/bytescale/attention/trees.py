@@ -23,7 +23,6 @@ from bytescale.attention.kernels import OfQueries, add_rows, merge_rows
 from bytescale.attention.rings.grid import BlockWork
 from bytescale.common.arrays import IntArray
 from bytescale.plan import MicroBatch, SharedGroup
-from bytescale.plan.layout import segment_bounds
 from bytescale.plan.trees import Forest
 
 
@@ -46,7 +45,7 @@ def own_blocks(micro_batch: MicroBatch, trees: Forest) -> tuple[BlockSet, list[B
     shared, alone = micro_batch.shared, micro_batch.local_lengths
     bounds = [np.stack([alone * 0, alone, alone, alone], axis=1).reshape(-1, 2, 2)]
     if shared is not None:
-        bounds.insert(0, segment_bounds(shared.lengths, shared.weights, shared.member))
+        bounds.insert(0, shared.bounds[shared.member])
     held = _Held(np.concatenate(bounds))
     triangles = held.rows(trees.sequence_of, trees.triangles)
     return BlockSet.of(triangles, triangles, causal=True), _rectangles(trees, held, held)
@@ -54,7 +53,7 @@ def own_blocks(micro_batch: MicroBatch, trees: Forest) -> tuple[BlockSet, list[B
 
 def blocks_between(shared: SharedGroup, trees: Forest, member: int, source: int) -> list[BlockSet]:
     """The blocks in which queries of ``member`` see keys of ``source``, another one; ``trees``: of the group."""
-    queries, keys = (_Held(segment_bounds(shared.lengths, shared.weights, one)) for one in (member, source))
+    queries, keys = (_Held(shared.bounds[one]) for one in (member, source))
     sequence, ranges = trees.sequence_of, trees.triangles
     # Rows that one document adds: both segments see the front of a member before; the back sees all of one behind.
     seeing, seen = ranges.copy(), ranges.copy()

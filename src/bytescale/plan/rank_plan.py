@@ -51,6 +51,11 @@ class SharedGroup:
         return tuple(range(self.member % self.columns, self.size, self.columns))
 
     @cached_property
+    def bounds(self) -> IntArray:
+        """``[N, K, 2, 2]`` the two segments of each sequence that each member holds (``layout.segment_bounds``)."""
+        return segment_bounds(self.lengths, self.weights)
+
+    @cached_property
     def tokens_per_member(self) -> IntArray:
         """``[N]`` tokens that each member holds, all sequences together: the shapes of every ring message."""
         return member_tokens(self.lengths, self.weights).sum(axis=0)
@@ -230,7 +235,7 @@ def _micro_batch_view(plan: Plan, rank: int, number: int, index: int) -> MicroBa
                 weights=plan.weights_of(group),
                 columns=int(plan.group_columns[group]),
             )
-            bounds = segment_bounds(lengths, shared.weights, member)
+            bounds = shared.bounds[member]
             sequences.append(np.repeat(group_sequences, 2))
             starts.append(bounds[:, :, 0].ravel())
             stops.append(bounds[:, :, 1].ravel())

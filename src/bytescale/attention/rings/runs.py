@@ -29,7 +29,6 @@ from torch import Tensor
 from bytescale.attention.blocks import RowRanges
 from bytescale.attention.copies import to_device
 from bytescale.plan import MicroBatch, SharedGroup
-from bytescale.plan.layout import segment_bounds
 from bytescale.plan.plan import offsets_of
 from bytescale.plan.trees import Forest, forest_of
 
@@ -114,8 +113,7 @@ class SharedRuns(RowRuns):
     def __init__(self, shared: SharedGroup, trees: Forest) -> None:
         """``trees``: the shared sequences."""
         first = offsets_of(trees.sequence_lengths)
-        bounds = [segment_bounds(shared.lengths, shared.weights, member) for member in range(shared.size)]
-        segments = (np.stack(bounds) + first[:-1, None, None]).reshape(-1, 2)
+        segments = (shared.bounds + first[:-1, None, None]).reshape(-1, 2)
         holders = np.repeat(np.arange(shared.size), 2 * len(shared.lengths))
         order = np.argsort(segments[:, 0], kind="stable")
         order = order[segments[order, 0] < segments[order, 1]]
