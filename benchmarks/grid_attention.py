@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def block_seconds(
     """Seconds of a block of attention, forward and backward, while all ranks compute: means of all ranks' blocks."""
     attention = attention_of(Case(key_heads, 1), arguments, group, kernel)
     assert attention.grid is not None, "the only sequence is shared"
-    parts = [attention.triangles, *attention.grid.blocks.values()]
+    parts = [attention.triangles, *chain.from_iterable(attention.grid.blocks.values())]
     q, k, v = inputs(key_heads, arguments)
     scale = WIDTH**-0.5
     out, lse = kernel.forward(q, k, v, attention.triangles, scale)

@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.attention.blocks import BlockSet
-from bytescale.attention.trees import blocks_between_members, own_blocks
+from bytescale.attention.trees import blocks_between, own_blocks
 from bytescale.common.errors import PlanError
 from bytescale.cost import Cluster, CostModel
 from bytescale.hf.batch.planning import make_planner
 from bytescale.parity.compare import random_plan
 from bytescale.plan import Plan, RankPlan
-from bytescale.plan.layout import segment_bounds
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.trees import Forest, with_trees
 from bytescale.plan.verify import verify
@@ -127,16 +126,14 @@ def test_members_of_a_group_compute_every_pair_once(seed: int, num_ranks: int) -
                 continue
             trees = forest.of(shared.sequences)
             counts = np.zeros((int(shared.lengths.sum()),) * 2, dtype=int)
-            rows = [
-                rows_of(shared.lengths, segment_bounds(shared.lengths, shared.weights, m)) for m in range(shared.size)
-            ]
+            rows = [rows_of(shared.lengths, own) for own in shared.bounds]
             for member, source in itertools.product(range(shared.size), repeat=2):
                 if member == source:
                     alone = replace(micro_batch, shared=replace(shared, member=member), local_lengths=np.zeros(0, int))
                     triangles, nodes = own_blocks(alone, trees)
                     found = [triangles, *nodes]
                 else:
-                    found = blocks_between_members(shared, trees, member, source)
+                    found = blocks_between(shared, trees, member, source)
                 for blocks in found:
                     add_pairs(counts, blocks, rows[member], rows[source])
             np.testing.assert_array_equal(counts, visible(trees))
@@ -160,7 +157,7 @@ def test_members_of_a_ring_have_equal_work(seed: int, num_ranks: int, token_seco
         micro_batch = RankPlan.of(even, rank).micro_batches[0]
         shared, trees = micro_batch.shared, forest.of(np.arange(1))
         assert shared is not None
-        sets = [blocks_between_members(shared, trees, rank, other) for other in range(num_ranks) if other != rank]
+        sets = [blocks_between(shared, trees, rank, other) for other in range(num_ranks) if other != rank]
         triangles, nodes = own_blocks(replace(micro_batch, local_lengths=np.zeros(0, int)), trees)
         for blocks in [triangles, *nodes, *itertools.chain.from_iterable(sets)]:
             for (start, stop), (first, last) in zip(blocks.queries, blocks.keys, strict=True):

@@ -29,16 +29,18 @@ from torch.nn.attention import _fa3, _fa4
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import Exchange, PackedAttention
-from bytescale.attention.blocks import BlockSet, blocks_between, causal_triangles
+from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.kernels import CudaFlashKernel, OfQueries
 from bytescale.attention.rings.exchange import Message
+from bytescale.attention.trees import blocks_between
 from bytescale.config import PRESETS, Architecture, OptimizerConfig
 from bytescale.models import build_model
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.llama import Attention
 from bytescale.models.rope import rope_rotation
-from bytescale.plan import MicroBatch, Plan, RankPlan, member_segments
+from bytescale.plan import MicroBatch, Plan, RankPlan, SharedGroup
 from bytescale.plan.plan import GroupSpec
+from bytescale.plan.trees import Forest
 from bytescale.runtime import FlatParameters, HostPool, Mesh, RankGroup, ShardedOptimizer, TokenShards
 from bytescale.runtime.loss import accumulated_at_once
 from bytescale.runtime.optimizer import zero
@@ -317,12 +319,13 @@ def empty(*size: int, dtype: torch.dtype = BF16) -> Tensor:
 def block_sets() -> list[tuple[BlockSet, int, int]]:
     """Triangles of a pack, what a ring member sees of members before and after it, nothing; rows of q and of k."""
     lengths = np.array(LENGTHS)
-    segments = member_segments(lengths, np.ones(5, dtype=np.int64))
-    tokens = (segments[0] + segments[1]).sum(axis=0)
+    numbers = np.arange(len(lengths))
+    group = SharedGroup(0, tuple(range(5)), 0, numbers, lengths, np.ones(5, dtype=np.int64))
+    tokens, trees = group.tokens_per_member, Forest.without_trees(numbers, lengths)
     return [
         (causal_triangles(LENGTHS), sum(LENGTHS), sum(LENGTHS)),
-        (blocks_between(segments, 3, 1), int(tokens[3]), int(tokens[1])),
-        (blocks_between(segments, 1, 3), int(tokens[1]), int(tokens[3])),
+        (blocks_between(group, trees, 3, 1)[0], int(tokens[3]), int(tokens[1])),
+        (blocks_between(group, trees, 1, 3)[0], int(tokens[1]), int(tokens[3])),
         (causal_triangles([]), 0, 0),
     ]
 

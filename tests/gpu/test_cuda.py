@@ -11,14 +11,16 @@ import torch
 from benchmarks import gpu
 
 from bytescale.attention import PackedAttention
-from bytescale.attention.blocks import BlockSet, blocks_between, causal_triangles
+from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.flash import FASTEST_FIRST, FlashImplementation, Heads, active, why_not
 from bytescale.attention.kernels import CudaFlashKernel, MathKernel, OfQueries
+from bytescale.attention.trees import blocks_between
 from bytescale.config import PRESETS
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.llama import Attention
 from bytescale.models.rope import rope_rotation
-from bytescale.plan import member_segments
+from bytescale.plan import SharedGroup
+from bytescale.plan.trees import Forest
 from bytescale.runtime import RankGroup
 from tests.train.runs import losses, small_run, with_trainer, write_corpus
 
@@ -34,12 +36,13 @@ def rows(count: int, heads: int) -> torch.Tensor:
 def block_sets() -> list[tuple[str, BlockSet, int, int]]:
     """Triangles of a pack, and what a ring member sees of members before and after it; rows of q and of k."""
     lengths = np.array([300, 1, 77])
-    segments = member_segments(lengths, np.ones(5, dtype=np.int64))
-    tokens = (segments[0] + segments[1]).sum(axis=0)
+    numbers = np.arange(len(lengths))
+    group = SharedGroup(0, tuple(range(5)), 0, numbers, lengths, np.ones(5, dtype=np.int64))
+    tokens, trees = group.tokens_per_member, Forest.without_trees(numbers, lengths)
     return [
         ("triangles", causal_triangles(lengths), int(lengths.sum()), int(lengths.sum())),
-        ("source before", blocks_between(segments, 3, 1), int(tokens[3]), int(tokens[1])),
-        ("source after", blocks_between(segments, 1, 3), int(tokens[1]), int(tokens[3])),
+        ("source before", blocks_between(group, trees, 3, 1)[0], int(tokens[3]), int(tokens[1])),
+        ("source after", blocks_between(group, trees, 1, 3)[0], int(tokens[1]), int(tokens[3])),
         ("nothing", causal_triangles([]), 0, 0),
         ("window", causal_triangles(lengths, 65), int(lengths.sum()), int(lengths.sum())),
         ("window, more keys", more_keys_than_queries(), 64, 200),

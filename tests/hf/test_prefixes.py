@@ -296,7 +296,7 @@ def test_what_trees_cannot_do_is_refused(llama: nn.Module) -> None:
 @pytest.mark.parametrize("num_ranks", one_of([1, 2, 3], quick=2))
 @pytest.mark.parametrize("family", one_of(["gemma2", "gpt_oss"], quick="gpt_oss"))
 def test_windows_that_are_shorter_than_the_documents(family: str, num_ranks: int) -> None:
-    """Trees on one rank, beside documents that ranks share, and trees as long as the window that ranks share."""
+    """The planner's plan; long trees on one rank, beside what ranks share; and all trees and documents shared."""
     short = tree(seed=1, prompt=2, answers=(3, 1, 2))
     batch = tree() + short + tree(seed=2) + documents([500], seed=3)
     model = small_model(family, sliding_window=40, max_position_embeddings=1024)
@@ -324,42 +324,23 @@ def test_windows_that_are_shorter_than_the_documents(family: str, num_ranks: int
             ],
             schedule=[[[0, 2], [1, *range(3, 2 + len(long))]], *[[[0], [1]]] * (num_ranks - 1)],
         )
+        together = Plan.build(
+            lengths=whole.lengths, capacity_tokens=[4096] * num_ranks, schedule=[[[0]]] * num_ranks,
+            groups=[GroupSpec(sequences=range(whole.num_sequences), ranks=range(num_ranks))],
+        )  # fmt: skip
         found = []
         with wide_parts():
-            for plan, forest in (given.plan(), (by_hand, trees)):
+            for plan, forest in (given.plan(), (by_hand, trees), (together, trees)):
                 found.append(numbers_of(hdp, given.part(plan, forest)))
                 hdp.step()
         return found
 
     results = on_ranks(num_ranks, model, work)
-    for number in range(2):
+    for number in range(3):
         assert sum(found[number][0] for found in results) == pytest.approx(wanted, rel=EXACT)
         assert_equal(results[0][number][1], gradients)
         for ours, own in zip(results[0][number][2], logprobs, strict=True):
             torch.testing.assert_close(ours, own, rtol=0, atol=EXACT)
-
-
-def test_trees_that_are_longer_than_a_window_are_not_shared_by_ranks() -> None:
-    """The planner keeps them whole, or the documents apart; a plan that shares them is refused."""
-    model = small_model("mistral", sliding_window=40, max_position_embeddings=256)
-
-    def work(group: Any, model: nn.Module) -> None:
-        hdp = bytescale.HDP(model, group, capacity_tokens=100)
-        given = BatchToPlan.of(hdp, tree(), shift_labels=False, per_document=())
-        plan, forest = given.plan()
-        if forest is not None:
-            sizes = np.repeat(plan.group_sizes, np.diff(plan.group_sequence_offsets))[np.argsort(plan.group_sequences)]
-            assert (sizes[np.diff(forest.offsets) > 1] == 1).all()
-        whole, trees = shared_plan(given.documents, make_planner(num_ranks=1, capacity_tokens=4096))
-        shared = Plan.build(
-            lengths=whole.lengths, capacity_tokens=[4096] * 2, schedule=[[[0]]] * 2,
-            groups=[GroupSpec(sequences=range(whole.num_sequences), ranks=[0, 1])],
-        )  # fmt: skip
-        (micro,) = given.part(shared, trees)
-        with pytest.raises(PlanError, match="a layer has a window of 40"), torch.no_grad():
-            micro.logprobs(model)
-
-    on_ranks(2, model, work)
 
 
 def test_rows_of_other_documents_are_found(llama: nn.Module) -> None:

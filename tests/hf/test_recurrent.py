@@ -127,7 +127,7 @@ def test_a_state_that_is_lost_between_ranks_would_show(name: str) -> None:
         return out, torch.zeros_like(state)
 
     def without_halo(self: GroupCuts, rows: Tensor, width: int) -> Any:
-        return rows, rows[:0], [[-1] * width for _ in self.fragments]
+        return rows, rows[:0], [[-1] * width for _ in (*self.fragments, *self.documents)]
 
     lost = patch.object(GroupCuts, "entry", forgetful)
     if name == "lfm2":

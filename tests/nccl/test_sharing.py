@@ -98,7 +98,7 @@ def programs(
     plan: Plan, loop: Callable[..., None], checkpointing: Any = "none", *, family: str = "llama", **options: Any
 ) -> list[list[Event]]:
     """All ranks' programs of a step."""
-    verify(plan, level="full")
+    verify(plan)
     reduce = ShardedOptimizer.reduce_gradients
 
     def norm(self: ShardedOptimizer) -> float:

@@ -46,7 +46,7 @@ def test_the_deadlock_of_the_architecture_page_is_refused_with_its_cycle() -> No
 
 def test_cheap_looks_at_the_pipeline_too() -> None:
     with pytest.raises(PlanError, match="pipeline"):
-        verify(architecture_example(), num_stages=2, level="cheap")
+        verify(architecture_example(), num_stages=2)
 
 
 def test_the_same_groups_at_equal_places_do_not_hang() -> None:

@@ -15,7 +15,7 @@ from bytescale.cost import Cluster, CostModel, Profile, load_profile
 from bytescale.cost.model import Pass
 from bytescale.cost.stage import stage_times
 from bytescale.data.length_distributions import sample_lengths
-from bytescale.plan import RankPlan
+from bytescale.plan import RankPlan, SharedGroup
 from bytescale.plan.limits import MemoryLimits, Phase
 from bytescale.plan.nodes import alignment, crossings
 from bytescale.plan.tiles import shares_of
@@ -339,13 +339,13 @@ def test_a_members_tile_is_what_its_blocks_compute(shape: tuple[int, int], seed:
         pairs = 0
         for query in shared.row:
             for key in shared.column:
-                pairs += 2 * visible_pairs(shared.segments, query, key)
+                pairs += 2 * visible_pairs(shared, query, key)
         assert pairs / tokens.sum() ** 2 == pytest.approx(shares.tile[rank], rel=2e-2)
 
 
-def visible_pairs(segments: tuple[np.ndarray, np.ndarray], query: int, key: int) -> float:
+def visible_pairs(shared: SharedGroup, query: int, key: int) -> float:
     """Pairs that one member's queries of the only sequence see of another's keys; half of a triangle's square."""
-    front, back = (part[0].astype(float) for part in segments)
+    front, back = np.diff(shared.bounds[:, 0], axis=-1)[..., 0].astype(float).T
     if query == key:
         return (front[query] ** 2 + back[query] ** 2) / 2 + front[query] * back[query]
     same_side = front[query] * front[key] if query > key else back[query] * back[key]

@@ -26,14 +26,14 @@ def test_any_plan(lengths: list[int], num_ranks: int, seed: int) -> None:
     """Rules, makespan and work are kept, whatever the groups and their shapes; twice backwards is the plan itself."""
     plan = random_plan(lengths, num_ranks, seed, weighted=False)
     turned = backwards(plan)
-    verify(turned, level="full")
+    verify(turned)
     cluster = Cluster.uniform(num_ranks, sum(lengths))
     ends = [evaluate(each, cluster=cluster, cost=GRIDS).end_seconds for each in (plan, turned)]
     assert ends[1] <= ends[0] * (1 + 1e-9)
     assert backwards(turned).digest() == plan.digest()
     cheap = replace(GRIDS, micro_batch_seconds=1e-3)
     cut = cut_packs(turned, cheap)
-    verify(cut, level="full")
+    verify(cut)
     before, after = (evaluate(each, cluster=cluster, cost=cheap).end_seconds for each in (turned, cut))
     assert after <= before * (1 + 1 / LEAST_WORK)
     assert cut.num_micro_batches >= plan.num_micro_batches
@@ -45,7 +45,7 @@ def test_short_sequences_come_first(num_ranks: int) -> None:
     cluster = Cluster.uniform(num_ranks, 40960)
     plan = adaptive_plan(lengths, cluster=cluster, cost=FAST)
     turned = short_first(plan, FAST)
-    verify(turned, level="full")
+    verify(turned)
     ends = []
     for each in (plan, turned):
         outcome = evaluate(each, cluster=cluster, cost=FAST)

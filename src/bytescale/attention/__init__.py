@@ -1,6 +1,6 @@
 """Layer 2: causal attention over packs of sequences, whole or shared by a ring of ranks.
 
-``kernels`` are blocks, fast ones and a slow twin; ``rings.grid`` and ``rings.windowed_ring`` put blocks and transfers
+``kernels`` are blocks, fast ones and a slow twin; ``rings.grid`` and ``rings.window`` put blocks and transfers
 together.
 """
 

@@ -115,27 +115,6 @@ def causal_triangles(lengths: Sequence[int] | IntArray, window: int | None = Non
     return BlockSet.of(ranges, ranges, causal=True, window=window)
 
 
-def blocks_between(segments: tuple[IntArray, IntArray], member: int, source: int) -> BlockSet:
-    """Return the blocks in which the queries of ``member`` see keys that ``source``, another member, holds.
-
-    By the order of segments (``plan.layout``), with ``source < member`` both segments of ``member`` see only the front
-    segment of ``source``; with ``source > member`` only the back segment of ``member`` sees ``source``, both segments.
-
-    ``segments``: tokens of all members' front and back segments, each ``[K, N]`` for K sequences. The rows of a member
-    are sequence by sequence its front segment, then its back segment.
-    """
-    front, back = segments
-    ours = np.concatenate([[0], np.cumsum(front[:, member] + back[:, member])])
-    theirs = np.concatenate([[0], np.cumsum(front[:, source] + back[:, source])])
-    if source < member:
-        queries = np.stack([ours[:-1], ours[1:]], axis=1)
-        keys = np.stack([theirs[:-1], theirs[:-1] + front[:, source]], axis=1)
-    else:
-        queries = np.stack([ours[:-1] + front[:, member], ours[1:]], axis=1)
-        keys = np.stack([theirs[:-1], theirs[1:]], axis=1)
-    return BlockSet.of(queries, keys, causal=False)
-
-
 def _rows_of(ranges: list[tuple[int, int]], device: torch.device) -> Rows:
     touching = all(left[1] == right[0] for left, right in pairwise(ranges))
     if touching:

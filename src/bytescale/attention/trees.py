@@ -1,11 +1,12 @@
-"""Attention of trees of documents (``plan.trees``): the blocks of a member's rows, and partial results merged.
+"""The blocks of documents, and of trees of them (``plan.trees``), on a member of a group; nodes of trees merged.
 
 A member of a group holds a front and a back segment of every sequence, and of a sequence that it has alone all rows. A
 range of rows of a sequence is one range of the rows that a member holds of it, because both have the same order. So the
 blocks of any queries with any keys are those of the whole sequence, cut to what is held.
 
-With a window that is shorter than a path, a block is what one document adds: its keys are its own rows and, copied
-before them, the last ones of its prefix. Trees of such documents are whole on one rank (``planner.prefixes``).
+Of a document alone, by the order of segments, a member sees the front segment of those before it with both of its own,
+and both segments of those behind it with its own back segment. With a window that is shorter than a path,
+``rings.window`` has other blocks.
 
 Shape letters: T rows of the micro-batch, S sequences, B blocks, H query heads, G key/value heads, D and Dv widths.
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from bytescale.attention.blocks import BlockSet
@@ -23,7 +23,6 @@ from bytescale.attention.kernels import OfQueries, add_rows, merge_rows
 from bytescale.attention.rings.grid import BlockWork
 from bytescale.common.arrays import IntArray
 from bytescale.plan import MicroBatch, SharedGroup
-from bytescale.plan.layout import segment_bounds
 from bytescale.plan.trees import Forest
 
 
@@ -46,15 +45,15 @@ def own_blocks(micro_batch: MicroBatch, trees: Forest) -> tuple[BlockSet, list[B
     shared, alone = micro_batch.shared, micro_batch.local_lengths
     bounds = [np.stack([alone * 0, alone, alone, alone], axis=1).reshape(-1, 2, 2)]
     if shared is not None:
-        bounds.insert(0, segment_bounds(shared.lengths, shared.weights, shared.member))
+        bounds.insert(0, shared.bounds[shared.member])
     held = _Held(np.concatenate(bounds))
     triangles = held.rows(trees.sequence_of, trees.triangles)
     return BlockSet.of(triangles, triangles, causal=True), _rectangles(trees, held, held)
 
 
-def blocks_between_members(shared: SharedGroup, trees: Forest, member: int, source: int) -> list[BlockSet]:
-    """The blocks in which queries of ``member`` see keys of ``source``, another one; the twin of ``blocks_between``."""
-    queries, keys = (_Held(segment_bounds(shared.lengths, shared.weights, one)) for one in (member, source))
+def blocks_between(shared: SharedGroup, trees: Forest, member: int, source: int) -> list[BlockSet]:
+    """The blocks in which queries of ``member`` see keys of ``source``, another one; ``trees``: of the group."""
+    queries, keys = (_Held(shared.bounds[one]) for one in (member, source))
     sequence, ranges = trees.sequence_of, trees.triangles
     # Rows that one document adds: both segments see the front of a member before; the back sees all of one behind.
     seeing, seen = ranges.copy(), ranges.copy()
@@ -72,31 +71,6 @@ def _rectangles(trees: Forest, queries: _Held, keys: _Held) -> list[BlockSet]:
         for sequence, seeing, seen in trees.nodes
     ]
     return [blocks for blocks in found if blocks]
-
-
-class WindowedTrees:
-    """Attention with a window of the trees that a rank has alone, ``[T, ...]`` rows of theirs."""
-
-    def __init__(self, trees: Forest, window: int, device: torch.device) -> None:
-        first = np.cumsum(trees.sequence_lengths) - trees.sequence_lengths
-        starts = np.maximum(0, trees.shared - window + 1)
-        at = first[trees.sequence_of]
-        keys = [path[start:] + row for path, start, row in zip(trees.paths, starts, at, strict=True)]
-        stops = np.cumsum(trees.lengths - starts)
-        ranges = np.stack([stops - (trees.lengths - starts), stops], axis=1)
-        self.blocks = BlockSet.of(trees.triangles + at[:, None], ranges, causal=True, window=window)
-        self.keys = torch.as_tensor(np.concatenate([np.zeros(0, np.int64), *keys]), device=device)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, work: BlockWork) -> tuple[Tensor, Tensor]:
-        return work.forward(q, k[self.keys], v[self.keys], self.blocks)
-
-    def backward(self, queries: OfQueries, k: Tensor, v: Tensor, work: BlockWork) -> tuple[Tensor, Tensor, Tensor]:
-        """``dq, dk, dv``; what a key has from several documents is added up in the dtype of sums."""
-        dq, dk, dv = work.backward(queries, k[self.keys], v[self.keys], self.blocks)
-        places, wide = self.keys[self.blocks.key_rows(k.device)], queries.lse.dtype
-        of_keys = torch.zeros_like(k, dtype=wide).index_add_(0, places, dk.to(wide))
-        of_values = torch.zeros_like(v, dtype=wide).index_add_(0, places, dv.to(wide))
-        return dq, of_keys.to(k.dtype), of_values.to(v.dtype)
 
 
 def add_nodes(

@@ -232,8 +232,6 @@ class PlannerConfig:
     where this is faster than a ring. false: all are rings, as in the paper."""
     static_cp: int | None = field(default=None, metadata=limits(least=1))
     """static only: context-parallel degree; unset: the smallest divisor of the ranks that holds the context."""
-    verify: Literal["cheap", "full", "off"] = "cheap"
-    """How much of each plan is checked before it runs."""
 
 
 @dataclass(slots=True, kw_only=True)

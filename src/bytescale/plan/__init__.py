@@ -1,6 +1,6 @@
 """Layer 1: the plan, the one data structure in which planner, loader, runtime and simulator meet."""
 
-from bytescale.plan.layout import member_segments, member_tokens, segment_bounds
+from bytescale.plan.layout import member_tokens, segment_bounds
 from bytescale.plan.plan import Plan, Planner
 from bytescale.plan.rank_plan import MicroBatch, RankPlan, SharedGroup
 
@@ -10,7 +10,6 @@ __all__ = [
     "Planner",
     "RankPlan",
     "SharedGroup",
-    "member_segments",
     "member_tokens",
     "segment_bounds",
 ]

@@ -31,22 +31,14 @@ def member_tokens(lengths: IntArray, weights: IntArray) -> IntArray:
     return np.diff(cuts, axis=1)
 
 
-def member_segments(lengths: IntArray, weights: IntArray) -> tuple[IntArray, IntArray]:
-    """Tokens in the front segment and in the back segment of each member, each ``[K, N]`` int64 (may be 0)."""
-    tokens = member_tokens(lengths, weights)
+def segment_bounds(lengths: IntArray, weights: IntArray) -> IntArray:
+    """``[N, K, 2, 2]`` int64: of each member and sequence the front, then the back segment, ``[start, stop)`` tokens.
+
+    Either may be empty.
+    """
+    tokens = member_tokens(lengths, weights).T
     back = tokens // 2
-    return tokens - back, back
-
-
-def segment_bounds(lengths: IntArray, weights: IntArray, member: int) -> IntArray:
-    """``[K, 2, 2]`` int64: per sequence a member's front, then back segment, ``[start, stop)`` in tokens of it."""
-    front, back = member_segments(lengths, weights)
-    lengths = np.asarray(lengths, dtype=np.int64)
-    front_start = front[:, :member].sum(axis=1)
-    back_stop = lengths - back[:, :member].sum(axis=1)
-    bounds = np.empty((len(lengths), 2, 2), dtype=np.int64)
-    bounds[:, 0, 0] = front_start
-    bounds[:, 0, 1] = front_start + front[:, member]
-    bounds[:, 1, 0] = back_stop - back[:, member]
-    bounds[:, 1, 1] = back_stop
-    return bounds
+    front = tokens - back
+    starts = np.cumsum(front, axis=0) - front
+    stops = lengths - (np.cumsum(back, axis=0) - back)
+    return np.stack([starts, starts + front, stops - back, stops], axis=-1).reshape(*tokens.shape, 2, 2)

@@ -9,14 +9,14 @@ laid out in exactly this order on the rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.plan.layout import member_segments, segment_bounds
+from bytescale.plan.layout import member_tokens, segment_bounds
 from bytescale.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -51,15 +51,14 @@ class SharedGroup:
         return tuple(range(self.member % self.columns, self.size, self.columns))
 
     @cached_property
-    def segments(self) -> tuple[IntArray, IntArray]:
-        """Front and back segment of every member, each ``[K, N]`` tokens: the shapes of every ring message."""
-        return member_segments(self.lengths, self.weights)
+    def bounds(self) -> IntArray:
+        """``[N, K, 2, 2]`` the two segments of each sequence that each member holds (``layout.segment_bounds``)."""
+        return segment_bounds(self.lengths, self.weights)
 
     @cached_property
     def tokens_per_member(self) -> IntArray:
-        """``[N]`` tokens that each member holds, all sequences together."""
-        front, back = self.segments
-        return (front + back).sum(axis=0)
+        """``[N]`` tokens that each member holds, all sequences together: the shapes of every ring message."""
+        return member_tokens(self.lengths, self.weights).sum(axis=0)
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,10 @@ class MicroBatch:
         return 0 if self.shared is None else int(self.shared.tokens_per_member[self.shared.member])
 
     @property
+    def num_shared_sequences(self) -> int:
+        return 0 if self.shared is None else len(self.shared.sequences)
+
+    @property
     def sequences(self) -> IntArray:
         """``[S]`` its sequences, whole or in part: shared ones first."""
         local = self.segment_sequences[len(self.segment_sequences) - len(self.local_lengths) :]
@@ -113,6 +116,22 @@ class MicroBatch:
         """``(sequence, start, stop)`` of the runs of tokens that the rows are, in order."""
         bounds = (self.segment_sequences, self.segment_starts, self.segment_stops)
         return list(zip(*(array.tolist() for array in bounds), strict=True))
+
+    def apart(self) -> tuple[MicroBatch, MicroBatch]:
+        """The sequences that the group shares, and the others, as micro-batches of their own."""
+        count, trees = self.num_shared_sequences, self.trees
+
+        def part(segments: slice, sequences: IntArray, **changes: Any) -> MicroBatch:
+            arrays = {
+                name: getattr(self, name)[segments] for name in ("segment_sequences", "segment_starts", "segment_stops")
+            }
+            return replace(self, **arrays, trees=None if trees is None else trees.of(sequences), **changes)
+
+        numbers = np.arange(len(self.sequences))
+        return (
+            part(slice(2 * count), numbers[:count], local_lengths=self.local_lengths[:0]),
+            part(slice(2 * count, None), numbers[count:], shared=None),
+        )
 
     def position_ids(self) -> IntArray:
         """``[num_tokens]`` place of each token inside its sequence, or inside its documents where they share rows."""
@@ -153,7 +172,7 @@ class MicroBatch:
 
     def _runs_of_trees(self, trees: Forest) -> list[tuple[int, int, int]]:
         """``runs`` with the place of the sequence in ``trees``."""
-        first = 0 if self.shared is None else len(self.shared.sequences)
+        first = self.num_shared_sequences
         places = [*np.repeat(np.arange(first), 2).tolist(), *range(first, len(trees.offsets) - 1)]
         return [(place, start, stop) for place, (_, start, stop) in zip(places, self.runs, strict=True)]
 
@@ -216,7 +235,7 @@ def _micro_batch_view(plan: Plan, rank: int, number: int, index: int) -> MicroBa
                 weights=plan.weights_of(group),
                 columns=int(plan.group_columns[group]),
             )
-            bounds = segment_bounds(lengths, shared.weights, member)
+            bounds = shared.bounds[member]
             sequences.append(np.repeat(group_sequences, 2))
             starts.append(bounds[:, :, 0].ravel())
             stops.append(bounds[:, :, 1].ravel())

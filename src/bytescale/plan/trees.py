@@ -47,6 +47,11 @@ class Forest:
     shared: IntArray  # [D] how many of its first rows are those of the document before; 0 for a sequence's first
     offsets: IntArray  # [S + 1] of the sequences
 
+    @staticmethod
+    def without_trees(documents: IntArray, lengths: IntArray) -> Forest:
+        """Every document is a sequence."""
+        return Forest(documents, lengths, np.zeros_like(lengths), np.arange(len(lengths) + 1))
+
     @cached_property
     def sequence_lengths(self) -> IntArray:
         """``[S]`` rows of each sequence."""
@@ -84,8 +89,8 @@ class Forest:
         """
         first = offsets_of(self.sequence_lengths)[:-1][self.sequence_of]
         before, starts = np.full(len(first), -1), self.triangles[:, 0] + first
-        for document, (path, shared) in enumerate(zip(self.paths, self.shared.tolist(), strict=True)):
-            before[document] = path[shared - 1] + first[document] if shared else -1
+        for document in np.flatnonzero(self.shared).tolist():
+            before[document] = self.paths[document][self.shared[document] - 1] + first[document]
         branches = self.lengths > self.shared  # all other documents are prefixes of those before them
         before, starts = before[branches], starts[branches]
         edges = np.unique(np.concatenate([starts, before[before >= 0] + 1]))
@@ -144,6 +149,14 @@ class Forest:
 def with_trees(micro_batch: MicroBatch, forest: Forest) -> MicroBatch:
     """The micro-batch of a plan of the sequences of ``forest``, which knows the trees that it has."""
     return replace(micro_batch, trees=forest.of(micro_batch.sequences))
+
+
+def forest_of(micro_batch: MicroBatch) -> Forest:
+    """The trees of a micro-batch's sequences; without any, each is a document that shares nothing."""
+    if micro_batch.trees is not None:
+        return micro_batch.trees
+    shared = [] if micro_batch.shared is None else [micro_batch.shared.lengths]
+    return Forest.without_trees(micro_batch.sequences, np.concatenate([*shared, micro_batch.local_lengths]))
 
 
 def branches_of(shared: IntArray, low: IntArray, high: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:

@@ -119,18 +119,15 @@ def plan_prefixes(
     planner: VerifiedPlanner,
     prefixes: Prefixes,
     labels: Sequence[Hashable] | None = None,
-    window: int | None = None,
 ) -> tuple[Plan, Forest | None]:
     """The plan that ends first, and the trees that are its sequences; None: no document shares anything.
 
     Args:
         labels: see ``VerifiedPlanner``, of documents in the batch's order.
-        window: the shortest besides those of the costs. With longer documents, trees are whole on one rank.
 
     Raises ``PlanError`` if there is no plan.
     """
     cluster, cost = planner.cluster, planner.cost
-    windows = [own for own in (window, *(own for own, _ in cost.windows)) if own is not None]
     shared = prefixes.worthwhile(cost)
     even = -(-int((prefixes.lengths - shared).sum()) // cluster.num_ranks)
     capacity = int(cluster.capacity_tokens.min())
@@ -152,8 +149,6 @@ def plan_prefixes(
             plan = own(forest.sequence_lengths, of_sequences)
         except PlanError as error:
             problem = error
-            continue
-        if windows and _cuts_longer(plan, forest, min(windows)):
             continue
         seconds = evaluate(plan, cluster=cluster, cost=own.cost, num_stages=planner.num_stages).end_seconds
         if best is None or seconds < best[0]:
@@ -223,16 +218,6 @@ def work_from_both_ends(trees: Forest, cost: CostModel, points: FloatArray) -> F
         half = points * (last - first) / 2
         total += up_to(first + half) - up_to(last - half)
     return total - total[0]
-
-
-def _cuts_longer(plan: Plan, forest: Forest, window: int) -> bool:
-    """Whether a group of several ranks has a tree, and documents that are longer than the window."""
-    longest, trees = np.maximum.reduceat(forest.lengths, forest.offsets[:-1]), np.diff(forest.offsets) > 1
-    starts, sequences = plan.group_sequence_offsets[:-1], plan.group_sequences
-    has_both = np.logical_or.reduceat(trees[sequences], starts) & (
-        np.maximum.reduceat(longest[sequences], starts) > window
-    )
-    return bool((has_both & (plan.group_sizes > 1)).any())
 
 
 def _common_bytes(first: bytes, second: bytes) -> int:

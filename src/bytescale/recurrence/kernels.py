@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from bytescale.attention.autocast import without_autocast
 from bytescale.common.errors import ConfigError
 from bytescale.recurrence.cuts import Cuts
-from bytescale.recurrence.trees import act
+from bytescale.recurrence.states import act
 
 Stock = Callable[..., Any]
 
@@ -152,8 +152,7 @@ def convolution(
         picked: list[int] = []
         kept: list[int] = []
         ends: list[list[int]] = []
-        for number, run in enumerate([*cuts.fragments, *cuts.documents]):
-            before = places[number] if number < len(places) else [-1] * width
+        for run, before in zip([*cuts.fragments, *cuts.documents], places, strict=True):
             picked += [absent if at < 0 else at for at in before] + list(range(run.start, run.stop))
             kept += range(len(picked) - (run.stop - run.start), len(picked))
             ends.append(picked[len(picked) - width :])

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bytescale.attention.blocks import BlockSet, blocks_between
+from bytescale.attention.blocks import BlockSet
 from bytescale.attention.kernels import lse_dtype
-from bytescale.attention.rings.exchange import Exchange, Transfer
+from bytescale.attention.rings.exchange import Exchange, Message, Transfer
 from bytescale.attention.rings.messages import Field, Kind, RingBuffers, fields_of, message_bytes, message_width
 from bytescale.plan import SharedGroup
 
@@ -25,9 +25,9 @@ class Grid:
         shared: SharedGroup,
         exchange: Exchange,
         buffers: RingBuffers,
-        blocks_of: Callable[[int, int], list[BlockSet]] | None = None,
+        blocks_of: Callable[[int, int], list[BlockSet]],
     ) -> None:
-        """``blocks_of``: the blocks of a member's queries with another's keys; None: those of whole documents."""
+        """``blocks_of``: the blocks of a member's queries with another's keys."""
         self.exchange = exchange
         self.buffers = buffers
         self.group = shared.group
@@ -40,7 +40,6 @@ class Grid:
         """The steps of the row and of the column, at which something arrives."""
         self.last_step = self.num_rows - 1
         self.tokens_per_member: list[int] = shared.tokens_per_member.tolist()
-        blocks_of = blocks_of or (lambda member, source: [blocks_between(shared.segments, member, source)])
         self.blocks: dict[tuple[int, int], list[BlockSet]] = {
             (a, b): blocks_of(self.query_source(a), self.key_source(b))
             for a in range(self.num_columns)
@@ -93,6 +92,18 @@ class Grid:
         return self.exchange.start(
             send=send, to=self.ranks[to], receive=receive, source=self.ranks[source], tag=kind.tag(self.group)
         )
+
+    def swap(
+        self, messages: Sequence[Tensor], room: Sequence[Tensor], kind: Kind, *, forwards: bool = True
+    ) -> Transfer:
+        """As one operation, send the t-th message to member ``i + t`` and receive from ``i - t``, or the other way."""
+        sends: list[Message] = []
+        receives: list[Message] = []
+        for step, (message, place) in enumerate(zip(messages, room, strict=True), start=1):
+            distance = step if forwards else -step
+            sends.append((message, self.ranks[(self.member + distance) % self.size]))
+            receives.append((place, self.ranks[(self.member - distance) % self.size]))
+        return self.exchange.start_all(sends, receives, tag=kind.tag(self.group))
 
 
 class RowMessages:

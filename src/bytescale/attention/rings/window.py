@@ -1,206 +1,185 @@
-"""Which keys a sliding window needs from other members of a slice group, and in which blocks they are used.
+"""Attention with a window that is shorter than the documents: only the keys in its reach travel.
 
-A member holds a front and a back segment of every sequence (``plan.layout``); where they touch, both are one run of
-tokens. With a window of ``w`` keys, the first ``w - 1`` queries of a run look at keys before the run, which other
-members hold; all other queries look at the run's own keys only::
+With a window of ``w`` keys, the first ``w - 1`` queries of a run (``runs``) look at keys before the run, which may be
+other members'; all other queries look at the run's own keys only::
 
     positions     ... 3 4 5 6 | 7 8 9 10 11 12 |          a run of 7 .. 12, w = 4
-                        ^^^^^   -----                     the outer queries 7, 8, 9 need 4, 5, 6 of others
+                        ^^^^^   -----                     the outer queries 7, 8, 9 need 4, 5, 6
                                       --------            the inner queries 10, 11, 12 need nothing
 
-So the inner queries, and all sequences that a rank holds whole, are computed while the keys of others are on their way.
-No query is in two blocks, so no partial results are merged. The keys of the outer queries are copied together from own
-rows and from rows that have arrived; rows that both runs of a sequence look at travel once.
+No query is in two blocks, so no partial results are merged. The steps of a member:
 
-Shape letters: K sequences of the group, N members.
+  exchange    send the rows that the windows of other members reach, and receive theirs: all messages of the member are
+              one operation. Empty ones are not posted: with a window shorter than a segment there are two
+  inner       meanwhile, compute the inner queries of shared sequences and of all others
+  outer       wait; copy the keys of the outer queries together; compute these queries
+  backward    the same exchange again, inner and outer blocks, then the exchange in the other direction, in which the
+              gradients of the rows that arrived travel back to their owners
+
+Bytes that one member sends per layer, with ``b`` bytes a row (K and V together): at most ``2 (w - 1) b`` a document in
+forward, whatever its length, if segments are at least that long; backward sends the same, and as many rows of gradients
+in the dtype of sums. This finishes under NCCL as a ring does (``runtime.mesh``): calls have one order on all members.
+
+Shape letters: T rows of the micro-batch, H query heads, G key/value heads, D and Dv widths.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
-
 import numpy as np
+import torch
+from torch import Tensor
 
 from bytescale.attention.blocks import BlockSet, RowRanges
-from bytescale.common.arrays import IntArray
-from bytescale.plan import SharedGroup
-from bytescale.plan.layout import segment_bounds
-
-
-@dataclass(frozen=True)
-class _TokenRun:
-    """Tokens ``[start, stop)`` of a sequence. ``row`` of the member, or of what arrives, holds the first one."""
-
-    start: int
-    stop: int
-    row: int
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """Rows that are copied together from own rows and from rows that arrived; some are copied twice."""
-
-    num_rows: int
-    own: RowRanges
-    own_places: RowRanges
-    arrived: RowRanges
-    arrived_places: RowRanges
-
-
-@dataclass(frozen=True)
-class WindowLayout:
-    """One member's part in the exchange of a window's keys, and its blocks.
-
-    Attributes:
-        inner: blocks whose keys are all among the member's own rows, whole local sequences included.
-        outer: blocks of the other queries; their keys are rows of ``gathered``.
-        sent: by step ``t`` from 1 on, which own rows go to member ``i + t``.
-        arriving: by step, how many rows come from member ``i - t``. They are stored one step after the other.
-    """
-
-    inner: BlockSet
-    outer: BlockSet
-    gathered: Gathered
-    sent: list[RowRanges]
-    arriving: list[int]
-
-    @staticmethod
-    def of(shared: SharedGroup, local_lengths: IntArray, window: int) -> WindowLayout:
-        """``local_lengths``: of the sequences that follow the shared ones in the micro-batch's rows."""
-        own, sent, token_runs, arriving = _messages(shared, window)
-        inner, outer, sources = _split(own, token_runs, window)
-        num_shared = int((own.bounds[..., 1] - own.bounds[..., 0]).sum())
-        edges = np.cumsum(np.concatenate([[num_shared], local_lengths])).tolist()
-        inner += [(rows, rows) for rows in pairwise(edges)]
-        return WindowLayout(_blocks(inner, window), _blocks(outer, window), _gathered(sources), sent, arriving)
-
-
-@dataclass(frozen=True)
-class _Held:
-    """The two segments of every sequence that a member holds, ``bounds [K, 2, 2]``, and their first rows ``[K, 2]``."""
-
-    bounds: IntArray
-    first: IntArray
-
-    @staticmethod
-    def of(shared: SharedGroup, member: int) -> _Held:
-        bounds = segment_bounds(shared.lengths, shared.weights, member)
-        counts = (bounds[..., 1] - bounds[..., 0]).ravel()
-        return _Held(bounds, (np.cumsum(counts) - counts).reshape(-1, 2))
-
-    def missing(self, window: int) -> IntArray:
-        """``[K, 2, 2]`` tokens ``[start, stop)`` before each segment: its queries see them, and others hold them.
-
-        Tokens before the front segment are listed for it alone, although the back one may see them, too.
-        """
-        front, back = self.bounds[:, 0], self.bounds[:, 1]
-        missing = np.empty_like(self.bounds)
-        missing[:, 0] = np.stack([np.maximum(0, front[:, 0] - window + 1), front[:, 0]], axis=1)
-        missing[:, 1] = np.stack([np.maximum(front[:, 1], back[:, 0] - window + 1), back[:, 0]], axis=1)
-        without_queries = self.bounds[..., 0] == self.bounds[..., 1]
-        missing[without_queries, 0] = missing[without_queries, 1]
-        return missing
-
-    def rows(self, starts: IntArray, stops: IntArray) -> list[tuple[int, int]]:
-        """Rows of tokens ``[starts, stops)``, both ``[K, 2, 2]`` with the segment last, in rising order of tokens."""
-        first = self.first[:, None, :] + starts - self.bounds[:, None, :, 0]
-        kept = stops > starts
-        return [
-            (row, row + count) for row, count in zip(first[kept].tolist(), (stops - starts)[kept].tolist(), strict=True)
-        ]
-
-    def runs(self, sequence: int) -> list[_TokenRun]:
-        """Return a sequence's segments without empty ones. Two segments that touch are one run."""
-        (start, middle), (again, stop) = self.bounds[sequence].tolist()
-        row, back_row = self.first[sequence].tolist()
-        runs = (
-            [_TokenRun(start, stop, row)]
-            if middle == again
-            else [_TokenRun(start, middle, row), _TokenRun(again, stop, back_row)]
-        )
-        return [run for run in runs if run.stop > run.start]
-
-
-def _messages(shared: SharedGroup, window: int) -> tuple[_Held, list[RowRanges], list[list[_TokenRun]], list[int]]:
-    """What this member holds, ``WindowLayout.sent``, by sequence what arrives, and ``WindowLayout.arriving``."""
-    held = [_Held.of(shared, member) for member in range(shared.size)]
-    own = held[shared.member]
-    others = [held[(shared.member + step) % shared.size] for step in range(1, shared.size)]
-    sent = [RowRanges(own.rows(*_overlaps(other.missing(window), own.bounds))) for other in others]
-    return own, sent, *_arrivals(own.missing(window), others[::-1])
-
-
-def _overlaps(wanted: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray]:
-    """Starts and stops, each ``[K, 2, 2]``: of every wanted range (first 2) by every held segment (second 2)."""
-    starts = np.maximum(wanted[:, :, None, 0], bounds[:, None, :, 0])
-    stops = np.minimum(wanted[:, :, None, 1], bounds[:, None, :, 1])
-    return starts, np.maximum(starts, stops)
-
-
-def _arrivals(missing: IntArray, sources: list[_Held]) -> tuple[list[list[_TokenRun]], list[int]]:
-    """By sequence, what arrives of it and at which row; and how many rows come from each source, in their order."""
-    token_runs: list[list[_TokenRun]] = [[] for _ in missing]
-    arriving = []
-    row = 0
-    for source in sources:
-        starts, stops = _overlaps(missing, source.bounds)
-        before = row
-        for sequence, wanted, segment in np.argwhere(stops > starts).tolist():
-            start, stop = int(starts[sequence, wanted, segment]), int(stops[sequence, wanted, segment])
-            token_runs[sequence].append(_TokenRun(start, stop, row))
-            row += stop - start
-        arriving.append(row - before)
-    return token_runs, arriving
-
+from bytescale.attention.kernels import OfQueries, add_rows, lse_dtype
+from bytescale.attention.rings.exchange import Transfer
+from bytescale.attention.rings.grid import BlockWork
+from bytescale.attention.rings.grid_messages import Grid
+from bytescale.attention.rings.messages import Kind, keys_of, message_width, values_of
+from bytescale.attention.rings.runs import OwnRuns, Ranges
 
 _Pair = tuple[tuple[int, int], tuple[int, int]]
-_Source = tuple[bool, int, int]
-"""Whether rows are own ones, the first row, and how many."""
 
 
-def _split(own: _Held, arrived: list[list[_TokenRun]], window: int) -> tuple[list[_Pair], list[_Pair], list[_Source]]:
-    """Ranges of query and key rows of the inner and of the outer blocks, and where the outer blocks' keys come from."""
-    inner: list[_Pair] = []
-    outer: list[_Pair] = []
-    sources: list[_Source] = []
-    num_gathered = 0
-    for sequence in range(len(own.bounds)):
-        runs = own.runs(sequence)
-        known = sorted(
-            [(run.start, True, run) for run in runs]
-            + [(token_run.start, False, token_run) for token_run in arrived[sequence]],
-            key=lambda entry: entry[0],
-        )
-        for run in runs:
-            num_outer = 0 if run.start == 0 else min(window - 1, run.stop - run.start)
-            end = run.row + run.stop - run.start
-            if num_outer < run.stop - run.start:
-                inner.append(((run.row + num_outer, end), (run.row, end)))
-            if num_outer == 0:
-                continue
-            first, last = max(0, run.start - window + 1), run.start + num_outer
-            for _, is_own, token_run in known:
-                start, stop = max(first, token_run.start), min(last, token_run.stop)
-                if stop > start:
-                    sources.append((is_own, token_run.row + start - token_run.start, stop - start))
-            outer.append(((run.row, run.row + num_outer), (num_gathered, num_gathered + last - first)))
-            num_gathered += last - first
-    assert sum(count for _, _, count in sources) == num_gathered, "every key that is seen is own or has arrived"
-    return inner, outer, sources
+class Windowed:
+    """One micro-batch's blocks and messages for one window. The buffers of messages are those of the grid.
+
+    Attributes:
+        inner: blocks whose keys are the run's own.
+        outer: blocks of the other queries; their keys are copied together.
+    """
+
+    def __init__(self, runs: OwnRuns, window: int, grid: Grid | None) -> None:
+        before = runs.rows_before(window - 1)
+        self._grid, self._sent, self._arriving = grid, before.sent, before.arriving
+        self._sent_counts = [rows.num_rows for rows in before.sent]
+        inner: list[_Pair] = []
+        outer: list[_Pair] = []
+        sources = Ranges()  # of the outer blocks' keys, in order
+        num_gathered = 0
+        for rows, earlier in zip(runs.all_rows, before.places, strict=True):
+            middle = min(rows.stop, rows.start + window - 1) if earlier else rows.start
+            if middle < rows.stop:
+                inner.append(((middle, rows.stop), (rows.start, rows.stop)))
+            if rows.start < middle:
+                own = [*earlier, (rows.start, middle)]
+                sources += own
+                first, num_gathered = num_gathered, num_gathered + sum(stop - start for start, stop in own)
+                outer.append(((rows.start, middle), (first, num_gathered)))
+        self.inner, self.outer = _blocks(inner, window), _blocks(outer, window)
+        self._num_gathered = num_gathered
+        self._own = _Copied(sources, 0, runs.num_rows)
+        self._arrived = _Copied(sources, runs.num_rows, runs.num_rows + sum(before.arriving))
+        self._num_own = max(self._own.stop, 0 if grid is None else grid.num_tokens)
+        """Rows from the first on, behind which none is looked at from another run."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, work: BlockWork) -> tuple[Tensor, Tensor]:
+        """Return ``out [T, H, Dv]`` and ``lse [T, H]`` of all rows of the micro-batch."""
+        if self._num_own == 0:
+            return work.forward(q, k, v, self.inner)
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
+
+        def compute(keys: Tensor, values: Tensor, blocks: BlockSet) -> None:
+            rows = blocks.query_rows(q.device)
+            out[rows], lse[rows] = work.forward(q, keys, values, blocks)
+
+        transfer, arrived = self._start_kv(k, v, Kind.FORWARD_KV)
+        compute(k, v, self.inner)
+        if transfer is not None:
+            transfer.wait()
+        if self.outer:
+            compute(self._gather(k, keys_of(arrived, k)), self._gather(v, values_of(arrived, v)), self.outer)
+        return out, lse
+
+    def backward(self, queries: OfQueries, k: Tensor, v: Tensor, work: BlockWork) -> tuple[Tensor, Tensor, Tensor]:
+        """``dq, dk, dv`` of all rows."""
+        if self._num_own == 0:
+            return work.backward(queries, k, v, self.inner)
+        device, wide = k.device, queries.lse.dtype
+        dq, dk, dv = torch.empty_like(queries.q), torch.zeros_like(k), torch.zeros_like(v)
+        transfer, arrived = self._start_kv(k, v, Kind.BACKWARD_KV)
+
+        # Inner blocks: their keys are own rows, each in at most one block.
+        query_rows, key_rows = self.inner.query_rows(device), self.inner.key_rows(device)
+        dq[query_rows], dk[key_rows], dv[key_rows] = work.backward(queries, k, v, self.inner)
+
+        # Outer blocks: their keys are own rows and rows that have arrived, each in any number of blocks.
+        if transfer is not None:
+            transfer.wait()
+        own = dk[: self._num_own].to(wide), dv[: self._num_own].to(wide)
+        of_arrived = tuple(like.new_zeros(len(arrived), *like.shape[1:]) for like in own)
+        if self.outer:
+            keys, values = self._gather(k, keys_of(arrived, k)), self._gather(v, values_of(arrived, v))
+            dq[self.outer.query_rows(device)], *parts = work.backward(queries, keys, values, self.outer)
+            for part, total, total_arrived in zip(parts, own, of_arrived, strict=True):
+                self._own.add_to(total, part)
+                self._arrived.add_to(total_arrived, part)
+        if self._grid is not None:
+            self._return_gradients(self._grid, own, of_arrived)
+        dk[: self._num_own], dv[: self._num_own] = own
+        return dq, dk, dv
+
+    def _start_kv(self, k: Tensor, v: Tensor, kind: Kind) -> tuple[Transfer | None, Tensor]:
+        """Send the rows that others reach. Return the transfer and the rows that it fills, ``[n, G (D + Dv)]``."""
+        if self._grid is None:
+            return None, k.new_empty(0, message_width(k, v))
+        outgoing, incoming = self._buffers(self._grid, "kv", k, v)
+        messages = outgoing[: sum(self._sent_counts)].split(self._sent_counts)
+        for rows, message in zip(self._sent, messages, strict=True):
+            keys_of(message, k).copy_(k[rows.on(k.device)])
+            values_of(message, v).copy_(v[rows.on(k.device)])
+        arriving = incoming[: sum(self._arriving)]
+        return self._grid.swap(messages, arriving.split(self._arriving), kind), arriving
+
+    def _return_gradients(self, grid: Grid, own: tuple[Tensor, ...], of_arrived: tuple[Tensor, ...]) -> None:
+        """Send the gradients of the rows that arrived to their owners. Add what others return to ``own``.
+
+        Both are those of K ``[n, G, D]`` and of V ``[n, G, Dv]``.
+        """
+        outgoing, incoming = self._buffers(grid, "gradients", *own)
+        messages, returned = outgoing[: sum(self._arriving)], incoming[: sum(self._sent_counts)]
+        parts = returned.split(self._sent_counts)
+        for part_of, total, gradient in zip((keys_of, values_of), own, of_arrived, strict=True):
+            part_of(messages, total).copy_(gradient)
+        grid.swap(messages.split(self._arriving), parts, Kind.BACKWARD_GRADIENTS, forwards=False).wait()
+        for rows, part in zip(self._sent, parts, strict=True):
+            for part_of, total in zip((keys_of, values_of), own, strict=True):
+                add_rows(total, rows.on(total.device), part_of(part, total))
+
+    def _buffers(self, grid: Grid, what: str, k: Tensor, v: Tensor) -> list[Tensor]:
+        """A buffer for all rows that go one way, and one for all that go the other way."""
+        rows = max(sum(self._sent_counts), sum(self._arriving))
+        return grid.buffers.take(what, 2, k, (rows, message_width(k, v)), k.dtype)
+
+    def _gather(self, own: Tensor, arrived: Tensor) -> Tensor:
+        """Copy the outer blocks' keys or values together from own rows and from rows that arrived."""
+        rows = own.new_empty(self._num_gathered, *own.shape[1:])
+        self._own.copy_to(rows, own)
+        self._arrived.copy_to(rows, arrived)
+        return rows
 
 
-def _gathered(sources: list[_Source]) -> Gathered:
-    rows: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-    places: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-    place = 0
-    for is_own, row, count in sources:
-        rows[is_own].append((row, row + count))
-        places[is_own].append((place, place + count))
-        place += count
-    return Gathered(
-        place, RowRanges(rows[True]), RowRanges(places[True]), RowRanges(rows[False]), RowRanges(places[False])
-    )
+class _Copied:
+    """Which of the rows ``[first, last)`` are copied, and where to. Some are copied more than once."""
+
+    def __init__(self, sources: Ranges, first: int, last: int) -> None:
+        stops = np.cumsum([stop - start for start, stop in sources]).tolist()
+        kept = [(start - first, stop - first, end) for (start, stop), end in zip(sources, stops, strict=True)
+                if first <= start < last]  # fmt: skip
+        self.stop = max((stop for _, stop, _ in kept), default=0)
+        self._rows = RowRanges([(start, stop) for start, stop, _ in kept])
+        self._places = RowRanges([(end - (stop - start), end) for start, stop, end in kept])
+
+    def copy_to(self, gathered: Tensor, rows: Tensor) -> None:
+        gathered[self._places.on(rows.device)] = rows[self._rows.on(rows.device)]
+
+    def add_to(self, total: Tensor, gathered: Tensor) -> None:
+        """Add the gradient of what was copied to that of the rows."""
+        rows, part = self._rows.on(total.device), gathered[self._places.on(total.device)]
+        if isinstance(rows, slice):
+            total[rows].add_(part)  # adjacent ranges do not repeat
+        else:
+            total.index_add_(0, rows, part.to(total.dtype))
 
 
 def _blocks(pairs: list[_Pair], window: int) -> BlockSet:

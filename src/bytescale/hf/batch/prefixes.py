@@ -34,14 +34,12 @@ def shared_plan(
     *,
     labels: Sequence[Hashable] | None = None,
     per_document: Collection[str] = (),
-    window: int | None = None,
 ) -> tuple[Plan, Forest | None]:
     """A plan whose sequences are trees of documents. None: nothing is shared, and its sequences are the documents.
 
     Args:
         labels: see ``HDP.plan``; documents of one label alone share rows.
         per_document: fields that keep no rows apart.
-        window: the shortest of the models that run it, besides those of the planner's costs.
 
     Raises ``DataError`` for fields that do not exist or are needed.
     """
@@ -57,7 +55,7 @@ def shared_plan(
     rows = np.concatenate([_bytes(torch.cat(values)) for values in fields], axis=1)
     content, edges = rows.tobytes(), (rows.shape[1] * offsets_of(documents.lengths)).tolist()
     prefixes = Prefixes.of([content[start:stop] for start, stop in pairwise(edges)], rows.shape[1], labels)
-    plan, forest = plan_prefixes(planner, prefixes, labels, window)
+    plan, forest = plan_prefixes(planner, prefixes, labels)
     if forest is not None and (plan.group_sizes > 1).any():
         plan = with_equal_work(plan, forest, planner.cost)
         planner.check(plan)

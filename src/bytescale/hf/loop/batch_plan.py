@@ -44,10 +44,7 @@ class BatchToPlan:
         planner = self.hdp.planner_of(capacity_tokens)
         if self.per_document is None:
             return planner(np.array(self.documents.lengths), labels), None
-        decoders = (self.hdp.engine.decoder, *self.hdp.engine.others)
-        windows = [layer.rules.window for decoder in decoders for layer in decoder.facts.layers]
-        window = min((window for window in windows if window is not None), default=None)
-        return shared_plan(self.documents, planner, labels=labels, per_document=self.per_document, window=window)
+        return shared_plan(self.documents, planner, labels=labels, per_document=self.per_document)
 
     def part(self, plan: Plan, forest: Forest | None = None, *, last: bool = False) -> PlannedBatch:
         """This rank's part of the batch under a plan. Raises as ``HDP.plan`` for a plan of other documents or ranks."""

@@ -34,7 +34,6 @@ from bytescale.hf.model.decoder import AttachedDecoder, MicroBatchPass
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
 from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
 from bytescale.plan import MicroBatch
-from bytescale.plan.layout import segment_bounds
 from bytescale.plan.rank_plan import SharedGroup, concatenated_ranges
 from bytescale.runtime import Activations, HostPool, RankGroup
 from bytescale.runtime.loss import loss_sum
@@ -313,8 +312,7 @@ def _places(shared: SharedGroup) -> list[np.ndarray]:
     """For each member, where its rows lie in all shared documents, one behind the other."""
     starts = np.cumsum(shared.lengths) - shared.lengths
     places = []
-    for member in range(shared.size):
-        bounds = segment_bounds(shared.lengths, shared.weights, member) + starts[:, None, None]
+    for bounds in shared.bounds + starts[:, None, None]:
         places.append(concatenated_ranges(bounds[:, :, 0].ravel(), bounds[:, :, 1].ravel()))
     return places
 
