@@ -332,17 +332,9 @@ class LogConfig:
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder (extra `tensorboard`)."""
     wandb: Literal["off", "online", "offline"] = "off"
-    """Also report to Weights & Biases (extra `wandb`); offline: into the run folder, for `wandb sync`."""
-    wandb_project: str = "bytescale"
-    """Project that Weights & Biases files the run under."""
-    wandb_entity: str = ""
-    """User or team of Weights & Biases; empty: that of the login."""
-    wandb_name: str = ""
-    """Name of the run there; empty: that of the run folder."""
-    wandb_group: str = ""
-    """Group of runs there; empty: none."""
-    wandb_tags: tuple[str, ...] = ()
-    """Tags of the run there."""
+    """Also report to Weights & Biases (extra `wandb`); offline: into the run folder, for `wandb sync`. Its variables
+    WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME, WANDB_RUN_GROUP and WANDB_TAGS say where; without them the project is
+    bytescale and the name that of the run folder."""
 
 
 @dataclass(slots=True, kw_only=True)
