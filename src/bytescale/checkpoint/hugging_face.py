@@ -5,21 +5,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from bytescale.checkpoint.initial_weights import architecture_pieces, folder_of
+from bytescale.checkpoint.initial_weights import folder_of, parameters_of
 from bytescale.checkpoint.model_card import model_card
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture, Config
 from bytescale.config.hugging_face import SPECIAL_TOKENS, hf_config_of, read_hf_config
 from bytescale.data.tokens.tokenizer import load_tokenizer
-from bytescale.models.hf import HFTensor
-from bytescale.models.hf_folder import copy_companions, write_json, write_pieces
+from bytescale.models.hf_folder import copy_companions, hf_tensors, write_json, write_weights
 from bytescale.runtime import DTYPES
 from bytescale.storage.place import Place
 
@@ -45,14 +41,10 @@ def export_checkpoint(
     """
     stored = CheckpointReader(checkpoint)
     shape = Architecture(**stored.state.architecture)
-    read = lru_cache(1)(stored.read)  # experts of a layer are pieces of one parameter
-
-    def value(piece: HFTensor) -> Tensor:
-        whole = read(f"master.{piece.name}")
-        return whole if piece.expert is None else whole[piece.expert]
-
+    parameters = ((name, stored.read(f"master.{name}")) for name in parameters_of(shape))
+    weights = ((name, value.to(DTYPES[dtype], copy=True)) for name, value in hf_tensors(parameters))
     with appearing(target) as hidden:
-        shards = write_pieces(hidden, architecture_pieces(shape), value, dtype=DTYPES[dtype], shard_bytes=shard_bytes)
+        shards = write_weights(hidden, weights, shard_bytes=shard_bytes)
         special = _end_of_text(run_config)
         write_json(hidden / "config.json", _config_json(shape, dtype, run_config) | special)
         if special:
