@@ -1,4 +1,4 @@
-"""A checkpoint of ours as a Hugging Face folder."""
+"""A checkpoint of ours as a Hugging Face folder, with a README.md that says what it was trained on, and how."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bytescale.checkpoint.initial_weights import folder_of, parameters_of
-from bytescale.checkpoint.model_card import model_card
+from bytescale.checkpoint.initial_weights import parameters_of
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture, Config
@@ -19,6 +18,8 @@ from bytescale.models.hf_folder import copy_companions, hf_tensors, write_json, 
 from bytescale.runtime import DTYPES
 from bytescale.storage.place import Place
 
+_SHOWN_SOURCES = 20
+
 
 def export_checkpoint(
     checkpoint: str | Place,
@@ -27,6 +28,7 @@ def export_checkpoint(
     dtype: str = "fp32",
     shard_bytes: int = 5 * 2**30,
     run_config: Config | None = None,
+    origin: Path | None = None,
 ) -> list[Path]:
     """Write ``target`` with config.json, safetensors shards and, where the run names them, the tokenizer's files.
 
@@ -35,7 +37,8 @@ def export_checkpoint(
 
     Args:
         dtype: ``fp32``, ``bf16`` or ``fp64``; master weights are rounded to it.
-        run_config: of the run, for tokenizer, generation settings and context length.
+        run_config: of the run, for tokenizer, context length and model card.
+        origin: a folder with the config.json, tokenizer and generation settings of the model that the run began with.
 
     Raises ``ConfigError`` if ``target`` exists; ``CheckpointError`` if ``checkpoint`` is none, or is incomplete.
     """
@@ -45,11 +48,11 @@ def export_checkpoint(
     weights = ((name, value.to(DTYPES[dtype], copy=True)) for name, value in hf_tensors(parameters))
     with appearing(target) as hidden:
         shards = write_weights(hidden, weights, shard_bytes=shard_bytes)
-        special = _end_of_text(run_config)
-        write_json(hidden / "config.json", _config_json(shape, dtype, run_config) | special)
+        special = _end_of_text(run_config) if origin is None else {}
+        write_json(hidden / "config.json", _config_json(shape, dtype, run_config, origin) | special)
         if special:
             write_json(hidden / "generation_config.json", special)
-        add_companions(stored, hidden, run_config)
+        add_companions(stored, hidden, run_config, origin)
     return [target / shard.name for shard in shards]
 
 
@@ -68,13 +71,11 @@ def appearing(target: Path) -> Iterator[Path]:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _config_json(shape: Architecture, dtype: str, run_config: Config | None) -> dict[str, Any]:
+def _config_json(shape: Architecture, dtype: str, run_config: Config | None, origin: Path | None) -> dict[str, Any]:
     """``config.json``; what only the folder that the run began with knows is taken from there."""
+    before = {} if origin is None else read_hf_config(origin)
     context = 0 if run_config is None else run_config.data.context_length
-    before: dict[str, Any] = {}
-    if run_config is not None and run_config.trainer.init:
-        before = read_hf_config(folder_of(run_config.trainer.init))
-        context = max(context, int(before.get("max_position_embeddings", 0)))
+    context = max(context, int(before.get("max_position_embeddings", 0)))
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")
     content = hf_config_of(shape, dtype=torch_name, max_position_embeddings=context or None)
     return content | {name: before[name] for name in SPECIAL_TOKENS if name in before}
@@ -82,21 +83,21 @@ def _config_json(shape: Architecture, dtype: str, run_config: Config | None) -> 
 
 def _end_of_text(run_config: Config | None) -> dict[str, int]:
     """``eos_token_id`` of a model that began with random weights, if its tokenizer is a file."""
-    if run_config is None or run_config.trainer.init or not Path(run_config.data.tokenizer).expanduser().is_file():
+    if run_config is None or not Path(run_config.data.tokenizer).expanduser().is_file():
         return {}
     return {"eos_token_id": load_tokenizer(run_config.data.tokenizer, run_config.data.eos_token).eos_id}
 
 
-def add_companions(stored: CheckpointReader, target: Path, run_config: Config | None) -> None:
+def add_companions(stored: CheckpointReader, target: Path, run_config: Config | None, origin: Path | None) -> None:
     """Copy what belongs to a model's weights (tokenizer, chat template, generation settings), and add a model card.
 
     First that of the folder that the run began with, and then that of its tokenizer, which replaces it.
     """
+    if origin is not None:
+        copy_companions(origin, target)
     if run_config is None:
         return
     data = run_config.data
-    if run_config.trainer.init:
-        copy_companions(folder_of(run_config.trainer.init), target)
     tokenizer = Path(data.tokenizer).expanduser()
     if tokenizer.is_dir():
         copy_companions(tokenizer, target)
@@ -107,5 +108,41 @@ def add_companions(stored: CheckpointReader, target: Path, run_config: Config | 
             shutil.copyfile(settings, target / settings.name)
     if data.chat_template:
         shutil.copyfile(Path(data.chat_template).expanduser(), target / "chat_template.jinja")
-    if data.sources:  # else the run is not known
-        (target / "README.md").write_text(model_card(run_config, stored.state.step), encoding="utf-8")
+    (target / "README.md").write_text(_model_card(run_config, stored.state.step), encoding="utf-8")
+
+
+def _model_card(config: Config, step: int) -> str:
+    """Markdown with the front matter that the Hugging Face Hub reads. ``step``: how many updates were made."""
+    data, model, optimizer = config.data, config.model, config.optimizer
+    base = config.trainer.init
+    how = "fine-tuned" if base else "trained from random weights"
+    part = ", low-rank adapters that are merged into it" if model.lora_rank else ""
+    shown = [f"- `{source}`" for source in data.sources[:_SHOWN_SOURCES]]
+    if len(data.sources) > _SHOWN_SOURCES:
+        shown.append(f"- and {len(data.sources) - _SHOWN_SOURCES} more")
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [bytescale]",
+        "---",
+        "",
+        "# Model card",
+        "",
+        f"This model was {how} by bytescale" + (f" from `{base.rpartition(':')[2]}`{part}." if base else "."),
+        "",
+        f"It has seen {step} global batches of at most {data.batch_tokens} tokens, in sequences of at most "
+        f"{data.context_length} tokens, of:",
+        "",
+        *shown,
+        "",
+        f"Loss: cross-entropy per {data.loss_per}"
+        + (", of what the assistant says" if data.content == "messages" else "")
+        + (", of the completions" if data.content == "prompt" else "")
+        + ". It has not been evaluated for safety or bias.",
+        "",
+        f"Optimizer: {optimizer.name}, peak learning rate {optimizer.lr:g}, {optimizer.schedule} schedule, "
+        f"weight decay {optimizer.weight_decay:g}.",
+        "",
+    ]
+    return "\n".join(lines)

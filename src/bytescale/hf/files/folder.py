@@ -278,6 +278,7 @@ def export_attached(
     dtype: str = "fp32",
     shard_bytes: int = 5 * 2**30,
     run_config: Config | None = None,
+    origin: Path | None = None,
 ) -> list[Path]:
     """``checkpoint.hugging_face.export_checkpoint`` for an attached model. The process holds the whole model once.
 
@@ -309,7 +310,7 @@ def export_attached(
         if architecture.trained:
             model = model.to(target_dtype)
         shards = save_folder(model, hidden, architecture.content, dtype=target_dtype, shard_bytes=shard_bytes)
-        add_companions(stored, hidden, run_config)
+        add_companions(stored, hidden, run_config, origin)
     return [target / shard.name for shard in shards]
 
 
