@@ -21,8 +21,19 @@ _NAMES = {
     "hidden_size": "hidden_size",
     "num_heads": "num_attention_heads",
     "ffn_hidden_size": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
 }
-_EXPERT_NAMES = {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
+_EXPERT_NAMES = {
+    "num_experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "router_aux_loss_weight": "router_aux_loss_coef",
+}
+# What transformers takes where a file is silent.
+_LLAMA = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02, "rope_theta": 1e4}
+_MIXTRAL = _LLAMA | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
+                     "router_aux_loss_coef": 0.001}  # fmt: skip
 _LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -54,27 +65,17 @@ def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json")
             "convert also take other decoders",
         )
     _refuse_unknown_features(content, where)
-    missing = [name for name in _NAMES.values() if name not in content]
+    mixture = named[0] == "MixtralForCausalLM"
+    names = _NAMES | _EXPERT_NAMES if mixture else _NAMES
+    said = (_MIXTRAL if mixture else _LLAMA) | {name: value for name, value in content.items() if value is not None}
+    missing = [name for name in names.values() if name not in said]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}", fix="save the model anew")
-    numbers: dict[str, Any] = {ours: content[theirs] for ours, theirs in _NAMES.items()}
+    numbers: dict[str, Any] = {ours: said[theirs] for ours, theirs in names.items()}
     heads = numbers["num_heads"]
-    numbers["num_kv_heads"] = content.get("num_key_value_heads") or heads
-    numbers["head_dim"] = content.get("head_dim") or numbers["hidden_size"] // heads
-    mixture = named[0] == "MixtralForCausalLM"
-    if mixture:
-        # What transformers takes where the file is silent: Mixtral 8x7B's.
-        numbers |= {
-            ours: content.get(theirs, size) for (ours, theirs), size in zip(_EXPERT_NAMES.items(), (8, 2), strict=True)
-        }
-        numbers["router_aux_loss_weight"] = float(content.get("router_aux_loss_coef", 0.001))
-    return Architecture(
-        **numbers,
-        **_rope_from_hf(content, where, default_theta=1e6 if mixture else 1e4),
-        norm_eps=float(content.get("rms_norm_eps", 1e-5 if mixture else 1e-6)),
-        tie_embeddings=bool(content.get("tie_word_embeddings", False)),
-        init_std=float(content.get("initializer_range", 0.02)),
-    )
+    numbers["num_kv_heads"] = said.get("num_key_value_heads", heads)
+    numbers["head_dim"] = said.get("head_dim", numbers["hidden_size"] // heads)
+    return Architecture(**numbers, **_rope_from_hf(said, where))
 
 
 def hf_config_of(shape: Architecture, *, dtype: str, max_position_embeddings: int | None = None) -> dict[str, Any]:
@@ -84,16 +85,14 @@ def hf_config_of(shape: Architecture, *, dtype: str, max_position_embeddings: in
     nothing is computed; None: RoPE's original context.
     """
     family = "MixtralForCausalLM" if shape.num_experts else "LlamaForCausalLM"
+    names = _NAMES | _EXPERT_NAMES if shape.num_experts else _NAMES
     content: dict[str, Any] = {
         "architectures": [family],
         "model_type": FAMILIES[family],
-        **{theirs: getattr(shape, ours) for ours, theirs in _NAMES.items()},
+        **{theirs: getattr(shape, ours) for ours, theirs in names.items()},
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": shape.norm_eps,
-        "tie_word_embeddings": shape.tie_embeddings,
-        "initializer_range": shape.init_std,
         "max_position_embeddings": max_position_embeddings or shape.rope_original_context,
         "rope_theta": shape.rope_theta,
         "rope_scaling": None,
@@ -106,8 +105,7 @@ def hf_config_of(shape: Architecture, *, dtype: str, max_position_embeddings: in
         original = {"original_max_position_embeddings": shape.rope_original_context}
         content["rope_scaling"] |= {**_LLAMA3_FACTORS, **original}
     if shape.num_experts:
-        content |= {theirs: getattr(shape, ours) for ours, theirs in _EXPERT_NAMES.items()}
-        content |= {"router_aux_loss_coef": shape.router_aux_loss_weight, "sliding_window": None}
+        content["sliding_window"] = None
     return content
 
 
@@ -125,11 +123,11 @@ def _architecture_of_type(content: dict[str, Any], where: str) -> str:
     return f"model of type {content['model_type']}"
 
 
-def _rope_from_hf(content: dict[str, Any], where: str, *, default_theta: float) -> dict[str, Any]:
+def _rope_from_hf(content: dict[str, Any], where: str) -> dict[str, Any]:
     """Version 5 writes ``rope_parameters``; version 4 ``rope_theta`` and ``rope_scaling``."""
     rope = {**(content.get("rope_scaling") or {}), **(content.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    numbers: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", content.get("rope_theta", default_theta)))}
+    numbers: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", content["rope_theta"]))}
     if kind == "default":
         return numbers
     if kind not in ("linear", "llama3"):
