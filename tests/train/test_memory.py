@@ -10,7 +10,7 @@ import torch
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import GIBI as GIB
-from bytescale.config import AUTO_HEAD_GROUPS, Config, MemoryConfig, resolve_architecture
+from bytescale.config import AUTO_HEAD_GROUPS, Config, MemoryConfig, resolve_model
 from bytescale.config.validate import hdp_ranks, validate
 from bytescale.cost.assumed import ASSUMED
 from bytescale.train.loop.trainer import train
@@ -86,7 +86,7 @@ def budget(config: Config, **changes: object) -> MemoryBudget:
     device, dtype = torch.device("cpu"), torch.float32
     own = rank_device(config, device, dtype, config.parallel.ranks)
     alike = Devices.alike(own, hdp_ranks(config.parallel))
-    shape = resolve_architecture(config.model, tokenizer_vocab_size=257)
+    shape = resolve_model(config.model, tokenizer_vocab_size=257)
     times = ASSUMED["cpu"].profile(shape, bytes_per_element=4)
     options = {"device": device, "dtype": dtype, "devices": alike, "profile": times, **changes}
     return memory_budget(config, shape, **options)  # type: ignore[arg-type]

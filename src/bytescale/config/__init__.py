@@ -2,8 +2,8 @@
 
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.attached import AttachedArchitecture
-from bytescale.config.load import config_from_dict, config_to_toml, load_config
-from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_architecture, resolve_model
+from bytescale.config.load import config_to_toml, load_config
+from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model
 from bytescale.config.schema import (
     AUTO_CAPACITY,
     AUTO_HEAD_GROUPS,
@@ -50,10 +50,8 @@ __all__ = [
     "PlannerName",
     "Shard",
     "TrainerConfig",
-    "config_from_dict",
     "config_to_toml",
     "load_config",
-    "resolve_architecture",
     "resolve_model",
     "sharing_domain",
     "validate",

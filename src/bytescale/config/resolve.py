@@ -63,18 +63,6 @@ def resolve_model(
     return architecture
 
 
-def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> Architecture:
-    """``resolve_model`` for our own models alone. Raises ``NotOurs`` for others."""
-    shape = resolve_model(config, tokenizer_vocab_size=tokenizer_vocab_size)
-    if isinstance(shape, AttachedArchitecture):
-        raise NotOurs(
-            f"{config.preset} is a model of type {shape.model_type}, which runs on transformers' own code",
-            so="only bytescale train, plan, simulate, score and convert know it",
-            fix="use a preset, or a folder or checkpoint of a Llama or Mixtral",
-        )
-    return shape
-
-
 def _model_of_folder(folder: Path, trained: dict[str, Any]) -> Architecture | AttachedArchitecture:
     content = read_hf_config(folder)
     if trained:
