@@ -6,7 +6,6 @@ from bytescale.config.load import config_to_toml, load_config
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model
 from bytescale.config.schema import (
     AUTO_CAPACITY,
-    AUTO_HEAD_GROUPS,
     CheckpointConfig,
     Config,
     CostConfig,
@@ -28,7 +27,6 @@ from bytescale.config.validate import sharing_domain, validate
 
 __all__ = [
     "AUTO_CAPACITY",
-    "AUTO_HEAD_GROUPS",
     "CHECKPOINT_PREFIX",
     "HF_PREFIX",
     "PRESETS",

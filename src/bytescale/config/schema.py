@@ -13,7 +13,6 @@ from bytescale.common.limits import limits
 
 AUTO_CAPACITY = 0
 AUTO_DOMAIN = 0
-AUTO_HEAD_GROUPS = 0
 LossPer = Literal["token", "sequence", "weight"]
 Shard = Literal["optimizer", "parameters"]
 Experts = Literal["gathered", "parallel"]
@@ -203,11 +202,8 @@ class MemoryConfig:
     ranks, or 80 % of it with `optimizer.offload`."""
     checkpointing: Literal["none", "full", "attention"] = "none"
     """Which activations backward computes again. full: all. attention: all except the result of attention, which is
-    cheap to keep, O(s), and expensive to compute, O(s^2). none: it keeps all activations."""
-    head_groups: int = field(default=AUTO_HEAD_GROUPS, metadata=limits(least=0, auto=AUTO_HEAD_GROUPS))
-    """Number of groups of heads that attention computes one after the other, if checkpointing is on. More groups need
-    less memory and give the same results up to rounding. The number must divide a rank's key/value heads. `auto` (or
-    0): the fewest groups with which the capacity fits."""
+    cheap to keep, O(s), and expensive to compute, O(s^2). none: it keeps all activations. With full and attention, our
+    own models compute attention in as few groups of heads, one after the other, as the capacity fits with."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,7 +19,6 @@ from bytescale.config.schema import (
     Config,
     DataConfig,
     Experts,
-    MemoryConfig,
     ParallelConfig,
     Shard,
     TrainerConfig,
@@ -40,7 +39,6 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
         check_attached(config, shape)
     else:
         check_mesh(config.parallel, shape, config.parallel.ranks if num_ranks is None else num_ranks)
-        _check_head_groups(config.memory, shape, config.parallel.tp)
     ranks, kind = hdp_ranks(config.parallel, num_ranks), kind_of_ranks(config.parallel)
     data, parallel, planner = config.data, config.parallel, config.planner
     if not data.sources:
@@ -181,23 +179,6 @@ def _check_trace_steps(traced: Sequence[int], trainer: TrainerConfig) -> None:
             f"log.trace_steps names step {never[0]}, but the run has steps 1 to {trainer.steps}",
             so="its trace would never be written",
             fix=f"name steps from 1 to {trainer.steps}, or raise trainer.steps",
-        )
-
-
-def _check_head_groups(memory: MemoryConfig, shape: Architecture, tp: int) -> None:
-    """A rank's key/value heads make that many equal groups, and something is computed again."""
-    heads = max(1, shape.num_kv_heads // tp)
-    if memory.head_groups > 1 and heads % memory.head_groups:
-        raise ConfigError(
-            f"memory.head_groups = {memory.head_groups} does not divide the {heads} key/value heads of a rank",
-            so="the groups would not be equal",
-            fix=f'use a divisor of {heads}, or "auto"',
-        )
-    if memory.head_groups > 1 and memory.checkpointing == "none":
-        raise ConfigError(
-            f'memory.head_groups = {memory.head_groups} with memory.checkpointing = "none"',
-            so="all heads would be kept for backward anyway, and no memory saved",
-            fix='set memory.checkpointing to "full" or "attention", or leave head_groups out',
         )
 
 
