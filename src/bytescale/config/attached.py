@@ -20,7 +20,7 @@ class AttachedArchitecture:
     """A decoder of transformers. Two runs of equal description share checkpoints."""
 
     content: dict[str, Any]  # of config.json, all of it
-    buffers: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
     """Constants that belong to the weights and are not trained, such as a router's correction, as
     ``hf.files.folder.constants_of`` writes them. They are known once the model exists."""
     trained: dict[str, Any] = field(default_factory=dict)  # ``trained_of``; empty: every weight

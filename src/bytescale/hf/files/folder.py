@@ -13,10 +13,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import torch as safetensors
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -172,8 +172,8 @@ def _causal_model_or_error(content: dict[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def constants_of(model: nn.Module) -> dict[str, Any]:
-    """Buffers that are stored with weights and are not trained, as JSON: dtype, shape and bytes of each.
+def constants_of(model: nn.Module) -> dict[str, str]:
+    """Buffers that are stored with weights and are not trained, each as a safetensors file in base64.
 
     Raises ``ConfigError`` if they are too large to be part of a checkpoint's description.
     """
@@ -186,21 +186,14 @@ def constants_of(model: nn.Module) -> dict[str, Any]:
             fix="train it in a loop of your own with bytescale.HDP",
         )
     return {
-        name: {
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "shape": list(value.shape),
-            "base64": base64.b64encode(value.contiguous().flatten().view(torch.uint8).numpy().tobytes()).decode(),
-        }
-        for name, value in stored.items()
+        name: base64.b64encode(safetensors.save({name: value.contiguous()})).decode() for name, value in stored.items()
     }
 
 
-def set_constants(model: nn.Module, constants: dict[str, Any]) -> None:
+def set_constants(model: nn.Module, constants: dict[str, str]) -> None:
     buffers = dict(model.named_buffers())
     for name, kept in constants.items():
-        content = np.frombuffer(base64.b64decode(kept["base64"]), dtype=np.uint8).copy()
-        value = torch.from_numpy(content).view(getattr(torch, kept["dtype"])).view(kept["shape"])
-        buffers[name].copy_(value)
+        buffers[name].copy_(safetensors.load(base64.b64decode(kept))[name])
 
 
 def save_folder(
