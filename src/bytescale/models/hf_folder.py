@@ -75,7 +75,7 @@ class FolderWeights:
         missing = [name for name in shapes if name not in self._stored]
         if missing:
             raise CheckpointError(
-                f"{folder} lacks {len(missing)} of {len(shapes)} tensors: {_some(missing)}",
+                f"{folder} lacks {len(missing)} of {len(shapes)} tensors: {some(missing)}",
                 so="these weights would be random numbers",
                 fix=f"download or save the model again, or use the config.json that belongs to it ({_SHAPE})",
             )
@@ -88,7 +88,7 @@ class FolderWeights:
         ]
         if wrong:
             raise CheckpointError(
-                f"{folder} has tensors of other shapes than its model: {_some(wrong)}",
+                f"{folder} has tensors of other shapes than its model: {some(wrong)}",
                 so="they do not fit",
                 fix="use the config.json that belongs to these weights",
             )
@@ -107,7 +107,7 @@ class FolderWeights:
         tied = unknown == [_HEAD]
         if unknown and not (tied and torch.equal(self.read(_HEAD), self.read(_EMBEDDING))):
             raise CheckpointError(
-                f"{self._folder} has {len(unknown)} tensors that the model has no place for: {_some(unknown)}",
+                f"{self._folder} has {len(unknown)} tensors that the model has no place for: {some(unknown)}",
                 so="without them the model would compute something else",
                 fix="set tie_word_embeddings to false in config.json: the head differs from the embedding"
                 if tied
@@ -238,7 +238,8 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 

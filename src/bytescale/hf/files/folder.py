@@ -26,12 +26,11 @@ from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import HF_PREFIX, AttachedArchitecture, Config
 from bytescale.config.hugging_face import refuse_quantised
-from bytescale.models.hf_folder import finite, stored_tensors, write_json
+from bytescale.models.hf_folder import finite, some, stored_tensors, write_json
 from bytescale.runtime import DTYPES
 from bytescale.storage.place import Place
 
 MOST_CONSTANT_BYTES = 2**24
-_SHOWN = 6
 
 
 def config_of(content: dict[str, Any]) -> Any:
@@ -96,23 +95,17 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
     """
     refuse_quantised(content, str(folder / "config.json"))
     stored_tensors(folder)
-    try:
-        with _causal_model_or_error(content), _no_progress_bar():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config_of(content),
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are reported below
-            )
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} has no weights that can be read ({str(error).splitlines()[0]})",
-            fix="name a folder with model.safetensors, or with model.safetensors.index.json and its files",
-        ) from error
+    with _causal_model_or_error(content), _no_progress_bar():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config_of(content),
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported below
+        )
     model, told = loaded
     own = dict(model.named_parameters())
     told["untied_keys"] = own.keys() - parameters_of(content).keys()
@@ -124,9 +117,8 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
     ):
         names = sorted(str(name[0] if isinstance(name, tuple) else name) for name in told[kind])
         if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise CheckpointError(
-                f"{folder} has {len(names)} {kind.split('_')[0]} tensors: {', '.join(names[:_SHOWN])}{more}",
+                f"{folder} has {len(names)} {kind.split('_')[0]} tensors: {some(names)}",
                 so=so,
                 fix="set tie_word_embeddings to false in config.json"
                 if kind == "untied_keys"
