@@ -43,21 +43,13 @@ def config_of(content: dict[str, Any]) -> Any:
             fix="install a version of transformers that has it",
         )
     try:
-        return CONFIG_MAPPING[model_type].from_dict(_with_floats(content))
+        kind = CONFIG_MAPPING[model_type]
+        return kind.from_dict(kind._decode_special_floats(content))  # {"__float__": "Infinity"}
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(
             f"transformers does not take the configuration of the {model_type} model ({' '.join(str(error).split())})",
             fix="use the config.json that belongs to the weights",
         ) from error
-
-
-def _with_floats(value: Any) -> Any:
-    """The content of config.json with infinity and NaN as numbers; it has ``{"__float__": "Infinity"}``."""
-    if isinstance(value, dict):
-        if value.keys() == {"__float__"}:
-            return float(value["__float__"])
-        return {key: _with_floats(held) for key, held in value.items()}
-    return [_with_floats(held) for held in value] if isinstance(value, list) else value
 
 
 def make_model(content: dict[str, Any], dtype: torch.dtype, *, seed: int = 0) -> nn.Module:
