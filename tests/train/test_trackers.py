@@ -13,11 +13,9 @@ import pytest
 
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, LogConfig
-from bytescale.train.loop.trainer import train
 from bytescale.train.reporting import trackers
 from bytescale.train.reporting.trackers import check_trackers, open_trackers
 from bytescale.train.run_folder import RunFolder
-from tests.train.runs import losses, small_run, write_corpus
 
 
 def test_an_offline_run_of_wandb_holds_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,24 +55,6 @@ def test_a_run_of_wandb_is_named_after_its_folder(tmp_path: Path, monkeypatch: p
     folder.path.mkdir()
     open_trackers(folder, Config(log=LogConfig(wandb="offline")))
     assert (asked["project"], asked["name"]) == ("bytescale", "first-run")
-
-
-def test_trackers_get_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the last one; metrics.jsonl has all."""
-    logged: list[int] = []
-
-    class Spy:
-        def log(self, step: int, scalars: object) -> None:
-            logged.append(step)
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr("bytescale.train.reporting.run_log.open_trackers", lambda run, config: [Spy()])
-    config = small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run", steps=5, track_every=2)
-    train(config, print_line=lambda line: None)
-    assert logged == [2, 4, 5]
-    assert len(losses(tmp_path / "run")) == 5
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ class PlannerConfig:
     where this is faster than a ring. false: all are rings, as in the paper."""
     static_cp: int | None = field(default=None, metadata=limits(least=1))
     """static only: context-parallel degree; unset: the smallest divisor of the ranks that holds the context."""
-    verify: Literal["cheap", "full", "off"] = "cheap"
+    verify: Literal["cheap", "full"] = "cheap"
     """How much of each plan is checked before it runs."""
 
 
@@ -323,8 +323,6 @@ class LogConfig:
     peak_tflops: float | None = None
     """Peak TFLOP/s of one rank's device, for MFU. Unset: the data sheet's on a listed GPU in bf16; elsewhere the run
     shows the FLOP/s that it reaches instead of MFU."""
-    track_every: int = field(default=1, metadata=limits(least=1))
-    """Steps between numbers that go to TensorBoard or Weights & Biases. metrics.jsonl has every step."""
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder (extra `tensorboard`)."""
     wandb: Literal["off", "online", "offline"] = "off"

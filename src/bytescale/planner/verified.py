@@ -84,18 +84,12 @@ class VerifiedPlanner:
             plan = self._plan(lengths)
         if self.limits is not None and (plan.group_columns > 1).any():
             plan = self._in_memory(plan, self.limits)
-        if self.config.verify != "off":
-            self.check(plan)
+        self.check(plan)
         return plan
 
     def check(self, plan: Plan) -> None:
         """Raise ``PlanError`` if a plan breaks a rule that ``config.verify`` has checked."""
-        verify(
-            plan,
-            num_stages=self.num_stages,
-            level="cheap" if self.config.verify == "off" else self.config.verify,
-            limits=self.limits,
-        )
+        verify(plan, num_stages=self.num_stages, level=self.config.verify, limits=self.limits)
 
     def _in_memory(self, plan: Plan, limits: MemoryLimits) -> Plan:
         """The plan without grids for which there is no memory, or one with rings alone if that ends earlier."""
