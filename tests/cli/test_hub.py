@@ -232,7 +232,7 @@ def test_a_name_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_an_export_is_uploaded_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With its model card; without a token that may write, the folder stays, and one message says what to do."""
+    """Without a token that may write, the folder stays, and one message says what to do."""
     assert main(["train", str(written_config(tmp_path))]) == 0
     checkpoint = str(tmp_path / "run" / "checkpoints" / "step-000002")
     assert main(["convert", checkpoint, str(tmp_path / "out"), "--push", "acme/new"]) == 2
@@ -245,10 +245,6 @@ def test_an_export_is_uploaded_on_request(
     assert {file.name: file.read_bytes() for file in pushed.iterdir()} == {
         file.name: file.read_bytes() for file in local.iterdir()
     }
-    card = (pushed / "README.md").read_text()
-    assert "trained from random weights" in card
-    assert "seen 2 global batches of at most 640 tokens" in card
-    assert str(tmp_path / "corpus") in card
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""A checkpoint of ours as a Hugging Face folder, with a README.md that says what it was trained on, and how."""
+"""A checkpoint of ours as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from bytescale.models.hf_folder import copy_companions, hf_tensors, write_json, 
 from bytescale.runtime import DTYPES
 from bytescale.storage.place import Place
 
-_SHOWN_SOURCES = 20
-
 
 def export_checkpoint(
     checkpoint: str | Place,
@@ -37,7 +35,7 @@ def export_checkpoint(
 
     Args:
         dtype: ``fp32``, ``bf16`` or ``fp64``; master weights are rounded to it.
-        run_config: of the run, for tokenizer, context length and model card.
+        run_config: of the run, for tokenizer and context length.
         origin: a folder with the config.json, tokenizer and generation settings of the model that the run began with.
 
     Raises ``ConfigError`` if ``target`` exists; ``CheckpointError`` if ``checkpoint`` is none, or is incomplete.
@@ -52,7 +50,7 @@ def export_checkpoint(
         write_json(hidden / "config.json", _config_json(shape, dtype, run_config, origin) | special)
         if special:
             write_json(hidden / "generation_config.json", special)
-        add_companions(stored, hidden, run_config, origin)
+        add_companions(hidden, run_config, origin)
     return [target / shard.name for shard in shards]
 
 
@@ -88,8 +86,8 @@ def _end_of_text(run_config: Config | None) -> dict[str, int]:
     return {"eos_token_id": load_tokenizer(run_config.data.tokenizer, run_config.data.eos_token).eos_id}
 
 
-def add_companions(stored: CheckpointReader, target: Path, run_config: Config | None, origin: Path | None) -> None:
-    """Copy what belongs to a model's weights (tokenizer, chat template, generation settings), and add a model card.
+def add_companions(target: Path, run_config: Config | None, origin: Path | None) -> None:
+    """Copy what belongs to a model's weights: tokenizer, chat template, generation settings.
 
     First that of the folder that the run began with, and then that of its tokenizer, which replaces it.
     """
@@ -108,41 +106,3 @@ def add_companions(stored: CheckpointReader, target: Path, run_config: Config | 
             shutil.copyfile(settings, target / settings.name)
     if data.chat_template:
         shutil.copyfile(Path(data.chat_template).expanduser(), target / "chat_template.jinja")
-    (target / "README.md").write_text(_model_card(run_config, stored.state.step), encoding="utf-8")
-
-
-def _model_card(config: Config, step: int) -> str:
-    """Markdown with the front matter that the Hugging Face Hub reads. ``step``: how many updates were made."""
-    data, model, optimizer = config.data, config.model, config.optimizer
-    base = config.trainer.init
-    how = "fine-tuned" if base else "trained from random weights"
-    part = ", low-rank adapters that are merged into it" if model.lora_rank else ""
-    shown = [f"- `{source}`" for source in data.sources[:_SHOWN_SOURCES]]
-    if len(data.sources) > _SHOWN_SOURCES:
-        shown.append(f"- and {len(data.sources) - _SHOWN_SOURCES} more")
-    lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags: [bytescale]",
-        "---",
-        "",
-        "# Model card",
-        "",
-        f"This model was {how} by bytescale" + (f" from `{base.rpartition(':')[2]}`{part}." if base else "."),
-        "",
-        f"It has seen {step} global batches of at most {data.batch_tokens} tokens, in sequences of at most "
-        f"{data.context_length} tokens, of:",
-        "",
-        *shown,
-        "",
-        f"Loss: cross-entropy per {data.loss_per}"
-        + (", of what the assistant says" if data.content == "messages" else "")
-        + (", of the completions" if data.content == "prompt" else "")
-        + ". It has not been evaluated for safety or bias.",
-        "",
-        f"Optimizer: {optimizer.name}, peak learning rate {optimizer.lr:g}, {optimizer.schedule} schedule, "
-        f"weight decay {optimizer.weight_decay:g}.",
-        "",
-    ]
-    return "\n".join(lines)

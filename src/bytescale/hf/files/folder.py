@@ -287,7 +287,7 @@ def export_attached(
         if architecture.trained:
             model = model.to(target_dtype)
         shards = save_folder(model, hidden, architecture.content, dtype=target_dtype, shard_bytes=shard_bytes)
-        add_companions(stored, hidden, run_config, origin)
+        add_companions(hidden, run_config, origin)
     return [target / shard.name for shard in shards]
 
 
