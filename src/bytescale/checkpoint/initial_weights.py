@@ -11,8 +11,8 @@ from torch import nn
 from bytescale.checkpoint.agree import attempt, settle
 from bytescale.checkpoint.layout import Box, intersection
 from bytescale.checkpoint.reading import CheckpointReader, check_same_model, load_states, slices_in, wanted_by
-from bytescale.common.errors import ConfigError
-from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, Architecture, AttachedArchitecture, Config, resolve_model
+from bytescale.config import CHECKPOINT_PREFIX, Architecture, AttachedArchitecture, Config, resolve_model
+from bytescale.config.resolve import source_folder
 from bytescale.models import build_model
 from bytescale.models.hf_folder import FolderWeights, hf_tensors
 from bytescale.runtime import ShardedOptimizer
@@ -28,7 +28,7 @@ def check_initial_weights(config: Config) -> None:
         place = source.removeprefix(CHECKPOINT_PREFIX)
         check_same_model(place, CheckpointReader(place).state.architecture, shape.as_dict())
     elif isinstance(shape, Architecture):
-        FolderWeights(folder_of(source), hf_tensors(parameters_of(shape).items()))
+        FolderWeights(source_folder(source), hf_tensors(parameters_of(shape).items()))
 
 
 def load_initial_weights(
@@ -44,7 +44,7 @@ def load_initial_weights(
         group: of all ranks, for messages between hosts.
 
     Raises on every rank:
-        ConfigError: ``source`` is neither, or there are no weights in it.
+        ConfigError: there are no weights in ``source``.
         CheckpointError: tensors are missing or of other shapes, or of another model.
     """
     if source.startswith(CHECKPOINT_PREFIX):
@@ -52,7 +52,7 @@ def load_initial_weights(
         load_states(place, optimizer, architecture.as_dict(), group, only=["master"])
     else:
         assert isinstance(architecture, Architecture), "transformers loads its own models"
-        settle(attempt(lambda: _fill(optimizer, folder_of(source), architecture)), group)
+        settle(attempt(lambda: _fill(optimizer, source_folder(source), architecture)), group)
     optimizer.finish_restore(0, {})
 
 
@@ -74,12 +74,3 @@ def parameters_of(architecture: Architecture) -> dict[str, nn.Parameter]:
     """All parameters of a model by name, without memory for them."""
     with torch.device("meta"):
         return dict(build_model(architecture).named_parameters())
-
-
-def folder_of(source: str) -> Path:
-    if not source.startswith(HF_PREFIX):
-        raise ConfigError(
-            f"trainer.init is {source!r}",
-            fix=f"write {HF_PREFIX}FOLDER or {CHECKPOINT_PREFIX}FOLDER, or leave it empty for random weights",
-        )
-    return Path(source.removeprefix(HF_PREFIX)).expanduser()

@@ -30,11 +30,11 @@ def resolve_model(
 
     Raises ``ConfigError`` for an unknown preset and for shapes that contradict each other.
     """
-    source, is_folder, folder = config.preset.partition(":")
-    if is_folder and source == HF_PREFIX[:-1]:
-        base = _model_of_folder(Path(folder).expanduser(), trained_of(config))
-    elif is_folder and source == CHECKPOINT_PREFIX[:-1]:
-        base = _stored_architecture(folder)
+    is_folder = config.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX))
+    if config.preset.startswith(HF_PREFIX):
+        base = _model_of_folder(source_folder(config.preset), trained_of(config))
+    elif is_folder:
+        base = _stored_architecture(config.preset.removeprefix(CHECKPOINT_PREFIX))
     elif config.preset in PRESETS:
         base = PRESETS[config.preset]
     else:
@@ -61,6 +61,11 @@ def resolve_model(
     architecture = replace(base, **given)
     _check_architecture(architecture)
     return architecture
+
+
+def source_folder(source: str) -> Path:
+    """The folder of ``hf:FOLDER``."""
+    return Path(source.removeprefix(HF_PREFIX)).expanduser()
 
 
 def _model_of_folder(folder: Path, trained: dict[str, Any]) -> Architecture | AttachedArchitecture:

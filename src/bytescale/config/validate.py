@@ -13,7 +13,7 @@ from bytescale.common.text import visible
 from bytescale.config.architecture import Architecture
 from bytescale.config.attached import AttachedArchitecture, check_attached, check_trained
 from bytescale.config.overrides import parse_override
-from bytescale.config.resolve import resolve_model
+from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model
 from bytescale.config.schema import (
     AUTO_CAPACITY,
     Config,
@@ -70,7 +70,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
             fix='use a divisor of the ranks, or planner.name = "adaptive", which needs none',
         )
     _check_trace_steps(config.log.trace_steps, config.trainer)
-    _check_run_folder(config.trainer)
+    _check_trainer(config.trainer)
 
 
 def check_batches(data: DataConfig) -> None:
@@ -159,7 +159,13 @@ def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) ->
         )
 
 
-def _check_run_folder(trainer: TrainerConfig) -> None:
+def _check_trainer(trainer: TrainerConfig) -> None:
+    if trainer.init and not trainer.init.startswith((HF_PREFIX, CHECKPOINT_PREFIX)):
+        raise ConfigError(
+            f"trainer.init is {trainer.init!r}",
+            so="it is not clear where the weights come from",
+            fix=f"write {HF_PREFIX}FOLDER or {CHECKPOINT_PREFIX}FOLDER, or leave it empty for random weights",
+        )
     if trainer.resume and not trainer.run_dir:
         raise ConfigError("trainer.resume is set but trainer.run_dir is not", fix="name the run folder to continue")
     if visible(trainer.run_dir) != trainer.run_dir:

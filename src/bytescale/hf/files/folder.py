@@ -24,8 +24,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from bytescale.checkpoint.hugging_face import add_companions, appearing
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config import HF_PREFIX, AttachedArchitecture, Config
+from bytescale.config import AttachedArchitecture, Config
 from bytescale.config.hugging_face import refuse_quantised
+from bytescale.config.resolve import source_folder
 from bytescale.models.hf_folder import finite, some, stored_tensors, write_json
 from bytescale.runtime import DTYPES
 from bytescale.storage.place import Place
@@ -293,7 +294,7 @@ def export_attached(
 
 def _base_of(run_config: Config | None) -> Path:
     preset = "" if run_config is None else run_config.model.preset
-    base = Path(preset.removeprefix(HF_PREFIX)).expanduser()
+    base = source_folder(preset)
     if not (base / "config.json").is_file():
         raise CheckpointError(
             f"the checkpoint has what was trained alone, and the model that it belongs to is not there "

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from bytescale.attention import AttentionKernel
 from bytescale.attention.kernels import CudaFlashKernel
-from bytescale.checkpoint.initial_weights import folder_of, load_initial_weights
+from bytescale.checkpoint.initial_weights import load_initial_weights
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config
+from bytescale.config.resolve import source_folder
 from bytescale.config.validate import may_offload
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
@@ -94,7 +95,7 @@ def build_attached_model(
     # 1. The model with weights that are not rounded; then on our attention, on its device.
     source, content = config.trainer.init, architecture.content
     if source.startswith(HF_PREFIX):
-        folder = folder_of(source)
+        folder = source_folder(source)
         read_as = exact_dtype(folder, dtype)
         model = load_model(folder, content, read_as)
     else:
