@@ -253,7 +253,7 @@ class OptimizerConfig:
     name: Literal["adamw", "muon", "lion", "sgd"] = "adamw"
     """muon: orthogonalised momentum for the matrices of layers, AdamW for all else; rates are as for AdamW. lion: the
     sign of a momentum, half of AdamW's states; rates are 3 to 10 times lower. sgd: with momentum."""
-    momentum: float = 0.95
+    momentum: float = field(default=0.95, metadata=limits(least=0, most=0.9999))
     """Decay of the momentum of Muon and SGD."""
     offload: bool = False
     """Master weights and states are in host memory and updated there: 12 bytes of it for each parameter with AdamW,

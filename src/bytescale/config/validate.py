@@ -292,8 +292,6 @@ def _check_optimizer(config: Config) -> None:
         raise ConfigError("optimizer.name is muon, and optimizer.offload is true",
                           so="matrices are made orthogonal in the memory of the gradients, on the device",
                           fix="use adamw, lion or sgd, or leave optimizer.offload out")  # fmt: skip
-    if not 0 <= config.optimizer.momentum < 1:
-        raise ConfigError(f"optimizer.momentum is {config.optimizer.momentum}", fix="use a number from 0 to below 1")
     for override in config.optimizer.overrides:
         parse_override(override)
     if config.optimizer.name == "muon" and config.parallel.tp > 1:
