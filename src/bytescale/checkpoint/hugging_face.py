@@ -27,11 +27,10 @@ def export_checkpoint(
     shard_bytes: int = 5 * 2**30,
     run_config: Config | None = None,
     origin: Path | None = None,
-) -> list[Path]:
+) -> None:
     """Write ``target`` with config.json, safetensors shards and, where the run names them, the tokenizer's files.
 
-    The process holds one shard, and the parameter that is being read. ``target`` appears when it is complete. Returns
-    the shards.
+    The process holds one shard, and the parameter that is being read. ``target`` appears when it is complete.
 
     Args:
         dtype: ``fp32``, ``bf16`` or ``fp64``; master weights are rounded to it.
@@ -45,13 +44,12 @@ def export_checkpoint(
     parameters = ((name, stored.read(f"master.{name}")) for name in parameters_of(shape))
     weights = ((name, value.to(DTYPES[dtype], copy=True)) for name, value in hf_tensors(parameters))
     with appearing(target) as hidden:
-        shards = write_weights(hidden, weights, shard_bytes=shard_bytes)
+        write_weights(hidden, weights, shard_bytes=shard_bytes)
         special = _end_of_text(run_config) if origin is None else {}
         write_json(hidden / "config.json", _config_json(shape, dtype, run_config, origin) | special)
         if special:
             write_json(hidden / "generation_config.json", special)
         add_companions(hidden, run_config, origin)
-    return [target / shard.name for shard in shards]
 
 
 @contextmanager

@@ -40,7 +40,7 @@ class ConvertOptions:
                 f"{init} is not there any more: no tokenizer is copied, and config.json has the numbers of the "
                 "checkpoint"
             )
-        shards = _exporter(self.source)(
+        _exporter(self.source)(
             self.source,
             self.folder,
             dtype=self.dtype,
@@ -48,6 +48,7 @@ class ConvertOptions:
             run_config=run_config,
             origin=origin,
         )
+        shards = list(self.folder.glob("*.safetensors"))
         size = sum(shard.stat().st_size for shard in shards)
         print(f"wrote {self.folder}: {len(shards)} safetensors files, {format_bytes(size)}, and config.json")
         if (self.folder / "adapter").is_dir():
@@ -60,7 +61,7 @@ class ConvertOptions:
         return 0
 
 
-def _exporter(checkpoint: str) -> Callable[..., list[Path]]:
+def _exporter(checkpoint: str) -> Callable[..., None]:
     from bytescale.checkpoint.hugging_face import export_checkpoint
     from bytescale.checkpoint.reading import CheckpointReader
 

@@ -173,8 +173,8 @@ def finite(tensor: Tensor, name: str, folder: Path) -> Tensor:
     return tensor
 
 
-def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], *, shard_bytes: int) -> list[Path]:
-    """Write shards of at most ``shard_bytes``, and an index if there are several. Returns the paths of the shards.
+def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], *, shard_bytes: int) -> None:
+    """Write shards of at most ``shard_bytes``, and an index if there are several.
 
     A shard holds at least one tensor, however large. At most one shard is in memory at a time.
     """
@@ -199,7 +199,6 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], *, shard_
         weight_map = {name: file for file, own in zip(files, shards, strict=True) for name in own}
         metadata = {"total_size": sum(sum(own.values()) for own in shards)}
         write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
-    return [folder / file for file in files]
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:

@@ -181,18 +181,6 @@ def set_constants(model: nn.Module, constants: dict[str, str]) -> None:
         buffers[name].copy_(safetensors.load(base64.b64decode(kept))[name])
 
 
-def save_folder(
-    model: nn.Module, target: Path, content: dict[str, Any], *, dtype: torch.dtype, shard_bytes: int
-) -> list[Path]:
-    """Write ``model``, whose weights have ``dtype``, with ``content`` as its config.json. Returns the shards."""
-    with _no_progress_bar():
-        model.save_pretrained(target, max_shard_size=shard_bytes)  # type: ignore[operator]
-    name = str(dtype).removeprefix("torch.")
-    written = {key: name for key in ("dtype", "torch_dtype") if key in content} or {"dtype": name}
-    write_json(target / "config.json", content | written)
-    return sorted(target.glob("*.safetensors"))
-
-
 _EMPTY = "there is nothing to train"
 
 
@@ -257,7 +245,7 @@ def export_attached(
     shard_bytes: int = 5 * 2**30,
     run_config: Config | None = None,
     origin: Path | None = None,
-) -> list[Path]:
+) -> None:
     """``checkpoint.hugging_face.export_checkpoint`` for an attached model. The process holds the whole model once.
 
     config.json is the one that the run began with, with the dtype of the weights that are written. What was not trained
@@ -287,9 +275,12 @@ def export_attached(
             model = wrapped.merge_and_unload()
         if architecture.trained:
             model = model.to(target_dtype)
-        shards = save_folder(model, hidden, architecture.content, dtype=target_dtype, shard_bytes=shard_bytes)
+        with _no_progress_bar():
+            model.save_pretrained(hidden, max_shard_size=shard_bytes)  # type: ignore[operator]
+        content, name = architecture.content, str(target_dtype).removeprefix("torch.")
+        written = {key: name for key in ("dtype", "torch_dtype") if key in content} or {"dtype": name}
+        write_json(hidden / "config.json", content | written)
         add_companions(hidden, run_config, origin)
-    return [target / shard.name for shard in shards]
 
 
 def _base_of(run_config: Config | None) -> Path:
