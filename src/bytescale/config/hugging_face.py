@@ -37,10 +37,6 @@ _MIXTRAL = _LLAMA | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts
 _LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-class NotOurs(ConfigError):
-    """A model that our own code does not have. Transformers' code may have it (``config.attached``)."""
-
-
 def read_hf_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json. Raises ``ConfigError`` when there is none."""
     path = folder / "config.json"
@@ -53,18 +49,22 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json") -> Architecture:
-    """Raises ``ConfigError`` for other architectures, and for features of these that our models do not have."""
+def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json") -> Architecture | None:
+    """The model as our own code has it; None: transformers' code may have it (``config.attached``).
+
+    Raises ``ConfigError`` for quantised weights, for dropout and where numbers are missing.
+    """
     refuse_quantised(content, where)
-    named = content.get("architectures") or [_architecture_of_type(content, where)]
-    if named[0] not in FAMILIES:
-        raise NotOurs(
-            f"{where} is of a {named[0]}, which is not supported here",
-            so="its weights have no place in our own models",
-            fix=f"use one of {', '.join(FAMILIES)}; bytescale train, plan, simulate, score and "
-            "convert also take other decoders",
+    of_type = {model_type: family for family, model_type in FAMILIES.items()}
+    named = content.get("architectures") or [of_type.get(content.get("model_type"))]  # older files of Llama name none
+    if named[0] not in FAMILIES or _has_what_ours_lack(content):
+        return None
+    if content.get("attention_dropout"):  # no other code would give the results of one process either
+        raise ConfigError(
+            f"{where} has attention_dropout = {content['attention_dropout']!r}",
+            so="the loss would depend on how sequences lie on ranks",
+            fix="set it to 0.0 in config.json",
         )
-    _refuse_unknown_features(content, where)
     mixture = named[0] == "MixtralForCausalLM"
     names = _NAMES | _EXPERT_NAMES if mixture else _NAMES
     said = (_MIXTRAL if mixture else _LLAMA) | {name: value for name, value in content.items() if value is not None}
@@ -75,7 +75,8 @@ def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json")
     heads = numbers["num_heads"]
     numbers["num_kv_heads"] = said.get("num_key_value_heads", heads)
     numbers["head_dim"] = said.get("head_dim", numbers["hidden_size"] // heads)
-    return Architecture(**numbers, **_rope_from_hf(said, where))
+    rope = _rope_from_hf(said)
+    return None if rope is None else Architecture(**numbers, **rope)
 
 
 def hf_config_of(shape: Architecture, *, dtype: str, max_position_embeddings: int | None = None) -> dict[str, Any]:
@@ -109,38 +110,18 @@ def hf_config_of(shape: Architecture, *, dtype: str, max_position_embeddings: in
     return content
 
 
-def _architecture_of_type(content: dict[str, Any], where: str) -> str:
-    """What ``model_type`` says where a file does not name its architecture, as older files of Llama do."""
-    for architecture, model_type in FAMILIES.items():
-        if content.get("model_type") == model_type:
-            return architecture
-    if "model_type" not in content:
-        raise ConfigError(
-            f"{where} says neither architectures nor model_type",
-            so="what its weights belong to is not known",
-            fix='name the architecture in it, such as "architectures": ["LlamaForCausalLM"]',
-        )
-    return f"model of type {content['model_type']}"
-
-
-def _rope_from_hf(content: dict[str, Any], where: str) -> dict[str, Any]:
-    """Version 5 writes ``rope_parameters``; version 4 ``rope_theta`` and ``rope_scaling``."""
+def _rope_from_hf(content: dict[str, Any]) -> dict[str, Any] | None:
+    """Version 5 writes ``rope_parameters``; version 4 ``rope_theta`` and ``rope_scaling``. None: ours cannot do it."""
     rope = {**(content.get("rope_scaling") or {}), **(content.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     numbers: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", content["rope_theta"]))}
     if kind == "default":
         return numbers
-    if kind not in ("linear", "llama3"):
-        raise NotOurs(
-            f"{where} stretches rotary positions by {kind!r}",
-            so="attention would see other angles than the model was trained with",
-            fix="use a model with none, linear or llama3",
-        )
+    factors = {name: float(rope[name]) for name in _LLAMA3_FACTORS} if kind == "llama3" else _LLAMA3_FACTORS
+    if kind not in ("linear", "llama3") or factors != _LLAMA3_FACTORS:
+        return None
     numbers |= {"rope_scaling": kind, "rope_scaling_factor": float(rope["factor"])}
     if kind == "llama3":
-        for name, ours in _LLAMA3_FACTORS.items():
-            if float(rope[name]) != ours:
-                raise NotOurs(f"{where}: llama3 scaling with {name} = {rope[name]}", fix=f"only {ours} is supported")
         numbers["rope_original_context"] = int(rope["original_max_position_embeddings"])
     return numbers
 
@@ -157,20 +138,11 @@ def refuse_quantised(content: dict[str, Any], where: str) -> None:
         )
 
 
-def _refuse_unknown_features(content: dict[str, Any], where: str) -> None:
-    """Features whose weights or mathematics our models do not have, if they are switched on."""
-    on = {
-        "attention_bias": bool(content.get("attention_bias")),
-        "mlp_bias": bool(content.get("mlp_bias")),
-        "sliding_window": content.get("sliding_window") is not None,
-        "hidden_act": content.get("hidden_act", "silu") not in ("silu", "swish"),
-        "attention_dropout": bool(content.get("attention_dropout")),
-    }
-    for name, present in on.items():
-        if present:
-            # With dropout, no other code would give the results of one process either.
-            raise (ConfigError if name == "attention_dropout" else NotOurs)(
-                f"{where} has {name} = {content[name]!r}, which our models do not have",
-                so="they would compute something else from its weights",
-                fix="use a model without it" if name != "attention_dropout" else "set it to 0.0 in config.json",
-            )
+def _has_what_ours_lack(content: dict[str, Any]) -> bool:
+    """Whether features are switched on whose weights or mathematics our models do not have."""
+    return (
+        bool(content.get("attention_bias"))
+        or bool(content.get("mlp_bias"))
+        or content.get("sliding_window") is not None
+        or content.get("hidden_act", "silu") not in ("silu", "swish")
+    )

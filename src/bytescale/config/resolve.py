@@ -11,7 +11,7 @@ from bytescale.common.limits import check_limits
 from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.attached import AttachedArchitecture, trained_of
-from bytescale.config.hugging_face import NotOurs, architecture_from_hf, read_hf_config
+from bytescale.config.hugging_face import FAMILIES, architecture_from_hf, read_hf_config
 from bytescale.config.schema import ModelConfig
 
 HF_PREFIX = "hf:"
@@ -69,15 +69,15 @@ def source_folder(source: str) -> Path:
 
 
 def _model_of_folder(folder: Path, trained: dict[str, Any]) -> Architecture | AttachedArchitecture:
-    content = read_hf_config(folder)
-    if trained:
-        return AttachedArchitecture(content=content, trained=trained)
-    try:
-        return architecture_from_hf(content, where=str(folder / "config.json"))
-    except NotOurs:
-        if "model_type" not in content:
-            raise
-        return AttachedArchitecture(content=content)
+    content, where = read_hf_config(folder), str(folder / "config.json")
+    own = None if trained else architecture_from_hf(content, where=where)
+    if own is None and "model_type" not in content:
+        raise ConfigError(
+            f"{where} does not say its model_type, and architectures has none of {', '.join(FAMILIES)}",
+            so="what its weights belong to is not known",
+            fix='name it, such as "model_type": "llama"',
+        )
+    return own or AttachedArchitecture(content=content, trained=trained)
 
 
 def _stored_architecture(folder: str) -> Architecture | AttachedArchitecture:
