@@ -30,12 +30,11 @@ from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import Manifest, RunState, StoredFile, layout_to_json
 from bytescale.checkpoint.writing import RankStates, layout_of
 from bytescale.config import (
+    PRESETS,
     Architecture,
     CheckpointConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    resolve_architecture,
 )
 from bytescale.runtime import FlatParameters, Mesh, MeshShape, Range, RankGroup, ShardedOptimizer
 from bytescale.train.parts import own_model
@@ -74,7 +73,7 @@ def optimizer_of(num_bytes: float) -> tuple[ShardedOptimizer, Architecture]:
     for ranges in optimizer.states(optimizer.zeros[0]).values():
         for own in ranges:
             own.values.normal_()
-    return optimizer, resolve_architecture(ModelConfig(preset="tiny"))
+    return optimizer, PRESETS["tiny"]
 
 
 def timed(action: Callable[..., object], *arguments: object) -> float:
@@ -165,7 +164,7 @@ def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> tuple[FlatPara
 
 
 def planning() -> None:
-    shape = resolve_architecture(ModelConfig(preset="70b"))
+    shape = PRESETS["70b"]
     mesh = MeshShape(hdp=512, tp=8, pp=4)
     print(
         f"70B on {mesh.size} ranks: pp {mesh.pp}, hdp {mesh.hdp}, tp {mesh.tp}; one rank is measured, the first twice"

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from bytescale.attention import select_kernel
-from bytescale.config import ModelConfig, OptimizerConfig, resolve_architecture
+from bytescale.config import ModelConfig, OptimizerConfig, resolve_model
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Decoder, Executor, Mesh, RankGroup, ShardedOptimizer
@@ -137,7 +137,7 @@ class Trainer:
     def __init__(self, mode: str, num_micro_batches: int, bucket_mib: float) -> None:
         mesh = Mesh.of_hdp(RankGroup(dist.group.WORLD))
         mesh = replace(mesh, gradients=RankGroup() if mode == "none" else RankGroup(dist.new_group()))
-        shape = resolve_architecture(
+        shape = resolve_model(
             ModelConfig(preset="tiny", num_layers=8, hidden_size=256, num_heads=4, ffn_hidden_size=768, vocab_size=256)
         )
         bucket_bytes = int(bucket_mib * 2**20) if mode == "buckets" else 0

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.config import ModelConfig, resolve_architecture
+from bytescale.config import ModelConfig, resolve_model
 from bytescale.cost import Cluster, CostModel, Links, Profile
 from bytescale.plan import Plan
 from bytescale.planner import adaptive_plan, evaluate, static_plan
@@ -246,7 +246,7 @@ def shown(ends: FloatArray) -> str:
 def assumed_profile() -> Profile:
     """7B in bf16 on H100: 400 TFLOP/s in matrix products, 300 in attention, 300 GB/s in a node, 40 between nodes."""
     return Profile.from_flops(
-        resolve_architecture(ModelConfig(preset="7b")),
+        resolve_model(ModelConfig(preset="7b")),
         flops_per_second=400e12,
         attention_flops_per_second=300e12,
         launch_seconds=50e-6,

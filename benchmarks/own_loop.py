@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import bytescale
 from bytescale.attention import AttentionRules, PackedAttention, RingBuffers, select_kernel
-from bytescale.config import ModelConfig, OptimizerConfig, resolve_architecture
+from bytescale.config import ModelConfig, OptimizerConfig, resolve_model
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
@@ -77,7 +77,7 @@ def runtime_step(part: str, group: RankGroup) -> Callable[[RankPlan, list[Tokens
     mesh = Mesh.of_hdp(group)
     model: Any
     if part == "own":
-        shape = resolve_architecture(
+        shape = resolve_model(
             ModelConfig(
                 preset="tiny", vocab_size=VOCABULARY, hidden_size=HIDDEN, num_layers=LAYERS, num_heads=HEADS,
                 num_kv_heads=KEY_HEADS, ffn_hidden_size=INNER,

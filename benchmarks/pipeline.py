@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 import paper_assumptions as paper
 from bytescale.attention import select_kernel
-from bytescale.config import resolve_architecture
+from bytescale.config import resolve_model
 from bytescale.config.schema import ModelConfig
 from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.data.length_distributions import sample_lengths
@@ -128,7 +128,7 @@ def measured_steps(mesh: Mesh, part: Decoder, count: int, num_tokens: int, round
 
 def bubble(rounds: int) -> list[dict[str, float]]:
     """Measure the idle share of all stages for each number of micro-batches."""
-    shape = resolve_architecture(
+    shape = resolve_model(
         ModelConfig(preset="tiny", num_layers=8, hidden_size=256, num_heads=4, ffn_hidden_size=768, vocab_size=16)
     )
 

@@ -43,7 +43,6 @@ def test_kept_for_ever_and_exported(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "ends" / name).read_text(encoding="utf-8"))["eos_token_id"] == 2
     assert (tmp_path / "ends" / "chat_template.jinja").read_text(encoding="utf-8") == "{{ messages }}"
     assert (tmp_path / "ends" / "tokenizer_config.json").is_file()
-    assert "seen 6 global batches" in (tmp_path / "ends" / "README.md").read_text(encoding="utf-8")
     assert not (tmp_path / "later" / "generation_config.json").exists(), "of bytes there is no tokenizer.json"
 
 

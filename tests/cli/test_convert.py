@@ -16,7 +16,7 @@ from bytescale.checkpoint.initial_weights import check_initial_weights
 from bytescale.cli.main import main
 from bytescale.cli.train import read_options
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config import PRESETS, Config, ModelConfig, config_to_toml, resolve_architecture
+from bytescale.config import PRESETS, Config, ModelConfig, config_to_toml, resolve_model
 from bytescale.train.loop.trainer import train
 from tests.helpers.forks import run_forked
 from tests.helpers.steps import make_model
@@ -37,7 +37,7 @@ def hf_folder(folder: Path, **changes: object) -> Path:
         preset="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=48, vocab_size=320,
         **changes,  # type: ignore[arg-type]
     )  # fmt: skip
-    write_folder(folder, make_model(resolve_architecture(model), torch.float32), shard_bytes=40_000)
+    write_folder(folder, make_model(resolve_model(model), torch.float32), shard_bytes=40_000)
     (folder / "generation_config.json").write_text('{"temperature": 0.7}', encoding="utf-8")
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     return folder
@@ -107,7 +107,7 @@ def test_init_on_the_command_line_takes_the_shape_too(corpus: Path, tmp_path: Pa
     config = tmp_path / "config.toml"
     config.write_text(config_to_toml(small_run(corpus, tmp_path / "run")), encoding="utf-8")
     options = read_options([str(config), "--init", f"hf:{source}"])
-    shape = resolve_architecture(options.config.model, tokenizer_vocab_size=9999)
+    shape = resolve_model(options.config.model, tokenizer_vocab_size=9999)
     assert (shape.num_experts, shape.vocab_size, shape.hidden_size) == (4, 320, 32)
     assert options.config.trainer.init == f"hf:{source}"
     check_initial_weights(options.config)
@@ -153,16 +153,16 @@ def test_convert_refuses_what_it_cannot_convert(tmp_path: Path, capsys: pytest.C
 def test_the_shape_of_a_checkpoint_behind_a_url() -> None:
     stored = json.dumps({"architecture": PRESETS["tiny"].as_dict()}).encode()
     fsspec.filesystem("memory").pipe_file("/shapes/step-000001/run_state.json", stored)
-    assert resolve_architecture(ModelConfig(preset="checkpoint:memory://shapes/step-000001")) == PRESETS["tiny"]
+    assert resolve_model(ModelConfig(preset="checkpoint:memory://shapes/step-000001")) == PRESETS["tiny"]
     with pytest.raises(ConfigError, match=r"step-000002 is not a checkpoint of bytescale: .*no such file"):
-        resolve_architecture(ModelConfig(preset="checkpoint:memory://shapes/step-000002"))
+        resolve_model(ModelConfig(preset="checkpoint:memory://shapes/step-000002"))
     with pytest.raises(ConfigError, match=r"has no file system .*To fix: use a protocol that fsspec knows\.$"):
-        resolve_architecture(ModelConfig(preset="checkpoint:nosuch://shapes/step-000001"))
+        resolve_model(ModelConfig(preset="checkpoint:nosuch://shapes/step-000001"))
 
 
 def test_the_vocabulary_of_a_folder_is_kept(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "source")
-    assert resolve_architecture(ModelConfig(preset=f"hf:{source}"), tokenizer_vocab_size=257).vocab_size == 320
+    assert resolve_model(ModelConfig(preset=f"hf:{source}"), tokenizer_vocab_size=257).vocab_size == 320
 
 
 def test_a_run_outlives_the_folder_that_it_began_with(corpus: Path, tmp_path: Path) -> None:

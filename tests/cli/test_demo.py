@@ -14,8 +14,8 @@ from bytescale.cli.demo import GPUS, DemoOptions, simulated_steps
 from bytescale.cli.main import main
 from bytescale.cli.train import read_options
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, ModelConfig, config_from_dict, load_config, resolve_architecture, validate
-from bytescale.config.load import DEMO_CONFIG
+from bytescale.config import Config, ModelConfig, load_config, resolve_model, validate
+from bytescale.config.load import DEMO_CONFIG, from_dict
 from bytescale.cost import Links, Profile
 from tests.train.runs import metrics, write_corpus
 
@@ -92,7 +92,7 @@ def test_the_config_has_a_long_tail_to_show() -> None:
 def test_the_simulated_gain_is_large() -> None:
     """A long tail on 64 modelled H100s: adaptive planning ends in less than half of a static mesh's time."""
     profile = Profile.from_flops(
-        resolve_architecture(ModelConfig(preset="7b"), tokenizer_vocab_size=4096),
+        resolve_model(ModelConfig(preset="7b"), tokenizer_vocab_size=4096),
         flops_per_second=400e12,
         attention_flops_per_second=300e12,
         links=Links(
@@ -138,10 +138,10 @@ def test_the_commented_settings_are_the_defaults() -> None:
     text = DEMO_CONFIG.read_text(encoding="utf-8")
     commented = re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)
     assert commented != text
-    assert config_from_dict(tomllib.loads(commented)) == config_from_dict(tomllib.loads(text))
+    assert from_dict(Config, tomllib.loads(commented), "") == from_dict(Config, tomllib.loads(text), "")
 
 
 def test_an_unknown_setting_would_be_found() -> None:
     with pytest.raises(ConfigError, match="unknown key"):
-        config_from_dict(tomllib.loads("[trainer]\nstepz = 1\n"))
-    assert config_from_dict({}) == Config()
+        from_dict(Config, tomllib.loads("[trainer]\nstepz = 1\n"), "config")
+    assert from_dict(Config, {}, "config") == Config()

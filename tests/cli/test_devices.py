@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bytescale.cli import costs, plan, simulate
-from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml, resolve_architecture
+from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml, resolve_model
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost import Profile
 from bytescale.cost.assumed import ASSUMED
@@ -76,8 +76,7 @@ def seen_by_simulate(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, 
         {"checkpointing": "attention", "parallel": {"pp": 2}, "dtype": "fp64"},
         {"checkpointing": "full", "parallel": {"tp": 2}, "model": {"preset": "tiny-moe", "ffn_hidden_size": 64}},
         {"checkpointing": "full", "device": "cuda", "gib": 3, "dtype": "auto"},
-        {"checkpointing": "full", "device": "cuda", "gib": 3, "dtype": "auto", "head_groups": 2},
-        {"checkpointing": "full", "head_groups": 1, "parallel": {"capacity_tokens": 300}},
+        {"checkpointing": "full", "parallel": {"capacity_tokens": 300}},
         {"device": "auto", "dtype": "auto"},
     ],
     ids=str,
@@ -96,7 +95,7 @@ def test_plan_and_simulate_count_as_train_does(
         "device_bytes": usable_device_bytes(device, ranks, config.memory.device_gib),
         "host_bytes": usable_host_bytes(config, ranks),
     }
-    shape = resolve_architecture(config.model, tokenizer_vocab_size=257)
+    shape = resolve_model(config.model, tokenizer_vocab_size=257)
     budget = memory_budget(
         config,
         shape,

@@ -195,17 +195,6 @@ def test_a_name_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert re.search(said, told.replace("\n", " ")), told
 
 
-@pytest.mark.usefixtures("here")
-def test_an_export_has_a_model_card(tmp_path: Path) -> None:
-    assert main(["train", str(written_config(tmp_path))]) == 0
-    checkpoint = str(tmp_path / "run" / "checkpoints" / "step-000002")
-    assert main(["convert", checkpoint, str(tmp_path / "out")]) == 0
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "trained from random weights" in card
-    assert "seen 2 global batches of at most 640 tokens" in card
-    assert str(tmp_path / "corpus") in card
-
-
 @pytest.mark.exhaustive
 def test_without_a_network(tmp_path: Path, hub: dict[str, str]) -> None:
     """One message, which says how to bring the model here."""

@@ -159,6 +159,7 @@ def test_a_rank_that_dies_stops_the_others_and_is_named(
         (["--model.preset", "9b"], r"preset is '9b'.*use one of tiny, 160m"),
         (["--planner.static-cp", "3"], r"static_cp = 3 does not divide the 2 ranks"),
         (["--data.tokenizer", "nope.json"], r"nope\.json"),
+        (["--trainer.init", "somewhere"], r"trainer.init is 'somewhere'.*write hf:FOLDER or checkpoint:FOLDER"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_clear_error(

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from bytescale.checkpoint.initial_weights import architecture_pieces
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import Architecture, AttachedArchitecture, resolve_model
 from bytescale.config.hugging_face import architecture_from_hf, read_hf_config
@@ -20,8 +19,8 @@ from bytescale.config.schema import ModelConfig
 from bytescale.hf.files import folder as folders
 from bytescale.hf.files.folder import load_model as load_for_training
 from bytescale.hf.files.folder import read_model
-from bytescale.models.hf_folder import read_pieces
 from bytescale.parity import small_model
+from tests.models.test_hugging_face import read_model as read_by_ourselves
 
 Change = Callable[[dict[str, Tensor]], None]
 
@@ -48,9 +47,7 @@ def load_all(folder: Path, match: str, error: type[Exception] = CheckpointError)
     if architecture_of(folder) is None:
         readers.append(lambda: load_for_training(folder, read_hf_config(folder), torch.float32))
     else:
-        readers.append(
-            lambda: list(read_pieces(folder, architecture_pieces(architecture_from_hf(read_hf_config(folder)))))
-        )
+        readers.append(lambda: read_by_ourselves(folder, architecture_from_hf(read_hf_config(folder))))
     for read in readers:
         with pytest.raises(error, match=match) as caught:
             read()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import PRESETS, ModelConfig, resolve_architecture
+from bytescale.config import PRESETS, ModelConfig, resolve_model
 from bytescale.models import Llama, Mixtral, build_model
 from bytescale.models.balance import count_tokens
 from bytescale.models.moe import ExpertProducts, expert_products, grouped_products, looped_products, route
@@ -121,7 +121,7 @@ def test_a_weight_of_zero_switches_the_balance_loss_off() -> None:
 )
 def test_shapes_that_cannot_be_are_refused(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve_architecture(ModelConfig(preset="tiny-moe", **changes))  # type: ignore[arg-type]
+        resolve_model(ModelConfig(preset="tiny-moe", **changes))  # type: ignore[arg-type]
 
 
 def test_presets_are_the_papers() -> None:

@@ -138,21 +138,16 @@ def test_a_run_is_the_same_on_any_ranks(tmp_path: Path, name: str) -> None:
     assert whole[-1] < whole[0] - 0.1
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("*.nothing.*: lr_ratio=2", "which no trained parameter matches"),
-        ("*: eps=1e-6", "sets eps of '\\*', which sgd does not have"),
-    ],
-)
-def test_overrides_that_fit_nothing(override: str, said: str) -> None:
+def test_overrides_that_fit_nothing() -> None:
     model = make_model(small_shape(), torch.float64)
-    flat = FlatParameters(model.named_parameters(), 1)
-    with pytest.raises(ConfigError, match=said):
-        ShardedOptimizer.of_config(flat, replace(config_of("sgd"), overrides=(override,)), Mesh.of_hdp(RankGroup()))
+    flat, overrides = FlatParameters(model.named_parameters(), 1), ("*.nothing.*: lr_ratio=2",)
+    with pytest.raises(ConfigError, match="which no trained parameter matches"):
+        ShardedOptimizer.of_config(flat, replace(config_of("sgd"), overrides=overrides), Mesh.of_hdp(RankGroup()))
 
 
-@pytest.mark.parametrize("override", ["*", ": lr_ratio=2", "*: lr_ratio", "*: rate=2", "*: beta2=1.5", "*: eps=nan"])
+@pytest.mark.parametrize(
+    "override", ["*", ": lr_ratio=2", "*: lr_ratio", "*: rate=2", "*: lr_ratio=-1", "*: lr_ratio=nan"]
+)
 def test_overrides_that_cannot_be_read(tmp_path: Path, override: str) -> None:
     config = small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run")
     with pytest.raises(ConfigError, match=r"optimizer\.overrides has"):

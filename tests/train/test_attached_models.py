@@ -259,7 +259,6 @@ def test_weights_go_through_a_checkpoint_bit_for_bit(corpus: Path, tmp_path: Pat
         ("parallel", {"tp": 2, "ranks": 2}, "parallel.tp = 2 with a model of type qwen3"),
         ("parallel", {"pp": 2, "ranks": 2}, "parallel.pp = 2"),
         ("kernels", {"compile": True}, "kernels.compile = true"),
-        ("memory", {"head_groups": 2, "checkpointing": "full"}, "memory.head_groups = 2"),
         ("model", {"num_layers": 3}, "model.num_layers is set"),
         ("parallel", {"shard": "parameters", "domain": 3, "ranks": 4}, "domain of 3 ranks .* does not divide 4 ranks"),
         ("parallel", {"experts": "parallel", "ranks": 2}, "xperts is .parallel., but shard is .optimizer."),

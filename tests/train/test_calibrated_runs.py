@@ -76,12 +76,12 @@ def test_ranks_whose_processors_round_differently_plan_alike(tmp_path: Path, mon
 def planner_of(config: Config) -> CalibratedPlanner:
     """The planner of a run, made without its ranks."""
 
-    from bytescale.config import resolve_architecture
+    from bytescale.config import resolve_model
     from bytescale.cost.spec import ModelSpec
     from bytescale.train.parts.budget import rank_device
     from bytescale.train.parts.devices import Devices
 
-    shape = resolve_architecture(config.model, tokenizer_vocab_size=320)
+    shape = resolve_model(config.model, tokenizer_vocab_size=320)
     device, dtype = torch.device("cpu"), torch.float32
     devices = Devices.alike(rank_device(config, device, dtype, 2), 2)
     spec = ModelSpec.of(shape)

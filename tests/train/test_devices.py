@@ -65,9 +65,9 @@ def auto_run(folder: Path, name: str) -> Config:
 def budget(config: Config, sizes: list[float], **changes: Any) -> MemoryBudget:
     import torch
 
-    from bytescale.config import resolve_architecture
+    from bytescale.config import resolve_model
 
-    shape = resolve_architecture(config.model, tokenizer_vocab_size=320)
+    shape = resolve_model(config.model, tokenizer_vocab_size=320)
     devices = Devices(of_ranks=tuple(replace(SMALL, device_bytes=size) for size in sizes))
     cpu, times = torch.device("cpu"), ASSUMED["cpu"].profile(shape, bytes_per_element=4)
     return memory_budget(

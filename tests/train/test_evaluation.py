@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, EvalConfig, ModelConfig, ParallelConfig, resolve_architecture, validate
+from bytescale.config import Config, EvalConfig, ModelConfig, ParallelConfig, resolve_model, validate
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import batches_once
 from bytescale.models import build_model
@@ -59,7 +59,7 @@ def test_the_loss_is_that_of_plain_documents(tmp_path: Path, corpora: tuple[Path
     config = with_evaluation(replace(config, optimizer=replace(config.optimizer, lr=1e-30)), corpora[1])
     run(on_ranks(config, 3, 128))
     corpus = prepare_corpus(replace(config.data, sources=config.eval.sources))
-    model = build_model(resolve_architecture(config.model, tokenizer_vocab_size=257)).to(torch.float64)
+    model = build_model(resolve_model(config.model, tokenizer_vocab_size=257)).to(torch.float64)
     model.initialise(config.trainer.seed)
     sums, counts = {}, {}
     samples = corpus.samples

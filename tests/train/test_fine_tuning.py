@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config import Config, ModelConfig, resolve_architecture
+from bytescale.config import Config, ModelConfig, resolve_model
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import BatchSampler
 from bytescale.models import build_model
@@ -63,7 +63,7 @@ def plain_step(config: Config, examples: list[tuple[list[int], list[float], list
     """
     corpus = prepare_corpus(config.data)
     batch = BatchSampler(corpus.index, config.data).next_batch()
-    architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.metadata.vocab_size)
+    architecture = resolve_model(config.model, tokenizer_vocab_size=corpus.metadata.vocab_size)
     model = build_model(architecture).to(torch.float64)
     model.initialise(config.trainer.seed)
     by_tokens = {tuple(tokens): (weights, labels) for tokens, weights, labels in examples}

@@ -10,9 +10,10 @@ import torch
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import GIBI as GIB
-from bytescale.config import AUTO_HEAD_GROUPS, Config, MemoryConfig, resolve_architecture
-from bytescale.config.validate import hdp_ranks, validate
+from bytescale.config import Config, MemoryConfig, resolve_model
+from bytescale.config.validate import hdp_ranks
 from bytescale.cost.assumed import ASSUMED
+from bytescale.cost.memory import MemoryModel
 from bytescale.train.loop.trainer import train
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device, usable_host_bytes
 from bytescale.train.parts.devices import Devices
@@ -40,38 +41,27 @@ def test_offloading_and_recomputation_give_the_same_losses(corpus: Path, tmp_pat
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpointing", ["full", "attention"])
-def test_groups_of_heads_give_the_same_losses(corpus: Path, tmp_path: Path, checkpointing: str) -> None:
+def test_groups_of_heads_give_the_same_losses(
+    corpus: Path, tmp_path: Path, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = run(deep_run(corpus, tmp_path / "plain", 2, 256, offload="off"))
+    monkeypatch.setattr(MemoryModel, "in_head_groups", lambda self, *room, **wanted: replace(self, head_groups=2))
     grouped = deep_run(corpus, tmp_path / "grouped", 2, 144, offload="on", host_gib=0.25)
-    grouped = with_trainer(grouped, checkpointing=checkpointing, head_groups=2)
-    assert run(grouped) == pytest.approx(plain, rel=1e-5)
+    assert run(with_trainer(grouped, checkpointing=checkpointing)) == pytest.approx(plain, rel=1e-5)
 
 
 def test_a_capacity_that_fits_with_groups_of_heads_alone_gets_them(corpus: Path, tmp_path: Path) -> None:
-    def chosen(capacity: int, head_groups: int) -> MemoryBudget:
+    def chosen(capacity: int) -> MemoryBudget:
         config = deep_run(corpus, tmp_path / "run", 2, capacity, device_gib=0.05, offload="off")
-        return budget(with_trainer(config, checkpointing="full", head_groups=head_groups))
+        return budget(with_trainer(config, checkpointing="full"))
 
-    fits = chosen(0, 1).capacity_tokens
-    assert chosen(fits, AUTO_HEAD_GROUPS).model.head_groups == 1
-    assert chosen(fits + 1, AUTO_HEAD_GROUPS).model.head_groups == 2
-    assert "attention in 2 groups of heads" in chosen(fits + 1, AUTO_HEAD_GROUPS).lines()[0]
-    assert chosen(0, AUTO_HEAD_GROUPS).capacity_tokens > fits
-    with pytest.raises(ConfigError, match=f"set parallel.capacity_tokens to {fits} or less"):
-        chosen(fits + 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"head_groups": 3, "checkpointing": "full"}, "head_groups = 3 does not divide the 2 key/value heads"),
-        ({"head_groups": 2}, 'head_groups = 2 with memory.checkpointing = "none"'),
-        ({"head_groups": -1}, "head_groups is -1"),
-    ],
-)
-def test_groups_of_heads_that_cannot_be(corpus: Path, tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(with_trainer(deep_run(corpus, tmp_path / "run", 2, 256), **changes))
+    fits = replace(chosen(0).model, head_groups=1).capacity_tokens(0.05 * GIB)
+    assert chosen(fits).model.head_groups == 1
+    assert chosen(fits + 1).model.head_groups == 2
+    assert "attention in 2 groups of heads" in chosen(fits + 1).lines()[0]
+    assert chosen(0).capacity_tokens > fits
+    with pytest.raises(ConfigError, match=f"set parallel.capacity_tokens to {chosen(0).capacity_tokens} or less"):
+        chosen(chosen(0).capacity_tokens + 1)
 
 
 def test_a_single_rank_holds_more_than_its_capacity_by_offloading(corpus: Path, tmp_path: Path) -> None:
@@ -86,7 +76,7 @@ def budget(config: Config, **changes: object) -> MemoryBudget:
     device, dtype = torch.device("cpu"), torch.float32
     own = rank_device(config, device, dtype, config.parallel.ranks)
     alike = Devices.alike(own, hdp_ranks(config.parallel))
-    shape = resolve_architecture(config.model, tokenizer_vocab_size=257)
+    shape = resolve_model(config.model, tokenizer_vocab_size=257)
     times = ASSUMED["cpu"].profile(shape, bytes_per_element=4)
     options = {"device": device, "dtype": dtype, "devices": alike, "profile": times, **changes}
     return memory_budget(config, shape, **options)  # type: ignore[arg-type]

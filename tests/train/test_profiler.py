@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
-from bytescale.config import CostConfig, MemoryConfig, resolve_architecture
+from bytescale.config import CostConfig, MemoryConfig, resolve_model
 from bytescale.cost import Links, Profile, load_profile
 from bytescale.cost.assumed import Rates, times_of
 from bytescale.cost.memory import MemoryModel, ModelShare
@@ -171,7 +171,7 @@ def test_the_command_writes_a_profile_that_training_takes(tmp_path: Path) -> Non
     config = on_ranks(small_run(corpus, tmp_path / "run", steps=2), 2, 128)
     config = replace(config, cost=CostConfig(profile=str(out)), memory=MemoryConfig(offload="on", host_gib=0.1))
     assert len(run(config)) == 2
-    flat, shape = load_profile(out), resolve_architecture(config.model, tokenizer_vocab_size=300)
+    flat, shape = load_profile(out), resolve_model(config.model, tokenizer_vocab_size=300)
     alone, sharded = (
         times_of(replace(config, parallel=replace(config.parallel, tp=tp)), shape, flat, Rates(), bytes_per_element=4)
         for tp in (1, 2)

@@ -7,31 +7,26 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, LogConfig
-from bytescale.train.loop.trainer import train
 from bytescale.train.reporting import trackers
 from bytescale.train.reporting.trackers import check_trackers, open_trackers
 from bytescale.train.run_folder import RunFolder
-from tests.train.runs import losses, small_run, write_corpus
 
 
-def test_an_offline_run_of_wandb_holds_what_was_logged(tmp_path: Path) -> None:
+def test_an_offline_run_of_wandb_holds_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights & Biases' own variables say where it is filed."""
     wandb = pytest.importorskip("wandb")
+    variables = {"PROJECT": "trial", "ENTITY": "us", "NAME": "mine", "RUN_GROUP": "all", "TAGS": "a,b"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
     folder = RunFolder(tmp_path / "first-run")
     folder.path.mkdir()
-    settings = LogConfig(
-        wandb="offline",
-        wandb_project="trial",
-        wandb_entity="us",
-        wandb_name="mine",
-        wandb_group="all",
-        wandb_tags=("a", "b"),
-    )
-    (tracker,) = open_trackers(folder, Config(log=settings))
+    (tracker,) = open_trackers(folder, Config(log=LogConfig(wandb="offline")))
     tracker.log(7, {"loss": 5.5, "num_tokens": 12})
     tracker.log(8, {"loss": 5.25, "num_tokens": 13})
     tracker.close()
@@ -45,22 +40,21 @@ def test_an_offline_run_of_wandb_holds_what_was_logged(tmp_path: Path) -> None:
     assert logged == [{"step": 7, "loss": 5.5, "num_tokens": 12}, {"step": 8, "loss": 5.25, "num_tokens": 13}]
 
 
-def test_trackers_get_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the last one; metrics.jsonl has all."""
-    logged: list[int] = []
+def test_a_run_of_wandb_is_named_after_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    asked: dict[str, object] = {}
 
-    class Spy:
-        def log(self, step: int, scalars: object) -> None:
-            logged.append(step)
+    def init(**settings: object) -> SimpleNamespace:
+        asked.update(settings)
+        return SimpleNamespace(define_metric=lambda *names, **options: None, log=None, finish=None)
 
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr("bytescale.train.reporting.run_log.open_trackers", lambda run, config: [Spy()])
-    config = small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run", steps=5, track_every=2)
-    train(config, print_line=lambda line: None)
-    assert logged == [2, 4, 5]
-    assert len(losses(tmp_path / "run")) == 5
+    monkeypatch.setattr(wandb, "init", init)
+    for name in ("WANDB_PROJECT", "WANDB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    folder = RunFolder(tmp_path / "first-run")
+    folder.path.mkdir()
+    open_trackers(folder, Config(log=LogConfig(wandb="offline")))
+    assert (asked["project"], asked["name"]) == ("bytescale", "first-run")
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from bytescale.checkpoint.initial_weights import architecture_pieces, folder_of
-from bytescale.checkpoint.model_card import model_card
+from bytescale.checkpoint.initial_weights import parameters_of
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture, Config
 from bytescale.config.hugging_face import SPECIAL_TOKENS, hf_config_of, read_hf_config
 from bytescale.data.tokens.tokenizer import load_tokenizer
-from bytescale.models.hf import HFTensor
-from bytescale.models.hf_folder import copy_companions, write_json, write_pieces
+from bytescale.models.hf_folder import copy_companions, hf_tensors, write_json, write_weights
 from bytescale.runtime import DTYPES
 from bytescale.storage.place import Place
 
@@ -31,34 +26,30 @@ def export_checkpoint(
     dtype: str = "fp32",
     shard_bytes: int = 5 * 2**30,
     run_config: Config | None = None,
-) -> list[Path]:
+    origin: Path | None = None,
+) -> None:
     """Write ``target`` with config.json, safetensors shards and, where the run names them, the tokenizer's files.
 
-    The process holds one shard, and the parameter that is being read. ``target`` appears when it is complete. Returns
-    the shards.
+    The process holds one shard, and the parameter that is being read. ``target`` appears when it is complete.
 
     Args:
         dtype: ``fp32``, ``bf16`` or ``fp64``; master weights are rounded to it.
-        run_config: of the run, for tokenizer, generation settings and context length.
+        run_config: of the run, for tokenizer and context length.
+        origin: a folder with the config.json, tokenizer and generation settings of the model that the run began with.
 
     Raises ``ConfigError`` if ``target`` exists; ``CheckpointError`` if ``checkpoint`` is none, or is incomplete.
     """
     stored = CheckpointReader(checkpoint)
     shape = Architecture(**stored.state.architecture)
-    read = lru_cache(1)(stored.read)  # experts of a layer are pieces of one parameter
-
-    def value(piece: HFTensor) -> Tensor:
-        whole = read(f"master.{piece.name}")
-        return whole if piece.expert is None else whole[piece.expert]
-
+    parameters = ((name, stored.read(f"master.{name}")) for name in parameters_of(shape))
+    weights = ((name, value.to(DTYPES[dtype], copy=True)) for name, value in hf_tensors(parameters))
     with appearing(target) as hidden:
-        shards = write_pieces(hidden, architecture_pieces(shape), value, dtype=DTYPES[dtype], shard_bytes=shard_bytes)
-        special = _end_of_text(run_config)
-        write_json(hidden / "config.json", _config_json(shape, dtype, run_config) | special)
+        write_weights(hidden, weights, shard_bytes=shard_bytes)
+        special = _end_of_text(run_config) if origin is None else {}
+        write_json(hidden / "config.json", _config_json(shape, dtype, run_config, origin) | special)
         if special:
             write_json(hidden / "generation_config.json", special)
-        add_companions(stored, hidden, run_config)
-    return [target / shard.name for shard in shards]
+        add_companions(hidden, run_config, origin)
 
 
 @contextmanager
@@ -76,13 +67,11 @@ def appearing(target: Path) -> Iterator[Path]:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _config_json(shape: Architecture, dtype: str, run_config: Config | None) -> dict[str, Any]:
+def _config_json(shape: Architecture, dtype: str, run_config: Config | None, origin: Path | None) -> dict[str, Any]:
     """``config.json``; what only the folder that the run began with knows is taken from there."""
+    before = {} if origin is None else read_hf_config(origin)
     context = 0 if run_config is None else run_config.data.context_length
-    before: dict[str, Any] = {}
-    if run_config is not None and run_config.trainer.init:
-        before = read_hf_config(folder_of(run_config.trainer.init))
-        context = max(context, int(before.get("max_position_embeddings", 0)))
+    context = max(context, int(before.get("max_position_embeddings", 0)))
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")
     content = hf_config_of(shape, dtype=torch_name, max_position_embeddings=context or None)
     return content | {name: before[name] for name in SPECIAL_TOKENS if name in before}
@@ -90,21 +79,21 @@ def _config_json(shape: Architecture, dtype: str, run_config: Config | None) -> 
 
 def _end_of_text(run_config: Config | None) -> dict[str, int]:
     """``eos_token_id`` of a model that began with random weights, if its tokenizer is a file."""
-    if run_config is None or run_config.trainer.init or not Path(run_config.data.tokenizer).expanduser().is_file():
+    if run_config is None or not Path(run_config.data.tokenizer).expanduser().is_file():
         return {}
     return {"eos_token_id": load_tokenizer(run_config.data.tokenizer, run_config.data.eos_token).eos_id}
 
 
-def add_companions(stored: CheckpointReader, target: Path, run_config: Config | None) -> None:
-    """Copy what belongs to a model's weights (tokenizer, chat template, generation settings), and add a model card.
+def add_companions(target: Path, run_config: Config | None, origin: Path | None) -> None:
+    """Copy what belongs to a model's weights: tokenizer, chat template, generation settings.
 
     First that of the folder that the run began with, and then that of its tokenizer, which replaces it.
     """
+    if origin is not None:
+        copy_companions(origin, target)
     if run_config is None:
         return
     data = run_config.data
-    if run_config.trainer.init:
-        copy_companions(folder_of(run_config.trainer.init), target)
     tokenizer = Path(data.tokenizer).expanduser()
     if tokenizer.is_dir():
         copy_companions(tokenizer, target)
@@ -115,5 +104,3 @@ def add_companions(stored: CheckpointReader, target: Path, run_config: Config | 
             shutil.copyfile(settings, target / settings.name)
     if data.chat_template:
         shutil.copyfile(Path(data.chat_template).expanduser(), target / "chat_template.jinja")
-    if data.sources:  # else the run is not known
-        (target / "README.md").write_text(model_card(run_config, stored.state.step), encoding="utf-8")

@@ -3,98 +3,75 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from bytescale.checkpoint.reading import CheckpointReader, check_same_model, load_states
-from bytescale.common.errors import ConfigError
-from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, Architecture, Config, resolve_model
+from bytescale.checkpoint.agree import together
+from bytescale.checkpoint.layout import Box, intersection
+from bytescale.checkpoint.reading import CheckpointReader, check_same_model, load_states, slices_in, wanted_by
+from bytescale.config import CHECKPOINT_PREFIX, Architecture, AttachedArchitecture, Config, resolve_model
+from bytescale.config.resolve import source_folder
 from bytescale.models import build_model
-from bytescale.models.hf import HFTensor, pieces_of
-from bytescale.models.hf_folder import check_pieces, read_pieces
+from bytescale.models.hf_folder import FolderWeights, hf_tensors
 from bytescale.runtime import ShardedOptimizer
-from bytescale.runtime.optimizer.flat import Entry
-from bytescale.runtime.optimizer.zero import ZeroShards
-from bytescale.storage.place import Place, place_at
 
 
 def check_initial_weights(config: Config) -> None:
     """Raise what loading would raise, from the files' headers alone; nothing to do for random weights."""
     source = config.trainer.init
+    if not source:
+        return
+    shape = resolve_model(config.model)
     if source.startswith(CHECKPOINT_PREFIX):
-        _check_checkpoint(source, resolve_model(config.model).as_dict())
-    elif source:
-        shape = resolve_model(config.model)
-        if isinstance(shape, Architecture):
-            check_pieces(folder_of(source), architecture_pieces(shape))
+        place = source.removeprefix(CHECKPOINT_PREFIX)
+        check_same_model(place, CheckpointReader(place).state.architecture, shape.as_dict())
+    elif isinstance(shape, Architecture):
+        FolderWeights(source_folder(source), hf_tensors(parameters_of(shape).items()))
 
 
 def load_initial_weights(
     source: str,
-    architecture: Architecture,
+    architecture: Architecture | AttachedArchitecture,
     optimizer: ShardedOptimizer,
     group: dist.ProcessGroup,
 ) -> None:
-    """Fill parameters, and master weights in their full precision, from the tensors of which this rank has a part.
+    """Fill parameters, and master weights in their full precision: every rank reads its part of them.
 
     Args:
-        source: ``hf:FOLDER``, or ``checkpoint:FOLDER`` for the weights of a checkpoint of ours, of any mesh.
+        source: ``hf:FOLDER`` of one of our own models, or ``checkpoint:FOLDER``, of any mesh.
         group: of all ranks, for messages between hosts.
 
-    Raises:
-        ConfigError: ``source`` is neither, or there are no weights in it.
-        CheckpointError: tensors are missing or of other shapes; none was loaded.
+    Raises on every rank:
+        ConfigError: there are no weights in ``source``.
+        CheckpointError: tensors are missing or of other shapes, or of another model.
     """
     if source.startswith(CHECKPOINT_PREFIX):
-        load_master_weights(source, architecture.as_dict(), optimizer, group)
-        return
-    entries: dict[str, list[tuple[ZeroShards, Entry]]] = {}  # several, of experts in parallel
-    for zero in optimizer.zeros:
-        for entry in zero.parameters.entries:
-            entries.setdefault(entry.name, []).append((zero, entry))
-    masters = {zero: optimizer.states(zero)["master"] for zero in optimizer.zeros}
-    pieces = [piece for piece in architecture_pieces(architecture) if piece.name in entries]
-    for piece, tensor in read_pieces(folder_of(source), pieces, whole_model=False):
-        found, expert = entries[piece.name], piece.expert or 0
-        zero, entry = found[expert * len(found) // found[0][1].cut.shape[0]]
-        cut = entry.cut if piece.expert is None else entry.cut.of_row()
-        flat = cut.of(tensor).flatten()
-        start = entry.start + (expert - (entry.cut.start if len(found) > 1 else 0)) * len(flat)
-        for own in masters[zero]:
-            low, high = max(start, own.start), min(start + len(flat), own.start + len(own.values))
-            if low < high:
-                own.values[low - own.start : high - own.start] = flat[low - start : high - start].to(own.values)
+        place = source.removeprefix(CHECKPOINT_PREFIX)
+        load_states(place, optimizer, architecture.as_dict(), group, only=["master"])
+    else:
+        assert isinstance(architecture, Architecture), "transformers loads its own models"
+        with together(group):
+            _fill(optimizer, source_folder(source), architecture)
     optimizer.finish_restore(0, {})
 
 
-def load_master_weights(
-    source: str, architecture: dict[str, Any], optimizer: ShardedOptimizer, group: dist.ProcessGroup
-) -> None:
-    """Fill both from ``checkpoint:FOLDER``. Raises ``CheckpointError`` if there is none, or one of another model."""
-    folder = _check_checkpoint(source, architecture)
-    load_states(folder, optimizer, architecture, group, only=["master"])
-    optimizer.finish_restore(0, {})
+def _fill(optimizer: ShardedOptimizer, folder: Path, architecture: Architecture) -> None:
+    parameters = parameters_of(architecture)
+    weights = FolderWeights(folder, hf_tensors(parameters.items()))
+    for wanted in (one for one in wanted_by(optimizer) if one.state == "master"):
+        whole = parameters[wanted.parameter]
+        for number, (name, stored) in enumerate(hf_tensors([(wanted.parameter, whole)])):
+            first = (number,) * (whole.dim() - stored.dim())  # of an expert, which is a slice of the parameter
+            box: Box = (*first, *(0 for _ in stored.shape)), (*(1 for _ in first), *stored.shape)
+            shared = intersection(box, wanted.box)
+            if shared is not None:
+                part = weights.read(name, slices_in(shared, box)[len(first) :])
+                wanted.target[slices_in(shared, wanted.box)].copy_(part)
 
 
-def architecture_pieces(architecture: Architecture) -> list[HFTensor]:
-    """List all tensors of a model without making the model."""
+def parameters_of(architecture: Architecture) -> dict[str, nn.Parameter]:
+    """All parameters of a model by name, without memory for them."""
     with torch.device("meta"):
-        return pieces_of(build_model(architecture))
-
-
-def folder_of(source: str) -> Path:
-    if not source.startswith(HF_PREFIX):
-        raise ConfigError(
-            f"trainer.init is {source!r}",
-            fix=f"write {HF_PREFIX}FOLDER or {CHECKPOINT_PREFIX}FOLDER, or leave it empty for random weights",
-        )
-    return Path(source.removeprefix(HF_PREFIX)).expanduser()
-
-
-def _check_checkpoint(source: str, architecture: dict[str, Any]) -> Place:
-    """The folder or URL of ``checkpoint:...``, whose names and shapes were read and whose model is this one."""
-    place = place_at(source.removeprefix(CHECKPOINT_PREFIX))
-    check_same_model(place, CheckpointReader(place).state.architecture, architecture)
-    return place
+        return dict(build_model(architecture).named_parameters())

@@ -87,7 +87,7 @@ class CheckpointReader:
                 raise self._lacks(f"{one.state}.{one.parameter}")
             found = 0
             for number, stored, shared in self._sources(one.parameter, one.box):
-                target = one.target[_slices(shared, one.box)]
+                target = one.target[slices_in(shared, one.box)]
                 requests[number][piece_name(one.state, one.parameter, stored)].append(_Request(stored, shared, target))
                 found += math.prod(shared[1])
             if found != math.prod(one.box[1]):
@@ -104,7 +104,7 @@ class CheckpointReader:
             for piece, content in file.read(span):
                 for request in requests[piece]:
                     stored = torch.frombuffer(content, dtype=_dtype_of(file, piece)).view(request.stored[1])
-                    request.target.copy_(stored[_slices(request.shared, request.stored)])
+                    request.target.copy_(stored[slices_in(request.shared, request.stored)])
 
     def _sources(self, parameter: str, box: Box) -> Iterator[tuple[int, Box, Box]]:
         for layout, entry in self._holders_of(parameter):
@@ -164,7 +164,7 @@ def check_same_model(place: str | Place, there: dict[str, Any], here: dict[str, 
         )
 
 
-def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+def slices_in(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Where ``inner`` lies in the rectangle ``outer`` around it."""
     return tuple(slice(a - b, a - b + n) for a, b, n in zip(inner[0], outer[0], inner[1], strict=True))
 

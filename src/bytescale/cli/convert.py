@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from bytescale.common.units import GIBI, format_bytes
-from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config, DataConfig, load_config
+from bytescale.config import CHECKPOINT_PREFIX, AttachedArchitecture, load_config
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,14 +27,26 @@ class ConvertOptions:
     """Largest size of a safetensors file, in bytes."""
 
     def run(self) -> int:
-        source = Path(self.source)
-        shards = _exporter(self.source)(
+        from bytescale.train.run_folder import origin_of
+
+        settings = Path(self.source).resolve().parent.parent / "config.toml"
+        run_config = load_config(settings) if settings.is_file() else None
+        init = "" if run_config is None else run_config.trainer.init
+        origin = origin_of(f"{CHECKPOINT_PREFIX}{self.source}") or origin_of(init)
+        if origin is None and init:
+            print(
+                f"{init} is not there any more: no tokenizer is copied, and config.json has the numbers of the "
+                "checkpoint"
+            )
+        _exporter(self.source)(
             self.source,
             self.folder,
             dtype=self.dtype,
             shard_bytes=self.shard_bytes,
-            run_config=_run_config(source, source.resolve().parent.parent / "config.toml"),
+            run_config=run_config,
+            origin=origin,
         )
+        shards = list(self.folder.glob("*.safetensors"))
         size = sum(shard.stat().st_size for shard in shards)
         print(f"wrote {self.folder}: {len(shards)} safetensors files, {format_bytes(size)}, and config.json")
         if (self.folder / "adapter").is_dir():
@@ -43,7 +55,7 @@ class ConvertOptions:
         return 0
 
 
-def _exporter(checkpoint: str) -> Callable[..., list[Path]]:
+def _exporter(checkpoint: str) -> Callable[..., None]:
     from bytescale.checkpoint.hugging_face import export_checkpoint
     from bytescale.checkpoint.reading import CheckpointReader
 
@@ -52,21 +64,3 @@ def _exporter(checkpoint: str) -> Callable[..., list[Path]]:
 
         return export_attached
     return export_checkpoint
-
-
-def _run_config(checkpoint: Path, path: Path) -> Config | None:
-    """The run's settings. Their ``init`` is the run's copy of the folder that the weights came from, or that folder."""
-    from bytescale.train.run_folder import origin_of
-
-    config = load_config(path) if path.is_file() else None
-    init = "" if config is None else config.trainer.init
-    origin = origin_of(f"{CHECKPOINT_PREFIX}{checkpoint}") or origin_of(init)
-    if origin is None and config is None:
-        return None
-    if origin is None and init:
-        print(
-            f"{init} is not there any more: no tokenizer is copied, and config.json has the numbers of the checkpoint"
-        )
-    # Without a run, no context length but the folder's own counts.
-    known = config or Config(data=DataConfig(context_length=1))
-    return replace(known, trainer=replace(known.trainer, init="" if origin is None else f"{HF_PREFIX}{origin}"))

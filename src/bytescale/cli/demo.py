@@ -19,7 +19,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import BytescaleError
 from bytescale.common.units import format_count, format_seconds
-from bytescale.config import Config, ModelConfig, PlannerConfig, PlannerName, resolve_architecture
+from bytescale.config import Architecture, Config, ModelConfig, PlannerConfig, PlannerName, resolve_model
 from bytescale.config.load import DEMO_CONFIG
 from bytescale.cost import Cluster, Profile
 from bytescale.cost.assumed import Rates
@@ -68,7 +68,9 @@ def simulate_at_scale(config: Config) -> None:
     context = GPUS[0] * CAPACITY_TOKENS
     times = -(-context // config.data.context_length)
     batches, vocab_size = corpus_batches(config.data, first=config.trainer.steps, number=GPUS[-1] // GPUS[0])
-    profile = Rates().profile(resolve_architecture(ModelConfig(preset=_MODEL), tokenizer_vocab_size=vocab_size))
+    shape = resolve_model(ModelConfig(preset=_MODEL), tokenizer_vocab_size=vocab_size)
+    assert isinstance(shape, Architecture), "a preset is our own model"
+    profile = Rates().profile(shape)
     console.print(
         f"scale   simulated: the same documents, but {times} times as long (the longest of {format_count(context)} "
         f"tokens), in a model of {_MODEL.upper()} on H100s that hold {format_count(CAPACITY_TOKENS)} tokens each"

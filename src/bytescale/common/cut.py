@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -32,12 +32,6 @@ class Cut:
         if self.count == 1:
             return self.shape
         return (*self.shape[: self.dim], self.shape[self.dim] // self.count, *self.shape[self.dim + 1 :])
-
-    def of_row(self) -> Cut:
-        """Return the cut of ``whole[i]``, for any i that the part has: all of it, if the first dimension is cut."""
-        if self.dim == 0:
-            return Cut(shape=self.shape[1:], replicas=self.replicas, replica=self.replica)
-        return replace(self, shape=self.shape[1:], dim=self.dim - 1)
 
     def of(self, whole: Any) -> Any:
         """Return this part of the tensor ``whole``, as a view. This layer does not import torch."""

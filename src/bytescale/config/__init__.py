@@ -2,11 +2,10 @@
 
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.attached import AttachedArchitecture
-from bytescale.config.load import config_from_dict, config_to_toml, load_config
-from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_architecture, resolve_model
+from bytescale.config.load import config_to_toml, load_config
+from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model
 from bytescale.config.schema import (
     AUTO_CAPACITY,
-    AUTO_HEAD_GROUPS,
     CheckpointConfig,
     Config,
     CostConfig,
@@ -28,7 +27,6 @@ from bytescale.config.validate import sharing_domain, validate
 
 __all__ = [
     "AUTO_CAPACITY",
-    "AUTO_HEAD_GROUPS",
     "CHECKPOINT_PREFIX",
     "HF_PREFIX",
     "PRESETS",
@@ -50,10 +48,8 @@ __all__ = [
     "PlannerName",
     "Shard",
     "TrainerConfig",
-    "config_from_dict",
     "config_to_toml",
     "load_config",
-    "resolve_architecture",
     "resolve_model",
     "sharing_domain",
     "validate",

@@ -20,7 +20,7 @@ class AttachedArchitecture:
     """A decoder of transformers. Two runs of equal description share checkpoints."""
 
     content: dict[str, Any]  # of config.json, all of it
-    buffers: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
     """Constants that belong to the weights and are not trained, such as a router's correction, as
     ``hf.files.folder.constants_of`` writes them. They are known once the model exists."""
     trained: dict[str, Any] = field(default_factory=dict)  # ``trained_of``; empty: every weight
@@ -85,12 +85,11 @@ def check_attached(config: Config, shape: AttachedArchitecture) -> None:
             so="the setting would have no effect",
             fix=f"leave it out, or change {shape.model_type}'s config.json",
         )
-    parallel, memory = config.parallel, config.memory
+    parallel = config.parallel
     ours = (
         ("parallel.tp", parallel.tp, parallel.tp > 1, "1"),
         ("parallel.pp", parallel.pp, parallel.pp > 1, "1"),
         ("kernels.compile", "true", config.kernels.compile, "false"),
-        ("memory.head_groups", memory.head_groups, memory.head_groups > 1, '"auto"'),
     )
     for name, value, is_set, good in ours:
         if is_set:

@@ -21,13 +21,20 @@ _NAMES = {
     "hidden_size": "hidden_size",
     "num_heads": "num_attention_heads",
     "ffn_hidden_size": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
 }
-_EXPERT_NAMES = {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
+_EXPERT_NAMES = {
+    "num_experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "router_aux_loss_weight": "router_aux_loss_coef",
+}
+# What transformers takes where a file is silent.
+_LLAMA = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02, "rope_theta": 1e4}
+_MIXTRAL = _LLAMA | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
+                     "router_aux_loss_coef": 0.001}  # fmt: skip
 _LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-class NotOurs(ConfigError):
-    """A model that our own code does not have. Transformers' code may have it (``config.attached``)."""
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -42,39 +49,36 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json") -> Architecture:
-    """Raises ``ConfigError`` for other architectures, and for features of these that our models do not have."""
+def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json") -> Architecture | None:
+    """The model as our own code has it; None: transformers' code may have it (``config.attached``).
+
+    Raises ``ConfigError`` for quantised weights, for dropout and where numbers are missing.
+    """
     refuse_quantised(content, where)
-    named = content.get("architectures") or [_architecture_of_type(content, where)]
-    if named[0] not in FAMILIES:
-        raise NotOurs(
-            f"{where} is of a {named[0]}, which is not supported here",
-            so="its weights have no place in our own models",
-            fix=f"use one of {', '.join(FAMILIES)}; bytescale train, plan, simulate, score and "
-            "convert also take other decoders",
+    of_type = {model_type: family for family, model_type in FAMILIES.items()}
+    named = content.get("architectures") or [
+        of_type.get(str(content.get("model_type")))
+    ]  # older files of Llama name none
+    if named[0] not in FAMILIES or _has_what_ours_lack(content):
+        return None
+    if content.get("attention_dropout"):  # no other code would give the results of one process either
+        raise ConfigError(
+            f"{where} has attention_dropout = {content['attention_dropout']!r}",
+            so="the loss would depend on how sequences lie on ranks",
+            fix="set it to 0.0 in config.json",
         )
-    _refuse_unknown_features(content, where)
-    missing = [name for name in _NAMES.values() if name not in content]
+    mixture = named[0] == "MixtralForCausalLM"
+    names = _NAMES | _EXPERT_NAMES if mixture else _NAMES
+    said = (_MIXTRAL if mixture else _LLAMA) | {name: value for name, value in content.items() if value is not None}
+    missing = [name for name in names.values() if name not in said]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}", fix="save the model anew")
-    numbers: dict[str, Any] = {ours: content[theirs] for ours, theirs in _NAMES.items()}
+    numbers: dict[str, Any] = {ours: said[theirs] for ours, theirs in names.items()}
     heads = numbers["num_heads"]
-    numbers["num_kv_heads"] = content.get("num_key_value_heads") or heads
-    numbers["head_dim"] = content.get("head_dim") or numbers["hidden_size"] // heads
-    mixture = named[0] == "MixtralForCausalLM"
-    if mixture:
-        # What transformers takes where the file is silent: Mixtral 8x7B's.
-        numbers |= {
-            ours: content.get(theirs, size) for (ours, theirs), size in zip(_EXPERT_NAMES.items(), (8, 2), strict=True)
-        }
-        numbers["router_aux_loss_weight"] = float(content.get("router_aux_loss_coef", 0.001))
-    return Architecture(
-        **numbers,
-        **_rope_from_hf(content, where, default_theta=1e6 if mixture else 1e4),
-        norm_eps=float(content.get("rms_norm_eps", 1e-5 if mixture else 1e-6)),
-        tie_embeddings=bool(content.get("tie_word_embeddings", False)),
-        init_std=float(content.get("initializer_range", 0.02)),
-    )
+    numbers["num_kv_heads"] = said.get("num_key_value_heads", heads)
+    numbers["head_dim"] = said.get("head_dim", numbers["hidden_size"] // heads)
+    rope = _rope_from_hf(said)
+    return None if rope is None else Architecture(**numbers, **rope)
 
 
 def hf_config_of(shape: Architecture, *, dtype: str, max_position_embeddings: int | None = None) -> dict[str, Any]:
@@ -84,16 +88,14 @@ def hf_config_of(shape: Architecture, *, dtype: str, max_position_embeddings: in
     nothing is computed; None: RoPE's original context.
     """
     family = "MixtralForCausalLM" if shape.num_experts else "LlamaForCausalLM"
+    names = _NAMES | _EXPERT_NAMES if shape.num_experts else _NAMES
     content: dict[str, Any] = {
         "architectures": [family],
         "model_type": FAMILIES[family],
-        **{theirs: getattr(shape, ours) for ours, theirs in _NAMES.items()},
+        **{theirs: getattr(shape, ours) for ours, theirs in names.items()},
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": shape.norm_eps,
-        "tie_word_embeddings": shape.tie_embeddings,
-        "initializer_range": shape.init_std,
         "max_position_embeddings": max_position_embeddings or shape.rope_original_context,
         "rope_theta": shape.rope_theta,
         "rope_scaling": None,
@@ -106,43 +108,22 @@ def hf_config_of(shape: Architecture, *, dtype: str, max_position_embeddings: in
         original = {"original_max_position_embeddings": shape.rope_original_context}
         content["rope_scaling"] |= {**_LLAMA3_FACTORS, **original}
     if shape.num_experts:
-        content |= {theirs: getattr(shape, ours) for ours, theirs in _EXPERT_NAMES.items()}
-        content |= {"router_aux_loss_coef": shape.router_aux_loss_weight, "sliding_window": None}
+        content["sliding_window"] = None
     return content
 
 
-def _architecture_of_type(content: dict[str, Any], where: str) -> str:
-    """What ``model_type`` says where a file does not name its architecture, as older files of Llama do."""
-    for architecture, model_type in FAMILIES.items():
-        if content.get("model_type") == model_type:
-            return architecture
-    if "model_type" not in content:
-        raise ConfigError(
-            f"{where} says neither architectures nor model_type",
-            so="what its weights belong to is not known",
-            fix='name the architecture in it, such as "architectures": ["LlamaForCausalLM"]',
-        )
-    return f"model of type {content['model_type']}"
-
-
-def _rope_from_hf(content: dict[str, Any], where: str, *, default_theta: float) -> dict[str, Any]:
-    """Version 5 writes ``rope_parameters``; version 4 ``rope_theta`` and ``rope_scaling``."""
+def _rope_from_hf(content: dict[str, Any]) -> dict[str, Any] | None:
+    """Version 5 writes ``rope_parameters``; version 4 ``rope_theta`` and ``rope_scaling``. None: ours cannot do it."""
     rope = {**(content.get("rope_scaling") or {}), **(content.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    numbers: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", content.get("rope_theta", default_theta)))}
+    numbers: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", content["rope_theta"]))}
     if kind == "default":
         return numbers
-    if kind not in ("linear", "llama3"):
-        raise NotOurs(
-            f"{where} stretches rotary positions by {kind!r}",
-            so="attention would see other angles than the model was trained with",
-            fix="use a model with none, linear or llama3",
-        )
+    factors = {name: float(rope[name]) for name in _LLAMA3_FACTORS} if kind == "llama3" else _LLAMA3_FACTORS
+    if kind not in ("linear", "llama3") or factors != _LLAMA3_FACTORS:
+        return None
     numbers |= {"rope_scaling": kind, "rope_scaling_factor": float(rope["factor"])}
     if kind == "llama3":
-        for name, ours in _LLAMA3_FACTORS.items():
-            if float(rope[name]) != ours:
-                raise NotOurs(f"{where}: llama3 scaling with {name} = {rope[name]}", fix=f"only {ours} is supported")
         numbers["rope_original_context"] = int(rope["original_max_position_embeddings"])
     return numbers
 
@@ -159,20 +140,11 @@ def refuse_quantised(content: dict[str, Any], where: str) -> None:
         )
 
 
-def _refuse_unknown_features(content: dict[str, Any], where: str) -> None:
-    """Features whose weights or mathematics our models do not have, if they are switched on."""
-    on = {
-        "attention_bias": bool(content.get("attention_bias")),
-        "mlp_bias": bool(content.get("mlp_bias")),
-        "sliding_window": content.get("sliding_window") is not None,
-        "hidden_act": content.get("hidden_act", "silu") not in ("silu", "swish"),
-        "attention_dropout": bool(content.get("attention_dropout")),
-    }
-    for name, present in on.items():
-        if present:
-            # With dropout, no other code would give the results of one process either.
-            raise (ConfigError if name == "attention_dropout" else NotOurs)(
-                f"{where} has {name} = {content[name]!r}, which our models do not have",
-                so="they would compute something else from its weights",
-                fix="use a model without it" if name != "attention_dropout" else "set it to 0.0 in config.json",
-            )
+def _has_what_ours_lack(content: dict[str, Any]) -> bool:
+    """Whether features are switched on whose weights or mathematics our models do not have."""
+    return (
+        bool(content.get("attention_bias"))
+        or bool(content.get("mlp_bias"))
+        or content.get("sliding_window") is not None
+        or content.get("hidden_act", "silu") not in ("silu", "swish")
+    )

@@ -33,12 +33,7 @@ def load_config(path: Path) -> Config:
         ) from error
     except (ValueError, IsADirectoryError) as error:
         raise ConfigError(f"{path} is not TOML: {error}", fix="mend the line that it names") from error
-    return config_from_dict(content, where=str(path))
-
-
-def config_from_dict(content: dict[str, Any], *, where: str = "config") -> Config:
-    """A ``Config`` from nested dictionaries. Raises as ``from_dict``."""
-    return from_dict(Config, content, where)
+    return from_dict(Config, content, str(path))
 
 
 def config_to_toml(config: Any) -> str:

@@ -11,7 +11,7 @@ from bytescale.common.limits import check_limits
 from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.attached import AttachedArchitecture, trained_of
-from bytescale.config.hugging_face import NotOurs, architecture_from_hf, read_hf_config
+from bytescale.config.hugging_face import FAMILIES, architecture_from_hf, read_hf_config
 from bytescale.config.schema import ModelConfig
 
 HF_PREFIX = "hf:"
@@ -30,11 +30,11 @@ def resolve_model(
 
     Raises ``ConfigError`` for an unknown preset and for shapes that contradict each other.
     """
-    source, is_folder, folder = config.preset.partition(":")
-    if is_folder and source == HF_PREFIX[:-1]:
-        base = _model_of_folder(Path(folder).expanduser(), trained_of(config))
-    elif is_folder and source == CHECKPOINT_PREFIX[:-1]:
-        base = _stored_architecture(folder)
+    is_folder = config.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX))
+    if config.preset.startswith(HF_PREFIX):
+        base = _model_of_folder(source_folder(config.preset), trained_of(config))
+    elif is_folder:
+        base = _stored_architecture(config.preset.removeprefix(CHECKPOINT_PREFIX))
     elif config.preset in PRESETS:
         base = PRESETS[config.preset]
     else:
@@ -63,28 +63,21 @@ def resolve_model(
     return architecture
 
 
-def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> Architecture:
-    """``resolve_model`` for our own models alone. Raises ``NotOurs`` for others."""
-    shape = resolve_model(config, tokenizer_vocab_size=tokenizer_vocab_size)
-    if isinstance(shape, AttachedArchitecture):
-        raise NotOurs(
-            f"{config.preset} is a model of type {shape.model_type}, which runs on transformers' own code",
-            so="only bytescale train, plan, simulate, score and convert know it",
-            fix="use a preset, or a folder or checkpoint of a Llama or Mixtral",
-        )
-    return shape
+def source_folder(source: str) -> Path:
+    """The folder of ``hf:FOLDER``."""
+    return Path(source.removeprefix(HF_PREFIX)).expanduser()
 
 
 def _model_of_folder(folder: Path, trained: dict[str, Any]) -> Architecture | AttachedArchitecture:
-    content = read_hf_config(folder)
-    if trained:
-        return AttachedArchitecture(content=content, trained=trained)
-    try:
-        return architecture_from_hf(content, where=str(folder / "config.json"))
-    except NotOurs:
-        if "model_type" not in content:
-            raise
-        return AttachedArchitecture(content=content)
+    content, where = read_hf_config(folder), str(folder / "config.json")
+    own = None if trained else architecture_from_hf(content, where=where)
+    if own is None and "model_type" not in content:
+        raise ConfigError(
+            f"{where} does not say its model_type, and architectures has none of {', '.join(FAMILIES)}",
+            so="what its weights belong to is not known",
+            fix='name it, such as "model_type": "llama"',
+        )
+    return own or AttachedArchitecture(content=content, trained=trained)
 
 
 def _stored_architecture(folder: str) -> Architecture | AttachedArchitecture:

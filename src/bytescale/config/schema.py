@@ -13,7 +13,6 @@ from bytescale.common.limits import limits
 
 AUTO_CAPACITY = 0
 AUTO_DOMAIN = 0
-AUTO_HEAD_GROUPS = 0
 LossPer = Literal["token", "sequence", "weight"]
 Shard = Literal["optimizer", "parameters"]
 Experts = Literal["gathered", "parallel"]
@@ -200,11 +199,8 @@ class MemoryConfig:
     ranks, or 80 % of it with `optimizer.offload`."""
     checkpointing: Literal["none", "full", "attention"] = "none"
     """Which activations backward computes again. full: all. attention: all except the result of attention, which is
-    cheap to keep, O(s), and expensive to compute, O(s^2). none: it keeps all activations."""
-    head_groups: int = field(default=AUTO_HEAD_GROUPS, metadata=limits(least=0, auto=AUTO_HEAD_GROUPS))
-    """Number of groups of heads that attention computes one after the other, if checkpointing is on. More groups need
-    less memory and give the same results up to rounding. The number must divide a rank's key/value heads. `auto` (or
-    0): the fewest groups with which the capacity fits."""
+    cheap to keep, O(s), and expensive to compute, O(s^2). none: it keeps all activations. With full and attention, our
+    own models compute attention in as few groups of heads, one after the other, as the capacity fits with."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -251,14 +247,14 @@ class OptimizerConfig:
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
     """muon: orthogonalised momentum for layers' matrices, AdamW for the rest, at AdamW's rates. sgd: with momentum."""
-    momentum: float = 0.95
+    momentum: float = field(default=0.95, metadata=limits(least=0, most=0.9999))
     """Decay of the momentum of Muon and SGD."""
     offload: bool = False
     """Master weights and states are in host memory and updated there: 12 bytes of it for each parameter with AdamW,
     over the number of ranks. Gradients go down and weights come up bucket by bucket. Not for muon."""
     overrides: tuple[str, ...] = ()
-    """Options of single parameters by patterns of their names, such as "*.embed_tokens.*: lr_ratio=0.1, eps=1e-6".
-    lr_ratio multiplies the learning rate; the others are weight_decay, eps, beta1 and beta2. Later ones win."""
+    """Options of parameters by patterns of their names, such as "*.embed_tokens.*: lr_ratio=0.1, weight_decay=0".
+    lr_ratio multiplies the learning rate. Later ones win."""
     lr: float = field(default=3e-4, metadata=limits(above=0))
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
@@ -321,22 +317,12 @@ class LogConfig:
     peak_tflops: float | None = None
     """Peak TFLOP/s of one rank's device, for MFU. Unset: the data sheet's on a listed GPU in bf16; elsewhere the run
     shows the FLOP/s that it reaches instead of MFU."""
-    track_every: int = field(default=1, metadata=limits(least=1))
-    """Steps between numbers that go to TensorBoard or Weights & Biases. metrics.jsonl has every step."""
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder (extra `tensorboard`)."""
     wandb: Literal["off", "online", "offline"] = "off"
-    """Also report to Weights & Biases (extra `wandb`); offline: into the run folder, for `wandb sync`."""
-    wandb_project: str = "bytescale"
-    """Project that Weights & Biases files the run under."""
-    wandb_entity: str = ""
-    """User or team of Weights & Biases; empty: that of the login."""
-    wandb_name: str = ""
-    """Name of the run there; empty: that of the run folder."""
-    wandb_group: str = ""
-    """Group of runs there; empty: none."""
-    wandb_tags: tuple[str, ...] = ()
-    """Tags of the run there."""
+    """Also report to Weights & Biases (extra `wandb`); offline: into the run folder, for `wandb sync`. Its variables
+    WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME, WANDB_RUN_GROUP and WANDB_TAGS say where; without them the project is
+    bytescale and the name that of the run folder."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,13 +13,12 @@ from bytescale.common.text import visible
 from bytescale.config.architecture import Architecture
 from bytescale.config.attached import AttachedArchitecture, check_attached, check_trained
 from bytescale.config.overrides import parse_override
-from bytescale.config.resolve import resolve_model
+from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model
 from bytescale.config.schema import (
     AUTO_CAPACITY,
     Config,
     DataConfig,
     Experts,
-    MemoryConfig,
     ParallelConfig,
     Shard,
     TrainerConfig,
@@ -40,7 +39,6 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
         check_attached(config, shape)
     else:
         check_mesh(config.parallel, shape, config.parallel.ranks if num_ranks is None else num_ranks)
-        _check_head_groups(config.memory, shape, config.parallel.tp)
     ranks, kind = hdp_ranks(config.parallel, num_ranks), kind_of_ranks(config.parallel)
     data, parallel, planner = config.data, config.parallel, config.planner
     if not data.sources:
@@ -72,7 +70,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
             fix='use a divisor of the ranks, or planner.name = "adaptive", which needs none',
         )
     _check_trace_steps(config.log.trace_steps, config.trainer)
-    _check_run_folder(config.trainer)
+    _check_trainer(config.trainer)
 
 
 def check_batches(data: DataConfig) -> None:
@@ -167,7 +165,13 @@ def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) ->
         )
 
 
-def _check_run_folder(trainer: TrainerConfig) -> None:
+def _check_trainer(trainer: TrainerConfig) -> None:
+    if trainer.init and not trainer.init.startswith((HF_PREFIX, CHECKPOINT_PREFIX)):
+        raise ConfigError(
+            f"trainer.init is {trainer.init!r}",
+            so="it is not clear where the weights come from",
+            fix=f"write {HF_PREFIX}FOLDER or {CHECKPOINT_PREFIX}FOLDER, or leave it empty for random weights",
+        )
     if trainer.resume and not trainer.run_dir:
         raise ConfigError("trainer.resume is set but trainer.run_dir is not", fix="name the run folder to continue")
     if visible(trainer.run_dir) != trainer.run_dir:
@@ -187,23 +191,6 @@ def _check_trace_steps(traced: Sequence[int], trainer: TrainerConfig) -> None:
             f"log.trace_steps names step {never[0]}, but the run has steps 1 to {trainer.steps}",
             so="its trace would never be written",
             fix=f"name steps from 1 to {trainer.steps}, or raise trainer.steps",
-        )
-
-
-def _check_head_groups(memory: MemoryConfig, shape: Architecture, tp: int) -> None:
-    """A rank's key/value heads make that many equal groups, and something is computed again."""
-    heads = max(1, shape.num_kv_heads // tp)
-    if memory.head_groups > 1 and heads % memory.head_groups:
-        raise ConfigError(
-            f"memory.head_groups = {memory.head_groups} does not divide the {heads} key/value heads of a rank",
-            so="the groups would not be equal",
-            fix=f'use a divisor of {heads}, or "auto"',
-        )
-    if memory.head_groups > 1 and memory.checkpointing == "none":
-        raise ConfigError(
-            f'memory.head_groups = {memory.head_groups} with memory.checkpointing = "none"',
-            so="all heads would be kept for backward anyway, and no memory saved",
-            fix='set memory.checkpointing to "full" or "attention", or leave head_groups out',
         )
 
 
@@ -310,8 +297,6 @@ def _check_optimizer(config: Config) -> None:
         raise ConfigError("optimizer.name is muon, and optimizer.offload is true",
                           so="matrices are made orthogonal in the memory of the gradients, on the device",
                           fix="use adamw or sgd, or leave optimizer.offload out")  # fmt: skip
-    if not 0 <= config.optimizer.momentum < 1:
-        raise ConfigError(f"optimizer.momentum is {config.optimizer.momentum}", fix="use a number from 0 to below 1")
     for override in config.optimizer.overrides:
         parse_override(override)
     if config.optimizer.name == "muon" and config.parallel.tp > 1:

@@ -135,11 +135,6 @@ class DeviceMemory(ABC):
         """The same for the pipeline stage that has room for the fewest tokens: itself, unless there are stages."""
         return self
 
-    @property
-    def most_head_groups(self) -> int:
-        """The largest number of groups of heads that attention can take one after the other."""
-        return 1
-
     def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
         """The same as plain numbers, for ``plan.verify``."""
         return MemoryLimits(

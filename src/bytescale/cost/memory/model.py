@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from bytescale.config import AUTO_HEAD_GROUPS, Architecture, Config
+from bytescale.config import Architecture, Config
 from bytescale.config.validate import may_offload
 from bytescale.cost import flops
 from bytescale.cost.memory.device_kernels import DeviceKind, KernelMemory, nccl_reserve_bytes
@@ -105,20 +105,18 @@ class MemoryModel(DeviceMemory):
         if isinstance(counted, MeasuredMemory):
             states = replace(counted.states, domain=domain, experts_in_parallel=in_parallel)
             return replace(counted, states=replace(states, on_host=config.optimizer.offload))
-        parallel, memory = config.parallel, config.memory
+        parallel = config.parallel
         whole = MemoryModel.on_device(
             ModelShare(architecture=counted, tensor_parallel=parallel.tp, num_stages=parallel.pp),
             kind,
             element_bytes=element_bytes,
             num_ranks=num_ranks,
-            checkpointing=memory.checkpointing,
+            checkpointing=config.memory.checkpointing,
             attention=config.kernels.attention,
         )
         whole = replace(
             whole, domain=domain, experts_in_parallel=in_parallel, optimizer_on_host=config.optimizer.offload
         )
-        if memory.head_groups != AUTO_HEAD_GROUPS:
-            return replace(whole, head_groups=memory.head_groups)
         tokens = parallel.capacity_tokens or None
         return whole.in_head_groups(device_bytes, capacity_tokens=tokens, offload=may_offload(config, kind))
 

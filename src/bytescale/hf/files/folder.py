@@ -13,10 +13,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import torch as safetensors
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -24,14 +24,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from bytescale.checkpoint.hugging_face import add_companions, appearing
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config import HF_PREFIX, AttachedArchitecture, Config
+from bytescale.config import AttachedArchitecture, Config
 from bytescale.config.hugging_face import refuse_quantised
-from bytescale.models.hf_folder import finite, stored_tensors, write_json
+from bytescale.config.resolve import source_folder
+from bytescale.models.hf_folder import finite, some, stored_tensors, write_json
 from bytescale.runtime import DTYPES
 from bytescale.storage.place import Place
 
 MOST_CONSTANT_BYTES = 2**24
-_SHOWN = 6
 
 
 def config_of(content: dict[str, Any]) -> Any:
@@ -44,21 +44,13 @@ def config_of(content: dict[str, Any]) -> Any:
             fix="install a version of transformers that has it",
         )
     try:
-        return CONFIG_MAPPING[model_type].from_dict(_with_floats(content))
+        kind = CONFIG_MAPPING[model_type]
+        return kind.from_dict(kind._decode_special_floats(content))  # {"__float__": "Infinity"}
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(
             f"transformers does not take the configuration of the {model_type} model ({' '.join(str(error).split())})",
             fix="use the config.json that belongs to the weights",
         ) from error
-
-
-def _with_floats(value: Any) -> Any:
-    """The content of config.json with infinity and NaN as numbers; it has ``{"__float__": "Infinity"}``."""
-    if isinstance(value, dict):
-        if value.keys() == {"__float__"}:
-            return float(value["__float__"])
-        return {key: _with_floats(held) for key, held in value.items()}
-    return [_with_floats(held) for held in value] if isinstance(value, list) else value
 
 
 def make_model(content: dict[str, Any], dtype: torch.dtype, *, seed: int = 0) -> nn.Module:
@@ -96,23 +88,17 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
     """
     refuse_quantised(content, str(folder / "config.json"))
     stored_tensors(folder)
-    try:
-        with _causal_model_or_error(content), _no_progress_bar():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config_of(content),
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are reported below
-            )
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} has no weights that can be read ({str(error).splitlines()[0]})",
-            fix="name a folder with model.safetensors, or with model.safetensors.index.json and its files",
-        ) from error
+    with _causal_model_or_error(content), _no_progress_bar():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config_of(content),
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported below
+        )
     model, told = loaded
     own = dict(model.named_parameters())
     told["untied_keys"] = own.keys() - parameters_of(content).keys()
@@ -124,9 +110,8 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
     ):
         names = sorted(str(name[0] if isinstance(name, tuple) else name) for name in told[kind])
         if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise CheckpointError(
-                f"{folder} has {len(names)} {kind.split('_')[0]} tensors: {', '.join(names[:_SHOWN])}{more}",
+                f"{folder} has {len(names)} {kind.split('_')[0]} tensors: {some(names)}",
                 so=so,
                 fix="set tie_word_embeddings to false in config.json"
                 if kind == "untied_keys"
@@ -172,8 +157,8 @@ def _causal_model_or_error(content: dict[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def constants_of(model: nn.Module) -> dict[str, Any]:
-    """Buffers that are stored with weights and are not trained, as JSON: dtype, shape and bytes of each.
+def constants_of(model: nn.Module) -> dict[str, str]:
+    """Buffers that are stored with weights and are not trained, each as a safetensors file in base64.
 
     Raises ``ConfigError`` if they are too large to be part of a checkpoint's description.
     """
@@ -186,33 +171,14 @@ def constants_of(model: nn.Module) -> dict[str, Any]:
             fix="train it in a loop of your own with bytescale.HDP",
         )
     return {
-        name: {
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "shape": list(value.shape),
-            "base64": base64.b64encode(value.contiguous().flatten().view(torch.uint8).numpy().tobytes()).decode(),
-        }
-        for name, value in stored.items()
+        name: base64.b64encode(safetensors.save({name: value.contiguous()})).decode() for name, value in stored.items()
     }
 
 
-def set_constants(model: nn.Module, constants: dict[str, Any]) -> None:
+def set_constants(model: nn.Module, constants: dict[str, str]) -> None:
     buffers = dict(model.named_buffers())
     for name, kept in constants.items():
-        content = np.frombuffer(base64.b64decode(kept["base64"]), dtype=np.uint8).copy()
-        value = torch.from_numpy(content).view(getattr(torch, kept["dtype"])).view(kept["shape"])
-        buffers[name].copy_(value)
-
-
-def save_folder(
-    model: nn.Module, target: Path, content: dict[str, Any], *, dtype: torch.dtype, shard_bytes: int
-) -> list[Path]:
-    """Write ``model``, whose weights have ``dtype``, with ``content`` as its config.json. Returns the shards."""
-    with _no_progress_bar():
-        model.save_pretrained(target, max_shard_size=shard_bytes)  # type: ignore[operator]
-    name = str(dtype).removeprefix("torch.")
-    written = {key: name for key in ("dtype", "torch_dtype") if key in content} or {"dtype": name}
-    write_json(target / "config.json", content | written)
-    return sorted(target.glob("*.safetensors"))
+        buffers[name].copy_(safetensors.load(base64.b64decode(kept))[name])
 
 
 _EMPTY = "there is nothing to train"
@@ -278,7 +244,8 @@ def export_attached(
     dtype: str = "fp32",
     shard_bytes: int = 5 * 2**30,
     run_config: Config | None = None,
-) -> list[Path]:
+    origin: Path | None = None,
+) -> None:
     """``checkpoint.hugging_face.export_checkpoint`` for an attached model. The process holds the whole model once.
 
     config.json is the one that the run began with, with the dtype of the weights that are written. What was not trained
@@ -308,14 +275,17 @@ def export_attached(
             model = wrapped.merge_and_unload()
         if architecture.trained:
             model = model.to(target_dtype)
-        shards = save_folder(model, hidden, architecture.content, dtype=target_dtype, shard_bytes=shard_bytes)
-        add_companions(stored, hidden, run_config)
-    return [target / shard.name for shard in shards]
+        with _no_progress_bar():
+            model.save_pretrained(hidden, max_shard_size=shard_bytes)  # type: ignore[operator]
+        content, name = architecture.content, str(target_dtype).removeprefix("torch.")
+        written = {key: name for key in ("dtype", "torch_dtype") if key in content} or {"dtype": name}
+        write_json(hidden / "config.json", content | written)
+        add_companions(hidden, run_config, origin)
 
 
 def _base_of(run_config: Config | None) -> Path:
     preset = "" if run_config is None else run_config.model.preset
-    base = Path(preset.removeprefix(HF_PREFIX)).expanduser()
+    base = source_folder(preset)
     if not (base / "config.json").is_file():
         raise CheckpointError(
             f"the checkpoint has what was trained alone, and the model that it belongs to is not there "

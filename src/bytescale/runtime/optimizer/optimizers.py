@@ -42,7 +42,7 @@ def named_optimizer(
         cls = MuonOnShards
         options |= {"matrices": DealtMatrices(parameters[0], group), "momentum": config.momentum}
     names = [entry.name for own in parameters for entry in own.entries]
-    overrides = _checked_overrides(config, options, names, group)
+    overrides = _checked_overrides(config, names, group)
 
     def own_options(name: str, parameter: nn.Parameter) -> dict[str, Any]:
         own: dict[str, Any] = {} if parameter.dim() >= 2 else {"weight_decay": 0.0}
@@ -57,8 +57,8 @@ def named_optimizer(
 
 
 def _checked_overrides(
-    config: OptimizerConfig, options: dict[str, Any], names: Sequence[str], group: RankGroup
-) -> list[tuple[str, dict[str, Any]]]:
+    config: OptimizerConfig, names: Sequence[str], group: RankGroup
+) -> list[tuple[str, dict[str, float]]]:
     """Patterns with the options of a group of parameters, in the order in which they are applied."""
     found = []
     for text in config.overrides:
@@ -70,18 +70,7 @@ def _checked_overrides(
                 so="it would have no effect",
                 fix=f"use patterns of names such as {names[0]}; * stands for anything",
             )
-        own: dict[str, Any] = {}
         if LR_RATIO in numbers:
-            own[LR_RATIO] = numbers[LR_RATIO]
-            own["lr"] = config.lr * numbers[LR_RATIO]
-        if "beta1" in numbers or "beta2" in numbers:
-            own["betas"] = (numbers.get("beta1", config.beta1), numbers.get("beta2", config.beta2))
-        own |= {name: numbers[name] for name in ("weight_decay", "eps") if name in numbers}
-        if unknown := sorted(own.keys() - options.keys() - {LR_RATIO}):
-            raise ConfigError(
-                f"optimizer.overrides sets {unknown[0]} of {pattern!r}, which {config.name} does not have",
-                so="it would have no effect",
-                fix="leave it out",
-            )
-        found.append((pattern, own))
+            numbers["lr"] = config.lr * numbers[LR_RATIO]
+        found.append((pattern, numbers))
     return found

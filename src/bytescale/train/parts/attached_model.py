@@ -14,8 +14,9 @@ from torch import Tensor
 
 from bytescale.attention import AttentionKernel
 from bytescale.attention.kernels import CudaFlashKernel
-from bytescale.checkpoint.initial_weights import folder_of, load_master_weights
+from bytescale.checkpoint.initial_weights import load_initial_weights
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config
+from bytescale.config.resolve import source_folder
 from bytescale.config.validate import may_offload
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
@@ -64,7 +65,7 @@ class HFModel:
                 shard.master.copy_(own)
             self.masters.clear()
         if config.trainer.init.startswith(CHECKPOINT_PREFIX):
-            load_master_weights(config.trainer.init, self.architecture.as_dict(), optimizer, ranks.checkpoint_group)
+            load_initial_weights(config.trainer.init, self.architecture, optimizer, ranks.checkpoint_group)
 
     def decoder(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> Decoder:
         return Decoder(module=self.part, activations=self.activations, head=self.part.head)
@@ -93,7 +94,7 @@ def build_attached_model(
     # 1. The model with weights that are not rounded; then on our attention, on its device.
     source, content = config.trainer.init, architecture.content
     if source.startswith(HF_PREFIX):
-        folder = folder_of(source)
+        folder = source_folder(source)
         read_as = exact_dtype(folder, dtype)
         model = load_model(folder, content, read_as)
     else:

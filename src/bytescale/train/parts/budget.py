@@ -166,7 +166,6 @@ def _check_context(config: Config, budget: MemoryBudget) -> None:
         kind = kind_of_ranks(config.parallel)
         over = (context - longest) / hdp * budget.model.saved_bytes_per_token
         may_start_to = offload is None and budget.model.movable_bytes_per_token > 0  # the last two layers stay
-        most_groups = budget.model.most_head_groups
         raise ConfigError(
             f"a sequence of data.context_length = {context} tokens does not fit: {hdp} {kind} of capacity "
             f"{budget.capacity_tokens} hold {longest} tokens together"
@@ -175,6 +174,5 @@ def _check_context(config: Config, budget: MemoryBudget) -> None:
             so="a document of full length could not be trained on",
             fix=f"use {-(-context * hdp // longest)} {kind}, a shorter context, memory.checkpointing"
             + (', memory.offload = "on"' if may_start_to else "")
-            + (f", memory.head_groups = {most_groups}" if budget.model.head_groups < most_groups else "")
             + ", or more memory (memory.device_gib, memory.host_gib)",
         )

@@ -122,8 +122,7 @@ class RunLog:
         self._screen.progress(metrics.step, steps)
         self._metrics.write(metrics.to_json())
         self._metrics.flush()
-        due = metrics.step % self.config.log.track_every == 0 or metrics.step == steps
-        for tracker in self._trackers if due else ():
+        for tracker in self._trackers:
             tracker.log(metrics.step, metrics.scalars())
         if self.config.log.save_plans:
             save_plan(data.plan, self.run.plan(metrics.step))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -61,20 +62,16 @@ def open_trackers(run: RunFolder, config: Config) -> list[Tracker]:
 
 
 def _wandb_run(run: RunFolder, config: Config) -> Any:
-    """A run of Weights & Biases, by default named after the run folder. A resumed run goes on under the same id."""
+    """A run of Weights & Biases, whose own variables say where it is filed. A resumed run goes on under the same id."""
     import wandb
 
-    log = config.log
-    online = log.wandb == "online"
+    online = config.log.wandb == "online"
     if not run.wandb_id.exists():
         run.wandb_id.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
     try:
         known = wandb.init(
-            project=log.wandb_project,
-            entity=log.wandb_entity or None,
-            name=log.wandb_name or run.path.name,
-            group=log.wandb_group or None,
-            tags=log.wandb_tags,
+            project=os.environ.get("WANDB_PROJECT", "bytescale"),
+            name=os.environ.get("WANDB_NAME", run.path.name),
             id=run.wandb_id.read_text(encoding="ascii").strip(),
             resume="allow" if online else None,
             dir=str(run.path),
