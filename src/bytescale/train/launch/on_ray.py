@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
@@ -18,7 +19,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from bytescale.common.environment import use_expandable_segments
 from bytescale.common.errors import BytescaleError, ConfigError, LoaderFailure, RankFailure, RanksRefused
 from bytescale.common.ports import reserve_port
-from bytescale.common.private_folder import private_folder
 from bytescale.config import Config
 from bytescale.train.ranks import STORE_FILE
 from bytescale.train.stop import StopRequest
@@ -79,7 +79,8 @@ def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) 
             options = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "max_concurrency": 2}
             ranks.append(ray.remote(RankActor).options(scheduling_strategy=place, **options).remote())
         addresses = _addresses(ranks, config.trainer.run_dir)
-        environments = _environments(addresses, closing.enter_context(private_folder("bytescale-ranks-")))
+        meeting = TemporaryDirectory(prefix="bytescale-ranks-", ignore_cleanup_errors=True)
+        environments = _environments(addresses, Path(closing.enter_context(meeting)))
         running = {
             rank.run.remote(config, environment, console): number
             for number, (rank, environment) in enumerate(zip(ranks, environments, strict=True))
