@@ -19,9 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, visible
 from bytescale.common.limits import limits
-from bytescale.common.text import visible
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config import load_config
 from bytescale.config.schema import CorpusConfig, DataConfig

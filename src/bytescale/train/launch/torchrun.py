@@ -24,8 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from bytescale.common.errors import RankFailure, RanksRefused
-from bytescale.common.failures import keep_trace
+from bytescale.common.errors import RankFailure, RanksRefused, keep_trace
 from bytescale.config import Config
 from bytescale.train.parts.budget import check_room
 from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE
