@@ -13,7 +13,7 @@ from bytescale.simulator.trace import Span, Track, simulated_tracks, spread_even
 from bytescale.train.parts.job import Job
 from bytescale.train.ranks import Ranks
 from bytescale.train.reporting.metrics import StepMetrics
-from bytescale.train.reporting.span_recorder import SpanRecorder, StepRecorder
+from bytescale.train.reporting.work import SpanRecorder, StepRecorder
 from bytescale.train.run_folder import RunFolder
 
 MAX_RANKS = 1024
