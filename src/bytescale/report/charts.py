@@ -16,7 +16,7 @@ MAX_POINTS = 400  # most points of a line and columns of a chart; neighbours are
 Label = Callable[[float], str]
 
 
-class Mark(NamedTuple):
+class Outline(NamedTuple):
     """A shape, and what it says under the mouse."""
 
     css: str
@@ -27,7 +27,7 @@ class Mark(NamedTuple):
 class Plot(NamedTuple):
     """A chart. Ticks are a place from 0 to 1 and a text; ``keys`` say what colours mean: (css class, name)."""
 
-    marks: Sequence[Mark]
+    marks: Sequence[Outline]
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     x_title: str = "step"
@@ -55,7 +55,7 @@ def line_chart(series: Sequence[Series], *, label: Label, from_zero: bool = Fals
     for one, line in zip(series, points, strict=True):
         path = "L".join(f"{x_axis.place(x) * WIDTH:.1f} {HEIGHT * (1 - y_axis.place(y)):.2f}" for x, y in line)
         dot = "h0" if len(line) == 1 else ""
-        marks.append(Mark(f"line {one.css}", f"M{path}{dot}" if path else "", one.name))
+        marks.append(Outline(f"line {one.css}", f"M{path}{dot}" if path else "", one.name))
     keys = [(one.css, one.name) for one in series] if len(series) > 1 else []
     return Plot(marks, x_axis.steps(), y_axis.ticks(label), keys=keys)
 
@@ -70,7 +70,7 @@ def stacked_columns(parts: Sequence[Series], *, highest: float, label: Label) ->
         tops = HEIGHT * (1 - np.cumsum([0.0, *row[1:]]) / y_axis.high)
         for part, bottom, top in zip(parts, tops, tops[1:], strict=False):
             if bottom - top > 0.02:
-                marks.append(Mark(part.css, _rectangle(place * width, top, wide, bottom - top)))
+                marks.append(Outline(part.css, _rectangle(place * width, top, wide, bottom - top)))
     return Plot(marks, _Axis(thinned[0, 0] - 0.5, thinned[-1, 0] + 0.5).steps(), y_axis.ticks(label))
 
 
@@ -84,7 +84,7 @@ def grouped_columns(names: Sequence[str], series: Sequence[tuple[str, str, Seque
         for place, value in enumerate(values):
             tall = HEIGHT * y_axis.place(value)
             path = _rectangle((place + 0.1) * slot + number * width, HEIGHT - tall, width, tall)
-            marks.append(Mark(css, path, f"{title}, {names[place]}: {value:.1%}"))
+            marks.append(Outline(css, path, f"{title}, {names[place]}: {value:.1%}"))
     every = math.ceil(len(names) / 8)
     ticks = [((place + 0.5) / len(names), name) for place, name in enumerate(names) if place % every == 0]
     return Plot(marks, ticks, y_axis.ticks("{:.0%}".format), x_title, [(css, title) for css, title, _ in series])
