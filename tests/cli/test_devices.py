@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bytescale.cli import costs, plan, simulate
+from bytescale.cli import plan, simulate
 from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml, resolve_model
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost import Profile
@@ -129,16 +129,6 @@ def test_the_memory_lines_of_plan_and_dry_run(corpus: Path, tmp_path: Path, caps
     capacity = memory.partition("micro-batch of ")[2].partition(" tokens")[0]
     assert states in printed
     assert f"ranks of {capacity} tokens" in printed
-
-
-def test_without_torch_a_config_is_planned_for_a_gpu(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(costs, "find_spec", lambda name: None)
-    config = run_of(corpus, gib=None, device="auto", dtype="auto")
-    (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
-    _, model, usable_bytes = seen_by_plan([str(tmp_path / "config.toml")], monkeypatch)
-    assert (model.element_bytes, model.kernels.fused_norm, usable_bytes) == (2, True, 80 * 2**30)
 
 
 def test_checkpointing_without_a_config(monkeypatch: pytest.MonkeyPatch) -> None:

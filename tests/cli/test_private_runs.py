@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -19,7 +15,6 @@ import psutil
 import pytest
 
 import bytescale
-from bytescale.common.private_folder import private_folder
 from bytescale.config import config_to_toml
 from tests.train.runs import losses, on_ranks, small_run, write_corpus
 
@@ -96,65 +91,3 @@ def test_nothing_that_arrives_is_unpickled() -> None:
     forbidden = re.compile(r"gather_object|broadcast_object|scatter_object|recv_object|pickle\.loads?|elastic_launch")
     for path in Path(bytescale.__file__).parent.rglob("*.py"):
         assert not forbidden.search(path.read_text(encoding="utf-8")), path
-
-
-def test_a_private_folder_is_private_and_goes(tmp_path: Path) -> None:
-    with private_folder("bytescale-x-", str(tmp_path)) as folder:
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        with private_folder("bytescale-x-", str(tmp_path)) as other:
-            assert folder.exists(), "it is in use"
-            assert other != folder
-    assert not list(tmp_path.iterdir())
-
-
-def test_folders_of_killed_owners_are_removed(tmp_path: Path) -> None:
-    code = f"""
-import os
-from bytescale.common.private_folder import private_folder
-with private_folder("bytescale-x-", {str(tmp_path)!r}):
-    os._exit(9)
-"""
-    subprocess.run([sys.executable, "-c", code], check=False)
-    (left,) = tmp_path.iterdir()
-    with private_folder("bytescale-x-", str(tmp_path)):
-        assert not left.exists()
-
-
-def test_what_others_put_there_neither_blocks_nor_is_touched(tmp_path: Path) -> None:
-    """A FIFO as the lock blocked every start; a link would have let a start remove what it points to."""
-    precious = tmp_path / "precious"
-    precious.mkdir(mode=0o700)
-    (precious / "lock").touch()
-    (tmp_path / "bytescale-x-link").symlink_to(precious)
-    open_to_all = tmp_path / "bytescale-x-open"
-    open_to_all.mkdir()
-    open_to_all.chmod(0o777)
-    os.mkfifo(open_to_all / "lock")
-    own = tmp_path / "bytescale-x-fifo"
-    own.mkdir(mode=0o700)
-    os.mkfifo(own / "lock")
-    with private_folder("bytescale-x-", str(tmp_path)):
-        assert (precious / "lock").exists()
-        assert open_to_all.exists()
-
-
-def test_a_folder_that_is_taken_before_its_lock_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another start may remove a new folder between its making and its locking."""
-    made, locked = [], []
-    make, lock = tempfile.mkdtemp, fcntl.flock
-
-    def mkdtemp(**options: str) -> str:
-        made.append(make(**options))
-        return made[-1]
-
-    def flock(file: int, operation: int) -> None:
-        locked.append(operation)
-        if len(locked) == 1:
-            shutil.rmtree(made[-1])
-        lock(file, operation)
-
-    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with private_folder("bytescale-x-", str(tmp_path)) as folder:
-        assert (folder / "lock").exists()
-    assert len(made) == 2

@@ -42,12 +42,6 @@ def test_tokenize_writes_a_pair_and_says_what_it_did(
     assert "tokenizer bytes: 257 ids" in output
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert settings(tmp_path, dry_run=True).run() == 0
-    assert "jsonl: 1 files" in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_existing_pair_is_replaced_only_on_request(tmp_path: Path, source: Path) -> None:
     write_pair(tmp_path / "out/pair", [[1]])
     with pytest.raises(ConfigError, match=r"pair.idx exists.*--overwrite"):

@@ -11,8 +11,6 @@ from bytescale.checkpoint.manifest import (
     damaged,
     file_name,
     read_manifest,
-    step_name,
-    steps_in,
     unreachable,
 )
 from bytescale.checkpoint.tensor_file import TensorFile
@@ -44,10 +42,7 @@ def problems_of(folder: Place) -> list[str]:
 
 def wrong_files(folder: Place, manifest: Manifest) -> list[str]:
     """Files that are missing, surplus or of another size. Reads no file."""
-    try:
-        there = file_sizes(folder)
-    except OSError as error:
-        raise unreachable(error, folder) from error
+    there = _sizes(folder)
     sizes = {file_name(number): file.num_bytes for number, file in enumerate(manifest.files)}
     found = [str(damaged(folder, name, "the file is missing")) for name in sizes if name not in there]
     found += [
@@ -70,16 +65,19 @@ class ListedCheckpoint:
     """Why it is not whole; empty: every file is there in its size."""
 
 
-def list_checkpoints(folder: Place) -> list[ListedCheckpoint]:
-    """Every checkpoint in a run's folder of checkpoints, oldest first. Raises ``OSError``."""
-    return [_listed(folder / step_name(step)) for step in steps_in(folder)]
-
-
-def _listed(folder: Place) -> ListedCheckpoint:
+def listed(folder: Place) -> ListedCheckpoint:
+    """Raises ``CheckpointError`` if the folder cannot be reached."""
+    num_bytes = sum(_sizes(folder).values())
     try:
         manifest = read_manifest(folder)
         wrong = wrong_files(folder, manifest)
-        num_bytes = sum(file_sizes(folder).values())
         return ListedCheckpoint(folder.name, num_bytes, manifest.state.mesh, "".join(wrong[:1]))
     except BytescaleError as error:
-        return ListedCheckpoint(folder.name, sum(file_sizes(folder).values()), {}, str(error))
+        return ListedCheckpoint(folder.name, num_bytes, {}, str(error))
+
+
+def _sizes(folder: Place) -> dict[str, int]:
+    try:
+        return file_sizes(folder)
+    except OSError as error:
+        raise unreachable(error, folder) from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -84,17 +83,6 @@ class CostOptions:
     """Devices that share a node and its fast links."""
     config: Settings
     """All settings. `parallel.ranks` counts the devices of the cluster."""
-
-    def layout(self) -> ClusterConfig:
-        parallel = self.config.parallel
-        return ClusterConfig(
-            num_gpus=parallel.ranks,
-            gpus_per_node=self.gpus_per_node,
-            tp=parallel.tp,
-            pp=parallel.pp,
-            gradient_bucket_mib=parallel.gradient_bucket_mib,
-            optimizer_on_host=self.config.optimizer.offload,
-        )
 
 
 Kind = TypeVar("Kind", bound=CostOptions)
@@ -208,7 +196,7 @@ class Costs:
         config, (kind, _) = self.config, self.device
         if config.memory.device_gib is not None:
             return config.memory.device_gib * GIBI
-        if not config.data.sources or find_spec("torch") is None or (kind == "cuda" and _kind_here() == "cpu"):
+        if not config.data.sources or (kind == "cuda" and _kind_here() == "cpu"):
             return ASSUMED_GIB * GIBI
         import torch
 
@@ -269,16 +257,24 @@ class Costs:
         return replace(self.profile, activation_bytes=Curve(0.0, self.memory.layer_saved_bytes_per_token, 0.0))
 
 
-def costs_of(options: CostOptions, cluster: ClusterConfig, *, longest: int, vocab_size: int | None = None) -> Costs:
-    """Return the costs of a model on ``cluster``, for sequences of at most ``longest`` tokens.
+def costs_of(options: CostOptions, *, longest: int, vocab_size: int | None = None) -> Costs:
+    """Return the costs of a model for sequences of at most ``longest`` tokens.
 
     A profile has a model of its own. If ``options`` name a model as well, its layers must have the same shape.
     ``vocab_size``: that of the tokenizer, if it is known.
 
     Raises ``ConfigError`` if the model cannot be attached, does not fit into this machine or lacks what is asked for,
-    or if its layers cannot be cut into the stages of ``cluster``.
+    or if its layers cannot be cut into so many stages.
     """
-    config = options.config
+    config, parallel = options.config, options.config.parallel
+    cluster = ClusterConfig(
+        num_gpus=parallel.ranks,
+        gpus_per_node=options.gpus_per_node,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        gradient_bucket_mib=parallel.gradient_bucket_mib,
+        optimizer_on_host=config.optimizer.offload,
+    )
     measured = load_profile(config.cost.profile) if config.cost.profile is not None else None
     warn_of_bad_fits(measured)
     device = _kind_and_precision(config, "" if measured is None else measured.device)
@@ -292,7 +288,7 @@ def costs_of(options: CostOptions, cluster: ClusterConfig, *, longest: int, voca
     split_layers(profile.architecture, cluster.pp)  # refuses more stages than layers
     check_sharing(config, model or profile.architecture, cluster.num_ranks)
     costs = Costs(options, cluster, profile, counted or profile.architecture, device)
-    if config.parallel.experts == "parallel":
+    if parallel.experts == "parallel":
         domain, per_node = costs.domain, cluster.ranks_per_node
         profile = profile.with_parallel_experts(model or profile.architecture, domain=domain, ranks_per_node=per_node)
         costs = replace(costs, profile=profile)
@@ -328,9 +324,7 @@ def _kind_and_precision(config: Config, measured_on: str) -> tuple[DeviceKind, i
 
 
 def _kind_here() -> DeviceKind:
-    """Return the kind of device that training would choose here. Without torch nothing can train, so it is a GPU."""
-    if find_spec("torch") is None:
-        return "cuda"
+    """Return the kind of device that training would choose here."""
     from bytescale.train.ranks import choose_device
 
     return "cuda" if choose_device("auto", 0, 1).type == "cuda" else "cpu"

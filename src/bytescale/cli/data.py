@@ -19,9 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, visible
 from bytescale.common.limits import limits
-from bytescale.common.text import visible
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config import load_config
 from bytescale.config.schema import CorpusConfig, DataConfig
@@ -63,8 +62,6 @@ class TokenizeConfig(CorpusOptions):
     """How many times a failing read is tried again, after 0.5, 1, 2, ... seconds."""
     overwrite: bool = False
     """Replace OUTPUT if it exists."""
-    dry_run: bool = False
-    """List what would be read, and write nothing."""
 
     def run(self) -> int:
         """Return the exit code. Raises as ``write_as_pair``."""
@@ -82,12 +79,6 @@ class TokenizeConfig(CorpusOptions):
             )
         total_bytes = sum(file.num_bytes for file in files)
         console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {output}, {idx_path.name}")
-        if self.dry_run:
-            for kind in sorted({file.format for file in files}):
-                sizes = [file.num_bytes for file in files if file.format == kind]
-                console.print(f"  {kind}: {len(sizes)} files, {format_bytes(sum(sizes))}")
-            console.print("Nothing was written (--dry-run).")
-            return 0
         started = time.perf_counter()
         with progress_bar() as progress:
             reader = ShardReader.of(data, choose_tokenizer(data, files, progress))

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import tyro
 
-from bytescale.common.errors import ConfigError
 from bytescale.config.load import DEMO_CONFIG
 
 
@@ -20,20 +19,9 @@ class InitOptions:
     """The file to write. It must not exist yet."""
 
     def run(self) -> int:
-        """Return the exit code. Raises ``ConfigError`` if the file exists or cannot be written."""
-        try:
-            with self.file.open("x", encoding="utf-8") as file:
-                file.write(DEMO_CONFIG.read_text(encoding="utf-8"))
-        except FileExistsError as error:
-            raise ConfigError(
-                f"{self.file} exists already",
-                so="its settings would be lost",
-                fix="name another file, `bytescale init FILE.toml`, or remove the existing file",
-            ) from error
-        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-            raise ConfigError(
-                f"{self.file} cannot be written: {error.strerror}", fix="name a file in a folder that you may write to"
-            ) from error
+        """Return the exit code. Raises ``OSError`` if the file exists or cannot be written."""
+        with self.file.open("x", encoding="utf-8") as file:
+            file.write(DEMO_CONFIG.read_text(encoding="utf-8"))
         print(f"wrote {self.file}. It can train as it is. Edit it, then run:")
         print(f"  bytescale train {self.file} --dry-run   # check it, prepare the data, plan a batch, start nothing")
         print(f"  bytescale train {self.file}")

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from bytescale import __version__
-from bytescale.common.errors import BytescaleError
-from bytescale.common.failures import SystemRefusal, foreseen, unexpected
+from bytescale.common.errors import BytescaleError, SystemRefusal, foreseen, unexpected
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "demo": ("demo", "DemoOptions", "the first run: train on 8 ranks, measure the planners, simulate a cluster"),

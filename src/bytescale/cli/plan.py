@@ -81,9 +81,9 @@ def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale plan``: plan, compare, print, and write the wanted files. Returns the exit code."""
     options = read_cost_options(PlanOptions, arguments, prog="bytescale plan")
     console = Console(soft_wrap=True, highlight=False, quiet=options.json)
-    cluster = options.layout()
     lengths, origin, vocab_size, trajectories = read_batch(options.batch, options.config.data)
-    costs = costs_of(options, cluster, longest=int(lengths.max()), vocab_size=vocab_size)
+    costs = costs_of(options, longest=int(lengths.max()), vocab_size=vocab_size)
+    cluster = costs.cluster
     planned, refused = _plan_all(options, lengths, costs)
     ideal = float(costs.cost_model.work_seconds(lengths).sum()) / cluster.num_ranks
     chosen = list(planned)[-1]

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from bytescale.cli.options import Settings, read
 from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
-from bytescale.common.units import format_bytes, format_count
+from bytescale.common.units import format_bytes, format_count, format_seconds
 from bytescale.config import Config, DataConfig, ParallelConfig, TrainerConfig
 from bytescale.cost import Profile, save_profile
 from bytescale.cost.profile_file import fit_warnings
@@ -80,21 +78,21 @@ def profile_command(options: ProfileOptions) -> None:
         parallel=ParallelConfig(ranks=given.parallel.ranks),
         trainer=TrainerConfig(device=given.trainer.device, dtype=given.trainer.dtype),
     )
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), console=Console(stderr=True), transient=True)
-    task = bar.add_task("measuring", total=1.0)
     # This measures the implementation of flash attention that training will use.
     with open_ranks(config) as ranks, open_kernels(config, ranks.device, ranks.dtype, ranks.smallest):
-        with bar if ranks.is_first else nullcontext():
-            profile = measure_profile(
-                Measurer(layers_to_measure(given, ranks.device, ranks.dtype), ranks.device, ranks.dtype),
-                max_tokens=given.data.context_length,
-                seconds=options.seconds,
-                hdp=ranks.hdp,
-                nodes=ranks.nodes(),
-                progress=lambda tokens, share: bar.update(
-                    task, completed=share, description=f"measuring {format_count(tokens)} tokens"
-                ),
+        if ranks.is_first:
+            print(
+                f"measuring layers of up to {format_count(given.data.context_length)} tokens for about "
+                f"{format_seconds(options.seconds)}, then links ...",
+                flush=True,
             )
+        profile = measure_profile(
+            Measurer(layers_to_measure(given, ranks.device, ranks.dtype), ranks.device, ranks.dtype),
+            max_tokens=given.data.context_length,
+            seconds=options.seconds,
+            hdp=ranks.hdp,
+            nodes=ranks.nodes(),
+        )
         if ranks.is_first:
             _write(options, profile, torch.get_num_threads())
 

@@ -46,16 +46,15 @@ def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale simulate``: plan, simulate, print, and write the files that were asked for."""
     options = read_cost_options(SimulateOptions, arguments, prog="bytescale simulate")
     console = Console(soft_wrap=True, highlight=False)
-    cluster = options.layout()
     if options.plan is not None:
         plan, origin = load_plan(options.plan), str(options.plan)
         verify(plan)
-        costs = costs_of(options, cluster, longest=int(plan.lengths.max()))
+        costs = costs_of(options, longest=int(plan.lengths.max()))
     else:
         batch = read_batch(options.batch, options.config.data)
-        costs = costs_of(options, cluster, longest=int(batch.lengths.max()), vocab_size=batch.vocab_size)
+        costs = costs_of(options, longest=int(batch.lengths.max()), vocab_size=batch.vocab_size)
         plan, origin = costs.planner(options.config.planner.name)(batch.lengths), batch.origin
-    profile = costs.checkpointed_profile
+    profile, cluster = costs.checkpointed_profile, costs.cluster
     began = time.perf_counter()
     step = simulate(plan, profile, cluster)
     seconds = time.perf_counter() - began

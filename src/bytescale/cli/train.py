@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 from bytescale.cli.options import Settings, leading_path, read
 from bytescale.common.environment import ranks_of_torchrun, use_expandable_segments
 from bytescale.common.errors import ConfigError
-from bytescale.common.private_folder import private_folder
 from bytescale.config import (
     CHECKPOINT_PREFIX,
     HF_PREFIX,
@@ -309,8 +309,8 @@ def _start_ranks(config: Config, command: str) -> None:
     from bytescale.train.launch.torchrun import launch_ranks
 
     print(f"starting {config.parallel.ranks} ranks ...", flush=True)
-    with private_folder("bytescale-config-") as folder:
-        resolved = folder / "config.toml"
+    with TemporaryDirectory(prefix="bytescale-config-", ignore_cleanup_errors=True) as folder:
+        resolved = Path(folder) / "config.toml"
         resolved.write_text(config_to_toml(config), encoding="utf-8")
         launch_ranks(
             config.parallel.ranks,

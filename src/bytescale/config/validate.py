@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import get_args
 
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, visible
 from bytescale.common.labels import RESERVED_FIELDS
 from bytescale.common.limits import check_limits
-from bytescale.common.text import visible
 from bytescale.config.architecture import Architecture
 from bytescale.config.attached import AttachedArchitecture, check_attached, check_trained
 from bytescale.config.overrides import parse_override

@@ -1,10 +1,9 @@
-"""Charts as HTML with SVG inside, in strings. Shapes stretch with the page; text is HTML, readable on a phone."""
+"""The shapes of charts, as paths of SVG, and what their axes say. ``pieces.html`` draws them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +16,24 @@ MAX_POINTS = 400  # most points of a line and columns of a chart; neighbours are
 Label = Callable[[float], str]
 
 
+class Outline(NamedTuple):
+    """A shape, and what it says under the mouse."""
+
+    css: str
+    path: str
+    text: str = ""
+
+
+class Plot(NamedTuple):
+    """A chart. Ticks are a place from 0 to 1 and a text; ``keys`` say what colours mean: (css class, name)."""
+
+    marks: Sequence[Outline]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    x_title: str = "step"
+    keys: Sequence[tuple[str, str]] = ()
+
+
 class Series(NamedTuple):
     """A line, or one part of every column: ``ys[i]`` at ``xs[i]``. None is a gap."""
 
@@ -26,25 +43,24 @@ class Series(NamedTuple):
     ys: Sequence[float | None]
 
 
-def line_chart(series: Sequence[Series], *, label: Label, from_zero: bool = False) -> str:
-    """Lines over steps on one pair of axes. ``label`` writes the numbers of the y axis."""
+def line_chart(series: Sequence[Series], *, label: Label, from_zero: bool = False) -> Plot | None:
+    """Lines over steps on one pair of axes; None without a point. ``label`` writes the numbers of the y axis."""
     points = [_thinned(np.array([pair for pair in zip(one.xs, one.ys, strict=True) if _known(pair)])) for one in series]
     some = [line for line in points if len(line)]
     if not some:
-        return ""
+        return None
     (x_low, low), (x_high, high) = np.concatenate(some).min(axis=0), np.concatenate(some).max(axis=0)
     x_axis, y_axis = _Axis(x_low, x_high), _Axis.around(0.0 if from_zero else low, high)
     marks = []
     for one, line in zip(series, points, strict=True):
         path = "L".join(f"{x_axis.place(x) * WIDTH:.1f} {HEIGHT * (1 - y_axis.place(y)):.2f}" for x, y in line)
         dot = "h0" if len(line) == 1 else ""
-        drawn = f"M{path}{dot}" if path else ""
-        marks.append(f'<path class="line {one.css}" d="{drawn}"><title>{escape(one.name)}</title></path>')
-    keys = legend([(one.css, one.name) for one in series]) if len(series) > 1 else ""
-    return keys + _plot("".join(marks), x_axis.steps(), y_axis.ticks(label), "step")
+        marks.append(Outline(f"line {one.css}", f"M{path}{dot}" if path else "", one.name))
+    keys = [(one.css, one.name) for one in series] if len(series) > 1 else []
+    return Plot(marks, x_axis.steps(), y_axis.ticks(label), keys=keys)
 
 
-def stacked_columns(parts: Sequence[Series], *, highest: float, label: Label) -> str:
+def stacked_columns(parts: Sequence[Series], *, highest: float, label: Label) -> Plot:
     """Columns over steps, each made of all parts from below. ``highest``: what the y axis has room for."""
     thinned = _thinned(np.array([parts[0].xs, *(part.ys for part in parts)], dtype=float).T)  # [N, 1 + parts]
     y_axis, width = _Axis.around(0.0, highest), WIDTH / len(thinned)
@@ -54,11 +70,11 @@ def stacked_columns(parts: Sequence[Series], *, highest: float, label: Label) ->
         tops = HEIGHT * (1 - np.cumsum([0.0, *row[1:]]) / y_axis.high)
         for part, bottom, top in zip(parts, tops, tops[1:], strict=False):
             if bottom - top > 0.02:
-                marks.append(_rect(place * width, top, wide, bottom - top, part.css))
-    return _plot("".join(marks), _Axis(thinned[0, 0] - 0.5, thinned[-1, 0] + 0.5).steps(), y_axis.ticks(label), "step")
+                marks.append(Outline(part.css, _rectangle(place * width, top, wide, bottom - top)))
+    return Plot(marks, _Axis(thinned[0, 0] - 0.5, thinned[-1, 0] + 0.5).steps(), y_axis.ticks(label))
 
 
-def grouped_columns(names: Sequence[str], series: Sequence[tuple[str, str, Sequence[float]]], x_title: str) -> str:
+def grouped_columns(names: Sequence[str], series: Sequence[tuple[str, str, Sequence[float]]], x_title: str) -> Plot:
     """Shares (0 to 1) per name, as columns side by side. A series is (css class, name, shares)."""
     y_axis = _Axis.around(0.0, max(max(values) for _, _, values in series))
     slot = WIDTH / len(names)
@@ -67,18 +83,11 @@ def grouped_columns(names: Sequence[str], series: Sequence[tuple[str, str, Seque
     for number, (css, title, values) in enumerate(series):
         for place, value in enumerate(values):
             tall = HEIGHT * y_axis.place(value)
-            text = f"{title}, {names[place]}: {value:.1%}"
-            marks.append(_rect((place + 0.1) * slot + number * width, HEIGHT - tall, width, tall, css, text))
+            path = _rectangle((place + 0.1) * slot + number * width, HEIGHT - tall, width, tall)
+            marks.append(Outline(css, path, f"{title}, {names[place]}: {value:.1%}"))
     every = math.ceil(len(names) / 8)
     ticks = [((place + 0.5) / len(names), name) for place, name in enumerate(names) if place % every == 0]
-    keys = legend([(css, title) for css, title, _ in series])
-    return keys + _plot("".join(marks), ticks, y_axis.ticks("{:.0%}".format), x_title)
-
-
-def legend(items: Sequence[tuple[str, str]]) -> str:
-    """What the colours mean: (css class, name)."""
-    entries = "".join(f'<li><i class="{css}"></i>{escape(name)}</li>' for css, name in items)
-    return f'<ul class="legend">{entries}</ul>'
+    return Plot(marks, ticks, y_axis.ticks("{:.0%}".format), x_title, [(css, title) for css, title, _ in series])
 
 
 class _Axis(NamedTuple):
@@ -114,24 +123,8 @@ class _Axis(NamedTuple):
         return self.ticks("{:.0f}".format, whole=True)
 
 
-def _plot(drawing: str, x_ticks: list[tuple[float, str]], y_ticks: list[tuple[float, str]], x_title: str) -> str:
-    grid = "".join(
-        f'<path class="grid" d="M0 {HEIGHT * (1 - place):.2f}h{WIDTH:.0f}"/>' for place, _ in y_ticks if 0 <= place <= 1
-    )
-    return (
-        f'<div class="plot"><div class="y">{_ticks(y_ticks, "bottom")}</div>'
-        f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" role="img">{grid}{drawing}</svg>'
-        f'<div class="x">{_ticks(x_ticks, "left")}</div><div class="title">{escape(x_title)}</div></div>'
-    )
-
-
-def _ticks(ticks: list[tuple[float, str]], side: str) -> str:
-    return "".join(f'<span style="{side}:{100 * place:.2f}%">{escape(text)}</span>' for place, text in ticks)
-
-
-def _rect(x: float, y: float, width: float, height: float, css: str, text: str = "") -> str:
-    title = f"<title>{escape(text)}</title>" if text else ""
-    return f'<rect class="{css}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}">{title}</rect>'
+def _rectangle(x: float, y: float, width: float, height: float) -> str:
+    return f"M{x:.2f} {y:.2f}h{width:.2f}v{height:.2f}H{x:.2f}z"
 
 
 def _known(point: tuple[float, float | None]) -> bool:

@@ -24,8 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.elastic.utils.store import barrier
 
 from bytescale.common.environment import ranks_of_torchrun
-from bytescale.common.errors import ConfigError
-from bytescale.common.failures import foreseen
+from bytescale.common.errors import ConfigError, foreseen
 from bytescale.config import Config, sharing_domain
 from bytescale.runtime import DTYPES, Mesh, MeshShape, RankGroup
 

@@ -10,11 +10,11 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
 from bytescale.common.errors import ConfigError, LoaderFailure
-from bytescale.common.private_folder import private_folder
 from bytescale.data.loading.loader import Reader
 
 NAMESPACE = "bytescale"
@@ -63,7 +63,7 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray = import_ray()
     # Ray gives the folder mode 0777, so it lies in one of ours. A socket's path may have 107 characters only.
-    with private_folder("bytescale-ray-", "/tmp") as folder:
+    with TemporaryDirectory(prefix="bytescale-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:
             context = ray.init(
                 address="local",
@@ -73,7 +73,7 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
                 log_to_driver=False,
                 logging_level="ERROR",
                 namespace=NAMESPACE,
-                _temp_dir=str(folder / "r"),
+                _temp_dir=f"{folder}/r",
                 _node_ip_address="127.0.0.1",
             )
         except Exception as error:  # Ray raises what it likes, most often because a busy machine starts it too slowly

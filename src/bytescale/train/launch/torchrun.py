@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,9 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from bytescale.common.errors import RankFailure, RanksRefused
-from bytescale.common.failures import keep_trace
-from bytescale.common.private_folder import private_folder
+from bytescale.common.errors import RankFailure, RanksRefused, keep_trace
 from bytescale.config import Config
 from bytescale.train.parts.budget import check_room
 from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE
@@ -48,8 +47,8 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, again: str, stop_s
     check_room(num_ranks)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is reported once, below
     try:
-        with private_folder("bytescale-ranks-") as folder:
-            failures = _run(folder, num_ranks, arguments, stop_seconds, again)
+        with TemporaryDirectory(prefix="bytescale-ranks-", ignore_cleanup_errors=True) as folder:
+            failures = _run(Path(folder), num_ranks, arguments, stop_seconds, again)
     finally:
         if sys.stdout.isatty():
             Console().show_cursor()  # a rank that was killed while drawing its bar leaves it hidden

@@ -13,7 +13,7 @@ from bytescale.data.loading.loader import StepData
 from bytescale.train.loop.step import train_step
 from bytescale.train.parts.job import Job
 from bytescale.train.reporting.metrics import StepMetrics
-from bytescale.train.reporting.span_recorder import StepRecorder
+from bytescale.train.reporting.work import StepRecorder
 
 NUM_BATCHES = 3
 NUM_ROUNDS = 3

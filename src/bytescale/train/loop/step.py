@@ -13,8 +13,7 @@ from bytescale.data.loading.loader import StepData
 from bytescale.runtime import StepResult
 from bytescale.train.parts.job import Job
 from bytescale.train.reporting.metrics import RankFigures, SharedFigures, StepMetrics, check_finite, memory_bytes
-from bytescale.train.reporting.span_recorder import StepRecorder
-from bytescale.train.reporting.work import RankWork
+from bytescale.train.reporting.work import RankWork, StepRecorder
 
 
 def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, record: StepRecorder) -> StepMetrics:

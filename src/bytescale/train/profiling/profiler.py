@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,6 @@ def measure_profile(
     seconds: float,
     hdp: RankGroup | None = None,
     nodes: Sequence[int] | None = None,
-    progress: Callable[[int, float], None] = lambda tokens, share: None,
 ) -> Profile:
     """Measure at ``MIN_TOKENS`` tokens, twice that, and so on to ``max_tokens``, and fit curves to the results.
 
@@ -54,11 +53,10 @@ def measure_profile(
         seconds: for all lengths together. A length that would take too long, by the time of the last one, is left out.
         hdp: the ranks that measure together; None: this rank alone. Links are then taken to be ideal.
         nodes: the node of each of them, by any number; None: they share one.
-        progress: called with the next length and the share of the time that has passed.
     """
     spec, device, dtype = measurer.subject.spec, measurer.device, measurer.dtype
     hdp = hdp or RankGroup(device=device)
-    measure_lengths(measurer, hdp, max_tokens=max_tokens, seconds=seconds, progress=progress)
+    measure_lengths(measurer, hdp, max_tokens=max_tokens, seconds=seconds)
     medians = [statistics.median(values) for values in measurer.sweeps.values()]
     found = zip(measurer.sweeps, np.max(hdp.share(medians), axis=0).tolist(), strict=True)
     points = [Point(curve=curve, tokens=tokens, value=value) for (curve, tokens), value in found]
@@ -90,34 +88,23 @@ def measure_profile(
     )
 
 
-def measure_lengths(
-    measurer: Measurer,
-    hdp: RankGroup,
-    *,
-    max_tokens: int,
-    seconds: float,
-    progress: Callable[[int, float], None],
-) -> None:
+def measure_lengths(measurer: Measurer, hdp: RankGroup, *, max_tokens: int, seconds: float) -> None:
     """Measure every curve at every length, ``SWEEPS`` times. Every rank calls it; see ``measure_profile``."""
     measurer.measure(MIN_TOKENS)  # warm-up: on a GPU, compilers and libraries take seconds to start
     measurer.sweeps.clear()
     lengths: list[int] = []
-    started, last, tokens = time.perf_counter(), 0.0, MIN_TOKENS
-
-    def elapsed() -> float:
-        return slowest(hdp, time.perf_counter() - started)
-
+    started, elapsed, last, tokens = time.perf_counter(), 0.0, 0.0, MIN_TOKENS
     # The first sweep finds the lengths. A length that is twice as long takes at most four times as long.
-    while not lengths or (tokens <= max_tokens and SWEEPS * (elapsed() + 4 * last) <= seconds):
-        progress(tokens, min(elapsed() / seconds, 1.0))
+    while not lengths or (tokens <= max_tokens and SWEEPS * (elapsed + 4 * last) <= seconds):
         before = time.perf_counter()
         measurer.measure(tokens)
-        last = slowest(hdp, time.perf_counter() - before)
+        ended = time.perf_counter()
+        elapsed, last = slowest(hdp, ended - started), slowest(hdp, ended - before)
         lengths.append(tokens)
         tokens *= 2
     for _ in range(SWEEPS - 1):
         for tokens in lengths:
-            progress(tokens, min(elapsed() / seconds, 1.0))
+            hdp.share([0.0])  # all start together
             measurer.measure(tokens)
 
 

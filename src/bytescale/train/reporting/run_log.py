@@ -8,7 +8,7 @@ from statistics import mean
 from types import TracebackType
 from typing import TextIO
 
-from bytescale.common.text import visible
+from bytescale.common.errors import visible
 from bytescale.common.units import format_bytes, format_count, format_si
 from bytescale.config import Config
 from bytescale.data.loading.loader import StepData

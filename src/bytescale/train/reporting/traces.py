@@ -12,7 +12,7 @@ from bytescale.simulator.trace import Span, TraceMetadata, Track, save_step_trac
 from bytescale.train.parts.job import Job
 from bytescale.train.ranks import Ranks
 from bytescale.train.reporting.metrics import StepMetrics
-from bytescale.train.reporting.span_recorder import SpanRecorder, StepRecorder
+from bytescale.train.reporting.work import SpanRecorder, StepRecorder
 from bytescale.train.run_folder import RunFolder
 
 MAX_RANKS = 1024
