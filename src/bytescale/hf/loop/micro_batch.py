@@ -27,7 +27,6 @@ from bytescale.common.errors import DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.units import GIBI
 from bytescale.cost.memory import DeviceKind, MeasuredMemory
-from bytescale.hf.batch.documents import POSITIONS
 from bytescale.hf.batch.prefixes import of_documents
 from bytescale.hf.costs.measure import check_widths, measure_rows, measured_memory
 from bytescale.hf.model.decoder import AttachedDecoder, MicroBatchPass
@@ -49,9 +48,9 @@ class Micro:
 
     Attributes:
         index: its place in this rank's order.
-        inputs: keyword arguments of the model: ``input_ids`` and ``position_ids`` ``[1, max(T, 1)]`` (``[3, 1, max(T,
-            1)]`` if the documents have the field), and what reaches attention; a model that is not attached refuses
-            them. A rank that takes part in a ring without a token gets one row that stands for none.
+        inputs: keyword arguments of the model: ``input_ids`` and ``position_ids`` ``[1, max(T, 1)]``, and what
+            reaches attention; a model that is not attached refuses them. A rank that takes part in a ring without a
+            token gets one row that stands for none.
         position_ids: ``[T]`` place of each row's token in its document.
         num_rows: T. The model's output may have one row more: use ``logits[0, :micro.num_rows]``.
         plan: the plan's view of this micro-batch.
@@ -73,12 +72,12 @@ class Micro:
         device = group.device
         self._fields = {name: to_device(rows, device) for name, rows in fields.items()}
         tokens, self.position_ids = self._fields["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
-        places = self._fields.get(POSITIONS, self.position_ids)
+        places = self.position_ids
         if not self.num_rows:
-            tokens, places = tokens.new_zeros(1), places.new_zeros(1, *places.shape[1:])
+            tokens = places = tokens.new_zeros(1)
         self.inputs: dict[str, Any] = {
             "input_ids": tokens[None],
-            "position_ids": places.movedim(0, -1).unsqueeze(-2),
+            "position_ids": places[None],
             "use_cache": False,
             "attention_mask": OnlyAttached(foreign_model("a model that is on no HDP's attention")),
             KEYWORD: target,

@@ -28,12 +28,12 @@ from bytescale.data.loading.assemble import MicroBatchData
 from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Reader, StepData
 from bytescale.data.order.batches import SamplerState
-from bytescale.hf.batch.documents import POSITIONS, RankBatch
+from bytescale.hf.batch.documents import RankBatch
 from bytescale.hf.batch.prefixes import of_documents
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.decoder import MicroBatchPass
 from bytescale.hf.model.head import embeddings_of
-from bytescale.hf.model.interface import note_bypass, require_three_places
+from bytescale.hf.model.interface import note_bypass
 from bytescale.plan import MicroBatch
 from bytescale.plan.last_message import last_backward_is_silent
 from bytescale.runtime.plain_data import broadcast_json
@@ -118,10 +118,6 @@ class PlannedBatch:
     """This rank's micro-batches of one global batch; iterating runs through them once, in the plan's order."""
 
     def __init__(self, hdp: HDP, part: RankBatch, *, last: bool = False) -> None:
-        """Raises ``ConfigError`` for places of tokens that a model cannot have."""
-        if POSITIONS in part.no_rows:
-            for decoder in (hdp.engine.decoder, *hdp.engine.others):
-                require_three_places(decoder.model)
         self.hdp = hdp
         self.number = next(hdp.handed_out.numbers)
         self.rank_plan, self.forest = part.rank_plan, part.forest

@@ -36,18 +36,6 @@ def refusal(part: str, what: str, *, so: str, fix: str) -> ConfigError:
     return ConfigError(f"{part} cannot be attached: {what}", so=so, fix=fix)
 
 
-def require_three_places(model: nn.Module) -> None:
-    """Raise ``ConfigError`` unless the rotary positions of a model have parts for time, height and width (mRoPE)."""
-    config = getattr(model, "config", None)
-    rope = getattr(config.get_text_config(), "rope_parameters", None) if config is not None else None
-    if "mrope_section" not in (rope or {}) and not any(hasattr(part, "mrope_section") for part in model.modules()):
-        raise ConfigError(
-            f"the batch has position_ids [S, 3], and {type(model).__name__} has no mrope_section",
-            so="it reads one place for a token",
-            fix="leave position_ids out: tokens are counted from 0 in every document",
-        )
-
-
 _LIGHTNING = "get_linear_cache"
 """A method of the cache that MiniMax's mixer alone asks for its state."""
 
