@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -139,14 +138,10 @@ def _tensor(value: Any) -> Tensor | None:
     """A field of one document as a tensor, or None where it holds no numbers."""
     if isinstance(value, Tensor):
         return value.detach()
-    if isinstance(value, (bool, numbers.Number)):
-        return torch.as_tensor(value)
-    if isinstance(value, (np.ndarray, list, tuple, range)):
-        array = np.asarray(value)
-        if array.dtype.kind not in "biuf":
-            return None
-        return torch.from_numpy(np.array(array)) if array.dtype.kind != "f" else torch.as_tensor(value)
-    return None
+    array = np.array(value)
+    if array.dtype.kind not in "biuf":
+        return None
+    return torch.as_tensor(value) if array.dtype.kind == "f" else torch.from_numpy(array)
 
 
 def _token_aligned(name: str, values: list[Tensor], fields: dict[str, list[Tensor]]) -> list[Tensor]:

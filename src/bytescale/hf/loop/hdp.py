@@ -117,6 +117,8 @@ class HDP(Updates):
         decoder = AttachedDecoder(model, longest_document=longest_document)
         with ExitStack() as undo:
             undo.callback(decoder.undo)
+            if experts == "parallel":
+                decoder.require_experts(self.sharing)
             self.engine = Engine(decoder, self.group, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
             undo.callback(self.engine.activations.remove)
             self.room = Room.of(self.engine, capacity_tokens, device_gib, self.sharing, experts)
@@ -137,8 +139,6 @@ class HDP(Updates):
         self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
         parameter = next(self.model.parameters())
         element = parameter.element_size()
-        if self.experts == "parallel":
-            self.engine.decoder.require_experts(self.sharing)
         if cost is None:
             device: DeviceKind = "cuda" if parameter.device.type == "cuda" else "cpu"
             spec, domain, experts = self.engine.decoder.spec, self.domain, self.experts
@@ -332,8 +332,8 @@ class HDP(Updates):
         self.require_no_reduction("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
         self.require_at_home("weights")
-        if self._optimizer is not None and self._optimizer.units is not None:
-            self._optimizer.units.begin()
+        if self._units is not None:
+            self._units.begin()
         self.engine.activations.begin_step(planned.rank_plan.micro_batches)
         self._looped = planned
 

@@ -204,7 +204,7 @@ class Micro:
         assert token_weights is not None, "every batch has weights (hf.batch.documents)"
         if bool((token_weights[labels != IGNORE_INDEX] == 1).all()):
             token_weights = None
-        hidden, head = hidden_states(model, self.inputs)
+        hidden, head = hidden_states(model, self.inputs_for(model))
         fastest = self.target.decoder.fastest(head, hidden.shape[-1])
         return loss_sum(fastest, hidden[0, : self.num_rows], labels, token_weights=token_weights)
 

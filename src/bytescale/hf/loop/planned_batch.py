@@ -36,7 +36,7 @@ from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.interface import note_bypass
 from bytescale.plan import MicroBatch
 from bytescale.plan.last_message import last_backward_is_silent
-from bytescale.runtime.plain_data import broadcast_json
+from bytescale.runtime.plain_data import all_gather_json, broadcast_json
 
 if TYPE_CHECKING:
     from bytescale.hf.loop.hdp import HDP
@@ -186,17 +186,14 @@ class PlannedBatch:
     def collected(self) -> list[Tensor]:
         """``HDP.collected``. Every token's result comes from one rank; the others add zero."""
         group = self.hdp.group
-        # A rank without rows does not know the shape of a result, so ranks exchange it: number of dimensions and sizes.
-        known = self._kept[0][1].shape[1:] if self._kept else torch.Size()
-        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
-        mine = [len(known) + 1, dtypes.index(self._kept[0][1].dtype), *known] if self._kept else [0, 0]
-        mine += [0] * (8 - len(mine))
-        largest = [int(value) for value in group.max_of([float(value) for value in mine])]
-        if not largest[0]:
+        # A rank without rows does not know the shape and the dtype of a result, so ranks tell them.
+        mine = [[list(values.shape[1:]), str(values.dtype).removeprefix("torch.")] for _, values in self._kept[:1]]
+        told = [own for of_rank in all_gather_json(mine, group.group, group.device) for own in of_rank]
+        if not told:
             raise PlanError("no rank has collected anything", fix="call hdp.collect(micro, values) in the loop")
+        shape, dtype = told[0][0], getattr(torch, told[0][1])
         lengths = self._part.all_lengths(group)
         starts = [0, *itertools.accumulate(lengths)]
-        shape, dtype = largest[2 : 1 + largest[0]], dtypes[largest[1]]
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
         flat = torch.zeros(starts[-1], *shape, dtype=wide, device=group.device)
         for micro, values in self._kept:

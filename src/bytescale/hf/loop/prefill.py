@@ -237,13 +237,7 @@ def _keep(kept: dict[tuple[int, str], Tensor], module: nn.Module, kind: str, par
     key = int(module.layer_idx), kind  # type: ignore[arg-type]
     if type(module).__name__ == "ZambaMambaMixer" and kind == "recurrent":  # its heads are calls of their own
         part = torch.cat([*([kept.pop(key)] if key in kept else []), part[:, None]], dim=1)
-    if key in kept:
-        raise refusal(
-            type(module).__name__,
-            f"it has several states of one kind ({kind})",
-            so="a cache could not be made of them",
-            fix="call model.generate without prefill",
-        )
+    assert key not in kept, f"{type(module).__name__} has several states of one kind ({kind}), and caches have one"
     kept[key] = part
 
 

@@ -24,7 +24,7 @@ from bytescale.common.units import format_bytes
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.model.costs import experts_of, spec_of
 from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states
-from bytescale.hf.model.interface import KEYWORD, Attachment, Call, Target, foreign_model, refusal
+from bytescale.hf.model.interface import KEYWORD, Attachment, Call, Target, refusal
 from bytescale.hf.model.long_rope import fix_rope, unfix_rope
 from bytescale.hf.model.probe import ModelFacts, probe
 from bytescale.recurrence import Cuts, GroupCuts
@@ -219,11 +219,6 @@ class MicroBatchPass(Target):
         self._cuts: dict[int, GroupCuts] = {}
         self._calls = self._backwards_to_come = 0
         self._in_forward = False
-
-    def require_model(self, model: nn.Module) -> None:
-        """Raise ``ConfigError`` if ``model`` is neither the attached model nor a module around it."""
-        if not self.decoder.is_in(model):
-            raise foreign_model(type(model).__name__)
 
     def begin(self) -> None:
         """Called when the model's forward begins. Raises ``ConfigError`` where random numbers would be drawn."""

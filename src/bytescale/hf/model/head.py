@@ -24,7 +24,7 @@ from bytescale.attention.autocast import without_autocast
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory import loss_chunk_tokens
-from bytescale.hf.model.interface import KEYWORD, refusal, while_set
+from bytescale.hf.model.interface import refusal, while_set
 from bytescale.runtime.optimizer.lockstep import AT_ONCE
 
 
@@ -118,8 +118,6 @@ class ModelHead:
 
 def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, ModelHead]:
     """Run the model and keep what its decoder returns ``[1, T, C]``. Its head sees a single row, where it can."""
-    if KEYWORD in inputs:
-        inputs[KEYWORD].require_model(model)
     if not hasattr(model, "get_decoder") and not hasattr(model, "get_base_model"):
         model = causal_model(model)  # without what a wrapper adds, such as a value head
     root = causal_model(model)

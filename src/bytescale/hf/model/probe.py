@@ -107,15 +107,7 @@ def _mixing_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tup
     blind = Blind(names)
     stack: list[str] = []
     ran: list[str] = []
-    embedding = embeddings_of(model)[0]
-    if not isinstance(embedding, nn.Module):
-        raise refusal(
-            type(model).__name__,
-            "it has no get_input_embeddings()",
-            so="it could not be tested whether its tokens meet in attention alone",
-            fix="attach a decoder of transformers",
-        )
-    hooks = [embedding.register_forward_hook(keep)]
+    hooks = [embeddings_of(model)[0].register_forward_hook(keep)]
     for module, name in names.items():
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
         hooks.append(module.register_forward_hook(lambda *_: ran.append(stack.pop()), always_call=True))
