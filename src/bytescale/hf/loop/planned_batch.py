@@ -134,7 +134,7 @@ class PlannedBatch:
         if last and not hdp.sharded().overlaps:
             raise ConfigError(
                 "last=True, but the gradients of this model cannot be reduced layer by layer: ranks share its "
-                "parameters, its attention is not in numbered layers, or its trained parameters have several dtypes",
+                "parameters, or its trained parameters have several dtypes",
                 so="nothing could overlap",
                 fix="leave last=True out",
             )

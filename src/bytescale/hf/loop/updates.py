@@ -22,7 +22,6 @@ from bytescale.cost.memory import States, host_bytes_left
 from bytescale.hf.files.weight_stream import named_weights
 from bytescale.hf.loop.micro_batch import Engine
 from bytescale.hf.loop.planned_batch import HandedOut
-from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
 from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.optimizer.optimizers import GroupOptions
@@ -96,7 +95,7 @@ class Updates:
             former.leave(self.model)
         named, decoder = list(self.model.named_parameters()), self.engine.decoder
         if self.sharing > 1:
-            _ = decoder.layers, decoder.head  # raises where there are none; the head is found by a pass
+            _ = decoder.head  # found by a pass
         self._optimizer = take_over(
             named,
             self.group,
@@ -106,7 +105,8 @@ class Updates:
             domain=self.sharing,
             experts=decoder.experts if self.experts == "parallel" else (),
             on_host=offload,
-            **_layers_of(decoder, shared=self.sharing > 1),
+            chunk=(decoder.model, decoder.parts if self.sharing > 1 else decoder.layers),
+            late=decoder.late_parameters(),
         )
         self._optimizer.join(self.model)
         return self._optimizer.torch_optimizer
@@ -383,14 +383,3 @@ class HDPOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.shards.load_state_dict(state_dict)
-
-
-def _layers_of(decoder: AttachedDecoder, *, shared: bool) -> dict[str, Any]:
-    """What ``take_over`` is told of the layers, in whose order gradients are complete; nothing if none has a number."""
-    try:
-        return {
-            "chunk": (decoder.model, decoder.parts if shared else decoder.layers),
-            "late": decoder.late_parameters(),
-        }
-    except ConfigError:
-        return {}

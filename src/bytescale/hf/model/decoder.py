@@ -96,8 +96,8 @@ class AttachedDecoder(nn.Module):
                 raise refusal(
                     name,
                     "it does not lie in a numbered list of layers",
-                    so="activation checkpointing could not tell where a layer begins",
-                    fix="train it in a loop of your own with bytescale.HDP",
+                    so="it could not be told where a layer begins, and when its gradients are complete",
+                    fix="use a model whose layers are a numbered list (nn.ModuleList)",
                 )
             names.append(numbered[1])
         return [self.model.get_submodule(name) for name in dict.fromkeys(names)]
