@@ -10,6 +10,7 @@ reductions when its loop over the batch ends. Nothing else may use the gradients
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,29 +54,27 @@ class HandedOut:
 
     def __init__(self) -> None:
         self.numbers = itertools.count()
-        self._batches: dict[int, tuple[int, dict[int, list[MicroBatchPass]]]] = {}
+        self._passes: list[tuple[int, int, int, MicroBatchPass]] = []
+        """Of each the number of its batch, how many micro-batches this has, and which one it is."""
 
     def add(self, batch: PlannedBatch, index: int, target: MicroBatchPass) -> None:
-        _, held = self._batches.setdefault(batch.number, (len(batch), {}))
-        held.setdefault(index, []).append(target)
+        self._passes.append((batch.number, len(batch), index, target))
 
     def require_backwards(self, before: str) -> None:
         """Raise ``RankFailure`` if a backward has not run ``before`` something."""
-        for _, held in self._batches.values():
-            for target in itertools.chain.from_iterable(held.values()):
-                if target.backward_is_missing:
-                    raise RankFailure(
-                        f"{target.name}: its backward has not run before {before}",
-                        so=_LACKS,
-                        fix="call backward on every micro-batch's loss, inside of the loop over a batch that was "
-                        "planned with last=True, and run scoring under torch.no_grad()",
-                    )
+        for *_, target in self._passes:
+            if target.backward_is_missing:
+                raise RankFailure(
+                    f"{target.name}: its backward has not run before {before}",
+                    so=_LACKS,
+                    fix="call backward on every micro-batch's loss, inside of the loop over a batch that was "
+                    "planned with last=True, and run scoring under torch.no_grad()",
+                )
 
     def require_trained(self, batch: int) -> None:
         """Raise ``RankFailure`` if a pass of a batch that was planned with last=True ran without gradients."""
-        _, held = self._batches.get(batch, (0, {}))
-        for target in itertools.chain.from_iterable(held.values()):
-            if not target.trained:
+        for number, _, _, target in self._passes:
+            if number == batch and not target.trained:
                 raise RankFailure(
                     f"{target.name}: the loop over a batch that was planned with last=True ended without a backward",
                     so=f"{_LACKS}, and ranks are about to reduce it",
@@ -85,23 +84,21 @@ class HandedOut:
     def finish(self) -> None:
         """An update is due: forget all. Raises ``RankFailure`` if gradients would lack tokens."""
         self.require_backwards("step()")
-        batches, self._batches = self._batches, {}
-        trained = False
-        for num_passes, held in batches.values():
-            ran = {index for index, passes in held.items() if any(target.trained for target in passes)}
-            trained |= bool(ran)
-            for index, passes in held.items():
-                if index not in ran and (ran or any(target.bypassed for target in passes)):
-                    raise _not_run(passes[-1])
-            if ran and len(ran) < num_passes:
+        passes, self._passes = self._passes, []
+        trained = {(number, index) for number, _, index, target in passes if target.trained}
+        ran = Counter(number for number, _ in trained)
+        for number, _, index, target in passes:
+            if (number, index) not in trained and (number in ran or target.bypassed):
+                raise _not_run(target)
+        for number, num_passes, _, _ in passes:
+            if 0 < ran[number] < num_passes:
                 raise RankFailure(
-                    f"the loop over a batch ended after {len(ran)} of its {num_passes} micro-batches",
+                    f"the loop over a batch ended after {ran[number]} of its {num_passes} micro-batches",
                     so="the gradient would lack the tokens of the others",
                     fix=_ALL,
                 )
-        lost = [passes[-1] for _, held in batches.values() for passes in held.values()]
-        if lost and not trained:
-            raise _not_run(lost[0])
+        if passes and not trained:
+            raise _not_run(passes[0][-1])
 
 
 def _not_run(target: MicroBatchPass) -> RankFailure:
