@@ -15,7 +15,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 import bytescale
 from bytescale.attention import AttentionRules
 from bytescale.common.errors import ConfigError
-from bytescale.hf.costs.measure import check_widths
+from bytescale.hf.model.measure import check_widths
 from bytescale.hf.model.probe import LayerAttention, ModelFacts
 from bytescale.parity import small_model
 from bytescale.parity.families import USUAL

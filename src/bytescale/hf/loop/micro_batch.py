@@ -28,10 +28,10 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.units import GIBI
 from bytescale.cost.memory import DeviceKind, MeasuredMemory
 from bytescale.hf.batch.prefixes import of_documents
-from bytescale.hf.costs.measure import check_widths, measure_rows, measured_memory
 from bytescale.hf.model.decoder import AttachedDecoder, MicroBatchPass
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
 from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
+from bytescale.hf.model.measure import check_widths, measure_rows, measured_memory
 from bytescale.plan import MicroBatch
 from bytescale.plan.layout import segment_bounds
 from bytescale.plan.rank_plan import SharedGroup, concatenated_ranges
