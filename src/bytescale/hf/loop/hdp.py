@@ -117,12 +117,9 @@ class HDP(Updates):
         decoder = AttachedDecoder(model, longest_document=longest_document)
         with ExitStack() as undo:
             undo.callback(decoder.undo)
-            if experts == "parallel":
-                decoder.require_experts(self.sharing)
             self.engine = Engine(decoder, self.group, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
             undo.callback(self.engine.activations.remove)
-            self.room = Room.of(self.engine, capacity_tokens, device_gib, self.sharing, experts)
-            self._prepare(planner, cost, forward_only)
+            self._prepare(capacity_tokens, device_gib, planner, cost, forward_only)
             undo.pop_all()
 
     @property
@@ -135,7 +132,17 @@ class HDP(Updates):
         """Every layer's attention, as the probe has found it."""
         return self.engine.decoder.facts
 
-    def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
+    def _prepare(
+        self,
+        capacity_tokens: Capacity,
+        device_gib: float | None,
+        planner: PlannerName,
+        cost: CostModel | None,
+        forward_only: bool,
+    ) -> None:
+        if self.experts == "parallel":
+            self.engine.decoder.require_experts(self.sharing)
+        self.room = Room.of(self.engine, capacity_tokens, device_gib, self.sharing, self.experts)
         self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
         parameter = next(self.model.parameters())
         element = parameter.element_size()
