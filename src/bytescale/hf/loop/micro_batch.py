@@ -68,7 +68,7 @@ class Micro:
         self.index = plan.index
         self.num_rows = plan.num_tokens
         self.target = target
-        self._given, self._exchange, self._others = fields, group.exchange, others
+        self._given, self._exchange, self._targets = fields, group.exchange, (target, *others)
         device = group.device
         self._fields = {name: to_device(rows, device) for name, rows in fields.items()}
         tokens, self.position_ids = self._fields["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
@@ -130,9 +130,7 @@ class Micro:
 
         It runs under ``torch.no_grad()``. Raises ``ConfigError`` for a model that was not attached.
         """
-        if self.target.decoder.is_in(model):
-            return self.inputs
-        for target in self._others:
+        for target in self._targets:
             if target.decoder.is_in(model):
                 return {**self.inputs, KEYWORD: target}
         raise foreign_model(type(model).__name__)
@@ -173,7 +171,7 @@ class Micro:
         Raises ``ConfigError`` for a model that is not attached, ``DataError`` for a temperature that is not positive.
         """
         inputs = self.inputs_for(model)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and inputs is self.inputs):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and inputs[KEYWORD] is self.target):
             scores = row_scores(
                 model, inputs, self.labels, temperature=temperature, rows_at_a_time=rows_at_a_time, entropy=entropy,
                 top=top, words=words, mean_logits=mean_logits,
@@ -205,8 +203,9 @@ class Micro:
         if bool((token_weights[labels != IGNORE_INDEX] == 1).all()):
             token_weights = None
         hidden, head = hidden_states(model, self.inputs_for(model))
-        fastest = self.target.decoder.fastest(head, hidden.shape[-1])
-        return loss_sum(fastest, hidden[0, : self.num_rows], labels, token_weights=token_weights)
+        return loss_sum(
+            self.target.decoder.fastest(head), hidden[0, : self.num_rows], labels, token_weights=token_weights
+        )
 
 
 class WholeDocuments(Sequence[Tensor]):
@@ -368,8 +367,6 @@ class Engine:
             rows = measure_rows(self.decoder, self._kernel(parameters[0].dtype), self.activations, self.group.device)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        if self.pool is not None:
-            self.pool.token_bytes = rows.moved_per_token
         rows = rows.of_all(lambda values: [-value for value in self.group.max_of([-value for value in values])])
         kind: DeviceKind = "cuda" if self.group.device.type == "cuda" else "cpu"
         return measured_memory(self.decoder, rows, kind=kind, num_ranks=self.group.size)

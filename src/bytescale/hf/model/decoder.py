@@ -137,18 +137,20 @@ class AttachedDecoder(nn.Module):
     @cached_property
     def model_head(self) -> ModelHead:
         """From hidden states to logits, by the model's own code."""
-        return self._seen_head[1]
+        two = torch.arange(2, device=next(self.model.parameters()).device)[None]
+        with torch.no_grad():
+            return hidden_states(self.model, {"input_ids": two, "position_ids": two, "use_cache": False})[1]
 
     @cached_property
     def head(self) -> Head:
         """The same as the runtime computes it fastest."""
-        return self.fastest(self.model_head, self.hidden_size)
+        return self.fastest(self.model_head)
 
-    def fastest(self, head: ModelHead, hidden_size: int) -> Head:
+    def fastest(self, head: ModelHead) -> Head:
         """``head`` as the runtime computes it fastest: by its own kernels, if it is plain."""
         weight, key = head.weight, id(head.weight)
         if key not in self._plain_heads:
-            self._plain_heads[key] = has_plain_head(head, hidden_size)
+            self._plain_heads[key] = has_plain_head(head)
         return PlainHead(weight) if self._plain_heads[key] and weight is not None else head
 
     @property
@@ -160,14 +162,7 @@ class AttachedDecoder(nn.Module):
 
     @property
     def hidden_size(self) -> int:
-        return self._seen_head[0]
-
-    @cached_property
-    def _seen_head(self) -> tuple[int, ModelHead]:
-        two = torch.arange(2, device=next(self.model.parameters()).device)[None]
-        with torch.no_grad():
-            hidden, head = hidden_states(self.model, {"input_ids": two, "position_ids": two, "use_cache": False})
-        return hidden.shape[-1], head
+        return self.model_head.hidden_size
 
     def late_parameters(self) -> set[str]:
         """Names of parameters whose gradients may change until the last backward ends: they are reduced after it.

@@ -37,7 +37,7 @@ def measure_rows(
 ) -> MeasuredRows:
     """Run the model, whose layers have ``activations``, without offloading and, where it may, with all of it.
 
-    Gradients of parameters are added to; set them to zero after.
+    The pool for offloading is told what a token takes. Gradients of parameters are added to; set them to zero after.
     """
     alone = RankGroup(device=device)
 
@@ -64,6 +64,7 @@ def measure_rows(
     run(NUM_DOCUMENTS[-1], 1.0)  # from here on, the pages of host memory exist
     left, _ = _slopes(run, 1.0)
     movable = max(0.0, min(kept[0] - left[0], kept[1] - left[1]))
+    activations.offload.pool.token_bytes = left[2]
     return replace(rows, movable_per_token=movable, moved_per_token=left[2])
 
 

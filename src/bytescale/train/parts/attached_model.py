@@ -176,8 +176,6 @@ def _measured_activations(
     rows = measure_rows(part, kernel, activations, device)
     for own in flat:
         own.zero_gradients()
-    if pool is not None:
-        pool.token_bytes = rows.moved_per_token
     return activations, rows
 
 
