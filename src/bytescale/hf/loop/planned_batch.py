@@ -60,6 +60,12 @@ class HandedOut:
     def add(self, batch: PlannedBatch, index: int, target: MicroBatchPass) -> None:
         self._passes.append((batch.number, len(batch), index, target))
 
+    def forget_looks(self, batch: int) -> None:
+        """Forget a batch that was only looked at. A loop that scores never calls ``finish``."""
+        own = [target for number, *_, target in self._passes if number == batch]
+        if not any(target.trained or target.bypassed for target in own):
+            self._passes = [one for one in self._passes if one[0] != batch]
+
     def require_backwards(self, before: str) -> None:
         """Raise ``RankFailure`` if a backward has not run ``before`` something."""
         for *_, target in self._passes:
@@ -169,6 +175,8 @@ class PlannedBatch:
             hdp.handed_out.require_trained(self.number)
             hdp.sharded().after_last_message()
             hdp.is_reducing = True
+        elif not torch.is_grad_enabled():
+            hdp.handed_out.forget_looks(self.number)
 
     def collect(self, micro: Micro, values: Tensor) -> None:
         """``HDP.collect``. Raises ``PlanError`` for another number of rows."""
