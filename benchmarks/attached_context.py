@@ -19,7 +19,7 @@ import torch
 from bytescale.attention import select_kernel
 from bytescale.config import Config, ModelConfig, resolve_model
 from bytescale.cost.memory import Checkpointing, MeasuredMemory, MeasuredRows, States, nccl_reserve_bytes
-from bytescale.hf.costs.measure import kernel_bytes_per_token, ring_widths
+from bytescale.hf.model.measure import kernel_bytes_per_token, ring_widths
 from bytescale.parity import small_model
 from bytescale.train.parts.attached_model import HFModel, build_attached_model
 

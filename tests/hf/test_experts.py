@@ -183,6 +183,8 @@ def test_what_cannot_be_in_parallel_is_told() -> None:
             (own, {**shared, "experts": "spread"}, r"xperts is 'spread'.*use one of gathered, parallel"),
             (own, {**shared, "experts": "parallel"}, r"domain of 3 ranks does not divide the 4 experts of Qwen3MoeExp"),
             (copy.deepcopy(dense), {**shared, "experts": "parallel"}, r"has no mixture of experts"),
+            # Before its memory is measured, in which it would have no room.
+            (copy.deepcopy(dense), {**shared, "experts": "parallel", "device_gib": 1e-6}, r"has no mixture of experts"),
             (copy.deepcopy(adapted), {**shared, "experts": "parallel"}, r"and which have no adapters"),
         ):
             with pytest.raises(ConfigError, match=message):

@@ -318,6 +318,7 @@ def test_equal_counts_and_foreign_plans(llama: nn.Module) -> None:
         ([{"tokens": [1, 2], "weights": [0.0, 0.0]}], "sum to zero"),
         ([{"tokens": [5, 6, 7], "labels": [5, 6, 7]}], "shift_labels=True"),
         ([{"tokens": [5, 6], "inputs": [1, 2]}], "another name"),
+        ([{"tokens": [5, 6], "position_ids": [0, 1]}], "counted from 0 in every document"),
         ([{"input_ids": [5, 0], "attention_mask": [1, 0]}], "without its padding"),
     ],
 )

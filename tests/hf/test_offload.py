@@ -17,8 +17,7 @@ import bytescale
 from bytescale.attention import select_kernel
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.cost.memory import States
-from bytescale.hf.costs.live_bytes import LiveBytes
-from bytescale.hf.costs.measure import measure_rows, measured_memory
+from bytescale.hf.model.measure import LiveBytes, measure_rows, measured_memory
 from bytescale.plan import Plan
 from tests.helpers.effort import one_of
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.models.qwen3_next import modeling_qwen3_next
 
@@ -172,48 +171,6 @@ def test_detaching_gives_mixers_their_forward_back() -> None:
     hdp.detach()
     assert "forward" not in vars(mixer)
     assert torch.equal(model(input_ids=tokens).logits, before)
-
-
-def test_three_places_of_a_token_are_cut_with_it() -> None:
-    """mRoPE: a picture's tokens lie at places in time, height and width. Equal to whole documents, on three ranks."""
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}
-    model = small_model("qwen3_5_text", rope_parameters=rope, layer_types=["linear_attention", "full_attention"])
-    batch = random_documents(model, Setup(lengths=LENGTHS))
-    generator = torch.Generator().manual_seed(0)
-    for document in batch:
-        document["position_ids"] = torch.randint(0, 40, (len(document["tokens"]), 3), generator=generator)
-    total = float(sum(document["weights"].sum() for document in batch))
-    reference = copy.deepcopy(model)
-    with WideCasts():
-        for document in batch:
-            places = document["position_ids"].T[:, None]
-            logits = reference(input_ids=document["tokens"][None], position_ids=places, use_cache=False).logits[0]
-            losses = cross_entropy(logits, document["labels"], reduction="none")
-            (document["weights"] * losses).sum().div(total).backward()
-
-    def one_rank(group: dist.ProcessGroup, own: nn.Module) -> dict[str, Tensor]:
-        hdp = bytescale.HDP(own, group, capacity_tokens=-(-sum(LENGTHS) // 3))
-        hdp.optimizer(torch.optim.SGD, lr=0.0)
-        with WideCasts():
-            printed_loop(hdp, own, batch)
-        return hdp.gradients()
-
-    found = on_ranks(3, model, one_rank)[0]
-    counted = gradients(model, 1)[0][1]
-    name = "model.layers.1.self_attn.q_proj.weight"
-    assert not torch.allclose(found[name], counted[name], rtol=1e-3), "the places matter"
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-10)
-
-
-def test_wrong_places_are_told() -> None:
-    hdp = bytescale.HDP(small_model("llama"), capacity_tokens=40)
-    tokens = torch.arange(2, 9)
-    with pytest.raises(DataError, match=r"'position_ids' of document 0 has shape \[7\].*counted from 0"):
-        hdp.plan([{"tokens": tokens, "position_ids": tokens}])
-    places = torch.zeros(7, 3, dtype=torch.int64)
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no mrope_section.*reads one place"):
-        next(iter(hdp.plan([{"tokens": tokens, "position_ids": places}])))
 
 
 def test_packs_of_a_kernel_package() -> None:

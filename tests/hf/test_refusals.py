@@ -15,7 +15,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 import bytescale
 from bytescale.attention import AttentionRules
 from bytescale.common.errors import ConfigError
-from bytescale.hf.costs.measure import check_widths
+from bytescale.hf.model.measure import check_widths
 from bytescale.hf.model.probe import LayerAttention, ModelFacts
 from bytescale.parity import small_model
 from bytescale.parity.families import USUAL
@@ -28,8 +28,8 @@ DECODER = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_drop
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("recurrent_gemma", {}, r"temporal_block\.conv_1d \(Conv1d\) cannot be attached: .*mixes tokens"),
-        ("zaya", {"num_experts_per_tok": 1}, r"conv_qk_depthwise \(Conv1d\) cannot be attached: .*mixes tokens"),
+        ("recurrent_gemma", {}, r"RecurrentGemmaForCausalLM cannot be attached: .*mixes tokens"),
+        ("zaya", {"num_experts_per_tok": 1}, r"ZayaForCausalLM cannot be attached: .*mixes tokens"),
         ("roberta", DECODER, r"layer\.0\.attention\.self cannot be attached: .*are not at positions 0, 1"),
         (
             "data2vec-text",

@@ -52,6 +52,15 @@ def test_advantages_that_are_given_are_kept() -> None:
     assert of_document["advantage"].tolist() == [0, 7, 0]
 
 
+def test_none_is_nothing_as_a_null_of_a_file_is() -> None:
+    """Without a prompt, and with the keys of other trajectories."""
+    rest = {name: value for name, value in AGENT.items() if name != "prompt"}
+    (ours,), (theirs,) = (
+        rollout_documents([one]) for one in ({**dict.fromkeys(["prompt", "id", "parent_id", "tokens"]), **rest}, rest)
+    )
+    assert ours["tokens"].tolist() == theirs["tokens"].tolist() == [7, 8, 20, 21, 22, 9]
+
+
 def test_files_hold_what_memory_holds(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (AGENT, SHORT)), encoding="utf-8")
     rows = [{"turns": None, "tokens": None, "logprobs": None, **one} for one in (AGENT, SHORT)]
@@ -68,7 +77,7 @@ def test_files_hold_what_memory_holds(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"reward": float("nan")}, "The reward of trajectory 1 is nan"),
-        ({"reward": None}, "The reward of trajectory 1 is None"),
+        ({"reward": None}, "Trajectory 1 has no reward"),
         ({"logprobs": [-1.0, -2.0]}, r"has 1 tokens and the log-probabilities \[-1.0, -2.0\] \(2\)"),
         ({"logprobs": None}, "the log-probabilities None"),
         ({"advantage": [1.0, 2.0]}, "has 2 advantages for the 1 tokens of the policy"),

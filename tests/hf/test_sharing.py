@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import bytescale
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.cost.memory import MeasuredRows, States
-from bytescale.hf.costs.measure import measured_memory
+from bytescale.hf.model.measure import measured_memory
 from bytescale.parity.compare import Setup, WideCasts, compare, random_plan
 from tests.helpers.effort import one_of
 

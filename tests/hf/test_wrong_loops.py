@@ -91,6 +91,24 @@ def test_a_loop_may_look_at_a_batch_first_and_evaluate_between() -> None:
     assert first == second > 0
 
 
+def test_a_batch_that_was_scored_is_forgotten() -> None:
+    """Also by a rank that has rows of it, and none of the batch that is trained on."""
+
+    def work(group: Any, model: nn.Module) -> float:
+        hdp = Hdp(model, group, capacity_tokens=30)
+        hdp.adamw(lr=0.0)
+        with torch.no_grad():
+            for micro in hdp.plan(documents([20, 19])):
+                micro.logprobs(model)
+        assert not hdp.handed_out._passes, "a loop that scores for ever keeps nothing"
+        for micro in hdp.plan(documents([20])):
+            micro.loss_sum(model).backward()
+        return hdp.step().grad_norm
+
+    first, second = on_ranks(2, small_model("qwen3"), work)
+    assert first == second > 0
+
+
 def test_what_a_plan_cannot_run() -> None:
     model, hdp = attached()
     (micro,) = hdp.plan(documents([9]))

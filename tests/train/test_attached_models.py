@@ -25,9 +25,8 @@ from bytescale.config import Config, MemoryConfig, ModelConfig, config_to_toml, 
 from bytescale.cost.assumed import assumed_cost
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Feed
-from bytescale.hf.costs.live_bytes import LiveBytes
-from bytescale.hf.costs.measure import DOCUMENT_TOKENS
 from bytescale.hf.files.folder import load_model
+from bytescale.hf.model.measure import DOCUMENT_TOKENS, LiveBytes
 from bytescale.models.hf_folder import exact_dtype
 from bytescale.parity import small_model
 from bytescale.plan import MicroBatch

@@ -21,9 +21,11 @@ PACKAGES = ("verl==0.9.1", "uvicorn", "fastapi", "peft>=0.15")
 def main() -> int:
     """The exit code of the checks."""
     environment = {**os.environ, "VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment |= {  # a Python of PYTHON_OF_VERL need not have bytescale
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests/verl'}",
+        "VERL_USE_EXTERNAL_MODULES": "cpu_platform",
+    }
     python = prepared()
-    if "PYTHON_OF_VERL" in os.environ:  # it may not have our entry point
-        environment |= {"PYTHONPATH": str(ROOT / "src"), "VERL_USE_EXTERNAL_MODULES": "bytescale.integrations.verl"}
     with tempfile.TemporaryDirectory() as out:
         command = [python, "-m", "torch.distributed.run", "--standalone"]
         runs = [(2, "check.py"), (2, "passes.py"), (1, "passes.py"), (2, "sft_trainer.py")]

@@ -2,15 +2,13 @@
 
 A *field* is a tensor, an array or a list with one entry per token of its document, ``[S]`` or ``[S, ...]``. A number
 that holds for the whole document (an advantage, a reward) is repeated for every token. All fields are cut alike: a
-rank gets the rows of its slices of all of them. The field ``position_ids [S, 3]`` holds places in time, height and
-width, for models whose rotary positions have three (mRoPE); otherwise tokens are at places 0 to S - 1.
+rank gets the rows of its slices of all of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +25,6 @@ from bytescale.plan.trees import Forest
 Batch = Sequence[Mapping[str, Any]]
 
 TOKEN_NAMES = ("tokens", "input_ids")
-POSITIONS = "position_ids"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +70,15 @@ class Documents:
         _require_same_fields(renamed)
         fields: dict[str, list[Tensor]] = {}
         for name in renamed[0]:
-            if name in MICRO_BATCH_NAMES and name != POSITIONS:
+            if name in MICRO_BATCH_NAMES:
                 raise DataError(
-                    f"a field is called {name!r}, which a micro-batch has itself", fix="give it another name"
+                    f"a field is called {name!r}, which a micro-batch has itself",
+                    fix="leave it out (position_ids are counted from 0 in every document), or give it another name",
                 )
             values = [_tensor(document[name]) for document in renamed]
             held = [value for value in values if value is not None]
             if len(held) == len(values):
                 fields[name] = _token_aligned(name, held, fields)
-                if name == POSITIONS:
-                    _require_three_places(fields[name][0])
         _complete(fields, shift_labels)
         return Documents(fields=fields)
 
@@ -103,15 +99,6 @@ class Documents:
                 packed = value.cpu().clone(memory_format=torch.contiguous_format)
                 content.update(packed.flatten().view(torch.uint8).numpy().tobytes())
         return int.from_bytes(content.digest(), "little") >> 1
-
-
-def _require_three_places(positions: Tensor) -> None:
-    if positions.shape[1:] != (3,) or positions.dtype.is_floating_point:
-        raise DataError(
-            f"field {POSITIONS!r} of document 0 has shape {list(positions.shape)} and dtype {positions.dtype}",
-            so="places of tokens are counted from 0 in every document, unless a model has three of them (mRoPE)",
-            fix="leave it out, or give whole numbers [S, 3]: places in time, height and width",
-        )
 
 
 def _with_tokens(document: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -150,14 +137,10 @@ def _tensor(value: Any) -> Tensor | None:
     """A field of one document as a tensor, or None where it holds no numbers."""
     if isinstance(value, Tensor):
         return value.detach()
-    if isinstance(value, (bool, numbers.Number)):
-        return torch.as_tensor(value)
-    if isinstance(value, (np.ndarray, list, tuple, range)):
-        array = np.asarray(value)
-        if array.dtype.kind not in "biuf":
-            return None
-        return torch.from_numpy(np.array(array)) if array.dtype.kind != "f" else torch.as_tensor(value)
-    return None
+    array = np.array(value)
+    if array.dtype.kind not in "biuf":
+        return None
+    return torch.as_tensor(value) if array.dtype.kind == "f" else torch.from_numpy(array)
 
 
 def _token_aligned(name: str, values: list[Tensor], fields: dict[str, list[Tensor]]) -> list[Tensor]:

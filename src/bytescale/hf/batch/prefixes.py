@@ -11,7 +11,7 @@ Shape letters: D documents, S sequences, U rows of one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -87,12 +87,10 @@ def _rows(
 ) -> dict[str, Tensor]:
     """``[T, ...]`` of every field but ``per_document``, and ``multiplicity``."""
     runs = micro_batch.rows_of_documents
-    numbers = [number for number, _, _ in runs]
-    bounds = [(start, start + len(rows)) for _, start, rows in runs]
     places = torch.as_tensor(np.concatenate([np.zeros(0, np.int64), *(rows for _, _, rows in runs)]))
 
     def of_runs(values: Sequence[Tensor]) -> Tensor:
-        cut = [values[number][start:stop] for number, (start, stop) in zip(numbers, bounds, strict=True)]
+        cut = [values[number][start : start + len(rows)] for number, start, rows in runs]
         return torch.cat([values[0][:0], *cut])
 
     found = {}
@@ -104,14 +102,9 @@ def _rows(
         found[name] = given.new_empty(micro_batch.num_tokens, *given.shape[1:]).index_put((at,), given)
         differs = (found[name][at] != given).flatten(1).any(dim=1) if given.dim() > 1 else found[name][at] != given
         if differs.any():
-            run = int(
-                np.searchsorted(
-                    np.cumsum([stop - start for start, stop in bounds]), int(differs.int().argmax()), "right"
-                )
-            )
             raise PlanError(
-                f"the rows of document {numbers[run]} under a plan of trees are not those of its field {name!r}",
-                so="rows of other documents would be trained on in its place",
+                f"rows of the field {name!r} under a plan of trees are not those of all documents that have them",
+                so="rows of other documents would be trained on in their place",
                 fix="report this, with the documents",
             )
     weights = of_runs(documents.fields["weights"])
@@ -122,24 +115,10 @@ def _rows(
     return found
 
 
-def add_up(forest: Forest, values: Sequence[Tensor] | Mapping[int, Tensor]) -> list[Tensor]:
-    """``[S]`` tensors ``[U, ...]``: for each row the sum of ``values``, ``[length, ...]`` of each document."""
-    like = values[int(forest.documents[0])]
-    sums = [like.new_zeros(rows, *like.shape[1:]) for rows in forest.sequence_lengths.tolist()]
-    for sequence, document, path in _places(forest):
-        sums[sequence].index_add_(0, torch.as_tensor(path, device=sums[sequence].device), values[document])
-    return sums
-
-
 def of_documents(forest: Forest, values: Sequence[Tensor]) -> list[Tensor]:
     """``[D]`` tensors ``[length, ...]`` in the order of ``forest.documents``, from ``[U, ...]`` of each sequence."""
-    return [
-        values[sequence][torch.as_tensor(path, device=values[sequence].device)] for sequence, _, path in _places(forest)
-    ]
-
-
-def _places(forest: Forest) -> list[tuple[int, int, np.ndarray]]:
-    return list(zip(forest.sequence_of.tolist(), forest.documents.tolist(), forest.paths, strict=True))
+    places = zip(forest.sequence_of.tolist(), forest.paths, strict=True)
+    return [values[sequence][torch.as_tensor(path, device=values[sequence].device)] for sequence, path in places]
 
 
 def _bytes(values: Tensor) -> np.ndarray:

@@ -94,16 +94,18 @@ def whole_trajectories(
     A branch without a ``group`` has that of its parent.
 
     Args:
+        trajectories: see above. What is None is not there, as a null of a file.
         place_of: from the number of a trajectory to what messages call it.
 
     Raises ``DataError`` for a parent that does not exist or is two trajectories, trajectories that are their own
     ancestors, a branch with a prompt that does not begin with its parent's tokens, and one without reward and branches.
     """
+    trajectories = [{name: value for name, value in one.items() if value is not None} for one in trajectories]
     parents = [one.get("parent_id") for one in trajectories]
     named, numbers, firsts = {*map(str, parents)}, dict[str, int](), list[int]()
     for number, one in enumerate(trajectories):
         own = str(one.get("id"))
-        if own in named and one.get("id") is not None and (before := numbers.setdefault(own, number)) != number:
+        if own in named and "id" in one and (before := numbers.setdefault(own, number)) != number:
             raise DataError(
                 f"{place_of(number)} has the id {one['id']!r}, as has {place_of(before)}",
                 so="which of them a branch goes on from could not be told",

@@ -23,7 +23,6 @@ from torch import Tensor
 from bytescale.common.errors import NonFiniteError, PlanError
 from bytescale.cost import CostModel
 from bytescale.hf.batch.documents import Batch
-from bytescale.hf.batch.prefixes import add_up
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
@@ -115,10 +114,14 @@ def backward_of(
 
 def sums_of_rows(plan: MicroBatch, values: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
     """``[T, ...]``: of each row of a micro-batch the sum of ``values``, ``[S, ...]``, of the documents that have it."""
-    if plan.trees is not None:
-        values = dict(zip(plan.sequences.tolist(), add_up(plan.trees, values), strict=True))
-    parts = [values[sequence][start:stop] for sequence, start, stop in plan.runs]
-    return torch.cat(parts) if parts else torch.zeros(0)
+    runs = plan.rows_of_documents
+    if not runs:
+        return torch.zeros(0)
+    like = values[runs[0][0]]
+    sums = like.new_zeros(plan.num_tokens, *like.shape[1:])
+    for document, start, rows in runs:
+        sums.index_add_(0, torch.as_tensor(rows, device=like.device), values[document][start : start + len(rows)])
+    return sums
 
 
 def backward_from(planned: PlannedBatch, gradients: Sequence[Tensor], of_rows: Values) -> None:

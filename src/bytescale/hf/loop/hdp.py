@@ -119,8 +119,7 @@ class HDP(Updates):
             undo.callback(decoder.undo)
             self.engine = Engine(decoder, self.group, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
             undo.callback(self.engine.activations.remove)
-            self.room = Room.of(self.engine, capacity_tokens, device_gib, self.sharing, experts)
-            self._prepare(planner, cost, forward_only)
+            self._prepare(capacity_tokens, device_gib, planner, cost, forward_only)
             undo.pop_all()
 
     @property
@@ -133,12 +132,20 @@ class HDP(Updates):
         """Every layer's attention, as the probe has found it."""
         return self.engine.decoder.facts
 
-    def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
+    def _prepare(
+        self,
+        capacity_tokens: Capacity,
+        device_gib: float | None,
+        planner: PlannerName,
+        cost: CostModel | None,
+        forward_only: bool,
+    ) -> None:
+        if self.experts == "parallel":
+            self.engine.decoder.require_experts(self.sharing)
+        self.room = Room.of(self.engine, capacity_tokens, device_gib, self.sharing, self.experts)
         self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
         parameter = next(self.model.parameters())
         element = parameter.element_size()
-        if self.experts == "parallel":
-            self.engine.decoder.require_experts(self.sharing)
         if cost is None:
             device: DeviceKind = "cuda" if parameter.device.type == "cuda" else "cpu"
             spec, domain, experts = self.engine.decoder.spec, self.domain, self.experts
@@ -332,8 +339,8 @@ class HDP(Updates):
         self.require_no_reduction("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
         self.require_at_home("weights")
-        if self._optimizer is not None and self._optimizer.units is not None:
-            self._optimizer.units.begin()
+        if self._units is not None:
+            self._units.begin()
         self.engine.activations.begin_step(planned.rank_plan.micro_batches)
         self._looped = planned
 

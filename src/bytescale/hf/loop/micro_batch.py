@@ -27,12 +27,11 @@ from bytescale.common.errors import DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.units import GIBI
 from bytescale.cost.memory import DeviceKind, MeasuredMemory
-from bytescale.hf.batch.documents import POSITIONS
 from bytescale.hf.batch.prefixes import of_documents
-from bytescale.hf.costs.measure import check_widths, measure_rows, measured_memory
 from bytescale.hf.model.decoder import AttachedDecoder, MicroBatchPass
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
 from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
+from bytescale.hf.model.measure import check_widths, measure_rows, measured_memory
 from bytescale.plan import MicroBatch
 from bytescale.plan.rank_plan import SharedGroup, concatenated_ranges
 from bytescale.runtime import Activations, HostPool, RankGroup
@@ -48,9 +47,9 @@ class Micro:
 
     Attributes:
         index: its place in this rank's order.
-        inputs: keyword arguments of the model: ``input_ids`` and ``position_ids`` ``[1, max(T, 1)]`` (``[3, 1, max(T,
-            1)]`` if the documents have the field), and what reaches attention; a model that is not attached refuses
-            them. A rank that takes part in a ring without a token gets one row that stands for none.
+        inputs: keyword arguments of the model: ``input_ids`` and ``position_ids`` ``[1, max(T, 1)]``, and what
+            reaches attention; a model that is not attached refuses them. A rank that takes part in a ring without a
+            token gets one row that stands for none.
         position_ids: ``[T]`` place of each row's token in its document.
         num_rows: T. The model's output may have one row more: use ``logits[0, :micro.num_rows]``.
         plan: the plan's view of this micro-batch.
@@ -68,16 +67,16 @@ class Micro:
         self.index = plan.index
         self.num_rows = plan.num_tokens
         self.target = target
-        self._given, self._exchange, self._others = fields, group.exchange, others
+        self._given, self._exchange, self._targets = fields, group.exchange, (target, *others)
         device = group.device
         self._fields = {name: to_device(rows, device) for name, rows in fields.items()}
         tokens, self.position_ids = self._fields["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
-        places = self._fields.get(POSITIONS, self.position_ids)
+        places = self.position_ids
         if not self.num_rows:
-            tokens, places = tokens.new_zeros(1), places.new_zeros(1, *places.shape[1:])
+            tokens = places = tokens.new_zeros(1)
         self.inputs: dict[str, Any] = {
             "input_ids": tokens[None],
-            "position_ids": places.movedim(0, -1).unsqueeze(-2),
+            "position_ids": places[None],
             "use_cache": False,
             "attention_mask": OnlyAttached(foreign_model("a model that is on no HDP's attention")),
             KEYWORD: target,
@@ -130,9 +129,7 @@ class Micro:
 
         It runs under ``torch.no_grad()``. Raises ``ConfigError`` for a model that was not attached.
         """
-        if self.target.decoder.is_in(model):
-            return self.inputs
-        for target in self._others:
+        for target in self._targets:
             if target.decoder.is_in(model):
                 return {**self.inputs, KEYWORD: target}
         raise foreign_model(type(model).__name__)
@@ -173,7 +170,7 @@ class Micro:
         Raises ``ConfigError`` for a model that is not attached, ``DataError`` for a temperature that is not positive.
         """
         inputs = self.inputs_for(model)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and inputs is self.inputs):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and inputs[KEYWORD] is self.target):
             scores = row_scores(
                 model, inputs, self.labels, temperature=temperature, rows_at_a_time=rows_at_a_time, entropy=entropy,
                 top=top, words=words, mean_logits=mean_logits,
@@ -204,9 +201,10 @@ class Micro:
         assert token_weights is not None, "every batch has weights (hf.batch.documents)"
         if bool((token_weights[labels != IGNORE_INDEX] == 1).all()):
             token_weights = None
-        hidden, head = hidden_states(model, self.inputs)
-        fastest = self.target.decoder.fastest(head, hidden.shape[-1])
-        return loss_sum(fastest, hidden[0, : self.num_rows], labels, token_weights=token_weights)
+        hidden, head = hidden_states(model, self.inputs_for(model))
+        return loss_sum(
+            self.target.decoder.fastest(head), hidden[0, : self.num_rows], labels, token_weights=token_weights
+        )
 
 
 class WholeDocuments(Sequence[Tensor]):
@@ -367,8 +365,6 @@ class Engine:
             rows = measure_rows(self.decoder, self._kernel(parameters[0].dtype), self.activations, self.group.device)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        if self.pool is not None:
-            self.pool.token_bytes = rows.moved_per_token
         rows = rows.of_all(lambda values: [-value for value in self.group.max_of([-value for value in values])])
         kind: DeviceKind = "cuda" if self.group.device.type == "cuda" else "cpu"
         return measured_memory(self.decoder, rows, kind=kind, num_ranks=self.group.size)

@@ -10,6 +10,7 @@ reductions when its loop over the batch ends. Nothing else may use the gradients
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,15 +29,15 @@ from bytescale.data.loading.assemble import MicroBatchData
 from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Reader, StepData
 from bytescale.data.order.batches import SamplerState
-from bytescale.hf.batch.documents import POSITIONS, RankBatch
+from bytescale.hf.batch.documents import RankBatch
 from bytescale.hf.batch.prefixes import of_documents
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.decoder import MicroBatchPass
 from bytescale.hf.model.head import embeddings_of
-from bytescale.hf.model.interface import note_bypass, require_three_places
+from bytescale.hf.model.interface import note_bypass
 from bytescale.plan import MicroBatch
 from bytescale.plan.last_message import last_backward_is_silent
-from bytescale.runtime.plain_data import broadcast_json
+from bytescale.runtime.plain_data import all_gather_json, broadcast_json
 
 if TYPE_CHECKING:
     from bytescale.hf.loop.hdp import HDP
@@ -53,29 +54,33 @@ class HandedOut:
 
     def __init__(self) -> None:
         self.numbers = itertools.count()
-        self._batches: dict[int, tuple[int, dict[int, list[MicroBatchPass]]]] = {}
+        self._passes: list[tuple[int, int, int, MicroBatchPass]] = []
+        """Of each the number of its batch, how many micro-batches this has, and which one it is."""
 
     def add(self, batch: PlannedBatch, index: int, target: MicroBatchPass) -> None:
-        _, held = self._batches.setdefault(batch.number, (len(batch), {}))
-        held.setdefault(index, []).append(target)
+        self._passes.append((batch.number, len(batch), index, target))
+
+    def forget_looks(self, batch: int) -> None:
+        """Forget a batch that was only looked at. A loop that scores never calls ``finish``."""
+        own = [target for number, *_, target in self._passes if number == batch]
+        if not any(target.trained or target.bypassed for target in own):
+            self._passes = [one for one in self._passes if one[0] != batch]
 
     def require_backwards(self, before: str) -> None:
         """Raise ``RankFailure`` if a backward has not run ``before`` something."""
-        for _, held in self._batches.values():
-            for target in itertools.chain.from_iterable(held.values()):
-                if target.backward_is_missing:
-                    raise RankFailure(
-                        f"{target.name}: its backward has not run before {before}",
-                        so=_LACKS,
-                        fix="call backward on every micro-batch's loss, inside of the loop over a batch that was "
-                        "planned with last=True, and run scoring under torch.no_grad()",
-                    )
+        for *_, target in self._passes:
+            if target.backward_is_missing:
+                raise RankFailure(
+                    f"{target.name}: its backward has not run before {before}",
+                    so=_LACKS,
+                    fix="call backward on every micro-batch's loss, inside of the loop over a batch that was "
+                    "planned with last=True, and run scoring under torch.no_grad()",
+                )
 
     def require_trained(self, batch: int) -> None:
         """Raise ``RankFailure`` if a pass of a batch that was planned with last=True ran without gradients."""
-        _, held = self._batches.get(batch, (0, {}))
-        for target in itertools.chain.from_iterable(held.values()):
-            if not target.trained:
+        for number, _, _, target in self._passes:
+            if number == batch and not target.trained:
                 raise RankFailure(
                     f"{target.name}: the loop over a batch that was planned with last=True ended without a backward",
                     so=f"{_LACKS}, and ranks are about to reduce it",
@@ -85,23 +90,21 @@ class HandedOut:
     def finish(self) -> None:
         """An update is due: forget all. Raises ``RankFailure`` if gradients would lack tokens."""
         self.require_backwards("step()")
-        batches, self._batches = self._batches, {}
-        trained = False
-        for num_passes, held in batches.values():
-            ran = {index for index, passes in held.items() if any(target.trained for target in passes)}
-            trained |= bool(ran)
-            for index, passes in held.items():
-                if index not in ran and (ran or any(target.bypassed for target in passes)):
-                    raise _not_run(passes[-1])
-            if ran and len(ran) < num_passes:
+        passes, self._passes = self._passes, []
+        trained = {(number, index) for number, _, index, target in passes if target.trained}
+        ran = Counter(number for number, _ in trained)
+        for number, _, index, target in passes:
+            if (number, index) not in trained and (number in ran or target.bypassed):
+                raise _not_run(target)
+        for number, num_passes, _, _ in passes:
+            if 0 < ran[number] < num_passes:
                 raise RankFailure(
-                    f"the loop over a batch ended after {len(ran)} of its {num_passes} micro-batches",
+                    f"the loop over a batch ended after {ran[number]} of its {num_passes} micro-batches",
                     so="the gradient would lack the tokens of the others",
                     fix=_ALL,
                 )
-        lost = [passes[-1] for _, held in batches.values() for passes in held.values()]
-        if lost and not trained:
-            raise _not_run(lost[0])
+        if passes and not trained:
+            raise _not_run(passes[0][-1])
 
 
 def _not_run(target: MicroBatchPass) -> RankFailure:
@@ -118,10 +121,6 @@ class PlannedBatch:
     """This rank's micro-batches of one global batch; iterating runs through them once, in the plan's order."""
 
     def __init__(self, hdp: HDP, part: RankBatch, *, last: bool = False) -> None:
-        """Raises ``ConfigError`` for places of tokens that a model cannot have."""
-        if POSITIONS in part.no_rows:
-            for decoder in (hdp.engine.decoder, *hdp.engine.others):
-                require_three_places(decoder.model)
         self.hdp = hdp
         self.number = next(hdp.handed_out.numbers)
         self.rank_plan, self.forest = part.rank_plan, part.forest
@@ -138,7 +137,7 @@ class PlannedBatch:
         if last and hdp.sharded().overlap is None:
             raise ConfigError(
                 "last=True, but the gradients of this model cannot be reduced layer by layer: ranks share its "
-                "parameters, its attention is not in numbered layers, or its trained parameters have several dtypes",
+                "parameters, or its trained parameters have several dtypes",
                 so="nothing could overlap",
                 fix="leave last=True out",
             )
@@ -176,6 +175,8 @@ class PlannedBatch:
             hdp.handed_out.require_trained(self.number)
             hdp.sharded().after_last_message()
             hdp.is_reducing = True
+        elif not torch.is_grad_enabled():
+            hdp.handed_out.forget_looks(self.number)
 
     def collect(self, micro: Micro, values: Tensor) -> None:
         """``HDP.collect``. Raises ``PlanError`` for another number of rows."""
@@ -190,17 +191,14 @@ class PlannedBatch:
     def collected(self) -> list[Tensor]:
         """``HDP.collected``. Every token's result comes from one rank; the others add zero."""
         group = self.hdp.group
-        # A rank without rows does not know the shape of a result, so ranks exchange it: number of dimensions and sizes.
-        known = self._kept[0][1].shape[1:] if self._kept else torch.Size()
-        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
-        mine = [len(known) + 1, dtypes.index(self._kept[0][1].dtype), *known] if self._kept else [0, 0]
-        mine += [0] * (8 - len(mine))
-        largest = [int(value) for value in group.max_of([float(value) for value in mine])]
-        if not largest[0]:
+        # A rank without rows does not know the shape and the dtype of a result, so ranks tell them.
+        mine = [[list(values.shape[1:]), str(values.dtype).removeprefix("torch.")] for _, values in self._kept[:1]]
+        told = [own for of_rank in all_gather_json(mine, group.group, group.device) for own in of_rank]
+        if not told:
             raise PlanError("no rank has collected anything", fix="call hdp.collect(micro, values) in the loop")
+        shape, dtype = told[0][0], getattr(torch, told[0][1])
         lengths = self._part.lengths
         starts = [0, *itertools.accumulate(lengths)]
-        shape, dtype = largest[2 : 1 + largest[0]], dtypes[largest[1]]
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
         flat = torch.zeros(starts[-1], *shape, dtype=wide, device=group.device)
         for micro, values in self._kept:

@@ -22,8 +22,8 @@ from bytescale.cost.memory import States, host_bytes_left
 from bytescale.hf.files.weight_stream import named_weights
 from bytescale.hf.loop.micro_batch import Engine
 from bytescale.hf.loop.planned_batch import HandedOut
-from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
+from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.optimizer.optimizers import GroupOptions
 from bytescale.runtime.optimizer.parking import Parking
 from bytescale.runtime.optimizer.take_over import take_over
@@ -95,7 +95,7 @@ class Updates:
             former.leave(self.model)
         named, decoder = list(self.model.named_parameters()), self.engine.decoder
         if self.sharing > 1:
-            _ = decoder.layers, decoder.head  # raises where there are none; the head is found by a pass
+            _ = decoder.head  # found by a pass
         self._optimizer = take_over(
             named,
             self.group,
@@ -105,7 +105,8 @@ class Updates:
             domain=self.sharing,
             experts=decoder.experts if self.experts == "parallel" else (),
             on_host=offload,
-            **_layers_of(decoder, shared=self.sharing > 1),
+            chunk=(decoder.model, decoder.parts if self.sharing > 1 else decoder.layers),
+            late=decoder.late_parameters(),
         )
         self._optimizer.join(self.model)
         return self._optimizer.torch_optimizer
@@ -286,8 +287,8 @@ class Updates:
                 fix=f'call hdp.to("cpu") or hdp.to("{home.type}")',
             )
         asked = {"weights": weights, "gradients": gradients, "states": states}
-        if self._optimizer is not None and self._optimizer.units is not None:
-            self._optimizer.units.begin()  # the head is open after a forward without a backward
+        if self._units is not None:
+            self._units.begin()  # the head is open after a forward without a backward
         for kind in [kind for kind, wanted in asked.items() if wanted]:
             if target.type == home.type:
                 self._parking.fetch(kind)
@@ -298,8 +299,7 @@ class Updates:
         zeros = [] if self._optimizer is None else self._optimizer.zeros
         weights = [tensor.data for tensor in (*self.model.parameters(), *self.model.buffers())]
         if kind == "weights":
-            units = None if self._optimizer is None else self._optimizer.units
-            return weights if units is None else weights + [store.values for store in units.stores]
+            return weights if self._units is None else weights + [store.values for store in self._units.stores]
         if kind == "gradients":
             flat = [zero.parameters.gradients for zero in zeros]
             return flat + [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -327,7 +327,7 @@ class Updates:
         unless ranks share the parameters. Raises ``ConfigError`` for adapters that are not added to a weight.
         """
         self.require_at_home("weights")
-        return named_weights(self.model, dtype, None if self._optimizer is None else self._optimizer.units)
+        return named_weights(self.model, dtype, self._units)
 
     def require_no_reduction(self, what: str) -> None:
         """Raise ``ConfigError`` if ``what`` would come between the last batch's loop and ``step()``."""
@@ -341,6 +341,11 @@ class Updates:
     @property
     def has_optimizer(self) -> bool:
         return self._optimizer is not None
+
+    @property
+    def _units(self) -> Units | None:
+        """Open the layers that ranks share; None: every rank has its own."""
+        return None if self._optimizer is None else self._optimizer.units
 
     def sharded(self) -> ShardedOptimizer:
         """The optimizer. Raises ``ConfigError`` if there is none, or if another ``HDP`` has taken the model over."""
@@ -372,14 +377,3 @@ class HDPOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.shards.load_state_dict(state_dict)
-
-
-def _layers_of(decoder: AttachedDecoder, *, shared: bool) -> dict[str, Any]:
-    """What ``take_over`` is told of the layers, in whose order gradients are complete; nothing if none has a number."""
-    try:
-        return {
-            "chunk": (decoder.model, decoder.parts if shared else decoder.layers),
-            "late": decoder.late_parameters(),
-        }
-    except ConfigError:
-        return {}

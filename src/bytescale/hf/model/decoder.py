@@ -24,7 +24,7 @@ from bytescale.common.units import format_bytes
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.model.costs import experts_of, spec_of
 from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states
-from bytescale.hf.model.interface import KEYWORD, Attachment, Call, Target, foreign_model, refusal
+from bytescale.hf.model.interface import KEYWORD, Attachment, Call, Target, refusal
 from bytescale.hf.model.long_rope import fix_rope, unfix_rope
 from bytescale.hf.model.probe import ModelFacts, probe
 from bytescale.recurrence import Cuts, GroupCuts
@@ -96,8 +96,8 @@ class AttachedDecoder(nn.Module):
                 raise refusal(
                     name,
                     "it does not lie in a numbered list of layers",
-                    so="activation checkpointing could not tell where a layer begins",
-                    fix="train it in a loop of your own with bytescale.HDP",
+                    so="it could not be told where a layer begins, and when its gradients are complete",
+                    fix="use a model whose layers are a numbered list (nn.ModuleList)",
                 )
             names.append(numbered[1])
         return [self.model.get_submodule(name) for name in dict.fromkeys(names)]
@@ -137,18 +137,20 @@ class AttachedDecoder(nn.Module):
     @cached_property
     def model_head(self) -> ModelHead:
         """From hidden states to logits, by the model's own code."""
-        return self._seen_head[1]
+        two = torch.arange(2, device=next(self.model.parameters()).device)[None]
+        with torch.no_grad():
+            return hidden_states(self.model, {"input_ids": two, "position_ids": two, "use_cache": False})[1]
 
     @cached_property
     def head(self) -> Head:
         """The same as the runtime computes it fastest."""
-        return self.fastest(self.model_head, self.hidden_size)
+        return self.fastest(self.model_head)
 
-    def fastest(self, head: ModelHead, hidden_size: int) -> Head:
+    def fastest(self, head: ModelHead) -> Head:
         """``head`` as the runtime computes it fastest: by its own kernels, if it is plain."""
         weight, key = head.weight, id(head.weight)
         if key not in self._plain_heads:
-            self._plain_heads[key] = has_plain_head(head, hidden_size)
+            self._plain_heads[key] = has_plain_head(head)
         return PlainHead(weight) if self._plain_heads[key] and weight is not None else head
 
     @property
@@ -160,14 +162,7 @@ class AttachedDecoder(nn.Module):
 
     @property
     def hidden_size(self) -> int:
-        return self._seen_head[0]
-
-    @cached_property
-    def _seen_head(self) -> tuple[int, ModelHead]:
-        two = torch.arange(2, device=next(self.model.parameters()).device)[None]
-        with torch.no_grad():
-            hidden, head = hidden_states(self.model, {"input_ids": two, "position_ids": two, "use_cache": False})
-        return hidden.shape[-1], head
+        return self.model_head.hidden_size
 
     def late_parameters(self) -> set[str]:
         """Names of parameters whose gradients may change until the last backward ends: they are reduced after it.
@@ -219,11 +214,6 @@ class MicroBatchPass(Target):
         self._cuts: dict[int, GroupCuts] = {}
         self._calls = self._backwards_to_come = 0
         self._in_forward = False
-
-    def require_model(self, model: nn.Module) -> None:
-        """Raise ``ConfigError`` if ``model`` is neither the attached model nor a module around it."""
-        if not self.decoder.is_in(model):
-            raise foreign_model(type(model).__name__)
 
     def begin(self) -> None:
         """Called when the model's forward begins. Raises ``ConfigError`` where random numbers would be drawn."""

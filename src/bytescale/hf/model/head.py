@@ -24,16 +24,16 @@ from bytescale.attention.autocast import without_autocast
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory import loss_chunk_tokens
-from bytescale.hf.model.interface import KEYWORD, refusal, while_set
+from bytescale.hf.model.interface import refusal, while_set
 from bytescale.runtime.optimizer.lockstep import AT_ONCE
 
 
-def has_plain_head(head: ModelHead, hidden_size: int) -> bool:
+def has_plain_head(head: ModelHead) -> bool:
     """Whether logits are ``hidden @ weight.T`` and nothing else: no bias, scale, soft cap or adapter.
 
     Tried with hidden states that give large logits, which a soft cap would change, and with zeros, which a bias would.
     """
-    weight = head.weight
+    weight, hidden_size = head.weight, head.hidden_size
     if weight is None or weight.dim() != 2 or weight.shape[1] != hidden_size:
         return False
     if any(parameter is not weight for parameter in head.parameters()):  # zero at first, as a LoRA's product is
@@ -69,6 +69,11 @@ class ModelHead:
     def weight(self) -> nn.Parameter | None:
         """``[V, C]`` of the output embedding, where the model has one."""
         return getattr(embeddings_of(self.model)[1], "weight", None)
+
+    @property
+    def hidden_size(self) -> int:
+        """C."""
+        return int(self.output[0].shape[-1])
 
     @property
     def num_words(self) -> int:
@@ -118,8 +123,6 @@ class ModelHead:
 
 def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, ModelHead]:
     """Run the model and keep what its decoder returns ``[1, T, C]``. Its head sees a single row, where it can."""
-    if KEYWORD in inputs:
-        inputs[KEYWORD].require_model(model)
     if not hasattr(model, "get_decoder") and not hasattr(model, "get_base_model"):
         model = causal_model(model)  # without what a wrapper adds, such as a value head
     root = causal_model(model)

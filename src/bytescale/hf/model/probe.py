@@ -104,22 +104,14 @@ def _mixing_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tup
         inputs.append(output.detach().requires_grad_())
         return inputs[-1].clone()  # some models change it in place
 
-    blind = Blind(names)
-    stack: list[str] = []
-    ran: list[str] = []
-    embedding = embeddings_of(model)[0]
-    if not isinstance(embedding, nn.Module):
-        raise refusal(
-            type(model).__name__,
-            "it has no get_input_embeddings()",
-            so="it could not be tested whether its tokens meet in attention alone",
-            fix="attach a decoder of transformers",
-        )
-    hooks = [embedding.register_forward_hook(keep)]
+    def leave(*_: Any) -> None:
+        noticed.stack.pop()
+
+    blind, noticed = Blind(names), _RandomNumbers()
+    hooks = [embeddings_of(model)[0].register_forward_hook(keep)]
     for module, name in names.items():
-        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
-        hooks.append(module.register_forward_hook(lambda *_: ran.append(stack.pop()), always_call=True))
-    noticed = _RandomNumbers(stack)
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: noticed.stack.append(name)))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
     device = next(model.parameters()).device
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), noticed:
@@ -134,31 +126,13 @@ def _mixing_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tup
     (gradient,) = torch.autograd.grad(torch.stack(weighted).sum(), inputs[:1], allow_unused=True)
     if gradient is not None and bool(gradient[0, 0].abs().max() > 0):
         raise refusal(
-            _mixing_part(names, ran),
+            type(model).__name__,
             "a part other than attention mixes tokens (a recurrence, a convolution or a shift)",
             so="its state would have to travel between ranks and stop between documents, which plans do not do",
             fix="use a model whose tokens meet in attention alone",
         )
     dropping = [names[call.module] for call in blind.calls if call.options.get("dropout")]
     return tuple(dict.fromkeys([*dropping, *noticed.parts])), blind
-
-
-def _mixing_part(names: dict[nn.Module, str], ran: list[str]) -> str:
-    """The module that most probably mixes tokens, of those that ``ran``, by its type and name; else the model's."""
-    model = type(next(iter(names))).__name__
-    family = model.partition("For")[0]  # Mamba and RecurrentGemma have their kind in every name
-    kinds = (
-        "delta(net|attention)|linear_?att|lightning",
-        "mamba|ssm|rwkv|lstm",
-        "rglru|recurrent|mixer|shift|conv|compress",
-    )
-    types = {name: type(module).__name__ for module, name in names.items()}
-    for kind in kinds:
-        for name in ran:  # the inner ones first
-            said = f"{types[name].removeprefix(family)} {name.rpartition('.')[2]}".lower()
-            if name != model and "norm" not in said and re.search(kind, said):
-                return f"{name} ({types[name]})"
-    return model
 
 
 def _require_positions_are_followed(model: nn.Module, names: dict[nn.Module, str]) -> None:
@@ -260,9 +234,10 @@ def _window_sizes(module: nn.Module) -> list[int]:
 class _RandomNumbers(TorchDispatchMode):
     """Notes in which module an operation draws random numbers."""
 
-    def __init__(self, stack: list[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.stack = stack
+        self.stack: list[str] = []
+        """The modules that run, the innermost last."""
         self.parts: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

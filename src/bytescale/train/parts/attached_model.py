@@ -20,9 +20,9 @@ from bytescale.config.resolve import source_folder
 from bytescale.config.validate import may_offload
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
-from bytescale.hf.costs.measure import check_widths, measure_rows, measured_memory
 from bytescale.hf.files.folder import constants_of, load_model, make_model, set_constants, train_a_part
 from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.measure import check_widths, measure_rows, measured_memory
 from bytescale.models.hf_folder import exact_dtype
 from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, Mesh, ShardedOptimizer
 from bytescale.runtime.optimizer.buckets import Chunk
@@ -176,8 +176,6 @@ def _measured_activations(
     rows = measure_rows(part, kernel, activations, device)
     for own in flat:
         own.zero_gradients()
-    if pool is not None:
-        pool.token_bytes = rows.moved_per_token
     return activations, rows
 
 

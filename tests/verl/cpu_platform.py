@@ -1,4 +1,4 @@
-"""A platform of verl for machines without an accelerator: ranks on CPUs over gloo. ``VERL_PLATFORM=cpu`` selects it."""
+"""A platform of verl for machines without an accelerator: ranks on CPUs over gloo. ``run.py`` lets verl import it."""
 
 from __future__ import annotations
 

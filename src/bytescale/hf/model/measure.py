@@ -6,14 +6,17 @@ frees is measured in the same way. All ranks have the same weights and get the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import AttentionKernel, PackedAttention
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, RingWidths, States, nccl_reserve_bytes
-from bytescale.hf.costs.live_bytes import LiveBytes
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.interface import refusal
 from bytescale.hf.model.probe import LayerAttention, ModelFacts
@@ -34,7 +37,7 @@ def measure_rows(
 ) -> MeasuredRows:
     """Run the model, whose layers have ``activations``, without offloading and, where it may, with all of it.
 
-    Gradients of parameters are added to; set them to zero after.
+    The pool for offloading is told what a token takes. Gradients of parameters are added to; set them to zero after.
     """
     alone = RankGroup(device=device)
 
@@ -61,6 +64,7 @@ def measure_rows(
     run(NUM_DOCUMENTS[-1], 1.0)  # from here on, the pages of host memory exist
     left, _ = _slopes(run, 1.0)
     movable = max(0.0, min(kept[0] - left[0], kept[1] - left[1]))
+    activations.offload.pool.token_bytes = left[2]
     return replace(rows, movable_per_token=movable, moved_per_token=left[2])
 
 
@@ -163,3 +167,51 @@ def check_widths(facts: ModelFacts, *, cuda_flash: bool) -> None:
                 so="its first pass would fail",
                 fix='use the math kernel for short documents (HDP(kernel="math"), kernels.attention = "math")',
             )
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active: ``now`` and ``peak`` bytes of storages made inside, each counted once, until it is freed.
+
+    What a kernel allocates for itself, without returning it, is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        outside = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *kwargs.values()))}
+        result = self.compute(func, args, kwargs)
+        for tensor in _tensors((result,)):
+            if tensor.untyped_storage()._cdata not in outside:
+                self._born(tensor)
+        return result
+
+    def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator. Whoever needs its results' sizes alone may override it."""
+        return func(*args, **kwargs)
+
+    def _born(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        self._alive[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._died, key)
+
+    def _died(self, key: int) -> None:
+        self.now -= self._alive.pop(key, 0)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among an operator's arguments or results. Their lists are flat; PyTorch's trees take ten times as long."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -1,1 +1,0 @@
-"""What a decoder of transformers costs: counted from its modules, and measured."""
