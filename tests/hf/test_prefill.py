@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "nemotron_h": {},
     "bamba": {},
     "granitemoehybrid": {},
+    "minimax": {},  # a class of caches of its own
     "olmo_hybrid": {},
     "zamba2": {},  # an attention that is several layers'
     "mamba2": {},

@@ -32,8 +32,8 @@ from tests.helpers.effort import examples, one_of
 from .support import documents, on_ranks
 from .test_prefixes import OTHER_WAYS, numbers_of, tree
 
-MODELS = ["qwen3_next", "kimi_linear", "jamba", "falcon_h1", "nemotron_h", "lfm2", "falcon_mamba"]
-"""Delta rules, Mamba 1 and 2, convolutions alone; beside attention, beside experts, and alone."""
+MODELS = ["qwen3_next", "kimi_linear", "jamba", "falcon_h1", "nemotron_h", "minimax", "lfm2", "falcon_mamba"]
+"""Delta rules, Mamba 1 and 2, lightning, convolutions alone; beside attention, beside experts, and alone."""
 
 
 def batch_of(lists: list[list[int]], seed: int = 0) -> list[Document]:

@@ -52,3 +52,15 @@ def selective_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state
         state = state * decay + torch.einsum("hp,hn->hpn", x[t] * dt[t, :, None], b[t])
         rows.append(torch.einsum("hpn,hn->hp", state, c[t]))
     return torch.stack(rows), state
+
+
+def lightning_attention(q: Tensor, k: Tensor, v: Tensor, ratio: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Lightning attention (arXiv 2401.04658): ``q, k [T, H, K]``, ``v [T, H, V]``, ``ratio [H]``, ``state [H, K, V]``.
+
+    Returns ``[T, H, V]`` and the state after the last token.
+    """
+    rows = []
+    for t in range(len(q)):
+        state = state * ratio[:, None, None] + torch.einsum("hk,hv->hkv", k[t], v[t])
+        rows.append(torch.einsum("hk,hkv->hv", q[t], state))
+    return torch.stack(rows), state

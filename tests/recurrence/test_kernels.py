@@ -23,11 +23,12 @@ from bytescale.parity.compare import WideCasts
 from bytescale.plan.plan import offsets_of
 from bytescale.plan.trees import Forest
 from bytescale.recurrence import KERNELS, Cuts, OneProcessCuts, require_known_kernel
+from bytescale.recurrence.kernels import mamba2
 from tests.attention.test_trees import forest_of, random_tree
 from tests.helpers.effort import examples
 
 from . import packages
-from .reference import gated_delta_rule, selective_scan
+from .reference import gated_delta_rule, lightning_attention, selective_scan
 
 Case = tuple[dict[str, Tensor], Callable[[Cuts | None, dict[str, Tensor]], Tensor], Callable[..., Tensor]]
 """Inputs whose first dimension is tokens, our kernel (None: transformers' for the whole) and the slow twin."""
@@ -98,6 +99,22 @@ def mamba_1() -> Case:
     return shapes, ours, twin  # type: ignore[return-value]
 
 
+def lightning() -> Case:
+    """It is computed as Mamba 2."""
+    shapes, slope = {"q": (H, K), "k": (H, K), "v": (H, V)}, torch.tensor([0.1, 0.5, 2.0]).double()
+
+    def ours(cuts: Cuts | None, given: dict[str, Tensor]) -> Tensor:
+        whole = OneProcessCuts([0], [slice(0, len(given["q"]))])
+        q, k, v = (given[name][None] for name in shapes)
+        steps, stock = torch.ones_like(v[..., 0]), nemotron.mamba2_chunk_scan
+        return mamba2(whole if cuts is None else cuts, stock, v, steps, -slope, k, q, chunk_size=64)[0]
+
+    def twin(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return lightning_attention(q, k, v, (-slope).exp(), q.new_zeros(H, K, V))[0]
+
+    return shapes, ours, twin  # type: ignore[return-value]
+
+
 def short_convolution() -> Case:
     weight, bias = torch.linspace(-1, 1, 4 * H).double().view(H, 4), torch.ones(H).double()
 
@@ -122,6 +139,7 @@ CASES = {
     "mamba 2": mamba_2(),
     "mamba 2 of mamba-ssm": mamba_2(packages.mamba_chunk_scan_combined),
     "mamba 1": mamba_1(),
+    "lightning": lightning(),
     "convolution": short_convolution(),
 }
 

@@ -106,6 +106,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 16, "num_heads": 4, "state_size": 4, "n_groups": 1},
     "jamba": _MAMBA | {"attn_layer_period": 2, "attn_layer_offset": 1},
     "falcon_mamba": {"state_size": 4, "num_attention_heads": ..., "num_key_value_heads": ...},
+    "minimax": {"layer_types": _LINEAR, "block_size": 8},
 }
 """The families of the tests, and what their small configurations have besides the usual numbers."""
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from bytescale.attention.autocast import without_autocast
 from bytescale.common.errors import ConfigError
@@ -347,3 +347,16 @@ _ARGUMENTS = {
     "mamba2_chunk_scan": ("dt_bias", "dt_softplus", "dt_limit", "initial_states", "return_final_states", "seq_idx"),
 }
 """Without which results would be wrong, by the name of the stock function."""
+
+
+def lightning_mixer(cuts: Cuts, stock: Stock, mixer: nn.Module, hidden_states: Tensor) -> tuple[Tensor, None]:
+    """``MiniMaxLightningAttention.forward`` of ``hidden_states [1, T, width]``: the mixer has no kernel of its own.
+
+    A token multiplies a head's state by ``exp(-slope)`` and adds ``k v``. So it is Mamba 2, whose kernel is ``stock``,
+    with steps of 1 and states ``[H, V, K]``.
+    """
+    own: Any = mixer
+    qkv = own.act_fn(own.qkv_proj(hidden_states)).unflatten(2, (own.num_attention_heads, -1))
+    q, k, v = qkv.split(own.head_dim, dim=3)
+    out = mamba2(cuts, stock, v, torch.ones_like(v[..., 0]), -own.slope_rate.flatten(), k, q, chunk_size=64)
+    return own.out_proj(own.output_gate(hidden_states).sigmoid() * own.norm(out.flatten(2))), None

@@ -30,7 +30,7 @@ from bytescale.common.errors import DataError
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.head import causal_model, hidden_states
-from bytescale.hf.model.interface import refusal
+from bytescale.hf.model.interface import has_own_cache, refusal
 from bytescale.planner.prefixes import cost_of_trees
 from bytescale.planner.short_first import short_first
 from bytescale.runtime.plain_data import all_gather_json
@@ -90,7 +90,7 @@ class Prefill:
         return group.all_reduce(table)
 
     def cache(self, prompt: int, rank: int = 0) -> Any:
-        """The prompt's cache on ``rank``, a ``DynamicCache``; None on the others.
+        """The prompt's cache on ``rank``, of the class that its model makes; None on the others.
 
         The members send what they hold. Their own parts stay, so a cache may be gathered again. Raises ``ConfigError``
         for a model that leaves a part of its cache empty.
@@ -98,16 +98,18 @@ class Prefill:
         held = self._gathered(prompt, rank)
         if held is None:
             return None
-        cache: Any = DynamicCache(config=causal_model(self.hdp.model).config)
+        cache = _empty_cache(self.hdp)
         for layer in sorted({layer for layer, kind, _ in held if kind == "keys"}):
             runs = [[held.pop(key) for key in sorted(held) if key[:2] == (layer, kind)] for kind in ("keys", "values")]
             cache.update(*(torch.cat(parts).transpose(0, 1)[None] for parts in runs), layer)
         for (layer, kind, _), state in held.items():
-            if kind == "conv":
+            if hasattr(cache, "set_linear_cache"):
+                cache.set_linear_cache(layer, state.mT[None])  # keys before values
+            elif kind == "conv":
                 cache.update_conv_state(state[None], layer)
             else:
                 cache.update_recurrent_state(state[None], layer)
-        for number, place in enumerate(cache.layers):
+        for number, place in enumerate(cache.layers if type(cache) is DynamicCache else ()):
             states = getattr(place, "has_previous_state", {})
             if not all(states.values()) or not getattr(place, "is_initialized", True):
                 raise refusal(
@@ -122,7 +124,7 @@ class Prefill:
         """Arguments for ``model.generate`` on ``rank``: the prompt with its most probable next token, and its cache.
 
         ``generate`` then computes no token of the prompt again. Where the cache does not tell how many tokens it has
-        seen (Mamba's), the prompt is left out: it would be. On the other ranks None.
+        seen (Mamba's, MiniMax's), the prompt is left out: it would be. On the other ranks None.
         """
         cache = self.cache(prompt, rank)
         if cache is None:
@@ -133,6 +135,8 @@ class Prefill:
         name = _cache_name(causal_model(self.hdp.model))
         if name == "cache_params":  # such models multiply all given rows by their mask
             tokens, mask = tokens[:, -1:], mask[:, -1:]
+        elif cache.get_seq_length() == 0:
+            tokens = tokens[:, -1:]
         return {"input_ids": tokens, "attention_mask": mask, name: cache}
 
     def free(self, prompt: int) -> None:
@@ -207,7 +211,7 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
     for micro in given.part(plan, forest):
         kept: dict[tuple[int, str], Tensor] = {}
         micro.target.keep = partial(_keep, kept)
-        cache: Any = DynamicCache(config=root.config)
+        cache = _empty_cache(hdp)
         cache.update = partial(_keep_rows, kept)
         inputs = micro.inputs | {_cache_name(root): cache, "use_cache": True}
         runs = micro.plan.rows_of_documents
@@ -245,3 +249,12 @@ def _cache_name(model: nn.Module) -> str:
     """Mamba, Mamba 2 and Falcon-Mamba have another name for the argument."""
     takes = inspect.signature(model.forward).parameters
     return next(name for name in ("cache_params", "past_key_values") if name in takes)
+
+
+def _empty_cache(hdp: HDP) -> Any:
+    """As ``generate`` makes it. MiniMax alone has a class of its own."""
+    if any(has_own_cache(mixer) for mixer in hdp.engine.decoder.mixers):
+        from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+        return MiniMaxCache()
+    return DynamicCache(config=causal_model(hdp.model).config)

@@ -28,7 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bytescale.common.errors import ConfigError
-from bytescale.recurrence import KERNELS, Cuts, require_known_kernel
+from bytescale.recurrence import KERNELS, Cuts, lightning_mixer, require_known_kernel
 
 
 def refusal(part: str, what: str, *, so: str, fix: str) -> ConfigError:
@@ -36,7 +36,15 @@ def refusal(part: str, what: str, *, so: str, fix: str) -> ConfigError:
     return ConfigError(f"{part} cannot be attached: {what}", so=so, fix=fix)
 
 
+_LIGHTNING = "get_linear_cache"
+"""A method of the cache that MiniMax's mixer alone asks for its state."""
+
 _cuts: ContextVar[Cuts] = ContextVar("bytescale_cuts")
+
+
+def has_own_cache(mixer: nn.Module) -> bool:
+    """Whether a mixer keeps its state in a cache of a class of its model's own."""
+    return _LIGHTNING in _kernels(mixer)
 
 
 def _kernels(module: nn.Module) -> set[str]:
@@ -44,17 +52,20 @@ def _kernels(module: nn.Module) -> set[str]:
     function = inspect.unwrap(type(module).forward)
     if not isinstance(function, FunctionType):
         return set()
-    return set(function.__code__.co_names) & KERNELS.keys()
+    return set(function.__code__.co_names) & {*KERNELS, _LIGHTNING}
 
 
 def _forward(function: FunctionType, names: set[str]) -> Callable[..., Any]:
     """The mixer's forward, as a function of the mixer, so that a copy of a model computes with its own weights."""
-    ours = {name: partial(_carried, KERNELS[name], function.__globals__[name]) for name in names}
-    cut_forward = FunctionType(
-        function.__code__, {**function.__globals__, **ours}, function.__name__, function.__defaults__,
-        function.__closure__,
-    )  # fmt: skip
-    cut_forward.__kwdefaults__ = function.__kwdefaults__
+    if names == {_LIGHTNING}:
+        cut_forward: Callable[..., Any] = _lightning
+    else:
+        ours = {name: partial(_carried, KERNELS[name], function.__globals__[name]) for name in names - {_LIGHTNING}}
+        cut_forward = FunctionType(
+            function.__code__, {**function.__globals__, **ours}, function.__name__, function.__defaults__,
+            function.__closure__,
+        )  # fmt: skip
+        cut_forward.__kwdefaults__ = function.__kwdefaults__
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given: Target | None = kwargs.pop(KEYWORD, None)
@@ -87,6 +98,12 @@ def _with_cuts(compute: Callable[[], Any], cuts: Cuts) -> Any:
 
 def _carried(kernel: Callable[..., Any], stock: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return kernel(_cuts.get(), stock, *args, **options)
+
+
+def _lightning(mixer: nn.Module, hidden_states: Any, *_: Any, **__: Any) -> Any:
+    from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+    return lightning_mixer(_cuts.get(), mamba2_chunk_scan, mixer, hidden_states)
 
 
 KEYWORD = "hdp_attention"
@@ -213,7 +230,7 @@ class Attachment:
         mixers = {module: name for name, module in model.named_modules() if _kernels(module)}
         for mixer, name in mixers.items():
             called = inspect.unwrap(type(mixer).forward).__globals__
-            for kernel in sorted(_kernels(mixer)):
+            for kernel in sorted(_kernels(mixer) & KERNELS.keys()):
                 require_known_kernel(kernel, called[kernel], f"{name} ({type(mixer).__name__})")
         self._mixers = list(mixers)
         self._is_detached = False
