@@ -70,7 +70,7 @@ def memory_of(checkpointing: Checkpointing) -> MeasuredMemory:
         movable_per_token=(LAYERS - 2) * movable,
         moved_per_token=(LAYERS - 2) * movable,
     )
-    heads = (replace(many.part.facts.layers[0], num_heads=HEADS, num_kv_heads=KV_HEADS),)
+    heads = (replace(many.part.structure.layers[0], num_heads=HEADS, num_kv_heads=KV_HEADS),)
     return MeasuredMemory(
         states=States(num_parameters=PARAMETERS, element_bytes=2, num_ranks=NUM_RANKS),
         rows=rows,

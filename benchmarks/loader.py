@@ -30,10 +30,10 @@ import psutil
 from bytescale.common.atomic import write_atomically
 from bytescale.config import PRESETS, DataConfig, PlannerConfig
 from bytescale.cost import Cluster, Profile
-from bytescale.data.feed import opened_feed
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Reader
+from bytescale.data.open import opened_loader
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.tokens.pairs import IndexedWriter, MetadataGatherer
 from bytescale.plan import RankPlan
@@ -83,7 +83,7 @@ def reader_of(rank: int, num_ranks: int, folder: Path) -> Reader:
             time.sleep(0.01)
         items[:] = json.loads(path.read_text(encoding="utf-8"))
 
-    return Reader(hdp_rank=rank, num_processes=num_ranks, is_first=rank == 0, tell=tell)
+    return Reader(hdp_rank=rank, num_processes=num_ranks, is_first=rank == 0, broadcast=tell)
 
 
 # rate: one rank takes all tokens as fast as they come.
@@ -96,13 +96,13 @@ def rate(folder: Path) -> None:
         planner = planner_for(1, context)
         with (
             tempfile.TemporaryDirectory() as told,
-            opened_feed(config, reader_of(0, 1, Path(told))) as feed,
-            feed.open(planner, steps + 3) as loader,
+            opened_loader(config, reader_of(0, 1, Path(told))) as loader,
+            loader.open(planner, steps + 3) as taken,
         ):
             for _ in range(3):
-                next(loader)
+                next(taken)
             started = time.perf_counter()
-            num_tokens = sum(data.summary.num_tokens for data in loader)
+            num_tokens = sum(data.summary.num_tokens for data in taken)
             seconds = time.perf_counter() - started
         print(
             f"{name}: remote loader {num_tokens / seconds / 1e6:.2f}M tokens/s ({1e3 * seconds / steps:.1f} ms a step)"
@@ -158,8 +158,8 @@ def one_rank(folder: Path, told: Path, way: str, rank: int) -> None:
         memory = psutil.Process().memory_full_info().uss - before
     else:
         reader = reader_of(rank, 8, told)
-        with opened_feed(replace(config, loader=way), reader) as feed, feed.open(planner, steps) as loader:
-            for data in loader:
+        with opened_loader(replace(config, loader=way), reader) as loader, loader.open(planner, steps) as taken:
+            for data in taken:
                 read += data.times.bytes_read
                 if data.step == 0:
                     first, busy = time.perf_counter() - started, time.process_time()
@@ -177,8 +177,8 @@ def plan(folder: Path) -> None:
     config = replace(config_for(folder, context_length=2 * MIB, batch_tokens=32 * MIB), loader="local")
     print("ranks   planned, verified and cut   CPU a step, with its slices read")
     for num_ranks in (1024, 16384):
-        with tempfile.TemporaryDirectory() as told, opened_feed(config, reader_of(0, 1, Path(told))) as feed:
-            taken = feed.steps(planner_for(num_ranks, 8192), steps)
+        with tempfile.TemporaryDirectory() as told, opened_loader(config, reader_of(0, 1, Path(told))) as loader:
+            taken = loader.steps(planner_for(num_ranks, 8192), steps)
             next(taken)
             busy = time.process_time()
             seconds = [data.times.planning_seconds for data in taken]
@@ -216,12 +216,12 @@ def start(folder: Path) -> None:
                 started = time.perf_counter()
                 with (
                     tempfile.TemporaryDirectory() as told,
-                    opened_feed(replace(config, ray_address=address), reader_of(0, 1, Path(told))) as feed,
-                    feed.open(planner_for(1, 131072), 1) as loader,
+                    opened_loader(replace(config, ray_address=address), reader_of(0, 1, Path(told))) as loader,
+                    loader.open(planner_for(1, 131072), 1) as taken,
                 ):
-                    next(iter(loader))
+                    next(taken)
                     seconds.append(time.perf_counter() - started)
-                    facts = feed.metadata
+                    facts = loader.metadata
         read = f"{facts.num_parts_read} of {facts.num_parts}"
         print(
             f"{'':15} {tokenizer:>12} {window_mib:>8}   {seconds[0]:>8.1f} s   {seconds[1]:>12.1f} s   {read:>12}",

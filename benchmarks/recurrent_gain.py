@@ -38,7 +38,7 @@ from bytescale.cost.spec import ModelSpec
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.hf.model.blind import LayerRecurrence
 from bytescale.hf.model.costs import spec_of
-from bytescale.hf.model.probe import LayerAttention, ModelFacts
+from bytescale.hf.model.probe import LayerAttention, ModelStructure
 from bytescale.planner import adaptive_plan, static_plan
 from bytescale.simulator import ClusterConfig, simulate
 
@@ -63,7 +63,7 @@ def counted(
         name="", num_heads=queries, num_kv_heads=keys, head_dim=width, value_dim=width, rules=AttentionRules()
     )
     recurrence = LayerRecurrence(name="", state_numbers=mixer[0], decay_numbers=mixer[1])
-    return spec_of(model, ModelFacts(layers=(layer,) * attention, random_parts=(), mixers=(recurrence,) * mixers))
+    return spec_of(model, ModelStructure(layers=(layer,) * attention, random_parts=(), mixers=(recurrence,) * mixers))
 
 
 def qwen_27b() -> ModelSpec:

@@ -15,27 +15,27 @@ MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 400, 60, 7
 
 BUDGET = {
     ".": 100,
-    "attention": 2800,
-    "checkpoint": 2000,
-    "cli": 2300,
-    "common": 600,
-    "config": 1470,  # experts in parallel
-    "cost": 3300,  # memory and messages of experts in parallel
-    "data": 5300,
-    "hf": 5150,  # loops that are not ours find their capacity; parents of rollouts, shared prompts in prefill
-    "integrations": 1050,  # losses of verl in one pass, and refusals of its options
-    "models": 1450,
+    "attention": 2700,
+    "checkpoint": 1700,
+    "cli": 2250,
+    "common": 500,
+    "config": 1400,
+    "cost": 3150,
+    "data": 4800,
+    "hf": 5000,
+    "integrations": 950,
+    "models": 1250,
     "parity": 600,
-    "plan": 1750,  # trees of documents that share prefixes
-    "planner": 3900,
-    "recurrence": 850,  # trees of documents, on one rank and on several
-    "report": 900,
-    "runtime": 4850,  # experts in parallel
-    "simulator": 1100,
+    "plan": 1750,
+    "planner": 3750,
+    "recurrence": 750,
+    "report": 850,
+    "runtime": 4650,
+    "simulator": 1050,
     "storage": 600,
-    "train": 4370,  # prefixes that documents share, in evaluations too
+    "train": 4200,
 }
-"""Lines of Python that each package may have. Beside a budget stands what it was last raised for."""
+"""Lines of Python that each package may have, 42,000 in all. Whoever raises one writes the reason beside it."""
 SLACK = 150
 """A budget is lowered when a package has that many lines fewer."""
 
@@ -107,6 +107,7 @@ def test_the_house_keeps_its_budget() -> None:
     assert not over, f"lines above the budget: {over}"
     slack = {name: budget for name, budget in BUDGET.items() if lines.get(name, 0) < budget - SLACK}
     assert not slack, f"budgets that can be lowered: {slack}"
+    assert sum(BUDGET.values()) <= 42_000
 
 
 def test_no_two_classes_have_one_name() -> None:

@@ -87,15 +87,15 @@ def test_a_listener_learns_when_spans_ran_without_waiting_for_the_device() -> No
     device = FakeDevice()
     run, wait = (Clock(lambda: FakeEvent(device)) for _ in range(2))
     told: list[tuple[str, Mark, Mark]] = []
-    run.tell(lambda start, end: told.append(("run", start, end)))
-    wait.tell(lambda start, end: told.append(("wait", start, end)))
+    run.listen(lambda start, end: told.append(("run", start, end)))
+    wait.listen(lambda start, end: told.append(("wait", start, end)))
     device.run(1.0)
     with run.span():
         device.run(2.0)
         with wait.span():
             device.run(0.5)
         device.run(1.0)
-    wait.tell(None)
+    wait.listen(None)
     with wait.span():
         device.run(9.0)
     assert [name for name, _, _ in told] == ["wait", "run"]
@@ -121,7 +121,7 @@ def test_a_clock_that_nobody_reads_forgets_no_second_and_keeps_few_spans(monkeyp
 
 def test_the_hosts_marks_are_its_own_time() -> None:
     clock, told = Clock(), []
-    clock.tell(lambda start, end: told.append((start, end)))
+    clock.listen(lambda start, end: told.append((start, end)))
     before = HostMoment()
     before.record()
     with clock.span():

@@ -14,7 +14,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.config import DataConfig
 from bytescale.data.loading.assemble import Segments, labelled
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
-from bytescale.data.loading.loader import Feed, StepData
+from bytescale.data.loading.loader import Loader, StepData
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.order.epoch import MIB
 from bytescale.data.order.index import CorpusIndex, PartFinder
@@ -125,7 +125,7 @@ def steps_of(
     corpus: Corpus, planner: Planner, rank: int = 0, *, stop_step: int | None = None, **data: Any
 ) -> Iterator[StepData]:
     """The steps of a rank, as its loader reads them; ``data``: settings of the ``[data]`` section."""
-    return Feed(corpus, DataConfig(sources=("memory",), **data), rank).steps(planner, stop_step)
+    return Loader(corpus, DataConfig(sources=("memory",), **data), rank).steps(planner, stop_step)
 
 
 def sampler_of(

@@ -18,7 +18,7 @@ from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
-from bytescale.data.loading.loader import Feed
+from bytescale.data.loading.loader import Loader
 from bytescale.data.order.batches import batches_once
 from bytescale.data.tokens.indexed import IndexedDataset
 from tests.data.chats import chat_folder, conversations
@@ -109,7 +109,7 @@ def test_pairs_and_records_give_the_same_steps_to_the_last_bit(tmp_path: Path) -
             loss_per="sequence",
         )  # fmt: skip
         corpus = prepare_corpus(settings)
-        steps.append(list(Feed(corpus, settings, 0).steps(plan_on_one_rank, 4)))
+        steps.append(list(Loader(corpus, settings, 0).steps(plan_on_one_rank, 4)))
     for ours, theirs in zip(*steps, strict=True):
         assert (ours.num_targets, ours.loss_divisor) == (theirs.num_targets, theirs.loss_divisor)
         for a, b in zip(ours.micro_batches, theirs.micro_batches, strict=True):

@@ -16,7 +16,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
-from bytescale.data.loading.loader import Feed, PrefetchedSteps, StepData
+from bytescale.data.loading.loader import Loader, PrefetchedSteps, StepData
 from bytescale.data.order.batches import BatchSampler
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
@@ -90,7 +90,7 @@ def test_planned_ranks_are_given_the_batch_once(tmp_path: Path, num_ranks: int) 
     write_numbered_corpus(tmp_path / "numbers")
     settings = numbered_config(tmp_path)
     corpus = prepare_corpus(settings)
-    steps = [next(Feed(corpus, settings, rank).steps(planner_for(num_ranks), 1)) for rank in range(num_ranks)]
+    steps = [next(Loader(corpus, settings, rank).steps(planner_for(num_ranks), 1)) for rank in range(num_ranks)]
     batch = BatchSampler(corpus.index, settings).next_batch()
     ranges = zip(batch.samples.start.tolist(), batch.lengths.tolist(), strict=True)
     assert count_tokens([steps]) == Counter(place for start, length in ranges for place in range(start, start + length))
@@ -133,9 +133,9 @@ def test_the_state_is_that_of_the_last_consumed_step() -> None:
             data = next(loader)
         time.sleep(0.05)  # steps 3 and 4 are read ahead by now; they must come again
     settings = {"context_length": 60, "batch_tokens": 60, "shuffle_seed": 7}
-    feed = Feed(corpus, DataConfig(sources=("memory",), **settings), 0)
-    feed.load_state_dict(data.sampler_state_after)
-    resumed = feed.steps(plan_on_one_rank, None)
+    loader = Loader(corpus, DataConfig(sources=("memory",), **settings), 0)
+    loader.load_state_dict(data.sampler_state_after)
+    resumed = loader.steps(plan_on_one_rank, None)
     for expected in uninterrupted[3:]:
         assert_same_step(next(resumed), expected)
 

@@ -16,7 +16,7 @@ import bytescale
 from bytescale.attention import AttentionRules
 from bytescale.common.errors import ConfigError
 from bytescale.hf.model.measure import check_widths
-from bytescale.hf.model.probe import LayerAttention, ModelFacts
+from bytescale.hf.model.probe import LayerAttention, ModelStructure
 from bytescale.parity import small_model
 from bytescale.parity.families import USUAL
 
@@ -172,9 +172,9 @@ def test_heads_that_flash_attention_does_not_have() -> None:
         name="model.layers.3.self_attn", num_heads=2, num_kv_heads=1, head_dim=512, value_dim=512,
         rules=AttentionRules(),
     )  # fmt: skip
-    facts = ModelFacts(layers=(wide,), random_parts=())
+    structure = ModelStructure(layers=(wide,), random_parts=())
     with pytest.raises(ConfigError, match=r"model\.layers\.3\.self_attn cannot be attached: its heads are 512 wide"):
-        check_widths(facts, cuda_flash=True)
-    check_widths(facts, cuda_flash=False)
+        check_widths(structure, cuda_flash=True)
+    check_widths(structure, cuda_flash=False)
     capped = dataclasses.replace(wide, rules=AttentionRules(soft_cap=30.0))
-    check_widths(ModelFacts(layers=(capped,), random_parts=()), cuda_flash=True)
+    check_widths(ModelStructure(layers=(capped,), random_parts=()), cuda_flash=True)

@@ -100,7 +100,7 @@ def test_a_batch_that_was_scored_is_forgotten() -> None:
         with torch.no_grad():
             for micro in hdp.plan(documents([20, 19])):
                 micro.logprobs(model)
-        assert not hdp.handed_out._passes, "a loop that scores for ever keeps nothing"
+        assert not hdp.pending._passes, "a loop that scores for ever keeps nothing"
         for micro in hdp.plan(documents([20])):
             micro.loss_sum(model).backward()
         return hdp.step().grad_norm

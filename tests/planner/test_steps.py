@@ -195,16 +195,16 @@ def test_narrow_groups_fill_what_wide_ones_leave_of_nodes() -> None:
 
 @given(
     seconds=st.lists(st.integers(20, 100), min_size=1, max_size=40),
-    plateaus=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 120)), min_size=1, max_size=12),
+    slots=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 120)), min_size=1, max_size=12),
 )
-def test_low_gaps_get_a_sequence_each_that_ends_in_time(seconds: list[int], plateaus: list[tuple[int, int]]) -> None:
-    falling, num_ranks = np.sort(np.array(seconds))[::-1].copy(), sum(width for width, _ in plateaus)
+def test_low_gaps_get_a_sequence_each_that_ends_in_time(seconds: list[int], slots: list[tuple[int, int]]) -> None:
+    falling, num_ranks = np.sort(np.array(seconds))[::-1].copy(), sum(width for width, _ in slots)
     free = FreeTime(blocks_of(np.zeros(0, int), np.zeros(0, int), LINEAR, num_ranks), num_ranks, 100.0)
     free.gaps = sorted(
-        (float(time), sum(width for width, _ in plateaus[:at]), width, np.inf, 0.0)
-        for at, (width, time) in enumerate(plateaus)
+        (float(time), sum(width for width, _ in slots[:at]), width, np.inf, 0.0)
+        for at, (width, time) in enumerate(slots)
     )
-    ends = np.repeat([float(time) for _, time in plateaus], [width for width, _ in plateaus])
+    ends = np.repeat([float(time) for _, time in slots], [width for width, _ in slots])
     share_low(free, falling, falling.astype(float), LINEAR)
     found = free.placement()
     assert len(set(found.groups.tolist())) == len(found.groups)
@@ -283,11 +283,11 @@ def test_dealing_follows_speed_and_capacity() -> None:
 @given(
     count=st.integers(1, 30),
     num_ranks=st.integers(1, 70),
-    snap=st.sampled_from([0.0, 0.3, 0.6]),
+    whole_slot=st.sampled_from([0.0, 0.3, 0.6]),
     links=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_nobody_waits_inside_blocks(count: int, num_ranks: int, snap: float, links: bool, seed: int) -> None:
+def test_nobody_waits_inside_blocks(count: int, num_ranks: int, whole_slot: float, links: bool, seed: int) -> None:
     """Replay the blocks: all ranks of each are free at the same moment, and no small group leaves its node."""
     cost = LINKS if links else IDEAL
     random = np.random.default_rng(seed)
@@ -295,7 +295,7 @@ def test_nobody_waits_inside_blocks(count: int, num_ranks: int, snap: float, lin
     degrees = np.sort(random.integers(1, num_ranks + 1, count))[::-1].copy()
     target = float(cost.work_seconds(lengths).sum() / num_ranks * random.uniform(0.5, 2))
     asked = blocks_of(lengths, degrees, cost, num_ranks)
-    blocks = stack(asked, num_ranks, target=target, snap=snap).placement()
+    blocks = stack(asked, num_ranks, target=target, whole_slot=whole_slot).placement()
     free_at = np.zeros(num_ranks)
     assert (blocks.degrees >= degrees[blocks.groups]).all()
     for length, ranks in zip(lengths[blocks.groups], members_of(blocks), strict=True):

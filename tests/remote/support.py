@@ -14,8 +14,8 @@ import numpy as np
 
 from bytescale.config import PRESETS, DataConfig, PlannerConfig
 from bytescale.cost import Cluster, Profile
-from bytescale.data.feed import opened_feed
-from bytescale.data.loading.loader import Feed, Reader, StepData
+from bytescale.data.loading.loader import Loader, Reader, StepData
+from bytescale.data.open import opened_loader
 from bytescale.data.order.batches import SamplerState
 from bytescale.data.tokens.pairs import IndexedWriter, MetadataGatherer
 from bytescale.planner.verified import VerifiedPlanner
@@ -55,16 +55,16 @@ def planner_for(num_ranks: int) -> VerifiedPlanner:
 
 
 @contextmanager
-def feeds(config: DataConfig, kind: str, num_ranks: int) -> Iterator[list[Feed]]:
+def feeds(config: DataConfig, kind: str, num_ranks: int) -> Iterator[list[Loader]]:
     """All ranks' feeds in this process, which has joined Ray if the kind is ``ray``."""
     told: list[list[Any]] = []
     with ExitStack() as stack:
         readers = [reader_of(rank, num_ranks, told) for rank in range(num_ranks)]
-        yield [stack.enter_context(opened_feed(replace(config, loader=kind), reader)) for reader in readers]
+        yield [stack.enter_context(opened_loader(replace(config, loader=kind), reader)) for reader in readers]
 
 
 def reader_of(rank: int, num_ranks: int, told: list[list[Any]]) -> Reader:
-    """A rank that opens its feed after rank 0 has; ``told``: what that one tells the others."""
+    """A rank that opens its loader after rank 0 has; ``told``: what that one tells the others."""
     heard = iter(told)
 
     def tell(items: list[Any]) -> None:
@@ -73,16 +73,16 @@ def reader_of(rank: int, num_ranks: int, told: list[list[Any]]) -> Reader:
         else:
             items[:] = next(heard)
 
-    return Reader(hdp_rank=rank, num_processes=num_ranks, is_first=rank == 0, tell=tell)
+    return Reader(hdp_rank=rank, num_processes=num_ranks, is_first=rank == 0, broadcast=tell)
 
 
-def servers(feed: Feed) -> list[Any]:
-    """Handles of all servers that a feed reads from."""
-    return feed.corpus.parts.servers
+def servers(loader: Loader) -> list[Any]:
+    """Handles of all servers that a loader reads from."""
+    return loader.corpus.parts.servers
 
 
 def take_steps(
-    opened: Sequence[Feed],
+    opened: Sequence[Loader],
     num_steps: int,
     *,
     state: SamplerState | None = None,
@@ -93,12 +93,12 @@ def take_steps(
     ``before_step`` hears of each. The loaders read ahead beyond the end; that must not count.
     """
     if state is not None:
-        for feed in opened:
-            feed.load_state_dict(state)
+        for loader in opened:
+            loader.load_state_dict(state)
     planner = planner_for(len(opened))
     taken = []
     with ExitStack() as stack:
-        loaders = [stack.enter_context(feed.open(planner, stop_step=None)) for feed in opened]
+        loaders = [stack.enter_context(loader.open(planner, stop_step=None)) for loader in opened]
         for step in range(num_steps):
             before_step(step)
             taken.append([next(loader) for loader in loaders])

@@ -112,13 +112,13 @@ def test_a_server_that_answers_nothing_is_given_up(tmp_path: Path) -> None:
             time.sleep(60)
 
     write_numbered_corpus(tmp_path / "numbers")
-    with feeds(numbered_config(tmp_path, answer_seconds=1.0, servers=1), "ray", 1) as (feed,):
-        feed.state_dict()
-        servers(feed)[:] = [ray.remote(Silent).options(num_cpus=0).remote()]
+    with feeds(numbered_config(tmp_path, answer_seconds=1.0, servers=1), "ray", 1) as (loader,):
+        loader.state_dict()
+        servers(loader)[:] = [ray.remote(Silent).options(num_cpus=0).remote()]
         message = r"Data server 0 did not answer within 1 s.*raise data.answer_seconds"
-        with feed.open(planner_for(1), 1) as steps, pytest.raises(LoaderFailure, match=message):
+        with loader.open(planner_for(1), 1) as steps, pytest.raises(LoaderFailure, match=message):
             next(steps)
-        ray.kill(servers(feed)[0])
+        ray.kill(servers(loader)[0])
 
 
 @pytest.mark.usefixtures("ray_joined")

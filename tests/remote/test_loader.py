@@ -42,8 +42,8 @@ def test_both_loaders_give_the_same_bytes(tmp_path: Path, num_ranks: int) -> Non
     write_jsonl(tmp_path / "b.jsonl", [{"text": "word " * (n % 37 + 1)} for n in range(25)])
     config = numbered_config(tmp_path, sources=(str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")), servers=2)
     with feeds(config, "ray", num_ranks) as remote, feeds(config, "local", num_ranks) as local:
-        assert [feed.state_dict() for feed in remote] == [feed.state_dict() for feed in local]
-        assert [feed.metadata for feed in remote] == [feed.metadata for feed in local]
+        assert [loader.state_dict() for loader in remote] == [loader.state_dict() for loader in local]
+        assert [loader.metadata for loader in remote] == [loader.metadata for loader in local]
         for ours, theirs in zip(take_steps(remote, 14)[0], take_steps(local, 14)[0], strict=True):
             for mine, other in zip(ours, theirs, strict=True):
                 assert_same_data(mine, other)
@@ -179,28 +179,28 @@ def test_a_server_that_dies_while_it_tokenises_starts_again(tmp_path: Path) -> N
     write_jsonl(tmp_path / "b.jsonl", [{"text": f"line {n} " * 300} for n in range(6000)])
     config = numbered_config(tmp_path, sources=(str(tmp_path / "b.jsonl"),), servers=2, batch_tokens=4000)
 
-    with feeds(config, "ray", 1) as (feed,):
+    with feeds(config, "ray", 1) as (loader,):
 
         def kill_soon() -> None:
             time.sleep(0.3)
-            kill_minus_9(servers(feed)[0])
+            kill_minus_9(servers(loader)[0])
 
         killer = threading.Thread(target=kill_soon)
         killer.start()
-        feed.state_dict()
+        loader.state_dict()
         killer.join()
         with feeds(config, "local", 1) as (local,):
             local.state_dict()
-            assert feed.metadata == local.metadata
+            assert loader.metadata == local.metadata
         assert not list((tmp_path / "cache").rglob("*.tmp"))
 
 
 def test_what_servers_find_wrong_reaches_every_rank(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "fine"}\nbroken\n')
     with feeds(numbered_config(tmp_path, sources=(str(tmp_path / "b.jsonl"),)), "ray", 3) as opened:
-        for feed in opened:
+        for loader in opened:
             with pytest.raises(DataError, match=r"b.jsonl:2 is not JSON .*To fix: mend or delete the line"):
-                feed.state_dict()
+                loader.state_dict()
     with (
         pytest.raises(ConfigError, match=r"ata source .*nowhere.* does not exist"),
         feeds(numbered_config(tmp_path, sources=(str(tmp_path / "nowhere"),)), "ray", 1),
@@ -210,13 +210,13 @@ def test_what_servers_find_wrong_reaches_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_the_state_of_other_data_is_refused(tmp_path: Path, corpus: int) -> None:
-    with feeds(numbered_config(tmp_path), "ray", 1) as (feed,):
-        state = feed.state_dict()
+    with feeds(numbered_config(tmp_path), "ray", 1) as (loader,):
+        state = loader.state_dict()
         with pytest.raises(CheckpointError, match="made with data corpus"):
-            feed.load_state_dict({**state, "corpus": "another"})
+            loader.load_state_dict({**state, "corpus": "another"})
         with pytest.raises(CheckpointError, match="made with data shuffle_seed 77"):
-            feed.load_state_dict({**state, "shuffle_seed": 77})
-        assert feed.state_dict() == state
+            loader.load_state_dict({**state, "shuffle_seed": 77})
+        assert loader.state_dict() == state
 
 
 @pytest.mark.exhaustive

@@ -17,9 +17,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bytescale.config import config_to_toml
-from bytescale.data.feed import opened_feed
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.loading.loader import Feed
+from bytescale.data.loading.loader import Loader
+from bytescale.data.open import opened_loader
 from bytescale.data.remote.ray_cluster import connect
 from tests.remote.support import (
     assert_same_data,
@@ -93,28 +93,28 @@ def test_every_node_has_its_servers(nodes: TwoNodes, tmp_path: Path) -> None:
     told: list[list[Any]] = []
     connect(nodes.address)
     try:
-        with opened_feed(config, reader_of(0, 2, told)) as first:
+        with opened_loader(config, reader_of(0, 2, told)) as first:
             living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
             assert Counter(map(node_of, servers(first))) == dict.fromkeys(living, 2)
             assert len(living) == 2
 
             def second_rank() -> tuple[str, list[Any]]:
                 with (
-                    opened_feed(config, reader_of(1, 2, told)) as feed,
-                    feed.open(planner_for(2), stop_step=5) as loader,
+                    opened_loader(config, reader_of(1, 2, told)) as loader,
+                    loader.open(planner_for(2), stop_step=5) as steps,
                 ):
-                    return ray.get_runtime_context().get_node_id(), list(loader)
+                    return ray.get_runtime_context().get_node_id(), list(steps)
 
             elsewhere = next(node for node in living if node != ray.get_runtime_context().get_node_id())
             place = NodeAffinitySchedulingStrategy(elsewhere, soft=False)
             there = ray.remote(second_rank).options(scheduling_strategy=place, num_cpus=0).remote()
-            with first.open(planner_for(2), stop_step=5) as loader:
-                mine = list(loader)
+            with first.open(planner_for(2), stop_step=5) as steps:
+                mine = list(steps)
             node, theirs = ray.get(there, timeout=600)
             assert node == elsewhere
         corpus = prepare_corpus(config)
         for rank, remote in ((0, mine), (1, theirs)):
-            with Feed(corpus, config, rank).open(planner_for(2), stop_step=5) as local:
+            with Loader(corpus, config, rank).open(planner_for(2), stop_step=5) as local:
                 for ours, expected in zip(remote, local, strict=True):
                     assert_same_data(ours, expected)
         assert max(count_tokens([[data] for data in mine + theirs]).values()) <= 2  # no epoch is that short

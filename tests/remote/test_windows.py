@@ -64,20 +64,20 @@ def samples_of(steps: list[list[StepData]]) -> list[int]:
 
 @pytest.mark.exhaustive
 def test_training_starts_when_the_first_window_is_tokenised(tmp_path: Path, config: DataConfig) -> None:
-    with feeds(config, "ray", 1) as (feed,):
+    with feeds(config, "ray", 1) as (loader,):
         assert num_tokenised(tmp_path) == 0
-        assert feed.metadata.vocab_size == 257
-        state = feed.state_dict()
+        assert loader.metadata.vocab_size == 257
+        state = loader.state_dict()
         assert 0 < num_tokenised(tmp_path) < NUM_SHARDS  # the window, and what was expected since
-        metadata = feed.metadata
+        metadata = loader.metadata
         assert 3 <= metadata.num_parts_read < NUM_SHARDS
         assert state["shuffle_window"] == "1 MiB"
-        _, state = take_steps([feed], 3)
-        assert feed.metadata.num_parts_read < NUM_SHARDS
+        _, state = take_steps([loader], 3)
+        assert loader.metadata.num_parts_read < NUM_SHARDS
         # The whole epoch: every shard when its window comes.
-        _, state = take_steps([feed], 82, state=state)
+        _, state = take_steps([loader], 82, state=state)
         assert state["epoch"] == 1
-        assert feed.metadata == prepare_corpus(config).metadata
+        assert loader.metadata == prepare_corpus(config).metadata
         assert num_tokenised(tmp_path) == NUM_SHARDS
 
 
@@ -158,11 +158,11 @@ def test_a_step_may_wait_for_its_text_for_longer_than_an_answer_may_take(
         time.sleep(hurried.answer_seconds + 1.0)
         go_on.touch()
 
-    with feeds(hurried, "ray", 1) as (feed,):
-        for server in servers(feed):
+    with feeds(hurried, "ray", 1) as (loader,):
+        for server in servers(loader):
             ray.get(server.__ray_call__.remote(hold_back, {names[part] for part in second}, go_on))
         threading.Thread(target=let_go_late, daemon=True).start()
-        steps, _ = take_steps([feed], steps_of_first + 4)
+        steps, _ = take_steps([loader], steps_of_first + 4)
     assert max(ranks[0].times.wait_seconds for ranks in steps) > hurried.answer_seconds
     assert "waiting for servers to tokenise" in caplog.text
 
@@ -201,10 +201,10 @@ def test_a_file_that_is_broken_ends_the_run_on_all_ranks_when_its_window_comes(
             _, state = take_steps(opened, 1, state=state)
         with pytest.raises(DataError, match=rf"{lasting.name}:1 is not JSON"):
             take_steps(opened, 60, state=state)
-        for feed in opened[1:]:
-            feed.load_state_dict(state)
+        for loader in opened[1:]:
+            loader.load_state_dict(state)
             with (
-                feed.open(planner_for(3), None) as steps,
+                loader.open(planner_for(3), None) as steps,
                 pytest.raises(DataError, match=rf"{lasting.name}:1 is not JSON"),
             ):
                 deque(steps)
@@ -217,5 +217,5 @@ def test_texts_of_the_window_that_have_changed(tmp_path: Path, config: DataConfi
         state = local[0].state_dict()
     for path in tmp_path.glob("*.jsonl"):
         path.write_text(path.read_text().replace("a", "f"))
-    with feeds(config, "ray", 1) as (feed,), pytest.raises(CheckpointError, match="made with other texts"):
-        feed.load_state_dict(state)
+    with feeds(config, "ray", 1) as (loader,), pytest.raises(CheckpointError, match="made with other texts"):
+        loader.load_state_dict(state)

@@ -24,7 +24,7 @@ from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import Config, MemoryConfig, ModelConfig, config_to_toml, resolve_model, validate
 from bytescale.cost.assumed import assumed_cost
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.loading.loader import Feed
+from bytescale.data.loading.loader import Loader
 from bytescale.hf.files.folder import load_model
 from bytescale.hf.model.measure import DOCUMENT_TOKENS, LiveBytes
 from bytescale.models.hf_folder import exact_dtype
@@ -64,17 +64,17 @@ def run_from(folder: Path, corpus: Path, run_dir: Path, num_ranks: int, **traine
 
 def global_batches(config: Config) -> Iterator[list[dict[str, torch.Tensor]]]:
     """The documents of every step, in the trainer's order."""
-    feed = Feed(prepare_corpus(config.data), config.data, 0)
+    loader = Loader(prepare_corpus(config.data), config.data, 0)
     planner = bytescale.make_planner(num_ranks=1, capacity_tokens=256)
-    with feed.open(planner, config.trainer.steps) as loader:
-        for data in loader:
+    with loader.open(planner, config.trainer.steps) as steps:
+        for data in steps:
             documents = []
             for plan, micro in zip(data.rank_plan.micro_batches, data.micro_batches, strict=True):
                 lengths = plan.local_lengths.tolist()
                 tokens, labels = (torch.as_tensor(a).split(lengths) for a in (micro.tokens, micro.labels))
                 documents += [{"tokens": a, "labels": b} for a, b in zip(tokens, labels, strict=True)]
             yield documents
-    feed.corpus.close()
+    loader.corpus.close()
 
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

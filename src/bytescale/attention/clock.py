@@ -76,7 +76,7 @@ class Clock:
         self._spans, self._before = [], 0.0
         return lambda: before + sum(seconds_between(start, end) for start, end in spans)
 
-    def tell(self, listener: Listener | None) -> None:
+    def listen(self, listener: Listener | None) -> None:
         """Call ``listener`` after every further span, with the span's marks (``seconds_between``). None: no longer."""
         self._listener = listener
 

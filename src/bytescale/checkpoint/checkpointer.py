@@ -44,14 +44,14 @@ class Checkpointer:
         group: dist.ProcessGroup,
         config: CheckpointConfig,
         *,
-        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Claim ``config.folder``. Nothing is written or deleted in a folder that is only read from.
 
         Args:
             folder: the run's own, for its checkpoints, or for copies if ``config.folder`` is a URL.
             group: all ranks, in a group of gloo that nothing else uses meanwhile.
-            say: takes what people should know; called on the first rank.
+            log: takes what people should know; called on the first rank.
 
         Raises ``ConfigError`` on every rank when another run writes to ``config.folder``, and ``CheckpointError`` when
         that cannot be reached.
@@ -60,7 +60,7 @@ class Checkpointer:
         self.config = config
         self._group = group
         self._is_first = group.rank() == 0
-        self._say = say
+        self._log = log
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-checkpoint")
         self._pending: tuple[int, Future[None]] | None = None  # with its step
         self._failure: CheckpointError | None = None  # of the newest checkpoint, where it could not be written
@@ -102,7 +102,7 @@ class Checkpointer:
             self._finish_upload(deadline)
         except BytescaleError:
             if self._not_uploaded is not None:
-                self._say(f"{self.folder / step_name(self._not_uploaded)} is on this machine alone")
+                self._log(f"{self.folder / step_name(self._not_uploaded)} is on this machine alone")
             raise
         if self._not_uploaded is not None:
             self._start_upload(self._not_uploaded)
@@ -181,7 +181,7 @@ class Checkpointer:
             raise unreachable(error, self.config.folder) from error
         if store is not None:
             rank = self._group.rank()
-            self._uploader = Uploader(store, self.folder, self.config, run_id=run_id, rank=rank, say=self._say)
+            self._uploader = Uploader(store, self.folder, self.config, run_id=run_id, rank=rank, log=self._log)
 
     def _start_upload(self, step: int) -> None:
         """Upload this checkpoint unless a rank is still busy with an older one. Every rank calls this."""
@@ -196,7 +196,7 @@ class Checkpointer:
         assert self._uploader is not None, "there is a URL"
         with together(self._group):
             if self._uploader.step_under_way is not None:
-                self._say(f"waiting for {step_name(self._uploader.step_under_way)} to arrive in {self.config.folder}")
+                self._log(f"waiting for {step_name(self._uploader.step_under_way)} to arrive in {self.config.folder}")
             self._uploader.finish(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def _newest_url(self, local_step: int) -> str:
@@ -227,7 +227,7 @@ class Checkpointer:
             self._failure = None
         except (OSError, DiskFullError, CheckpointError) as error:
             self._failure = self._not_written(step, error)
-            self._say(f"warning {self._failure}")
+            self._log(f"warning {self._failure}")
         except Exception as error:  # another rank is gone, or a mistake of ours
             raise self._not_written(step, error) from error
 

@@ -99,7 +99,7 @@ class Uploader:
         *,
         run_id: str,
         rank: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         """``folder`` has the copies on this machine. ``rank``: of all, and the number of its file."""
         self.store = store
@@ -108,7 +108,7 @@ class Uploader:
         self.rank = rank
         self._folder = folder
         self._run_id = run_id
-        self._say = say
+        self._log = log
         self._pending: tuple[int, Future[None]] | None = None
         self._failure: CheckpointError | None = None
 
@@ -149,7 +149,7 @@ class Uploader:
             )
             self._failure.__cause__ = cause
             if self.rank == 0:
-                self._say(f"warning {self._failure}")
+                self._log(f"warning {self._failure}")
             else:
                 logger.warning("%s", self._failure)
 

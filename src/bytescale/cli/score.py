@@ -131,7 +131,7 @@ def score_on_ranks(options: ScoreOptions) -> None:
             data=options.corpus_config(),
             batch_tokens=options.batch_tokens,
             model_name=model_identity(folder),
-            say=print if ranks.is_first else lambda line: None,
+            log=print if ranks.is_first else lambda line: None,
         )
         if ranks.is_first:
             counts = corpus.metadata.counts

@@ -1,4 +1,4 @@
-"""The feed of one rank: it draws and plans every step, some steps ahead of training, and reads the rank's slices."""
+"""The loader of one rank: it draws and plans every step, some steps ahead of training, and reads the rank's slices."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Reader:
     num_processes: int
     is_first: bool
     """Whether this process starts the servers of the remote loader."""
-    tell: Callable[[list[Any]], None]
+    broadcast: Callable[[list[Any]], None]
     """Replaces the items of a list by those of the first process. Every process calls it."""
 
 
@@ -104,7 +104,7 @@ class PrefetchedSteps(Iterator[StepData]):
         self.close()
 
 
-class Feed:
+class Loader:
     """A corpus and a position in its order, from which steps can be loaded. The trainer knows no more of the data.
 
     Every rank draws and plans the same batches, and reads its own slices.

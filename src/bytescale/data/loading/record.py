@@ -29,7 +29,7 @@ _NO_SEGMENTS = np.zeros((0, 4), dtype=np.int64)
 
 
 def recorder(folder: Path | None, rank: int, about: dict[str, int]) -> Callable[[StepData], None] | None:
-    """Return a function that writes down the token ranges of a step: ``Feed.record`` of HDP rank ``rank``.
+    """Return a function that writes down the token ranges of a step: ``Loader.record`` of HDP rank ``rank``.
 
     Args:
         folder: of this attempt, the same on all ranks; None where another process of the same HDP rank records.

@@ -97,12 +97,12 @@ def joined_ray(ray_address: str, reader: Reader) -> Iterator[str]:
     """
     told: list[Any] = ["", f"bytescale-{uuid.uuid4().hex[:12]}", {}]
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():  # a process that Ray itself has started
-        reader.tell(told)
+        reader.broadcast(told)
         yield told[1]
         return
     with ray_cluster(ray_address, reader.num_processes) if reader.is_first else nullcontext("") as address:
         told[0], told[2] = address, {name: key for name, key in os.environ.items() if name.startswith("RAY_AUTH_")}
-        reader.tell(told)
+        reader.broadcast(told)
         address, session, keys = told
         os.environ.update(keys)  # before Ray is imported, which reads them once
         if not import_ray().is_initialized():

@@ -47,7 +47,7 @@ def served_corpus(config: DataConfig, session: str, reader: Reader, progress: Pr
             work = [ray.put(plan_shards(config))]  # kept here, for servers that are restarted
             started = start_servers(config, session, work)
         told = [len(started)]
-        reader.tell(told)
+        reader.broadcast(told)
         servers = [ray.get_actor(f"{session}-server-{number}", namespace=NAMESPACE) for number in range(*told)]
         # No time limit: Ray may have to start workers first.
         (shared,) = wait_for(servers[0].work.remote(), "data server 0", None)

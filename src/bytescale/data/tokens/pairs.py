@@ -251,7 +251,7 @@ def metadata_of(
 
     Raises ``DataError`` if the pair was made with fields that have vanished.
     """
-    cached = cache_dir / "facts" / f"{_key_of(dataset, file)}.bin"  # there is no such file, but its .meta.json
+    cached = cache_dir / "metadata" / f"{_key_of(dataset, file)}.bin"  # there is no such file, but its .meta.json
     for path in (dataset.path, cached):
         metadata = load_metadata(path)
         if metadata is None or not metadata.describes(dataset.index):

@@ -44,7 +44,7 @@ from bytescale.hf.loop.room import Capacity, Room, require_use_of_memory
 from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.decoder import AttachedDecoder, second_model
 from bytescale.hf.model.head import require_words
-from bytescale.hf.model.probe import ModelFacts
+from bytescale.hf.model.probe import ModelStructure
 from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import RankGroup
@@ -128,9 +128,9 @@ class HDP(Updates):
         return self.room.capacity_tokens
 
     @property
-    def facts(self) -> ModelFacts:
+    def structure(self) -> ModelStructure:
         """Every layer's attention, as the probe has found it."""
-        return self.engine.decoder.facts
+        return self.engine.decoder.structure
 
     def _prepare(
         self,
@@ -174,7 +174,7 @@ class HDP(Updates):
         Raises ``ConfigError`` as ``HDP(...)``, and for another vocabulary; ``RankFailure`` for different weights.
         """
         decoder = second_model(model, self.model, same_tokenizer=same_tokenizer)
-        self.group.agree("the weights of a second model", _digest(decoder.facts, _weight_sums(model)))
+        self.group.agree("the weights of a second model", _digest(decoder.structure, _weight_sums(model)))
         self.engine.others.append(decoder)
 
     def detach(self) -> None:
@@ -348,7 +348,7 @@ class HDP(Updates):
         """63 bits of what has to be equal on all ranks."""
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
         sharing = self.domain, self.sharing, self.experts
-        settings = (self.facts, self.cost, self.capacity_tokens, sharing, self.planner.config)
+        settings = (self.structure, self.cost, self.capacity_tokens, sharing, self.planner.config)
         return _digest(settings, shapes, _weight_sums(self.model))
 
 

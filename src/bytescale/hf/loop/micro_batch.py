@@ -322,7 +322,7 @@ class Engine:
         self, decoder: AttachedDecoder, group: RankGroup, *, kernel: str, checkpointing: Checkpointing, host_gib: float
     ) -> None:
         """Apply checkpointing and offloading to the layers. Raises ``ConfigError`` where they have no numbers."""
-        check_widths(decoder.facts, cuda_flash=group.device.type == "cuda" and kernel != "math")
+        check_widths(decoder.structure, cuda_flash=group.device.type == "cuda" and kernel != "math")
         self.decoder, self.group = decoder, group
         self._kernel = cache(lambda dtype: select_kernel(kernel, group.device, dtype))
         self.others: list[AttachedDecoder] = []

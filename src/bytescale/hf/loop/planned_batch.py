@@ -24,10 +24,10 @@ from bytescale.attention import RingBuffers
 from bytescale.common.errors import ConfigError, PlanError, RankFailure
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import DataConfig
-from bytescale.data.feed import opened_feed
 from bytescale.data.loading.assemble import MicroBatchData
 from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Reader, StepData
+from bytescale.data.open import opened_loader
 from bytescale.data.order.batches import SamplerState
 from bytescale.hf.batch.documents import RankBatch
 from bytescale.hf.batch.prefixes import of_documents
@@ -49,7 +49,7 @@ _ALL = (
 )
 
 
-class HandedOut:
+class PendingPasses:
     """Passes by batch and micro-batch. A loop may look at a batch first, and run it in a second one."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class PlannedBatch:
 
     def __init__(self, hdp: HDP, part: RankBatch, *, last: bool = False) -> None:
         self.hdp = hdp
-        self.number = next(hdp.handed_out.numbers)
+        self.number = next(hdp.pending.numbers)
         self.rank_plan, self.forest = part.rank_plan, part.forest
         self._part = part
         self._last = last
@@ -160,9 +160,9 @@ class PlannedBatch:
             rows = self._part.rows[index] if index < len(self._part.rows) else self._part.no_rows
             micro = hdp.engine.micro(plan, rows, buffers)
             if self._last and index + 1 == len(self):
-                hdp.handed_out.require_backwards("gradients are reduced (last=True)")
+                hdp.pending.require_backwards("gradients are reduced (last=True)")
                 hdp.sharded().expect_last_backward(last_backward_is_silent(self.rank_plan))
-            hdp.handed_out.add(self, index, micro.target)
+            hdp.pending.add(self, index, micro.target)
             note_bypass(micro.target.bypass)
             try:
                 yield micro
@@ -171,12 +171,12 @@ class PlannedBatch:
             micro.target.require_finished()
             buffers.release()
         if self._last:
-            hdp.handed_out.require_backwards("gradients are reduced (last=True)")
-            hdp.handed_out.require_trained(self.number)
+            hdp.pending.require_backwards("gradients are reduced (last=True)")
+            hdp.pending.require_trained(self.number)
             hdp.sharded().after_last_message()
             hdp.is_reducing = True
         elif not torch.is_grad_enabled():
-            hdp.handed_out.forget_looks(self.number)
+            hdp.pending.forget_looks(self.number)
 
     def collect(self, micro: Micro, values: Tensor) -> None:
         """``HDP.collect``. Raises ``PlanError`` for another number of rows."""
@@ -264,16 +264,16 @@ def loaded_batches(
                           fix="leave it out, or call hdp.plan(documents, share_prefixes=True)")  # fmt: skip
     group = hdp.group
 
-    def tell(items: list[Any]) -> None:
+    def broadcast(items: list[Any]) -> None:
         items[:] = broadcast_json(items, group.group, device=group.device)
 
-    reader = Reader(hdp_rank=group.rank, num_processes=group.size, is_first=group.rank == 0, tell=tell)
-    with opened_feed(data, reader) as feed:
-        check_vocabulary(feed.metadata, len(embeddings_of(hdp.model)[0].weight))
+    reader = Reader(hdp_rank=group.rank, num_processes=group.size, is_first=group.rank == 0, broadcast=broadcast)
+    with opened_loader(data, reader) as loader:
+        check_vocabulary(loader.metadata, len(embeddings_of(hdp.model)[0].weight))
         if state is not None:
-            feed.load_state_dict(state)
-        start = feed.state_dict()
-        with feed.open(hdp.planner, stop_step) as steps:
+            loader.load_state_dict(state)
+        start = loader.state_dict()
+        with loader.open(hdp.planner, stop_step) as steps:
             yield LoadedBatches(hdp=hdp, steps=steps, state=start, fields=data.fields, last=last)
 
 

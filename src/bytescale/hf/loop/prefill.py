@@ -66,7 +66,7 @@ class Prefill:
     def is_compileable(self) -> bool:
         """What ``generate`` asks of a cache. Raises ``ConfigError``: this is none."""
         raise refusal(
-            self.hdp.facts.names[0],
+            self.hdp.structure.names[0],
             "its keys, values and states are given to the model where several ranks have parts of them",
             so="generate would go on without the parts of the others",
             fix="call inputs = prefill.inputs(prompt, rank) on every rank, and model.generate(**inputs) on that one",
@@ -170,7 +170,7 @@ class Prefill:
         table = all_gather_json(told, group.group, group.device)
         if not any(table):
             raise DataError(
-                f"no rank has the keys and values of prompt {prompt} any more ({self.hdp.facts.names[0]})",
+                f"no rank has the keys and values of prompt {prompt} any more ({self.hdp.structure.names[0]})",
                 so="generate could not go on from them",
                 fix="call free(prompt) after cache(prompt) and inputs(prompt), on every rank",
             )

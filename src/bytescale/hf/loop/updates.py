@@ -21,7 +21,7 @@ from bytescale.config import CheckpointConfig, Experts
 from bytescale.cost.memory import States, host_bytes_left
 from bytescale.hf.files.weight_stream import named_weights
 from bytescale.hf.loop.micro_batch import Engine
-from bytescale.hf.loop.planned_batch import HandedOut
+from bytescale.hf.loop.planned_batch import PendingPasses
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
 from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.optimizer.optimizers import GroupOptions
@@ -40,7 +40,7 @@ class Updates:
 
     def __init__(self, model: nn.Module, group: RankGroup) -> None:
         self.model, self.group = model, group
-        self.handed_out = HandedOut()
+        self.pending = PendingPasses()
         self._optimizer: ShardedOptimizer | None = None
         self._ranks: dist.ProcessGroup | None = None
         self._parking = Parking()
@@ -151,7 +151,7 @@ class Updates:
         """
         sharded = self.sharded()
         self.require_at_home("weights", "gradients", "states")
-        self.handed_out.finish()
+        self.pending.finish()
         self.is_reducing = False
         sharded.require_parameters_of(self.model)
         options = {name: value for name, value in (("lr", lr), ("betas", betas)) if value is not None}

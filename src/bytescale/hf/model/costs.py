@@ -11,7 +11,7 @@ from bytescale.config import Architecture
 from bytescale.cost import flops
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.model.head import embeddings_of
-from bytescale.hf.model.probe import LayerAttention, ModelFacts
+from bytescale.hf.model.probe import LayerAttention, ModelStructure
 
 _STATE_FLOPS = 6
 """Operations of a recurrence for each number of its state and token: a decay, a write and a read."""
@@ -23,15 +23,15 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
     return [own for name, own in named if hasattr(own, "_is_expert_parallel") and not name.endswith("base_layer")]
 
 
-def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
+def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
     """Count any attached model. All ranks get the same without a measurement.
 
     In a layer with a sliding window every query sees a bounded number of keys (``Profile.windows``). Its ring traffic
     is bounded too and is left out.
     """
-    count, pairs, keys = len(facts.layers) + len(facts.mixers), 0, 0
+    count, pairs, keys = len(structure.layers) + len(structure.mixers), 0, 0
     of_windows: dict[int, int] = {}
-    for layer in facts.layers:
+    for layer in structure.layers:
         widths = layer.head_dim + layer.value_dim
         pairs += layer.num_heads * widths
         if layer.rules.window is None:
@@ -39,8 +39,8 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
         else:
             of_windows[layer.rules.window] = of_windows.get(layer.rules.window, 0) + layer.num_heads * widths
     matrices, trained, head, head_trained = _matrix_parameters(model)
-    recurrences = _STATE_FLOPS / 2 * sum(mixer.state_numbers for mixer in facts.mixers)
-    stack = _equal_layers(model, facts, (matrices - head) / count)
+    recurrences = _STATE_FLOPS / 2 * sum(mixer.state_numbers for mixer in structure.mixers)
+    stack = _equal_layers(model, structure, (matrices - head) / count)
     mixtures = experts_of(model)
     of_experts = sum(parameter.numel() for module in mixtures for parameter in module.parameters())
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
@@ -60,22 +60,22 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
         head_trained=head_trained,
         total=total,
         total_trained=sum(size for size, is_trained in sizes if is_trained),
-        recurrent_share=len(facts.mixers) / count,
-        state_numbers=sum(2.0 * (one.state_numbers + one.decay_numbers) for one in facts.mixers) / count,
+        recurrent_share=len(structure.mixers) / count,
+        state_numbers=sum(2.0 * (one.state_numbers + one.decay_numbers) for one in structure.mixers) / count,
         windows=tuple((window, part / pairs) for window, part in sorted(of_windows.items())),
     )
 
 
-def _equal_layers(model: nn.Module, facts: ModelFacts, active_per_layer: float) -> Architecture:
+def _equal_layers(model: nn.Module, structure: ModelStructure, active_per_layer: float) -> Architecture:
     """A Llama of as many layers, words and heads, whose layer has as many weights that a token is multiplied with."""
     embedding, head = embeddings_of(model)
     # Of a model without attention:
     plain = LayerAttention(name="", num_heads=1, num_kv_heads=1, head_dim=2, value_dim=2, rules=AttentionRules())
-    widest: LayerAttention = max(facts.layers, key=lambda layer: layer.num_heads * layer.head_dim, default=plain)
+    widest: LayerAttention = max(structure.layers, key=lambda layer: layer.num_heads * layer.head_dim, default=plain)
     words, hidden = embedding.weight.shape
     stack = Architecture(
         vocab_size=words,
-        num_layers=len(facts.layers) + len(facts.mixers),
+        num_layers=len(structure.layers) + len(structure.mixers),
         hidden_size=hidden,
         num_heads=widest.num_heads,
         num_kv_heads=widest.num_kv_heads,

@@ -26,7 +26,7 @@ from bytescale.hf.model.costs import experts_of, spec_of
 from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states
 from bytescale.hf.model.interface import KEYWORD, Attachment, Call, Target, refusal
 from bytescale.hf.model.long_rope import fix_rope, unfix_rope
-from bytescale.hf.model.probe import ModelFacts, probe
+from bytescale.hf.model.probe import ModelStructure, probe
 from bytescale.recurrence import Cuts, GroupCuts
 from bytescale.runtime.experts import num_experts_of
 from bytescale.runtime.loss import Head, PlainHead
@@ -37,7 +37,7 @@ class AttachedDecoder(nn.Module):
 
     Attributes:
         model: of transformers, or a module around it (peft); names of parameters are its own.
-        facts: every layer's attention, as the probe has found it.
+        structure: every layer's attention, as the probe has found it.
         attachment: of the model to our attention.
         attentions, mixers: the layers by module.
         is_frozen: whether it is a second model, which runs without gradients.
@@ -55,15 +55,15 @@ class AttachedDecoder(nn.Module):
             self.attachment = Attachment(model)
             undo.callback(self.attachment.detach)
             undo.callback(unfix_rope, fix_rope(model, longest_document))
-            self.facts: ModelFacts = probe(model)
+            self.structure: ModelStructure = probe(model)
             self.undo = undo.pop_all().close
             """Leaves the model as it was before."""
         modules = {name or type(module).__name__: module for name, module in model.named_modules()}
-        self.attentions = {modules[layer.name]: layer for layer in self.facts.layers}
-        self.mixers = {modules[mixer.name]: mixer for mixer in self.facts.mixers}
-        self.num_calls = len(self.facts.layers) + len(self.facts.mixers)
+        self.attentions = {modules[layer.name]: layer for layer in self.structure.layers}
+        self.mixers = {modules[mixer.name]: mixer for mixer in self.structure.mixers}
+        self.num_calls = len(self.structure.layers) + len(self.structure.mixers)
         self.is_frozen = False
-        self._random = {name: modules.get(name, model) for name in self.facts.random_parts}
+        self._random = {name: modules.get(name, model) for name in self.structure.random_parts}
         self._plain_heads: dict[int, bool] = {}
         self._whole_sizes: dict[int, int] = {}
 
@@ -90,7 +90,7 @@ class AttachedDecoder(nn.Module):
         """
         names: list[str] = []
         places = {name: place for place, (name, _) in enumerate(self.model.named_modules())}
-        for name in sorted(self.facts.names, key=places.__getitem__):
+        for name in sorted(self.structure.names, key=places.__getitem__):
             numbered = re.match(r"(.*?\.\d+)(\.|$)", name)
             if numbered is None:
                 raise refusal(
@@ -132,7 +132,7 @@ class AttachedDecoder(nn.Module):
 
     @cached_property
     def spec(self) -> ModelSpec:
-        return spec_of(self.model, self.facts)
+        return spec_of(self.model, self.structure)
 
     @cached_property
     def model_head(self) -> ModelHead:

@@ -19,7 +19,7 @@ from bytescale.attention import AttentionKernel, PackedAttention
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, RingWidths, States, nccl_reserve_bytes
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.interface import refusal
-from bytescale.hf.model.probe import LayerAttention, ModelFacts
+from bytescale.hf.model.probe import LayerAttention, ModelStructure
 from bytescale.plan import MicroBatch
 from bytescale.runtime import Activations, RankGroup
 from bytescale.runtime.loss import PlainHead
@@ -97,7 +97,7 @@ def measured_memory(
             (trained if parameter.requires_grad else frozen)[unit] += number
             if id(parameter) in of_experts:
                 (trained_experts if parameter.requires_grad else frozen_experts)[unit] += number
-    parameters, layers, weight = list(decoder.parameters()), decoder.facts.layers, decoder.model_head.weight
+    parameters, layers, weight = list(decoder.parameters()), decoder.structure.layers, decoder.model_head.weight
     element_bytes, vocab_size = parameters[0].element_size(), decoder.model_head.num_words
     return MeasuredMemory(
         states=States(
@@ -153,12 +153,12 @@ def kernel_bytes_per_token(layers: tuple[LayerAttention, ...], device_type: str,
     )
 
 
-def check_widths(facts: ModelFacts, *, cuda_flash: bool) -> None:
+def check_widths(structure: ModelStructure, *, cuda_flash: bool) -> None:
     """Raise ``ConfigError`` for a layer whose heads the kernel does not have.
 
     ``cuda_flash``: whether flash attention computes on a GPU. Layers with a soft cap have a kernel of their own.
     """
-    for layer in facts.layers if cuda_flash else ():
+    for layer in structure.layers if cuda_flash else ():
         width = max(layer.head_dim, layer.value_dim)
         if width > WIDEST_FLASH_HEAD and layer.rules.soft_cap is None:
             raise refusal(

@@ -50,7 +50,7 @@ class LayerAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFacts:
+class ModelStructure:
     """What the probe found, in the order of the calls. ``random_parts`` draw random numbers in training mode."""
 
     layers: tuple[LayerAttention, ...]
@@ -63,7 +63,7 @@ class ModelFacts:
         return [layer.name for layer in self.layers] + [mixer.name for mixer in self.mixers]
 
 
-def probe(model: nn.Module) -> ModelFacts:
+def probe(model: nn.Module) -> ModelStructure:
     """Run an attached model. Raises ``ConfigError`` where a plan would change its results."""
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
     _refuse_balance_loss(model)
@@ -81,7 +81,7 @@ def probe(model: nn.Module) -> ModelFacts:
     _require_positions_are_followed(model, names)
     layers = tuple(_layer(call, names[call.module]) for call in blind.calls)
     mixers = probe_mixers(model, names) if blind.mixed else ()
-    return ModelFacts(layers=layers, random_parts=random_parts, mixers=mixers)
+    return ModelStructure(layers=layers, random_parts=random_parts, mixers=mixers)
 
 
 def _refuse_balance_loss(model: nn.Module) -> None:

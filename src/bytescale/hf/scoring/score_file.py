@@ -158,9 +158,9 @@ def score_corpus(
     data: DataConfig,
     batch_tokens: int,
     model_name: str,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Score every document of the corpus of ``data``. Every rank calls it; the first one writes, and ``say``s how far.
+    """Score every document of the corpus of ``data``. Every rank calls it; the first one writes, and ``log``s how far.
 
     The columns: ``document`` (from 0), ``num_tokens``, ``num_targets``, ``logprob`` (sum of weight x log-probability),
     ``logprobs`` (of every token behind the first, or of its label), and ``weights`` of the same tokens if any exist.
@@ -179,14 +179,14 @@ def score_corpus(
     begun = output.begin(settings) if hdp.group.rank == 0 else 0
     done = int(hdp.group.max_of([float(begun)])[0])
     if done:
-        say(f"continuing after {done} of {len(batches)} batches")
+        log(f"continuing after {done} of {len(batches)} batches")
     first = sum(len(batch.samples) for batch in batches[:done])
     for batch in batches[done:]:
         documents = corpus.documents(batch.samples)
         scores = [values.cpu().numpy() for values in score_batch(hdp, documents)]
         if hdp.group.rank == 0:
             output.write(batch.step, _rows(first, documents, scores, corpus.index.has_weights))
-            say(f"{batch.step + 1}/{len(batches)} batches, {batch.num_tokens} tokens")
+            log(f"{batch.step + 1}/{len(batches)} batches, {batch.num_tokens} tokens")
         first += len(batch.samples)
     if hdp.group.rank == 0:
         output.finish(len(batches))

@@ -15,8 +15,8 @@ PRECISION = 1.002
 # What is tried without a pipeline.
 FIRST, LATER = 1.004, 1.008
 """Makespans that the first trial and later ones aim at, over the target: whole sequences end a little later."""
-SNAPS = (0.0, 0.3, 0.6)
-"""Shares of a plateau that a group takes besides its own ranks, if these are the rest of it. Without any, makespans are
+WHOLE_SLOTS = (0.0, 0.3, 0.6)
+"""Shares of a slot that a group takes besides its own ranks, if these are the rest of it. Without any, makespans are
 0.4 to 0.6 % later, 2.2 % in pipelines, 38 % at worst."""
 PARTS = (1, 4, 16, 64)
 """The target over the longest blocks tried. With the first alone, 400 equal sequences on 16 ranks end 2.6 % late."""
@@ -44,10 +44,10 @@ MORE_ABLE = 1.15
 # What is tried in a pipeline.
 LEVELS = 32
 """Longest blocks, in geometric steps from the target down to a 64th of a pack of whole sequences."""
-SNAPS_IN_PIPELINE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-"""``SNAPS`` of the best longest blocks, where blocks cannot be replaced by reservations."""
+WHOLE_SLOTS_IN_PIPELINE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+"""``WHOLE_SLOTS`` of the best longest blocks, where blocks cannot be replaced by reservations."""
 REFINED, AIMS = 3, 3
-"""Longest blocks that are tried with each of them, and makespans to aim at for each snap."""
+"""Longest blocks that are tried with each of them, and makespans to aim at for each of them."""
 LEAST_TRIALS, SEQUENCES_TRIED = 16, 150_000
 """Trials for each size of packs: at least so many, and so many times sequences."""
 TIMED, SIMULATED = 8, 12_000
@@ -68,4 +68,4 @@ WIDE, MULTIPLE = 16, 8
 MANY = 32
 """Tokens of a member from which on its time is taken to be proportional to its share, before shares are rounded."""
 SHORT = 1e-9
-"""Least time asked for a group, over the longest one: on a plateau that is free too late it takes all ranks."""
+"""Least time asked for a group, over the longest one: on a slot that is free too late it takes all ranks."""

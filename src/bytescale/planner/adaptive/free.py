@@ -1,9 +1,9 @@
 """Free rank-time: which consecutive ranks are free from when until when. A group takes some of it in one of two ways.
 
-It is *stacked* on a plateau, a gap without an end, all of whose ranks become free at the same moment::
+It is *stacked* on a free slot, a gap without an end, all of whose ranks become free at the same moment::
 
-    free at                     +-------+            plateau of 5 ranks free at 0, group of 3:
-       ^          ->            |   3   |            a plateau of 3 ranks free at its end,
+    free at                     +-------+            slot of 5 ranks free at 0, group of 3:
+       ^          ->            |   3   |            a slot of 3 ranks free at its end,
        +---------------+        +-------+-----+      and one of 2 ranks free at 0
        |      5        |        |   3   |  2  |
 
@@ -15,11 +15,11 @@ on enough of them stay free for the whole time of the group::
     rank 4  |aaaaaaaaaaaa|dddddd|        1 second of rank 5. Narrow groups, and then whole sequences, fill such gaps.
     rank 5  |bbbbbbb|eeee|dddddd|
 
-A group that would end late *grows*: it takes just enough more ranks to end in time. With a *snap* above 0, a stacked
-group takes its whole plateau if that adds a smaller share than ``snap``: too few groups may be narrow enough for the
-rest. A group that fits into a node stays in one, unless communication is free.
+A group that would end late *grows*: it takes just enough more ranks to end in time. With a ``whole_slot`` above 0, a
+stacked group takes its whole slot if that adds a smaller share than ``whole_slot``: too few groups may be narrow enough
+for the rest. A group that fits into a node stays in one, unless communication is free.
 
-In a pipeline (``evaluate`` has its bubbles) a group goes to the highest plateau on which it still ends in time: long
+In a pipeline (``evaluate`` has its bubbles) a group goes to the highest slot on which it still ends in time: long
 groups then share ranks, and only these ranks have long bubbles.
 
 Shape letters: G groups; E sum of their degrees; R ranks; n gaps before groups.
@@ -68,12 +68,12 @@ class FreeTime:
         self.same, self.node, self.is_late = SAME * target, 1, False
         self.degrees, self.seconds = blocks.degrees.tolist(), blocks.seconds.tolist()
         self.gaps: list[Gap] = [(0.0, 0, num_ranks, np.inf, 0.0)]
-        self.strips: list[tuple[int, Gap]] = []  # a heap, widest first: plateaus too narrow for the last stacked group
+        self.strips: list[tuple[int, Gap]] = []  # a heap, widest first: slots too narrow for the last stacked group
         # Group, start and end, seconds, and runs of ranks (first, number), in the order in which they took their time.
         self.taken: list[tuple[int, float, float, float, list[tuple[int, int]]]] = []
 
-    def stack(self, group: int, snap: float = 0.0) -> None:
-        """Take the lowest plateau (in a pipeline the highest) on which the group ends in time, or ends first."""
+    def stack(self, group: int, whole_slot: float = 0.0) -> None:
+        """Take the lowest slot (in a pipeline the highest) on which the group ends in time, or ends first."""
         fewest, seconds, latest, gaps = self.degrees[group], self.seconds[group], self.target + self.same, self.gaps
         if fewest <= self.blocks.node:
             self._cut_for(fewest)
@@ -92,13 +92,13 @@ class FreeTime:
             end = self._end(gaps[at], seconds)
             self.is_late |= end > latest
         start, first, width, stop, last = gaps[at]
-        if snap and width > degree:
+        if whole_slot and width > degree:
             speed = self.blocks.speed
             strip, whole = (speed[first + width] - speed[begin] for begin in (first + degree, first))
-            if strip <= snap * whole:
+            if strip <= whole_slot * whole:
                 degree, seconds = self.blocks.grow(group, first, width, None)
                 end = self._end(gaps[at], seconds)
-        # What ``take`` would do, in half the time: a plateau is one gap, without an end.
+        # What ``take`` would do, in half the time: a slot is one gap, without an end.
         left = (start, first + degree, width - degree, stop, last)
         if width - degree >= fewest:
             gaps[at] = left
@@ -177,9 +177,9 @@ class FreeTime:
         return gap[0] + seconds + rise if rise > 0 else gap[0] + seconds
 
     def _grown(self, group: int, degree: int) -> tuple[int, int, float]:
-        """The lowest plateau on which the group can end in time, or else ends first; its ranks there, and its seconds.
+        """The lowest slot on which the group can end in time, or else ends first; its ranks there, and its seconds.
 
-        After a group that was late, it is the lowest plateau that holds the group.
+        After a group that was late, it is the lowest slot that holds the group.
         """
         best, earliest, target, more = (0, 0, np.inf), np.inf, self.target, self.num_stages - 1
         for at, gap in enumerate(self.gaps):

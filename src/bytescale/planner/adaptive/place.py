@@ -19,16 +19,18 @@ from bytescale.planner.adaptive.fill import into_holes
 from bytescale.planner.adaptive.free import FreeTime, Placement
 
 
-def stack(blocks: Rectangles, num_ranks: int, *, target: float, num_stages: int = 1, snap: float = 0.0) -> FreeTime:
-    """All groups, stacked to end by ``target`` seconds; ``snap``: share of a plateau's speed."""
+def stack(
+    blocks: Rectangles, num_ranks: int, *, target: float, num_stages: int = 1, whole_slot: float = 0.0
+) -> FreeTime:
+    """All groups, stacked to end by ``target`` seconds; ``whole_slot``: share of a slot's speed."""
     free = FreeTime(blocks, num_ranks, target, num_stages)
     for group in range(len(blocks.items)):
-        free.stack(group, snap)
+        free.stack(group, whole_slot)
     return free
 
 
 def share_low(free: FreeTime, lengths: IntArray, seconds: FloatArray, cost: CostModel) -> None:
-    """Share short sequences over plateaus whose gap up to the target is too low for any whole one.
+    """Share short sequences over slots whose gap up to the target is too low for any whole one.
 
     A block of D ranks leaves a gap of up to 1/D of the target, and with few sequences per rank these gaps add up. Each
     gets the longest sequence that fits and is not taken yet. Sequence k becomes group G + k.

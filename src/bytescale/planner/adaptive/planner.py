@@ -40,7 +40,7 @@ from bytescale.planner.adaptive.trial import Trial, pipeline_ends, trial_plan
 from bytescale.planner.adaptive.unequal import unequal_blocks
 from bytescale.planner.baselines import greedy_plan
 from bytescale.planner.batch import checked_lengths, longest_first
-from bytescale.planner.rivals import rivals
+from bytescale.planner.candidates import baseline_plans
 
 
 def adaptive_plan(
@@ -55,7 +55,7 @@ def adaptive_plan(
     """Plan one global batch so that all ranks end as early as possible, with little traffic.
 
     With ``step_seconds``, no plan of up to ``effort.FEW`` sequences has a longer step than a baseline's plan, unless
-    communication is free (``_best_of_rivals``).
+    communication is free (``_best_with_baselines``).
 
     Args:
         lengths: ``[S]`` tokens per sequence.
@@ -79,7 +79,7 @@ def adaptive_plan(
     plan = _in_pipeline(piped, planned)
     if piped.rings is not None and piped.makespan(plan) > num_stages * piped.rings.fastest:
         plan = min((plan, _in_pipeline(piped.rings, planned)), key=piped.step)
-    return _best_of_rivals(plan, piped)
+    return _best_with_baselines(plan, piped)
 
 
 def _in_pipeline(piped: Batch, planned: Callable[[Batch, Trial], Plan]) -> Plan:
@@ -99,9 +99,9 @@ def _in_unequal_pipelines(piped: Batch, planned: Callable[[Batch, Trial], Plan])
     ours = [planned(batch, search(batch)) for batch in (flat, flat.rings) if batch is not None]
     plans = [plan for plan in ours if is_aligned(plan)]
     if not plans:
-        rival = greedy_plan(ours[0].lengths, cluster=piped.cluster, cost=piped.cost, num_buckets=1)
-        plans.append(align(rival, cluster=piped.cluster, cost=piped.cost))
-    return _best_of_rivals(min(plans, key=piped.step), piped)
+        candidate = greedy_plan(ours[0].lengths, cluster=piped.cluster, cost=piped.cost, num_buckets=1)
+        plans.append(align(candidate, cluster=piped.cluster, cost=piped.cost))
+    return _best_with_baselines(min(plans, key=piped.step), piped)
 
 
 def _without_pipeline(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
@@ -121,7 +121,7 @@ def _without_pipeline(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
         plan = min((plan, planned(search(rings))), key=flat.step)
     if plan.num_sequences > effort.FEW and trial.end <= _good_enough(flat):
         return plan  # evaluating it would take as long as planning
-    return _best_of_rivals(plan, flat)
+    return _best_with_baselines(plan, flat)
 
 
 def pack_sizes(capacity: int) -> list[int]:
@@ -133,7 +133,7 @@ def pack_sizes(capacity: int) -> list[int]:
 
 
 def tried_in_pipeline(batch: Batch) -> list[Trial]:
-    """Steps 2 to 5 in a pipeline: several longest blocks, and the best of them with several snaps and makespans."""
+    """Steps 2 to 5 in a pipeline: several longest blocks, the best with all whole slots and several makespans."""
     allowed = max(effort.LEAST_TRIALS, effort.SEQUENCES_TRIED // len(batch.lengths))
     levels = {}
     for longest in batch.longest_blocks():
@@ -141,18 +141,18 @@ def tried_in_pipeline(batch: Batch) -> list[Trial]:
         levels[blocks.degrees.tobytes()] = batch.promised(blocks), longest, blocks
     trials, best_of = list[Trial](), list[tuple[float, float, float, Rectangles]]()
     for promised, longest, blocks in sorted(levels.values(), key=lambda level: level[:2])[
-        : allowed // (2 * len(effort.SNAPS))
+        : allowed // (2 * len(effort.WHOLE_SLOTS))
     ]:
         if best_of and promised > min(best_of)[0]:
             break
-        trials += [_stacked(batch, blocks, effort.LATER * promised, snap) for snap in effort.SNAPS]
-        best_of.append((min(trial.end for trial in trials[-len(effort.SNAPS) :]), promised, longest, blocks))
+        trials += [_stacked(batch, blocks, effort.LATER * promised, whole_slot) for whole_slot in effort.WHOLE_SLOTS]
+        best_of.append((min(trial.end for trial in trials[-len(effort.WHOLE_SLOTS) :]), promised, longest, blocks))
     for end, promised, _, blocks in sorted(best_of, key=lambda level: level[:3])[: effort.REFINED]:
-        for snap in effort.SNAPS_IN_PIPELINE:
+        for whole_slot in effort.WHOLE_SLOTS_IN_PIPELINE:
             early, late = effort.LATER * promised, max(end, 1.03 * effort.LATER * promised)
-            first = math.sqrt(early * late) if snap in effort.SNAPS else early
+            first = math.sqrt(early * late) if whole_slot in effort.WHOLE_SLOTS else early
             attempts = min(effort.AIMS, allowed - len(trials))
-            trials += bisected(partial(_stacked, batch, blocks, snap=snap), early, late, first, attempts)
+            trials += bisected(partial(_stacked, batch, blocks, whole_slot=whole_slot), early, late, first, attempts)
     return trials
 
 
@@ -210,12 +210,12 @@ def _trials(batch: Batch) -> Iterator[Trial]:
     reserves = is_flat and batch.cluster.num_ranks <= effort.MOST_RESERVED
     if reserves:
         yield _reserved(batch, later)
-    longer = np.inf  # end of the trial with longer blocks, without snapping
+    longer = np.inf  # end of the trial with longer blocks, without whole slots
     for part in _parts(batch):
         blocks = _blocks(batch, later / part)
         ends = list[float]()
-        for snap in effort.SNAPS:
-            trial = _stacked(batch, blocks, later, snap)
+        for whole_slot in effort.WHOLE_SLOTS:
+            trial = _stacked(batch, blocks, later, whole_slot)
             if trial.end == longer and not (ends or is_flat):
                 break  # the ranks need longer blocks to hold the sequences, so these trials are those of longer blocks
             ends.append(trial.end)
@@ -259,8 +259,8 @@ def _reserved(batch: Batch, makespan: float) -> Trial:
     return _filled(batch, blocks, placed)
 
 
-def _stacked(batch: Batch, blocks: Rectangles, makespan: float, snap: float = 0.0) -> Trial:
-    free = stack(blocks, batch.cluster.num_ranks, target=makespan, num_stages=batch.num_stages, snap=snap)
+def _stacked(batch: Batch, blocks: Rectangles, makespan: float, whole_slot: float = 0.0) -> Trial:
+    free = stack(blocks, batch.cluster.num_ranks, target=makespan, num_stages=batch.num_stages, whole_slot=whole_slot)
     return _filled(batch, blocks, free.placement())
 
 
@@ -301,7 +301,7 @@ def _filled(batch: Batch, blocks: Rectangles, placed: Placement) -> Trial:
     )
 
 
-def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
+def _best_with_baselines(plan: Plan, batch: Batch) -> Plan:
     """Step 7: the best of ``plan`` and the baselines' plans, until one is good enough.
 
     With free communication, or of more than ``effort.FEW`` sequences, a plan is good enough from ``effort.GOOD_ENOUGH``
@@ -314,7 +314,7 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     end = batch.step(plan)
     if end <= enough:
         return plan
-    for rival in rivals(
+    for candidate in baseline_plans(
         plan.lengths,
         cluster=batch.cluster,
         cost=batch.cost,
@@ -322,9 +322,9 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
         aligned=batch.num_stages > 1,
         in_order=batch.step_seconds is not None,
     ):
-        rival_end = batch.step(rival)
-        if rival_end < end:
-            plan, end = rival, rival_end
+        candidate_end = batch.step(candidate)
+        if candidate_end < end:
+            plan, end = candidate, candidate_end
         if end <= enough:
             break
     return plan

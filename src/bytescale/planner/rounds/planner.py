@@ -41,9 +41,9 @@ from bytescale.planner.adaptive.effort import FEW
 from bytescale.planner.adaptive.trial import group_shapes
 from bytescale.planner.adaptive.unequal import shares
 from bytescale.planner.batch import checked_lengths, longest_first, rising
+from bytescale.planner.candidates import baseline_plans
 from bytescale.planner.draft import Draft, assemble
 from bytescale.planner.evaluate import evaluate
-from bytescale.planner.rivals import rivals
 from bytescale.planner.rounds.cut import Round, RoundBatch, Tried, cut
 from bytescale.planner.rounds.fill import fill, levels
 
@@ -99,7 +99,7 @@ def rounds_plan(
     good = sorted((tried for tried in good if tried[1] <= SAME * first), key=lambda tried: tried[:2])
     chosen = [(end, plan) for _, end, plan in good[:1]]
     if first > CLOSE * bound or not (is_ideal(cost) or len(lengths) > FEW):
-        asked = rivals(
+        asked = baseline_plans(
             lengths, cluster=cluster, cost=cost, aligned=True, context=context, meshes_only=first <= FAR * bound
         )
         chosen += map(timed, asked)

@@ -48,21 +48,21 @@ class Measured:
         )
 
 
-def compare_planners(job: Job, checkpoints: Checkpointer, say: Callable[[str], None]) -> None:
+def compare_planners(job: Job, checkpoints: Checkpointer, log: Callable[[str], None]) -> None:
     """Measure the next batches of a run under every planner of ``PLANNERS``, and say the result. All ranks call it.
 
     The planners take turns on each batch, round after round, so that noise of the machine affects all of them alike.
     The learning rate is 0: a step takes as long as in training, and the weights stay as they are.
     """
     start = job.config.trainer.steps
-    position = job.feed.state_dict()
+    position = job.loader.state_dict()
     measured = []
     for name in PLANNERS:
-        job.feed.load_state_dict(position)
+        job.loader.load_state_dict(position)
         planner = replace(job.planner, config=replace(job.planner.config, name=name))
         if job.calibration is not None:  # all that the run knows of costs
             planner = replace(job.calibration.planner, planner=planner).with_state(job.calibration.state)
-        with job.feed.open(planner, start + NUM_BATCHES) as loader:
+        with job.loader.open(planner, start + NUM_BATCHES) as loader:
             batches = [replace(data, times=replace(data.times, wait_seconds=0.0)) for data in loader]
         measured.append(Measured(planner=name, batches=batches, steps=[[] for _ in batches]))
     still = replace(job.config.optimizer, lr=0.0)
@@ -78,11 +78,11 @@ def compare_planners(job: Job, checkpoints: Checkpointer, say: Callable[[str], N
     sequences, tokens = sum(one.num_sequences for one in summaries), sum(one.num_tokens for one in summaries)
     faster = [f"{item.seconds / last.seconds:.2f} times as fast as {item.planner}" for item in measured[:-1]]
     apart = max(abs(loss - other) for item in measured for loss, other in zip(item.losses, last.losses, strict=True))
-    say(
+    log(
         f"compare {len(summaries)} new batches ({sequences} sequences, {format_count(tokens)} tokens), measured on "
         f"{job.ranks.world.size} ranks, {NUM_ROUNDS} times in turn, medians:"
     )
-    say("          planner   seconds   tok/s  waiting       sent  loss of each batch")
+    log("          planner   seconds   tok/s  waiting       sent  loss of each batch")
     for item in measured:
-        say(f"          {item.row()}")
-    say(f"        {last.planner} is {' and '.join(faster)}; the losses differ by at most {apart:.0e}")
+        log(f"          {item.row()}")
+    log(f"        {last.planner} is {' and '.join(faster)}; the losses differ by at most {apart:.0e}")

@@ -26,8 +26,8 @@ from bytescale.hf.batch.documents import Documents
 from bytescale.hf.batch.prefixes import part_of_trees, shared_plan
 from bytescale.plan import MicroBatch, RankPlan
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.train.parts.feed import documents_of, micro_batches_of_trees
 from bytescale.train.parts.job import Job
+from bytescale.train.parts.loader import documents_of, micro_batches_of_trees
 from bytescale.train.reporting.metrics import EvaluationMetrics
 
 _COLUMNS = 3  # of a bucket: sum of weighted losses, sum of absolute weights, labels that are counted

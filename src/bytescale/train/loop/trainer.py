@@ -14,8 +14,8 @@ from bytescale.config import Config, validate
 from bytescale.train.loop.comparison import compare_planners
 from bytescale.train.loop.evaluation import BestEvaluation, Evaluation
 from bytescale.train.loop.step import train_step
-from bytescale.train.parts.feed import open_feed
 from bytescale.train.parts.job import Job, build_job
+from bytescale.train.parts.loader import open_loader
 from bytescale.train.parts.run_kernels import open_kernels
 from bytescale.train.ranks import open_ranks
 from bytescale.train.reporting.run_log import RunLog
@@ -54,13 +54,13 @@ def train(
         open_ranks(config) as ranks,
         open_kernels(config, ranks.device, ranks.dtype, ranks.smallest) as kernels,
         RunLog(run, config, screen if ranks.is_first else None) as log,
-        open_feed(config, ranks, log.say) as feed,
+        open_loader(config, ranks, log.write) as loader,
         stop or StopRequest() as stop,
         ExitStack() as closing,
     ):
-        job = build_job(config, ranks, kernels, feed, stop)
+        job = build_job(config, ranks, kernels, loader, stop)
         log.open(resume=resume)
-        checkpoints = Checkpointer(run.checkpoints, ranks.checkpoint_group, config.checkpoint, say=log.say)
+        checkpoints = Checkpointer(run.checkpoints, ranks.checkpoint_group, config.checkpoint, log=log.write)
         restored = restore_latest(job, checkpoints, log) if resume else None
         steps_done, best = (restored.step, restored.best) if restored else (0, {})
         if job.calibration is not None:
@@ -68,18 +68,18 @@ def train(
             job.calibration.open(run.calibration, steps_done, ranks.checkpoint_group)
         run_steps(job, run, checkpoints, log, BestEvaluation.of(config.eval, best))
         if compares and not stop.agreed:
-            compare_planners(job, checkpoints, log.say)
-        log.farewell(stopped=stop.agreed, suggests=not compares)
+            compare_planners(job, checkpoints, log.write)
+        log.finish(stopped=stop.agreed, suggests=not compares)
     return run.path
 
 
 def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, best: BestEvaluation) -> None:
     """Train to the last step, until a signal is heard or evaluations stop to improve; write what is to be kept."""
     stop = job.stop
-    traces = StepTraces(job, run, log.say)
+    traces = StepTraces(job, run, log.write)
     evaluation = Evaluation.of(job)
-    with job.open_loader() as loader:
-        for data in loader:
+    with job.open_steps() as steps:
+        for data in steps:
             step = data.step + 1  # batches count from 0, people from 1
             log.introduce(job, data)
             record = traces.recorder(step)
@@ -95,12 +95,12 @@ def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, 
             if due or best.is_saved_at(step) or best.is_final or stop.agreed:
                 checkpoints.save(job.state_after(step, data, best.as_dict()), job.optimizer)
             if best.is_final and step < job.config.trainer.steps:
-                log.say(best.why_final())
+                log.write(best.why_final())
             if best.is_final or stop.agreed:
                 break
     job.optimizer.wait_for_parameters()
     checkpoints.finish(job.config.parallel.stop_seconds / 2 if stop.agreed else None)
-    traces.farewell()
+    traces.finish()
 
 
 def restore_latest(job: Job, checkpoints: Checkpointer, log: RunLog) -> RunState | None:

@@ -111,7 +111,7 @@ def build_attached_model(
         model.to(device)
     part = AttachedDecoder(model.train(), longest_document=config.data.context_length)
     part.require_no_randomness()
-    check_widths(part.facts, cuda_flash=isinstance(kernel, CudaFlashKernel))
+    check_widths(part.structure, cuda_flash=isinstance(kernel, CudaFlashKernel))
 
     # 2. Flat buffers, in the order in which the model names its parameters.
     flat, units = _flat_buffers(config, part, mesh, num_shards, device=device, dtype=dtype)

@@ -18,7 +18,7 @@ from bytescale.cost.memory import MeasuredMemory
 from bytescale.cost.profile_file import require_device, warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.loading.corpus import check_vocabulary
-from bytescale.data.loading.loader import Feed, PrefetchedSteps, StepData
+from bytescale.data.loading.loader import Loader, PrefetchedSteps, StepData
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Executor, ShardedOptimizer
@@ -44,7 +44,7 @@ class Job:
     architecture: Architecture | AttachedArchitecture
     spec: ModelSpec
     """Counts of the model."""
-    feed: Feed
+    loader: Loader
     executor: Executor
     """Runs plans on this rank's part of the model."""
     optimizer: ShardedOptimizer
@@ -66,10 +66,10 @@ class Job:
             squares = self.spec.squares_of(data.plan.lengths)
         return self.spec.training_flops(num_tokens=data.summary.num_tokens, sum_of_squares=squares)
 
-    def open_loader(self) -> PrefetchedSteps:
-        """This rank's view of the batches, from the feed's current position on."""
+    def open_steps(self) -> PrefetchedSteps:
+        """This rank's view of the batches, from the loader's current position on."""
         planner = self.planner if self.calibration is None else self.calibration.planner
-        return self.feed.open(planner, stop_step=self.config.trainer.steps)
+        return self.loader.open(planner, stop_step=self.config.trainer.steps)
 
     def state_after(self, step: int, data: StepData, best: dict[str, float]) -> RunState:
         """The state of the run that a checkpoint after this step stores, with the ``best`` evaluation so far."""
@@ -83,7 +83,7 @@ class Job:
 
     def restore(self, checkpoints: Checkpointer, path: Place) -> RunState:
         state = checkpoints.restore(path, self.optimizer, self.architecture.as_dict())
-        self.feed.load_state_dict(state.sampler)
+        self.loader.load_state_dict(state.sampler)
         return state
 
     def is_due(self, every: int, step: int) -> bool:
@@ -91,10 +91,10 @@ class Job:
         return step == self.config.trainer.steps or (every > 0 and step % every == 0)
 
 
-def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: StopRequest) -> Job:
+def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, stop: StopRequest) -> Job:
     """Build the parts in the order in which they depend on each other. Kernels and data exist already."""
-    architecture = resolve_model(config.model, tokenizer_vocab_size=feed.metadata.vocab_size)
-    check_vocabulary(feed.metadata, architecture.vocab_size)
+    architecture = resolve_model(config.model, tokenizer_vocab_size=loader.metadata.vocab_size)
+    check_vocabulary(loader.metadata, architecture.vocab_size)
 
     # 1. Model: this rank's part of it, with its initial weights, and the optimizer.
     model = build_rank_model(config, architecture, ranks, kernels)
@@ -126,7 +126,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         ranks=ranks,
         architecture=model.architecture,
         spec=spec,
-        feed=feed,
+        loader=loader,
         executor=Executor(
             part=model.decoder(config, ranks, kernels, memory),
             kernel=kernels.choice.kernel,

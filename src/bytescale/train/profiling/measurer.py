@@ -88,7 +88,7 @@ class Subject:
 def subject_of(model: Architecture | AttachedDecoder, device: torch.device, dtype: torch.dtype) -> Subject:
     """One layer of our own model, with random weights; or all layers of a model of transformers."""
     if not isinstance(model, Architecture):
-        layers = model.facts.layers
+        layers = model.structure.layers
 
         def open_decoder(tokens: int) -> Opened:
             ids = torch.arange(tokens, device=device) % 61  # of any vocabulary; experts get different ones

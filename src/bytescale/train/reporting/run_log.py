@@ -73,9 +73,9 @@ class RunLog:
             if path.exists():
                 keep_until(path, steps_done)
         if checkpoint is None:
-            self.say(f"no checkpoint in {self.run.checkpoints} yet: starting from step 1")
+            self.write(f"no checkpoint in {self.run.checkpoints} yet: starting from step 1")
         else:
-            self.say(f"resuming after step {steps_done} from {checkpoint}")
+            self.write(f"resuming after step {steps_done} from {checkpoint}")
 
     def introduce(self, job: Job, data: StepData) -> None:
         """Describe the model, the data, the ranks and the plan of the first batch. Only before the first step."""
@@ -88,20 +88,22 @@ class RunLog:
         mesh = job.ranks.mesh.shape
         degrees = f" ({mesh.pp} stages x {mesh.hdp} HDP x {mesh.tp} TP)" if mesh.size > mesh.hdp else ""
         dtype = str(job.ranks.dtype).removeprefix("torch.")
-        self.say(f"model   {job.spec.describe()}")
-        self.say(f"data    {describe_corpus(job.feed.metadata)}")
-        self.say(
+        self.write(f"model   {job.spec.describe()}")
+        self.write(f"data    {describe_corpus(job.loader.metadata)}")
+        self.write(
             f"ranks   {mesh.size} x {job.ranks.device.type}{degrees} ({dtype}), capacity "
             f"{format_count(job.memory.capacity_tokens)} tokens each, context "
             f"{format_count(job.config.data.context_length)}"
             + (f"; peak {format_si(job.peak_flops_per_second)}FLOP/s a rank" if job.peak_flops_per_second else "")
         )
         for line in (*job.kernels.lines(), *job.memory.lines()):
-            self.say(line)
+            self.write(line)
         if job.ranks.device.type == "cpu":
             begun = format_bytes(memory_bytes(job.ranks.device))
-            self.say(f"        the rows show the memory of the whole process, which has {begun} before its first step")
-        self.say(f"plan    {data.summary.gist}")
+            self.write(
+                f"        the rows show the memory of the whole process, which has {begun} before its first step"
+            )
+        self.write(f"plan    {data.summary.gist}")
         self._screen.progress(data.step, self.config.trainer.steps)
 
     def step(self, metrics: StepMetrics, data: StepData) -> None:
@@ -113,12 +115,12 @@ class RunLog:
             return
         steps = self.config.trainer.steps
         if self._rows % _HEADER_EVERY == 0:
-            self.say(step_header(steps, mfu=metrics.mfu is not None))
+            self.write(step_header(steps, mfu=metrics.mfu is not None))
         self._rows += 1
         self._screen.line(step_row(metrics, steps, min(ROW_COLUMNS, self._screen.width)))
         self._to_file(step_row(metrics, steps))
         for line in remarks(metrics, before):
-            self.say(line)
+            self.write(line)
         self._screen.progress(metrics.step, steps)
         self._metrics.write(metrics.to_json())
         self._metrics.flush()
@@ -132,34 +134,34 @@ class RunLog:
         if self._screen is None:
             return
         for line in metrics.lines():
-            self.say(line)
+            self.write(line)
         with self.run.evaluations.open("a", encoding="utf-8") as file:
             file.write(metrics.to_json() + "\n")
         for tracker in self._trackers:
             tracker.log(metrics.step, {"eval_loss": metrics.loss, "eval_perplexity": metrics.perplexity})
 
-    def farewell(self, *, stopped: bool = False, suggests: bool = True) -> None:
+    def finish(self, *, stopped: bool = False, suggests: bool = True) -> None:
         """Report where the results are and, if it ``suggests``, what to do next. ``stopped``: by a signal, early."""
         if self._screen is not None:
             self._screen.close()
         if self._first is None or self._last is None:
-            self.say(f"nothing to do: step {self.config.trainer.steps} is done already, raise trainer.steps")
+            self.write(f"nothing to do: step {self.config.trainer.steps} is done already, raise trainer.steps")
             return
-        self.say(
+        self.write(
             f"done    steps {self._first.step} to {self._last.step} in {self._seconds:.0f} s: loss "
             f"{self._first.loss:.3f} -> {mean(self._last_losses):.3f} (mean of the last "
             f"{len(self._last_losses)}); peak memory of a rank "
             f"{format_bytes(self._last.memory_bytes)}"
         )
-        self.say(f"run     {self.run.path}  (config.toml, metrics.jsonl, plans/, checkpoints/)")
+        self.write(f"run     {self.run.path}  (config.toml, metrics.jsonl, plans/, checkpoints/)")
         if stopped:
-            self.say(f"stopped by a signal after step {self._last.step}, which is saved")
+            self.write(f"stopped by a signal after step {self._last.step}, which is saved")
             return
         if suggests:
             for line in next_lines(self.config):
-                self.say(line)
+                self.write(line)
 
-    def say(self, line: str) -> None:
+    def write(self, line: str) -> None:
         """Write a line to the console and to log.txt."""
         line = visible(line)
         if self._screen is not None:

@@ -22,15 +22,15 @@ MAX_RANKS = 1024
 class StepTraces:
     """Traces the steps that are wanted, and says which of them never came."""
 
-    def __init__(self, job: Job, run: RunFolder, say: Callable[[str], None]) -> None:
-        self._job, self._run, self._say = job, run, say
+    def __init__(self, job: Job, run: RunFolder, log: Callable[[str], None]) -> None:
+        self._job, self._run, self._log = job, run, log
         self._missing = sorted(set(job.config.log.trace_steps))
 
     def recorder(self, step: int) -> StepRecorder:
         for past in [past for past in self._missing if past < step]:
             self._missing.remove(past)
             if not self._run.trace(past).exists():
-                self._say(f"trace   none of step {past}, which log.trace_steps names: the run goes on from step {step}")
+                self._log(f"trace   none of step {past}, which log.trace_steps names: the run goes on from step {step}")
         if step not in self._missing:
             return StepRecorder()
         self._missing.remove(step)
@@ -62,15 +62,15 @@ class StepTraces:
         path = self._run.trace(metrics.step)
         path.parent.mkdir(exist_ok=True)
         save_step_trace(metadata, tracks, path)
-        self._say(
+        self._log(
             f"trace   step {metrics.step} took {format_seconds(metrics.step_seconds)}, predicted "
             f"{format_seconds(predicted.step_seconds)}: {path} (open it in https://ui.perfetto.dev)"
         )
 
-    def farewell(self) -> None:
+    def finish(self) -> None:
         """Say of which steps there is no trace because the run ended before them."""
         for step in self._missing:
-            self._say(f"trace   none of step {step}, which log.trace_steps names: the run ended before it")
+            self._log(f"trace   none of step {step}, which log.trace_steps names: the run ended before it")
         self._missing = []
 
 

@@ -80,12 +80,12 @@ class SpanRecorder(StepRecorder):
         self._spans: list[tuple[str, str, Mapping[str, Any], Mark, Mark]] = []
         self._waits = [(clock, name) for name, clocks in named_clocks(mesh).items() for clock in clocks]
         for clock, name in self._waits:
-            clock.tell(self._listener("wait", f"wait: {name}", {}))
+            clock.listen(self._listener("wait", f"wait: {name}", {}))
 
     @contextmanager
     def span(self, category: str, name: str = "", about: Mapping[str, Any] | None = None) -> Iterator[None]:
         clock = make_clock(self._device)
-        clock.tell(self._listener(category, name or category, about or {}))
+        clock.listen(self._listener(category, name or category, about or {}))
         with clock.span():
             yield
 
@@ -108,7 +108,7 @@ class SpanRecorder(StepRecorder):
         GPU, the host waits until the device has done all of it.
         """
         for clock, _ in self._waits:
-            clock.tell(None)
+            clock.listen(None)
         first, start = next((began, ended) for category, _, _, began, ended in self._spans if category == origin)
         before = seconds_between(first, start)
         return [

@@ -13,7 +13,7 @@ from bytescale.planner.adaptive.degrees import is_ideal
 from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan, static_plan
 
 
-def rivals(
+def baseline_plans(
     lengths: IntArray,
     *,
     cluster: Cluster,

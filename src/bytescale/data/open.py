@@ -1,4 +1,4 @@
-"""Opens the feed of a process. ``data.loader`` says who reads: this process, or the servers of the remote loader."""
+"""Opens the loader of a process. ``data.loader`` says who reads: this process, or the servers of the remote loader."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from contextlib import closing, contextmanager
 from bytescale.common.units import format_bytes
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
-from bytescale.data.loading.loader import Feed, Reader
+from bytescale.data.loading.loader import Loader, Reader
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 
 logger = logging.getLogger(__name__)
 
-_SAY_SECONDS = 5.0
+_LOG_SECONDS = 5.0
 
 
 @contextmanager
-def opened_feed(
-    data: DataConfig, reader: Reader, say: Callable[[str], None] = logger.warning, *, kind: type[Feed] = Feed
-) -> Iterator[Feed]:
-    """Open the feed of one process for the time of the block. Every process calls it.
+def opened_loader(
+    data: DataConfig, reader: Reader, log: Callable[[str], None] = logger.warning, *, kind: type[Loader] = Loader
+) -> Iterator[Loader]:
+    """Open the loader of one process for the time of the block. Every process calls it.
 
-    ``say`` is called with lines for people while somebody has to wait for tokens, in the first process alone.
+    ``log`` is called with lines for people while somebody has to wait for tokens, in the first process alone.
 
     Raises ``ConfigError`` or ``DataError`` as ``prepare_corpus``, and if Ray is missing or does not answer.
     """
-    progress = said_now_and_then(say) if reader.is_first else ignore_progress
+    progress = logged_now_and_then(log) if reader.is_first else ignore_progress
     with _opened_corpus(data, reader, progress) as corpus:
         yield kind(corpus, data, reader.hdp_rank)
 
@@ -50,15 +50,15 @@ def _opened_corpus(data: DataConfig, reader: Reader, progress: ProgressCallback)
             yield corpus
 
 
-def said_now_and_then(say: Callable[[str], None]) -> ProgressCallback:
-    """A progress callback that calls ``say`` at intervals, so that people see what the run is waiting for."""
+def logged_now_and_then(log: Callable[[str], None]) -> ProgressCallback:
+    """A progress callback that calls ``log`` at intervals, so that people see what the run is waiting for."""
     last = -math.inf
 
     def callback(progress: Progress) -> None:
         nonlocal last
-        if time.monotonic() - last > _SAY_SECONDS:
+        if time.monotonic() - last > _LOG_SECONDS:
             last = time.monotonic()
             share = progress.done_bytes / max(1, progress.total_bytes)
-            say(f"data    {progress.stage}: {share:.0%} of {format_bytes(progress.total_bytes)}")
+            log(f"data    {progress.stage}: {share:.0%} of {format_bytes(progress.total_bytes)}")
 
     return callback

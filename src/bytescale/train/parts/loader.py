@@ -15,11 +15,11 @@ import torch
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import Config
 from bytescale.config.schema import LossPer
-from bytescale.data.feed import opened_feed
 from bytescale.data.loading.assemble import MicroBatchData
 from bytescale.data.loading.corpus import Corpus
-from bytescale.data.loading.loader import Feed, Reader, StepData
+from bytescale.data.loading.loader import Loader, Reader, StepData
 from bytescale.data.loading.record import new_attempt_folder, recorder
+from bytescale.data.open import opened_loader
 from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.tokens.indexed import LABELS, WEIGHTS
 from bytescale.hf.batch.documents import Documents, RankBatch
@@ -33,30 +33,32 @@ from bytescale.train.run_folder import RunFolder
 
 
 @contextmanager
-def open_feed(config: Config, ranks: Ranks, say: Callable[[str], None] = lambda line: None) -> Iterator[Feed]:
-    """Open the loader that ``data.loader`` names, for the time of the block. Raises as ``opened_feed``."""
+def open_loader(config: Config, ranks: Ranks, log: Callable[[str], None] = lambda line: None) -> Iterator[Loader]:
+    """Open the loader that ``data.loader`` names, for the time of the block. Raises as ``opened_loader``."""
 
-    def tell(items: list[Any]) -> None:
+    def broadcast(items: list[Any]) -> None:
         items[:] = broadcast_json(items, ranks.checkpoint_group)
 
-    reader = Reader(hdp_rank=ranks.hdp.rank, num_processes=ranks.world.size, is_first=ranks.is_first, tell=tell)
-    kind = PrefixFeed if config.data.share_prefixes else Feed
-    with opened_feed(config.data, reader, say, kind=kind) as feed:
+    reader = Reader(
+        hdp_rank=ranks.hdp.rank, num_processes=ranks.world.size, is_first=ranks.is_first, broadcast=broadcast
+    )
+    kind = PrefixLoader if config.data.share_prefixes else Loader
+    with opened_loader(config.data, reader, log, kind=kind) as loader:
         folder = RunFolder(Path(config.trainer.run_dir)).data
         about = {"num_ranks": ranks.hdp.size, "batch_tokens": config.data.batch_tokens}
         if config.data.record:
-            feed.record = lambda: recorder(_new_attempt(folder, ranks, tell), ranks.hdp.rank, about)
-        yield feed
+            loader.record = lambda: recorder(_new_attempt(folder, ranks, broadcast), ranks.hdp.rank, about)
+        yield loader
 
 
-def _new_attempt(folder: Path, ranks: Ranks, tell: Callable[[list[Any]], None]) -> Path | None:
+def _new_attempt(folder: Path, ranks: Ranks, broadcast: Callable[[list[Any]], None]) -> Path | None:
     """The folder in which this attempt records its data; None on ranks with the same data as another of their mesh."""
     told: list[Any] = [str(new_attempt_folder(folder)) if ranks.is_first else ""]
-    tell(told)
+    broadcast(told)
     return Path(told[0]) if ranks.mesh.stage == ranks.mesh.tp.rank == 0 else None
 
 
-class PrefixFeed(Feed):
+class PrefixLoader(Loader):
     """``data.share_prefixes``: prefixes that documents of a global batch have in common are rows that exist once.
 
     Which documents make a batch, and what its loss is divided by, stay as they are. Every rank reads the whole batch,
