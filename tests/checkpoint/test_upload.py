@@ -201,7 +201,7 @@ def test_a_store_that_answers_nothing_holds_up_nothing(tmp_path: Path, server: S
 
     def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         server.before_request = lambda: gate.wait(60)
-        checkpoints._say = said.append
+        checkpoints._log = said.append
         began = time.monotonic()
         for step in (1, 2, 3, 4):
             set_states(optimizer, step)

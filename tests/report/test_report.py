@@ -37,7 +37,7 @@ class Page(HTMLParser):
         self.ids: list[str] = []
         self.links: list[str] = []
         self.words: list[str] = []
-        self.loader(html)
+        self.feed(html)
         self.close()
         self.text = " ".join(" ".join(self.words).split())
 
