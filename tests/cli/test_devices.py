@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,22 @@ def test_the_memory_lines_of_plan_and_dry_run(corpus: Path, tmp_path: Path, caps
     capacity = memory.partition("micro-batch of ")[2].partition(" tokens")[0]
     assert states in printed
     assert f"ranks of {capacity} tokens" in printed
+
+
+def test_without_a_profile_times_are_those_of_the_device_that_would_train(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").write_text(config_to_toml(run_of(corpus, gib=None)), encoding="utf-8")
+
+    def step_seconds(*options: str) -> float:
+        plan.run([str(tmp_path / "config.toml"), "--planners", "adaptive", "--json", *options])
+        return float(json.loads(capsys.readouterr().out)["planners"]["adaptive"]["step_seconds"])
+
+    assert step_seconds() > 5 * step_seconds("--trainer.device", "cuda")
+    assert step_seconds("--rates.flops-per-second", "1e6") > 100 * step_seconds()
+    for device, named in (("cpu", "a CPU core (--trainer.device cuda: of an H100)"), ("cuda", "an H100")):
+        plan.run([str(tmp_path / "config.toml"), "--planners", "adaptive", "--trainer.device", device])
+        assert f"times from the assumed rates of {named}\n" in capsys.readouterr().out
 
 
 def test_checkpointing_without_a_config(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from bytescale.config import (
 )
 from bytescale.config.validate import check_sharing
 from bytescale.cost import Cluster, CostModel, Profile, load_profile
-from bytescale.cost.assumed import Rates, times_of
+from bytescale.cost.assumed import ASSUMED, Rates, times_of
 from bytescale.cost.curve import Curve
 from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.memory import DeviceKind, DeviceMemory, MeasuredMemory, MemoryModel, fitting_capacity
@@ -78,7 +78,8 @@ class CostOptions:
     batch: BatchConfig = field(default_factory=BatchConfig)
     """The sequences."""
     rates: Rates = field(default_factory=Rates)
-    """Rates of one device, from which times follow if `cost.profile` names no profile."""
+    """Rates of one device, from which times follow if `cost.profile` names no profile. Where none is given, a config
+    that would train on the CPU of this machine has those of a CPU core, as in training."""
     gpus_per_node: int = field(default=8, metadata=limits(least=1))
     """Devices that share a node and its fast links."""
     config: Settings
@@ -284,7 +285,13 @@ def costs_of(options: CostOptions, *, longest: int, vocab_size: int | None = Non
         # Rotary positions may depend on the longest sequence.
         known = replace(config, data=replace(config.data, context_length=longest))
         model, counted = _described(known, vocab_size, *device, num_ranks=cluster.num_ranks)
-    profile = times_of(config, model, measured, options.rates, bytes_per_element=device[1])
+    rates, named = options.rates, "the rates of --rates"
+    if rates == Rates() and device[0] == "cpu":
+        rates, named = ASSUMED["cpu"], "the assumed rates of a CPU core (--trainer.device cuda: of an H100)"
+    elif rates == Rates():
+        named = "the assumed rates of an H100"
+    profile = times_of(config, model, measured, rates, bytes_per_element=device[1])
+    profile = profile if measured else replace(profile, name=named)
     split_layers(profile.architecture, cluster.pp)  # refuses more stages than layers
     check_sharing(config, model or profile.architecture, cluster.num_ranks)
     costs = Costs(options, cluster, profile, counted or profile.architecture, device)
