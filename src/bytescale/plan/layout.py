@@ -42,3 +42,14 @@ def segment_bounds(lengths: IntArray, weights: IntArray) -> IntArray:
     starts = np.cumsum(front, axis=0) - front
     stops = lengths - (np.cumsum(back, axis=0) - back)
     return np.stack([starts, starts + front, stops - back, stops], axis=-1).reshape(*tokens.shape, 2, 2)
+
+
+def member_bounds(lengths: IntArray, weights: IntArray, member: int) -> IntArray:
+    """``[K, 2, 2]``: ``segment_bounds(...)[member]``, without the members behind it: groups may have thousands."""
+    edges = np.concatenate(([0], np.cumsum(weights, dtype=np.int64)))
+    cuts = np.asarray(lengths, dtype=np.int64)[:, None] * edges[: member + 2] // edges[-1]
+    tokens = np.diff(cuts, axis=1)
+    back = tokens // 2
+    start, stop = cuts[:, member] - back[:, :member].sum(axis=1), lengths - back[:, :member].sum(axis=1)
+    own = back[:, member]
+    return np.stack([start, start + tokens[:, member] - own, stop - own, stop], axis=-1).reshape(-1, 2, 2)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.plan.layout import member_tokens, segment_bounds
+from bytescale.plan.layout import member_bounds, member_tokens, segment_bounds
 from bytescale.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def _micro_batch_view(plan: Plan, rank: int, number: int, index: int) -> MicroBa
                 weights=plan.weights_of(group),
                 columns=int(plan.group_columns[group]),
             )
-            bounds = shared.bounds[member]
+            bounds = member_bounds(shared.lengths, shared.weights, member)
             sequences.append(np.repeat(group_sequences, 2))
             starts.append(bounds[:, :, 0].ravel())
             stops.append(bounds[:, :, 1].ravel())
