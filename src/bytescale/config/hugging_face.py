@@ -56,9 +56,8 @@ def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json")
     """
     refuse_quantised(content, where)
     of_type = {model_type: family for family, model_type in FAMILIES.items()}
-    named = content.get("architectures") or [
-        of_type.get(str(content.get("model_type")))
-    ]  # older files of Llama name none
+    # Older files of Llama have no architectures.
+    named = content.get("architectures") or [of_type.get(str(content.get("model_type")))]
     if named[0] not in FAMILIES or _has_what_ours_lack(content):
         return None
     if content.get("attention_dropout"):  # no other code would give the results of one process either

@@ -25,10 +25,7 @@ def member_tokens(lengths: IntArray, weights: IntArray) -> IntArray:
 
     ``lengths [K]`` are int64 tokens, and ``weights [N]`` the members' shares, all integers >= 1.
     """
-    edges = np.zeros(len(weights) + 1, dtype=np.int64)
-    np.cumsum(weights, out=edges[1:])
-    cuts = np.asarray(lengths, dtype=np.int64)[:, None] * edges[None, :] // edges[-1]
-    return np.diff(cuts, axis=1)
+    return np.diff(_cuts(lengths, weights, len(weights)), axis=1)
 
 
 def segment_bounds(lengths: IntArray, weights: IntArray) -> IntArray:
@@ -46,10 +43,15 @@ def segment_bounds(lengths: IntArray, weights: IntArray) -> IntArray:
 
 def member_bounds(lengths: IntArray, weights: IntArray, member: int) -> IntArray:
     """``[K, 2, 2]``: ``segment_bounds(...)[member]``, without the members behind it: groups may have thousands."""
-    edges = np.concatenate(([0], np.cumsum(weights, dtype=np.int64)))
-    cuts = np.asarray(lengths, dtype=np.int64)[:, None] * edges[: member + 2] // edges[-1]
+    cuts = _cuts(lengths, weights, member + 1)
     tokens = np.diff(cuts, axis=1)
     back = tokens // 2
     start, stop = cuts[:, member] - back[:, :member].sum(axis=1), lengths - back[:, :member].sum(axis=1)
     own = back[:, member]
     return np.stack([start, start + tokens[:, member] - own, stop - own, stop], axis=-1).reshape(-1, 2, 2)
+
+
+def _cuts(lengths: IntArray, weights: IntArray, count: int) -> IntArray:
+    """``[K, count + 1]`` tokens of each sequence that the first 0, 1, .. ``count`` members hold together."""
+    edges = np.concatenate(([0], np.cumsum(weights, dtype=np.int64)))
+    return np.asarray(lengths, dtype=np.int64)[:, None] * edges[: count + 1] // edges[-1]

@@ -96,9 +96,7 @@ class RowsBefore(NamedTuple):
 
     sent: list[RowRanges]  # by step t from 1 on, which own rows go to member ``i + t``
     arriving: list[int]  # by step, how many rows come from member ``i - t``, one step after the other
-    places: list[
-        Ranges
-    ]  # [F] of each run: ranges of the rank's rows, and of those that arrived, counted on behind them
+    places: list[Ranges]  # [F] of each run: of the rank's rows, and of those that arrived, counted on behind them
 
 
 class SharedRuns(RowRuns):

@@ -344,7 +344,7 @@ class Updates:
 
     @property
     def _units(self) -> Units | None:
-        """Open the layers that ranks share; None: every rank has its own."""
+        """What opens and closes the layers that ranks share; None: every rank has all of its own."""
         return None if self._optimizer is None else self._optimizer.units
 
     def sharded(self) -> ShardedOptimizer:

@@ -62,8 +62,8 @@ def compare_planners(job: Job, checkpoints: Checkpointer, log: Callable[[str], N
         planner = replace(job.planner, config=replace(job.planner.config, name=name))
         if job.calibration is not None:  # all that the run knows of costs
             planner = replace(job.calibration.planner, planner=planner).with_state(job.calibration.state)
-        with job.loader.open(planner, start + NUM_BATCHES) as loader:
-            batches = [replace(data, times=replace(data.times, wait_seconds=0.0)) for data in loader]
+        with job.loader.open(planner, start + NUM_BATCHES) as steps:
+            batches = [replace(data, times=replace(data.times, wait_seconds=0.0)) for data in steps]
         measured.append(Measured(planner=name, batches=batches, steps=[[] for _ in batches]))
     still = replace(job.config.optimizer, lr=0.0)
     paused = replace(job, calibration=None, config=replace(job.config, optimizer=still))

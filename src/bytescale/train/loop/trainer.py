@@ -15,7 +15,7 @@ from bytescale.train.loop.comparison import compare_planners
 from bytescale.train.loop.evaluation import BestEvaluation, Evaluation
 from bytescale.train.loop.step import train_step
 from bytescale.train.parts.job import Job, build_job
-from bytescale.train.parts.loader import open_loader
+from bytescale.train.parts.loader import loader_of_run
 from bytescale.train.parts.run_kernels import open_kernels
 from bytescale.train.ranks import open_ranks
 from bytescale.train.reporting.run_log import RunLog
@@ -54,7 +54,7 @@ def train(
         open_ranks(config) as ranks,
         open_kernels(config, ranks.device, ranks.dtype, ranks.smallest) as kernels,
         RunLog(run, config, screen if ranks.is_first else None) as log,
-        open_loader(config, ranks, log.write) as loader,
+        loader_of_run(config, ranks, log.write) as loader,
         stop or StopRequest() as stop,
         ExitStack() as closing,
     ):

@@ -33,7 +33,7 @@ from bytescale.train.run_folder import RunFolder
 
 
 @contextmanager
-def open_loader(config: Config, ranks: Ranks, log: Callable[[str], None] = lambda line: None) -> Iterator[Loader]:
+def loader_of_run(config: Config, ranks: Ranks, log: Callable[[str], None] = lambda line: None) -> Iterator[Loader]:
     """Open the loader that ``data.loader`` names, for the time of the block. Raises as ``opened_loader``."""
 
     def broadcast(items: list[Any]) -> None:
