@@ -12,6 +12,7 @@ import torch
 from bytescale.cli.main import main
 from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml
 from bytescale.cost import Cluster, Profile, load_profile
+from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.hf.model.costs import spec_of
 from bytescale.hf.model.interface import Attachment
 from bytescale.hf.model.probe import probe
@@ -27,6 +28,7 @@ from .test_devices import seen_by_plan
 
 def hf_folder(folder: Path, name: str, **changes: object) -> Path:
     small_model(name, dtype=torch.float32, vocab_size=320, **changes).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(ByteTokenizer().to_json(), encoding="utf-8")
     return folder
 
 

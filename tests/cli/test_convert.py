@@ -17,6 +17,7 @@ from bytescale.cli.main import main
 from bytescale.cli.train import read_options
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import PRESETS, Config, ModelConfig, config_to_toml, resolve_model
+from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.train.loop.trainer import train
 from tests.helpers.forks import run_forked
 from tests.helpers.steps import make_model
@@ -39,7 +40,7 @@ def hf_folder(folder: Path, **changes: object) -> Path:
     )  # fmt: skip
     write_folder(folder, make_model(resolve_model(model), torch.float32), shard_bytes=40_000)
     (folder / "generation_config.json").write_text('{"temperature": 0.7}', encoding="utf-8")
-    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (folder / "tokenizer.json").write_text(ByteTokenizer().to_json(), encoding="utf-8")
     return folder
 
 
@@ -78,7 +79,7 @@ def test_weights_go_through_a_checkpoint_bit_for_bit(
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), name
     assert json.loads((target / "generation_config.json").read_text()) == {"temperature": 0.7}
-    assert (target / "tokenizer.json").read_text() == "{}"
+    assert (target / "tokenizer.json").read_text() == ByteTokenizer().to_json()
     written, original = (json.loads((folder / "config.json").read_text()) for folder in (target, source))
     assert written == original
     assert not list(tmp_path.glob(".*"))
@@ -105,7 +106,11 @@ def test_a_trained_mixture_runs_in_transformers(corpus: Path, tmp_path: Path) ->
 def test_init_on_the_command_line_takes_the_shape_too(corpus: Path, tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "source", **MIXTURE)
     config = tmp_path / "config.toml"
-    config.write_text(config_to_toml(small_run(corpus, tmp_path / "run")), encoding="utf-8")
+    run = small_run(corpus, tmp_path / "run")
+    config.write_text(config_to_toml(run), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"model.num_layers = 2 is set, and --init .* brings its own shape"):
+        read_options([str(config), "--init", f"hf:{source}"])
+    config.write_text(config_to_toml(replace(run, model=ModelConfig())), encoding="utf-8")
     options = read_options([str(config), "--init", f"hf:{source}"])
     shape = resolve_model(options.config.model, tokenizer_vocab_size=9999)
     assert (shape.num_experts, shape.vocab_size, shape.hidden_size) == (4, 320, 32)
@@ -118,7 +123,8 @@ def test_bad_folders_are_refused_before_ranks_start(
 ) -> None:
     source = hf_folder(tmp_path / "source")
     config = tmp_path / "config.toml"
-    config.write_text(config_to_toml(small_run(corpus, tmp_path / "run")), encoding="utf-8")
+    run = replace(small_run(corpus, tmp_path / "run"), model=ModelConfig())
+    config.write_text(config_to_toml(run), encoding="utf-8")
     arguments = ["train", str(config), "--init", f"hf:{source}"]
     first = sorted(source.glob("*.safetensors"))[0]
     kept = load_file(first)
@@ -176,7 +182,7 @@ def test_a_run_outlives_the_folder_that_it_began_with(corpus: Path, tmp_path: Pa
 
     def config_of_export(name: str, of: Path) -> dict[str, object]:
         assert main(["convert", str(of), str(tmp_path / name)]) == 0
-        assert (tmp_path / name / "tokenizer.json").read_text() == "{}"
+        assert (tmp_path / name / "tokenizer.json").read_text() == ByteTokenizer().to_json()
         return json.loads((tmp_path / name / "config.json").read_text())
 
     assert config_of_export("out", checkpoint) == settings

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from huggingface_hub import constants
 
 from bytescale.cli.main import main
-from bytescale.config import config_to_toml, load_config
+from bytescale.config import ModelConfig, config_to_toml, load_config
 from bytescale.parity import small_model
 from tests.data.remote_files import LOOK_SECONDS
 from tests.data.support import write_jsonl
@@ -141,6 +142,7 @@ def here(monkeypatch: pytest.MonkeyPatch, hub: dict[str, str]) -> None:
 
 def written_config(tmp_path: Path) -> Path:
     config = on_ranks(small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run", steps=2), 1, 256)
+    config = replace(config, model=ModelConfig())
     (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
     return tmp_path / "config.toml"
 

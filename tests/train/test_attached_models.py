@@ -25,6 +25,7 @@ from bytescale.config import Config, MemoryConfig, ModelConfig, config_to_toml, 
 from bytescale.cost.assumed import assumed_cost
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Loader
+from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.hf.files.folder import load_model
 from bytescale.hf.model.measure import DOCUMENT_TOKENS, LiveBytes
 from bytescale.models.hf_folder import exact_dtype
@@ -52,7 +53,7 @@ def hf_folder(folder: Path, name: str, **changes: Any) -> Path:
     sizes = {"vocab_size": 320, "n_positions" if name == "gpt2" else "max_position_embeddings": 512}
     model: Any = small_model(name, dtype=torch.float32, **{**sizes, **changes})
     model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (folder / "tokenizer.json").write_text(ByteTokenizer().to_json(), encoding="utf-8")
     return folder
 
 

@@ -28,14 +28,14 @@ def export_checkpoint(
     run_config: Config | None = None,
     origin: Path | None = None,
 ) -> None:
-    """Write ``target`` with config.json, safetensors shards and, where the run names them, the tokenizer's files.
+    """Write ``target`` with config.json, safetensors shards, and the tokenizer's files that the run has kept.
 
     The process holds one shard, and the parameter that is being read. ``target`` appears when it is complete.
 
     Args:
         dtype: ``fp32``, ``bf16`` or ``fp64``; master weights are rounded to it.
-        run_config: of the run, for tokenizer and context length.
-        origin: a folder with the config.json, tokenizer and generation settings of the model that the run began with.
+        run_config: of the run, for the context length.
+        origin: what the run has kept beside its weights (``train.origin``).
 
     Raises ``ConfigError`` if ``target`` exists; ``CheckpointError`` if ``checkpoint`` is none, or is incomplete.
     """
@@ -45,11 +45,12 @@ def export_checkpoint(
     weights = ((name, value.to(DTYPES[dtype], copy=True)) for name, value in hf_tensors(parameters))
     with appearing(target) as hidden:
         write_weights(hidden, weights, shard_bytes=shard_bytes)
-        special = _end_of_text(run_config) if origin is None else {}
+        special = _end_of_text(origin)
         write_json(hidden / "config.json", _config_json(shape, dtype, run_config, origin) | special)
         if special:
             write_json(hidden / "generation_config.json", special)
-        add_companions(hidden, run_config, origin)
+        if origin is not None:
+            copy_companions(origin, hidden)
 
 
 @contextmanager
@@ -69,7 +70,7 @@ def appearing(target: Path) -> Iterator[Path]:
 
 def _config_json(shape: Architecture, dtype: str, run_config: Config | None, origin: Path | None) -> dict[str, Any]:
     """``config.json``; what only the folder that the run began with knows is taken from there."""
-    before = {} if origin is None else read_hf_config(origin)
+    before = read_hf_config(origin) if origin is not None and (origin / "config.json").is_file() else {}
     context = 0 if run_config is None else run_config.data.context_length
     context = max(context, int(before.get("max_position_embeddings", 0)))
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")
@@ -77,30 +78,8 @@ def _config_json(shape: Architecture, dtype: str, run_config: Config | None, ori
     return content | {name: before[name] for name in SPECIAL_TOKENS if name in before}
 
 
-def _end_of_text(run_config: Config | None) -> dict[str, int]:
-    """``eos_token_id`` of a model that began with random weights, if its tokenizer is a file."""
-    if run_config is None or not Path(run_config.data.tokenizer).expanduser().is_file():
+def _end_of_text(origin: Path | None) -> dict[str, int]:
+    """``eos_token_id`` of a model that began with random weights, if its run has kept a tokenizer."""
+    if origin is None or (origin / "config.json").is_file() or not (origin / "tokenizer.json").is_file():
         return {}
-    return {"eos_token_id": load_tokenizer(run_config.data.tokenizer, run_config.data.eos_token).eos_id}
-
-
-def add_companions(target: Path, run_config: Config | None, origin: Path | None) -> None:
-    """Copy what belongs to a model's weights: tokenizer, chat template, generation settings.
-
-    First that of the folder that the run began with, and then that of its tokenizer, which replaces it.
-    """
-    if origin is not None:
-        copy_companions(origin, target)
-    if run_config is None:
-        return
-    data = run_config.data
-    tokenizer = Path(data.tokenizer).expanduser()
-    if tokenizer.is_dir():
-        copy_companions(tokenizer, target)
-    elif tokenizer.is_file():
-        shutil.copyfile(tokenizer, target / "tokenizer.json")
-        settings = tokenizer.with_name("tokenizer_config.json")
-        if settings.is_file():
-            shutil.copyfile(settings, target / settings.name)
-    if data.chat_template:
-        shutil.copyfile(Path(data.chat_template).expanduser(), target / "chat_template.jinja")
+    return {"eos_token_id": load_tokenizer(str(origin)).eos_id}

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 import tyro
 
 from bytescale.common.units import GIBI, format_bytes
-from bytescale.config import CHECKPOINT_PREFIX, AttachedArchitecture, load_config
+from bytescale.config import AttachedArchitecture, load_config
+from bytescale.config.foreign_config import refuse_links_out
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,31 +27,34 @@ class ConvertOptions:
     shard_bytes: int = 5 * GIBI
     """Largest size of a safetensors file, in bytes."""
 
-    def run(self) -> int:
-        from bytescale.train.run_folder import origin_of
+    base: str = ""
+    """Of a run that trained a part of a model (adapters, or with frozen weights): the folder of that model, or its name
+    on the Hub. Empty: the one that the run names, if its weights are those with which the run began."""
 
-        settings = Path(self.source).resolve().parent.parent / "config.toml"
+    def run(self) -> int:
+        run = Path(self.source).expanduser().resolve().parent.parent
+        settings, origin = run / "config.toml", run / "origin"
         run_config = load_config(settings) if settings.is_file() else None
-        init = "" if run_config is None else run_config.trainer.init
-        origin = origin_of(f"{CHECKPOINT_PREFIX}{self.source}") or origin_of(init)
-        if origin is None and init:
-            print(
-                f"{init} is not there any more: no tokenizer is copied, and config.json has the numbers of the "
-                "checkpoint"
-            )
+        refuse_links_out(origin)
         _exporter(self.source)(
             self.source,
             self.folder,
             dtype=self.dtype,
             shard_bytes=self.shard_bytes,
             run_config=run_config,
-            origin=origin,
+            origin=origin if origin.is_dir() else None,
+            **({"base": self.base} if self.base else {}),
         )
         shards = list(self.folder.glob("*.safetensors"))
         size = sum(shard.stat().st_size for shard in shards)
         print(f"wrote {self.folder}: {len(shards)} safetensors files, {format_bytes(size)}, and config.json")
         if (self.folder / "adapter").is_dir():
             print(f"the adapters are merged into it; as peft loads them, they lie in {self.folder / 'adapter'}")
+        if not (self.folder / "tokenizer.json").is_file():
+            print(
+                f"it has no tokenizer: {origin} has none, as of runs on .bin files alone, or of earlier versions. Copy "
+                "the tokenizer's files into it yourself"
+            )
         print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(self.folder)!r})")
         return 0
 

@@ -99,6 +99,10 @@ def read_cost_options(kind: type[Kind], arguments: Sequence[str], *, prog: str) 
             so="there is no batch to plan",
             fix="name them, or --batch.lengths FILE, or leave the config out",
         )
+    if options.config.trainer.init and options.config.data.sources:
+        from bytescale.train.origin import with_its_tokenizer
+
+        return replace(options, config=with_its_tokenizer(options.config))
     return options
 
 

@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     simulate_at_scale(options.config)
     from bytescale.train.reporting.run_log import next_lines
 
-    print("\n".join(next_lines(options.config)))
+    print("\n".join(next_lines(options.config, options.config.trainer.steps)))
     print("        train on your own text: write this config, and set data.sources in it")
     print("          bytescale init my.toml")
     return 0

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,9 @@ from bytescale.config import (
     resolve_model,
     validate,
 )
+from bytescale.config.architecture import Architecture
 from bytescale.config.validate import hdp_ranks, may_offload
+from bytescale.train.origin import with_its_tokenizer, with_kept_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,8 @@ def read_options(
         )
     if resumed is not None and options.init is not None:
         raise ConfigError(f"both --resume and --init {options.init} are given", fix="leave one of them out")
-    config = _with_its_tokenizer(_started_from(options.init, options.config))
+    config = _started_from(options.init, options.config)
+    config = with_its_tokenizer(config) if resumed is None else with_kept_tokenizer(config, resumed / "origin")
     trainer = config.trainer
     if resumed is not None:
         config = _fitted_to_ranks(_from_checkpoint(config, resumed), rest)
@@ -140,27 +143,17 @@ def _started_from(init: str | None, config: Config) -> Config:
         raise ConfigError(
             f"--init {init} is given, but trainer.init is {config.trainer.init}", fix="leave one of them out"
         )
+    void = [spec.name for spec in fields(Architecture) if getattr(config.model, spec.name) is not None]
+    if void:
+        raise ConfigError(
+            f"model.{void[0]} = {getattr(config.model, void[0])} is set, and --init {init} brings its own shape",
+            so="the setting would have no effect",
+            fix=f"leave it out (`bytescale init FILE.toml --from {init}` writes a config for that model); to change "
+            f"the shape, write model.preset = {init!r} beside it and trainer.init = {init!r} in the place of --init",
+        )
     trained = {name: getattr(config.model, name) for name in ("lora_rank", "lora_alpha", "lora_targets", "freeze")}
     model = ModelConfig(preset=init, **trained)
     return replace(config, model=model, trainer=replace(config.trainer, init=init))
-
-
-def _with_its_tokenizer(config: Config) -> Config:
-    """Put the tokenizer of the model that training begins with in the place of ``auto``."""
-    from bytescale.train.run_folder import origin_of
-
-    data, folder = config.data, origin_of(config.trainer.init)
-    if data.tokenizer != "auto" or folder is None:
-        return config
-    if (folder / "tokenizer.json").is_file():
-        return replace(config, data=replace(data, tokenizer=str(folder)))
-    if all(source.endswith(".bin") for source in data.sources):
-        return config
-    raise ConfigError(
-        f"data.tokenizer is auto, and {folder} has no tokenizer.json",
-        so="text would be cut into bytes, which its model was not trained with",
-        fix="set data.tokenizer to a tokenizer.json of this model, or to bytes if its tokens are bytes",
-    )
 
 
 def _from_checkpoint(config: Config, run: Path) -> Config:

@@ -8,6 +8,7 @@ from typing import Any
 from bytescale.common.errors import ConfigError
 from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import Architecture
+from bytescale.config.foreign_config import checked_config, refuse_links_out
 
 FAMILIES = {"LlamaForCausalLM": "llama", "MixtralForCausalLM": "mixtral"}
 """Supported architectures and their ``model_type``."""
@@ -38,15 +39,19 @@ _LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json. Raises ``ConfigError`` when there is none."""
+    """The content of a folder's config.json. All use of a folder begins here.
+
+    Raises ``ConfigError`` when there is none, or one from which no model can be built, and for links out of the folder.
+    """
     path = folder / "config.json"
+    refuse_links_out(folder)
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-        return dict(content)
+        content = dict(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error})", fix="name the folder of a model saved by save_pretrained()"
         ) from error
+    return checked_config(content, str(path))
 
 
 def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json") -> Architecture | None:

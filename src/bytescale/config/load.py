@@ -24,7 +24,7 @@ DEMO_CONFIG = Path(__file__).with_name("demo.toml")
 def load_config(path: Path) -> Config:
     """Read a TOML file. Relative paths inside it stay relative to the working directory, as on the command line."""
     try:
-        content = parse_toml(path.read_text(encoding="utf-8"))
+        content = parse_toml(path.read_text(encoding="utf-8-sig"))  # editors may begin a file with a BOM
     except FileNotFoundError as error:
         raise ConfigError(
             f"there is no config file {path}",

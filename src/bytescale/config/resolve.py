@@ -11,6 +11,7 @@ from bytescale.common.limits import check_limits
 from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.attached import AttachedArchitecture, trained_of
+from bytescale.config.foreign_config import checked_config
 from bytescale.config.hugging_face import FAMILIES, architecture_from_hf, read_hf_config
 from bytescale.config.schema import ModelConfig
 
@@ -87,7 +88,12 @@ def _stored_architecture(folder: str) -> Architecture | AttachedArchitecture:
     file = place_at(folder) / "run_state.json"
     try:
         stored = dict(parse_json(read_file(file))["architecture"])
-        return AttachedArchitecture.of_dict(stored) if AttachedArchitecture.is_in(stored) else Architecture(**stored)
+        if not AttachedArchitecture.is_in(stored):
+            return Architecture(**stored)
+        attached = AttachedArchitecture.of_dict(stored)
+        return replace(attached, content=checked_config(attached.content, str(file)))
+    except ConfigError:
+        raise
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"the folder {folder} is not a checkpoint of bytescale: {error}",

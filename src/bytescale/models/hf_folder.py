@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.common.parsing import parse_json
+from bytescale.config.foreign_config import file_inside, refuse_links_out
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -36,6 +38,7 @@ COMPANIONS = (
 )
 """Files that belong to a model and that training does not change."""
 _SHOWN = 8
+_SAMPLED = 2**20
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SHAPE = "in training, --init takes the model's shape from the folder, and trainer.init alone its weights"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -201,8 +204,28 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], *, shard_
         write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
 
 
+def weights_fingerprint(folder: Path) -> str:
+    """32 hex digits of the names, sizes, headers and first and last numbers of a folder's files of weights.
+
+    Whoever does not have the files cannot know it, and training changes it. Raises as ``stored_tensors``.
+    """
+    content = xxhash.xxh3_128()
+    for path in sorted(_files(folder)):
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            content.update(f"{path.name} {size} ".encode())
+            for start in (0, size // 2, max(0, size - _SAMPLED)):
+                file.seek(start)
+                content.update(file.read(_SAMPLED))
+    return content.hexdigest()
+
+
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy the tokenizer and the generation settings. Returns the names of the files that were found."""
+    """Copy the tokenizer and the generation settings. Returns the names of the files that were found.
+
+    Raises ``ConfigError`` for links out of ``source``.
+    """
+    refuse_links_out(source)
     found = [name for name in COMPANIONS if (source / name).is_file()]
     for name in found:
         shutil.copyfile(source / name, target / name)
@@ -220,10 +243,12 @@ def _files(folder: Path) -> list[Path]:
     try:
         if index.exists():
             named = parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
-            return [folder / name for name in dict.fromkeys(named)]
+            return [file_inside(folder, name) for name in dict.fromkeys(named)]
         if single.exists():
             return [single]
-    except (OSError, ValueError, KeyError, AttributeError) as raised:
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as raised:
         error = raised
     if list(folder.glob("pytorch_model*.bin")):
         raise ConfigError(

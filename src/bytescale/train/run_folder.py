@@ -6,7 +6,6 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,7 +30,7 @@ class RunFolder:
         self.path = path
         self.config = path / "config.toml"
         self.origin = path / "origin"
-        """The config.json and the tokenizer's files of the Hugging Face folder that the weights came from."""
+        """What belongs to the weights (``train.origin``)."""
         self.metrics = path / "metrics.jsonl"
         self.evaluations = path / "evaluations.jsonl"
         self.log = path / "log.txt"
@@ -49,28 +48,23 @@ class RunFolder:
     def trace(self, step: int) -> Path:
         return self.traces / f"step-{step:06d}.json"
 
-    def create(self, config: Config, *, resume: bool) -> None:
-        """Make the folders and write the resolved config. A resumed run writes it to an additional file."""
+    def create(self, config: Config, *, resume: bool, tokenizer: str | None = None) -> None:
+        """Make the folders and write the resolved config. A resumed run writes it to an additional file.
+
+        ``tokenizer``: as ``keep_origin``.
+        """
         if not resume:
             check_is_new(self.path)
         for folder in (self.path, self.checkpoints, self.plan(0).parent):
             folder.mkdir(parents=True, exist_ok=True)
         if not resume:
-            self._keep_origin(config)
+            from bytescale.train.origin import keep_origin  # a report needs no tokenizer
+
+            keep_origin(self.origin, config, tokenizer)
         name = self.config
         if resume and self.config.exists():
             name = self.path / f"config-resumed-{datetime.now():%Y%m%d-%H%M%S}.toml"
         name.write_text(config_to_toml(config), encoding="utf-8")
-
-    def _keep_origin(self, config: Config) -> None:
-        """Copy what ``bytescale convert`` needs of the folder that the run begins with, which may move or disappear."""
-        source = origin_of(config.trainer.init)
-        if source is not None:
-            from bytescale.models.hf_folder import copy_companions
-
-            self.origin.mkdir()
-            shutil.copyfile(source / "config.json", self.origin / "config.json")
-            copy_companions(source, self.origin)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -93,15 +87,6 @@ class RunFolder:
             yield
         finally:
             os.close(descriptor)
-
-
-def origin_of(init: str) -> Path | None:
-    """The folder with the config.json that weights came from at first, or None. ``init``: as ``trainer.init``."""
-    kind, _, name = init.partition(":")
-    folder = Path(name).expanduser()
-    if kind == "checkpoint":
-        folder = folder.resolve().parent.parent / "origin"
-    return folder if kind in ("hf", "checkpoint") and (folder / "config.json").is_file() else None
 
 
 def check_is_new(path: Path) -> None:

@@ -158,11 +158,16 @@ def list_sources(config: DataConfig) -> list[SourceFile]:
 
 def check_vocabulary(corpus: CorpusMetadata, vocab_size: int) -> None:
     """Raise ``ConfigError`` if the corpus may hold ids that a model of ``vocab_size`` rows does not have."""
-    if corpus.vocab_size <= vocab_size:
-        return
     source = f"tokenizer {corpus.tokenizer!r}" if corpus.tokenizer else "the .bin files among the sources"
-    raise ConfigError(
-        f"{source} has ids up to {corpus.vocab_size - 1}, but model.vocab_size is {vocab_size}",
-        so="the model has no embedding for some of them",
-        fix=f"set model.vocab_size to at least {corpus.vocab_size}, or leave it out to follow the tokenizer",
-    )
+    check_ids(source, corpus.vocab_size, vocab_size)
+
+
+def check_ids(source: str, num_ids: int, vocab_size: int) -> None:
+    """Raise ``ConfigError`` if ``source`` may give ids that a model of ``vocab_size`` rows does not have."""
+    if num_ids > vocab_size:
+        raise ConfigError(
+            f"{source} has ids up to {num_ids - 1}, but model.vocab_size is {vocab_size}",
+            so="the model has no embedding for some of them",
+            fix="use the tokenizer that belongs to the model's weights; for a new model, set model.vocab_size to at "
+            f"least {num_ids}, or leave it out to follow the tokenizer",
+        )

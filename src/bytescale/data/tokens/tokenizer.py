@@ -66,6 +66,19 @@ class ByteTokenizer:
         places = np.cumsum(is_first, dtype=np.int64) - 1
         return ids.astype(np.int64), np.stack([places, places + 1], axis=1)
 
+    def to_json(self) -> str:
+        """The same tokenizer as the content of a tokenizer.json."""
+        byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        vocabulary = {letter: number for number, letter in enumerate(_letters_of_bytes())}
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+        made.pre_tokenizer, made.decoder = byte_level, tokenizers.decoders.ByteLevel()
+        made.add_special_tokens([self.eos_text])
+        return str(made.to_str())
+
+    def tokens(self) -> dict[int, str]:
+        """The token of each id, as ``JsonTokenizer.tokens``."""
+        return _tokens_by_id(tokenizers.Tokenizer.from_str(self.to_json()))
+
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """Text of the ids. Bytes that are not UTF-8, such as a part of a character, become U+FFFD."""
         values = np.asarray(ids, dtype=np.int64)
@@ -133,6 +146,14 @@ class JsonTokenizer:
             self._tokenizer.encode_special_tokens = True
         return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
+    def tokens(self) -> dict[int, str]:
+        """The token of each id, in the letters of its tokenizer.json."""
+        return _tokens_by_id(self._tokenizer)
+
+    def to_json(self) -> str:
+        """The content of a tokenizer.json."""
+        return str(self._tokenizer.to_str())
+
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """Text of the ids. EOS gives no text."""
         values = np.asarray(ids, dtype=np.int64)
@@ -140,6 +161,17 @@ class JsonTokenizer:
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
+
+
+def _tokens_by_id(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
+    return {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
+
+
+def _letters_of_bytes() -> list[str]:
+    """The 256 letters that stand for bytes in a byte-level vocabulary: printable ones for themselves (GPT-2)."""
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in shown else next(others)) for byte in range(256)]
 
 
 def choose_tokenizer(config: DataConfig, files: Sequence[SourceFile], progress: ProgressCallback) -> Tokenizer | None:

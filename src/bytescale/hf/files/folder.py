@@ -21,17 +21,29 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from bytescale.checkpoint.hugging_face import add_companions, appearing
+from bytescale.checkpoint.hugging_face import appearing
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import CheckpointError, ConfigError
+from bytescale.common.parsing import parse_json
 from bytescale.config import AttachedArchitecture, Config
 from bytescale.config.hugging_face import refuse_quantised
 from bytescale.config.resolve import source_folder
-from bytescale.models.hf_folder import finite, some, stored_tensors, write_json
+from bytescale.hf.files.weight_stream import adapted_ties, untie
+from bytescale.models.hf_folder import (
+    copy_companions,
+    finite,
+    some,
+    stored_tensors,
+    weights_fingerprint,
+    write_json,
+)
 from bytescale.runtime import DTYPES
+from bytescale.storage.hub import local_folder
 from bytescale.storage.place import Place
 
 MOST_CONSTANT_BYTES = 2**24
+_REFUSALS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, AssertionError)
+"""What transformers raises for a config.json that it cannot use, such as a ``KeyError`` for an unknown activation."""
 
 
 def config_of(content: dict[str, Any]) -> Any:
@@ -46,9 +58,9 @@ def config_of(content: dict[str, Any]) -> Any:
     try:
         kind = CONFIG_MAPPING[model_type]
         return kind.from_dict(kind._decode_special_floats(content))  # {"__float__": "Infinity"}
-    except (ValueError, TypeError, StrictDataclassError) as error:
+    except (*_REFUSALS, StrictDataclassError) as error:
         raise ConfigError(
-            f"transformers does not take the configuration of the {model_type} model ({' '.join(str(error).split())})",
+            f"transformers does not take the configuration of the {model_type} model ({_in_a_line(error)})",
             fix="use the config.json that belongs to the weights",
         ) from error
 
@@ -147,14 +159,19 @@ def _no_progress_bar() -> Iterator[None]:
 def _causal_model_or_error(content: dict[str, Any]) -> Iterator[None]:
     try:
         yield
-    except ConfigError:
+    except (ConfigError, CheckpointError):
         raise
-    except ValueError as error:
+    except _REFUSALS as error:
         raise ConfigError(
-            f"the model of type {content.get('model_type')} is no causal decoder of transformers",
-            so=str(error).splitlines()[0],
-            fix="use a model that AutoModelForCausalLM loads",
+            f"transformers makes no causal decoder from the config.json of the {content.get('model_type')} model "
+            f"({_in_a_line(error)})",
+            so="there is nothing to run",
+            fix="use a model that AutoModelForCausalLM loads, with the config.json that belongs to its weights",
         ) from error
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def constants_of(model: nn.Module) -> dict[str, str]:
@@ -245,16 +262,19 @@ def export_attached(
     shard_bytes: int = 5 * 2**30,
     run_config: Config | None = None,
     origin: Path | None = None,
+    base: str = "",
 ) -> None:
     """``checkpoint.hugging_face.export_checkpoint`` for an attached model. The process holds the whole model once.
 
     config.json is the one that the run began with, with the dtype of the weights that are written. What was not trained
-    is read from the folder that the run began with. Adapters are merged; as they are, they lie in ``adapter/``.
+    is read from ``base``, or the folder that the run began with. Adapters are merged; as they are, they lie in
+    ``adapter/``. An adapter on a matrix that is embedding and head at once is for one of them alone, so they are two
+    matrices then.
     """
     stored, target_dtype = CheckpointReader(checkpoint), DTYPES[dtype]
     architecture = AttachedArchitecture.of_dict(stored.state.architecture)
     if architecture.trained:
-        model = load_model(_base_of(run_config), architecture.content, torch.float32)
+        model = load_model(_base_of(run_config, origin, base), architecture.content, torch.float32)
         wrapped: Any = train_a_part(model, architecture.trained, seed=0)
     else:
         held = {name.removeprefix("master.") for name in stored.shapes() if name.startswith("master.")}
@@ -266,31 +286,50 @@ def export_attached(
             )
         model = make_model(architecture.content, target_dtype)
         set_constants(model, architecture.buffers)
+    content, name = dict(architecture.content), str(target_dtype).removeprefix("torch.")
     with torch.no_grad(), appearing(target) as hidden:
-        for name, parameter in model.named_parameters():
+        for name_of, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(stored.read(f"master.{name}"))
+                parameter.copy_(stored.read(f"master.{name_of}"))
         if "lora" in architecture.trained:
             wrapped.save_pretrained(hidden / "adapter")
+            if adapted_ties(model):
+                untie(model)
+                content["tie_word_embeddings"] = False
             model = wrapped.merge_and_unload()
         if architecture.trained:
             model = model.to(target_dtype)
         with _no_progress_bar():
             model.save_pretrained(hidden, max_shard_size=shard_bytes)  # type: ignore[operator]
-        content, name = architecture.content, str(target_dtype).removeprefix("torch.")
         written = {key: name for key in ("dtype", "torch_dtype") if key in content} or {"dtype": name}
         write_json(hidden / "config.json", content | written)
-        add_companions(hidden, run_config, origin)
+        if origin is not None:
+            copy_companions(origin, hidden)
 
 
-def _base_of(run_config: Config | None) -> Path:
-    preset = "" if run_config is None else run_config.model.preset
-    base = source_folder(preset)
+def _base_of(run_config: Config | None, origin: Path | None, given: str) -> Path:
+    """The folder with the weights that were not trained: the ``given`` one, or the one that the run began with.
+
+    Raises ``CheckpointError`` if it is not there, or its weights are others than those that the run has seen.
+    """
+    if given:
+        return Path(local_folder(given)).expanduser()
+    base = source_folder("" if run_config is None else run_config.model.preset)
+    remedy = "name the folder of the model that the run began with: --base FOLDER"
     if not (base / "config.json").is_file():
         raise CheckpointError(
-            f"the checkpoint has what was trained alone, and the model that it belongs to is not there "
-            f"({preset or 'the run folder has no config.toml'})",
+            f"the checkpoint has what was trained alone, and the model that it belongs to is not there ({base})",
             so="there is nothing to put it into",
-            fix="bring that folder back, or name its new place as model.preset in the run's config.toml",
+            fix=remedy,
+        )
+    try:
+        seen = str(parse_json(((origin or base) / "weights.json").read_text(encoding="utf-8"))["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        seen = "not known"
+    if seen != weights_fingerprint(base):
+        raise CheckpointError(
+            f"the weights of {base} are not those with which the run began",
+            so="what was trained would be put into another model",
+            fix=remedy,
         )
     return base

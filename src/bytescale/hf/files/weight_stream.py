@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from bytescale.common.errors import ConfigError
-from bytescale.hf.model.head import causal_model
+from bytescale.hf.model.head import causal_model, embeddings_of
 from bytescale.runtime.optimizer.lockstep import Units
 
 _BASE = ".base_layer."
@@ -26,6 +26,13 @@ def named_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield names and whole tensors; ``HDP.weights``. ``units``: of parameters that ranks share."""
     root = causal_model(model)
+    if adapted_ties(root):
+        raise ConfigError(
+            f"an adapter (LoRA) is on the embedding or the head of the {type(root).__name__}, which are one matrix",
+            so="an inference engine would use it for both, and so be another model",
+            fix="leave embed_tokens and lm_head out of the adapter's targets; `bytescale convert` and "
+            "merge_and_unload() of a model with two matrices (tie_word_embeddings = false) can write such adapters",
+        )
     modules = dict(root.named_modules())
     for name, parameter in root.named_parameters():
         if ".lora_" in name:
@@ -49,3 +56,23 @@ def named_weights(
             yield written, tensor if dtype is None else tensor.to(dtype)
     if units is not None:
         units.begin()
+
+
+def adapted_ties(model: nn.Module) -> bool:
+    """Whether one matrix is a model's embedding and its head, and an adapter (LoRA) belongs to one of the two uses."""
+    first, last = embeddings_of(model)
+    if first is None or last is None or _plain(first).weight is not _plain(last).weight:
+        return False
+    return _plain(first) is not first or _plain(last) is not last
+
+
+def untie(model: nn.Module) -> None:
+    """Give the head a matrix of its own, with the same numbers."""
+    head = _plain(embeddings_of(model)[1])
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    causal_model(model).config.tie_word_embeddings = False
+
+
+def _plain(module: Any) -> Any:
+    """The module itself, without an adapter around it."""
+    return getattr(module, "base_layer", module)

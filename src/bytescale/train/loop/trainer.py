@@ -59,7 +59,7 @@ def train(
         ExitStack() as closing,
     ):
         job = build_job(config, ranks, kernels, loader, stop)
-        log.open(resume=resume)
+        log.open(resume=resume, tokenizer=loader.metadata.tokenizer)
         checkpoints = Checkpointer(run.checkpoints, ranks.checkpoint_group, config.checkpoint, log=log.write)
         restored = restore_latest(job, checkpoints, log) if resume else None
         steps_done, best = (restored.step, restored.best) if restored else (0, {})

@@ -57,12 +57,12 @@ class RunLog:
                 self._to_file(f"stopped by {type(error).__name__}: {error}")
         self._files.close()
 
-    def open(self, *, resume: bool) -> None:
-        """Create the run folder (or find it, when resuming)."""
+    def open(self, *, resume: bool, tokenizer: str | None) -> None:
+        """Create the run folder (or find it, when resuming). ``tokenizer``: of the corpus, as its metadata names it."""
         if self._screen is None:
             return
         self._files.enter_context(self.run.lock())
-        self.run.create(self.config, resume=resume)
+        self.run.create(self.config, resume=resume, tokenizer=tokenizer)
         self._text = self._files.enter_context(self.run.log.open("a", encoding="utf-8"))
 
     def resumed(self, checkpoint: Place | None, steps_done: int) -> None:
@@ -158,7 +158,7 @@ class RunLog:
             self.write(f"stopped by a signal after step {self._last.step}, which is saved")
             return
         if suggests:
-            for line in next_lines(self.config):
+            for line in next_lines(self.config, self._last.step):
                 self.write(line)
 
     def write(self, line: str) -> None:
@@ -174,8 +174,8 @@ class RunLog:
             self._text.flush()
 
 
-def next_lines(config: Config) -> list[str]:
-    """What to do with a run that is done, for people."""
+def next_lines(config: Config, step: int) -> list[str]:
+    """What to do with a run that is done after ``step``, for people."""
     parallel, folder = config.parallel, config.trainer.run_dir
     flat = " --parallel.tp 1 --parallel.pp 1" if parallel.tp * parallel.pp > 1 else ""
     others = 2 if parallel.ranks != 2 or flat else 1
@@ -185,6 +185,8 @@ def next_lines(config: Config) -> list[str]:
         f"--parallel.ranks {others}{flat}",
         "        see what every rank did, and what would help:",
         f"          bytescale report {folder}",
+        "        make a folder of it that transformers loads:",
+        f"          bytescale convert {folder}/checkpoints/step-{step:06d} {folder}/model",
     ]
 
 
