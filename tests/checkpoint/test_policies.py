@@ -13,6 +13,7 @@ from bytescale.checkpoint.hugging_face import export_checkpoint
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, load_config
 from bytescale.train.loop.trainer import train
+from bytescale.train.origin import keep_origin
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
 
 
@@ -34,16 +35,16 @@ def test_kept_for_ever_and_exported(tmp_path: Path) -> None:
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}', encoding="utf-8")
     (tmp_path / "chat.jinja").write_text("{{ messages }}", encoding="utf-8")
-    data = replace(
-        run_config.data, tokenizer=str(tmp_path / "tokenizer.json"), chat_template=str(tmp_path / "chat.jinja")
+    data = replace(run_config.data, chat_template=str(tmp_path / "chat.jinja"))
+    keep_origin(tmp_path / "origin", replace(run_config, data=data), str(tmp_path / "tokenizer.json"))
+    export_checkpoint(
+        folder / "checkpoints" / "step-000006", tmp_path / "ends", run_config=run_config, origin=tmp_path / "origin"
     )
-    named = replace(run_config, data=data)
-    export_checkpoint(folder / "checkpoints" / "step-000006", tmp_path / "ends", run_config=named)
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "ends" / name).read_text(encoding="utf-8"))["eos_token_id"] == 2
     assert (tmp_path / "ends" / "chat_template.jinja").read_text(encoding="utf-8") == "{{ messages }}"
     assert (tmp_path / "ends" / "tokenizer_config.json").is_file()
-    assert not (tmp_path / "later" / "generation_config.json").exists(), "of bytes there is no tokenizer.json"
+    assert not (tmp_path / "later" / "generation_config.json").exists(), "what no run has kept is not known"
 
 
 @pytest.mark.exhaustive

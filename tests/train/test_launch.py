@@ -23,7 +23,7 @@ def test_a_killed_rank_is_named_before_those_that_lost_it() -> None:
         1: failure(-signal.SIGKILL, timestamp=2),
         2: failure(-signal.SIGTERM, timestamp=3),
     }
-    text = str(rank_failure(failures, "bytescale train --resume runs/x"))
+    text = str(rank_failure(failures, lambda: "continue with `bytescale train --resume runs/x`"))
     assert text.startswith("Rank 1 (pid 1002) was killed by SIGKILL, perhaps out of memory.")
     assert "bytescale train --resume runs/x" in text
 
@@ -33,12 +33,12 @@ def test_an_exception_is_named_before_its_consequences() -> None:
         0: failure(1, "RankFailure: lost a peer", timestamp=1),
         3: failure(1, "IndexError: index 5 is out of range", timestamp=2),
     }
-    assert "Rank 3 (pid 1002) failed with exit code 1: IndexError: index 5" in str(rank_failure(failures, "r"))
+    assert "Rank 3 (pid 1002) failed with exit code 1: IndexError: index 5" in str(rank_failure(failures, lambda: "r"))
 
 
 def test_bad_input_is_told_as_if_there_were_one_process() -> None:
     failures = {rank: failure(2, "DataError: The corpus is empty. To fix: ...") for rank in range(4)}
-    assert str(rank_failure(failures, "r")) == "The corpus is empty. To fix: ..."
+    assert str(rank_failure(failures, lambda: "r")) == "The corpus is empty. To fix: ..."
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from bytescale.checkpoint.manifest import MANIFEST, RunState, step_name, step_of
 from bytescale.checkpoint.reading import load_states
 from bytescale.checkpoint.upload import Store, Uploader, claim, run_id_of
 from bytescale.checkpoint.writing import RankStates, write_checkpoint
-from bytescale.common.errors import BytescaleError, CheckpointError, DiskFullError
+from bytescale.common.errors import BytescaleError, CheckpointError, DiskFullError, RankFailure
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import ShardedOptimizer
 from bytescale.runtime.plain_data import broadcast_json
@@ -228,7 +228,9 @@ class Checkpointer:
         except (OSError, DiskFullError, CheckpointError) as error:
             self._failure = self._not_written(step, error)
             self._log(f"warning {self._failure}")
-        except Exception as error:  # another rank is gone, or a mistake of ours
+        except RankFailure:
+            raise
+        except Exception as error:  # a mistake of ours
             raise self._not_written(step, error) from error
 
     def _not_written(self, step: int, error: Exception) -> CheckpointError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.plain_data import all_gather_json, broadcast_json
 
 _ROOM_FOR_LOGS = 2**20
+_SYNCED_BYTES = 2**30
+"""So much may wait for a disk at once: it takes longer than a rank may be silent only if the disk does not answer."""
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -118,8 +120,8 @@ def write_checkpoint(folder: Path, state: RunState, copies: RankStates, group: d
     needed = int(total_bytes) if is_shared else own_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with together(group):  # before any rank takes up space
         make_room(folder, needed)
-    with together(group):
-        written = write_tensors(folder / file_name(copies.file), tensors, state.step)
+    with together(group, what=f"writing to {folder}") as progressed:
+        written = write_tensors(folder / file_name(copies.file), tensors, state.step, progressed)
     is_leader = copies.file == min(copies.layouts[0].files)  # of its HDP group
     rows = all_gather_json([copies.file, is_leader, *astuple(written)], group)
     own = [layout_to_json(layout) for layout in copies.layouts]
@@ -150,19 +152,36 @@ def make_room(folder: Path, num_bytes: int) -> None:
         )
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], step: int) -> StoredFile:
-    """Write the file of ``tensor_file`` and wait until it is on disk. Raises ``OSError``."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], step: int, progressed: Callable[[], None] = lambda: None
+) -> StoredFile:
+    """Write the file of ``tensor_file`` and wait until it is on disk. Raises ``OSError``.
+
+    ``progressed`` is called now and then, as long as the disk takes what is written.
+    """
     header = _header(tensors, step)
-    write_to_disk(path, [header, *map(bytes_of, tensors.values())])
+    progressed()
+    write_to_disk(path, [header, *map(bytes_of, tensors.values())], progressed)
     total = len(header) + sum(tensor.nbytes for tensor in tensors.values())
     return StoredFile(num_bytes=total, header_bytes=len(header), checksum=checksum_of(header))
 
 
-def write_to_disk(path: Path, contents: Iterable[bytes | memoryview]) -> None:
-    """Write ``contents``, one behind the other, and wait until they are on disk. Raises ``OSError``."""
+def write_to_disk(
+    path: Path, contents: Iterable[bytes | memoryview], progressed: Callable[[], None] = lambda: None
+) -> None:
+    """Write ``contents``, one behind the other, and wait until they are on disk. Raises ``OSError``.
+
+    ``progressed`` is called behind every part that is on disk.
+    """
+    unsynced = 0
     with path.open("wb") as file:
         for content in contents:
             file.write(content)
+            unsynced += len(content)
+            if unsynced >= _SYNCED_BYTES:
+                os.fsync(file.fileno())
+                unsynced = 0
+            progressed()
         file.flush()
         os.fsync(file.fileno())
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from bytescale import __version__
-from bytescale.common.errors import BytescaleError, SystemRefusal, foreseen, unexpected
+from bytescale.common.errors import BytescaleError, SystemRefusal, foreseen, is_panic, unexpected
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "demo": ("demo", "DemoOptions", "the first run: train on 8 ranks, measure the planners, simulate a cluster"),
@@ -62,8 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError as error:
         # 141 is the exit code that shells give to a program that SIGPIPE has ended.
         return 141 if reader_is_gone() else report(command, error)
-    except Exception as error:
-        return report(command, error)
+    except BaseException as error:
+        if isinstance(error, Exception) or is_panic(error):
+            return report(command, error)
+        raise
 
 
 def run(command: str, arguments: Sequence[str]) -> int:
@@ -77,7 +79,7 @@ def run(command: str, arguments: Sequence[str]) -> int:
     return int(parse(getattr(module, options), arguments, prog=f"bytescale {command}").run())
 
 
-def report(command: str, error: Exception) -> int:
+def report(command: str, error: BaseException) -> int:
     """Print the error as one message, and return the exit code."""
     error = foreseen(error, command)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # the launcher prints it once, for all ranks

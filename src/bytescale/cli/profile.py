@@ -55,8 +55,8 @@ def run(arguments: Sequence[str]) -> int:
     if ranks > 1 and ranks_of_torchrun() is None:
         from bytescale.train.launch.torchrun import launch_ranks
 
-        again = shlex.join(["bytescale", "profile", *arguments])
-        launch_ranks(ranks, ["profile", *arguments], again=again, stop_seconds=10.0)
+        again = f"begin again with `{shlex.join(['bytescale', 'profile', *arguments])}`"
+        launch_ranks(ranks, ["profile", *arguments], again=lambda: again, stop_seconds=10.0)
         return 0
     profile_command(options)
     return 0

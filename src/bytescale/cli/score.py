@@ -79,8 +79,8 @@ def run(arguments: Sequence[str]) -> int:
     from bytescale.train.launch.torchrun import launch_ranks
 
     print(f"starting {options.ranks} ranks ...", flush=True)
-    again = shlex.join(["bytescale", "score", *arguments])
-    launch_ranks(options.ranks, ["score", *arguments], again=again, stop_seconds=30.0)
+    again = f"continue with `{shlex.join(['bytescale', 'score', *arguments])}`"
+    launch_ranks(options.ranks, ["score", *arguments], again=lambda: again, stop_seconds=30.0)
     return 0
 
 

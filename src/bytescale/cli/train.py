@@ -30,6 +30,7 @@ from bytescale.config import (
 from bytescale.config.architecture import Architecture
 from bytescale.config.validate import hdp_ranks, may_offload
 from bytescale.train.origin import with_its_tokenizer, with_kept_tokenizer
+from bytescale.train.stop import StopRequest, said_when_stopped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +72,14 @@ def start_training(options: TrainOptions) -> None:
     config = options.config
     validate(config, num_ranks=ranks_of_torchrun())
     if config.trainer.epochs:
-        config = _with_steps_of_epochs(config)
+        with said_when_stopped("while its data was counted; what is tokenised is kept, so the same command goes on"):
+            config = _with_steps_of_epochs(config)
         validate(config, num_ranks=ranks_of_torchrun())
         options = replace(options, config=config)
+    if not config.trainer.resume and ranks_of_torchrun() is None:
+        from bytescale.train.run_folder import check_is_new
+
+        check_is_new(Path(config.trainer.run_dir))
     if options.dry_run:
         _check_initial_weights(config)
         if config.trainer.resume:
@@ -85,10 +91,13 @@ def start_training(options: TrainOptions) -> None:
         return
     if ranks_of_torchrun() is not None:
         from bytescale.train.loop.trainer import train
-        from bytescale.train.ranks import end_with_launcher
+        from bytescale.train.ranks import LAUNCHER_PID, end_with_launcher
 
         end_with_launcher()
-        train(config, compares=options.compares)
+        asked = StopRequest()
+        train(config, stop=asked, compares=options.compares)
+        if asked.early and LAUNCHER_PID in os.environ:
+            raise SystemExit(128 + asked.signal)  # our launcher tells how to go on; torchrun would call it a failure
     else:
         prepare_and_start(options)
 
@@ -110,6 +119,8 @@ def read_options(
             so="it is not clear which settings to use",
             fix=f"to continue the run, leave out {path}: the run folder has its own config.toml",
         )
+    if resumed is not None and not (resumed / "config.toml").is_file():
+        raise _no_run(resumed)
     path = resumed / "config.toml" if resumed is not None else path or default
     given = [str(path), *rest] if path else rest
     options = read(kind, given, prog=f"bytescale {kind.command}", default=Config())
@@ -134,6 +145,16 @@ def read_options(
             )
         trainer = replace(trainer, run_dir=f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}")
     return replace(options, config=replace(config, trainer=trainer))
+
+
+def _no_run(named: Path) -> ConfigError:
+    known = sorted({config.parent for place in {named.parent, Path("runs")} for config in place.glob("*/config.toml")})
+    shown = ", ".join(str(run) for run in known[-8:])
+    return ConfigError(
+        f"there is no run in {named} (it has no config.toml)",
+        so="there is nothing to continue",
+        fix=f"name one of the runs that are here: {shown}" if shown else "name the folder of a run: none is here",
+    )
 
 
 def _started_from(init: str | None, config: Config) -> Config:
@@ -211,26 +232,22 @@ def prepare_and_start(options: TrainOptions) -> None:
     from bytescale.train.parts.devices import fit_to_gpus
     from bytescale.train.parts.rank_model import check_host_room
     from bytescale.train.reporting.trackers import check_trackers
-    from bytescale.train.run_folder import check_is_new
 
     check_trackers(options.config.log)
     config = fit_to_gpus(options.config)
     check_room(config.parallel.ranks)
     check_host_room(config)
-    if not config.trainer.resume:
-        check_is_new(Path(config.trainer.run_dir))
     _check_initial_weights(config)
-    _prepare_data(config)
+    with said_when_stopped("while its data was prepared; what is tokenised is kept, so the same command goes on"):
+        _prepare_data(config)
     with _ray_if_needed(config):
         if config.parallel.ranks == 1 and not options.max_restarts:
             from bytescale.train.loop.trainer import train
-            from bytescale.train.stop import StopRequest
 
             asked = StopRequest(tells=True)
             train(config, stop=asked, compares=options.compares)
-            if asked.agreed:
-                again = f"bytescale train --resume {config.trainer.run_dir}"
-                print(f"stopped by {asked.signal.name}; continue with: {again}")
+            if asked.early:
+                print(f"stopped by {asked.signal.name}; {_how_to_go_on(config)}")
                 raise SystemExit(128 + asked.signal)
             return
         supervise(
@@ -239,6 +256,17 @@ def prepare_and_start(options: TrainOptions) -> None:
             max_restarts=options.max_restarts,
             ranks_there=ranks_there if options.elastic else None,
         )
+
+
+def _how_to_go_on(config: Config) -> str:
+    """What to do after a run was stopped or has failed, for messages."""
+    run = Path(config.trainer.run_dir)
+    again = f"bytescale train --resume {run}"
+    if _newest_checkpoint(config, run) is not None:
+        return f"continue with `{again}`"
+    if (run / "config.toml").is_file():
+        return f"begin again with `{again}` (it has no checkpoint yet)"
+    return "begin again with the same command (there is no run folder yet)"
 
 
 def _check_initial_weights(config: Config) -> None:
@@ -308,6 +336,7 @@ def _start_ranks(config: Config, command: str) -> None:
         launch_ranks(
             config.parallel.ranks,
             [command, str(resolved)],
-            again=f"bytescale train --resume {config.trainer.run_dir}",
+            again=partial(_how_to_go_on, config),
             stop_seconds=config.parallel.stop_seconds,
+            silent_seconds=config.parallel.timeout_seconds,
         )

@@ -5,16 +5,24 @@ from __future__ import annotations
 import fcntl
 import glob
 import logging
+import math
 import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+from bytescale.common.errors import DataError
 
 logger = logging.getLogger(__name__)
 
+STOPPED_SECONDS = 15.0
+"""So long a stopped process may hold a lock that others wait for."""
+_LOOK_SECONDS = 0.1
 _TEMPORARY = re.compile(r"\..+\.(?P<host>[^.]+)\.\d+\.(?P<pid>\d+)\.tmp")
 
 
@@ -75,15 +83,49 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on ``path`` (created, never deleted). The kernel frees it when the holder dies."""
+    """Hold an exclusive lock on ``path`` (created, never deleted). The kernel frees it when the holder dies.
+
+    Raises ``DataError`` where the holder is a stopped process of this machine, which may never go on.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another process that holds %s", path)
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with path.open("a+") as file:
+        since: float | None = None  # when the holder was first seen stopped
+        while not _took(file):
+            if since is None:
+                logger.info("waiting for another process that holds %s", path)
+            file.seek(0)
+            holder = file.read().split()
+            if len(holder) != 2 or holder[0] != _host() or not is_stopped(int(holder[1])):
+                since = math.inf
+            elif since is None or since == math.inf:
+                since = time.monotonic()
+            elif time.monotonic() - since > STOPPED_SECONDS:
+                raise DataError(
+                    f"process {holder[1]} holds {path} and is stopped (as by Ctrl-Z)",
+                    so="what it has begun would be waited for, perhaps for ever",
+                    fix=f"let it go on (kill -CONT {holder[1]}) or end it",
+                )
+            time.sleep(_LOOK_SECONDS)
+        file.truncate(0)
+        file.write(f"{_host()} {os.getpid()}")
+        file.flush()
         yield  # closing the file releases the lock
+
+
+def _took(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is stopped by a signal; False where the system does not say it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
 
 
 def _host() -> str:

@@ -86,7 +86,7 @@ class UnexpectedError(BytescaleError, RuntimeError):
     """Something that should not have happened, with the place of its stack trace."""
 
 
-def foreseen(error: Exception, command: str) -> Exception:
+def foreseen(error: BaseException, command: str) -> BaseException:
     """Return the message for what the system refused. Other errors are returned as they are."""
     if isinstance(error, BytescaleError) or not isinstance(error, OSError):
         return error
@@ -107,7 +107,12 @@ def foreseen(error: Exception, command: str) -> Exception:
     )
 
 
-def unexpected(error: Exception) -> UnexpectedError:
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust has panicked. Python sees no Exception then, so most handlers miss it."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
+def unexpected(error: BaseException) -> UnexpectedError:
     """Return one message for a bug of ours, whose stack trace is kept in a file."""
     place = keep_trace("".join(traceback.format_exception(error)))
     text = " ".join(str(error).split())[:500]

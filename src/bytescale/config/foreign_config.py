@@ -21,6 +21,7 @@ _MOST = {
     "vocab_size": 2**30,
 }
 """The sizes of a model, and how large each of them may be: far beyond all models that there are."""
+_OBJECTS = ("text_config", "quantization_config", "rope_scaling", "rope_parameters")
 _MAY_BE_ZERO = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
 _UNUSED = ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation")
 
@@ -58,7 +59,11 @@ def checked_config(content: dict[str, Any], where: str) -> dict[str, Any]:
 
     Raises ``ConfigError`` for sizes that no model has, numbers that are none, and code to be fetched.
     """
+    _check_kinds(content, where)
     for name, value in _entries(content):
+        is_epsilon = name.endswith(("_eps", "_epsilon")) and (value is not None or name == "rms_norm_eps")
+        if is_epsilon and not (isinstance(value, int | float) and value >= 0):
+            raise _wrong(where, name, value, "a number from 0 on")
         if isinstance(value, float) and math.isnan(value):
             raise _wrong(where, name, value, "a number")
         if name in _MOST and value is not None:
@@ -72,6 +77,15 @@ def checked_config(content: dict[str, Any], where: str) -> dict[str, Any]:
                 fix="take the line out: bytescale computes attention itself",
             )
     return _without_unused(content)
+
+
+def _check_kinds(content: dict[str, Any], where: str) -> None:
+    for name in _OBJECTS:
+        if not isinstance(content.get(name), dict | None):
+            raise _wrong(where, name, content[name], "an object")
+    named = content.get("architectures")
+    if named is not None and not (isinstance(named, list) and named and all(isinstance(one, str) for one in named)):
+        raise _wrong(where, "architectures", named, "a list of names")
 
 
 def _wrong(where: str, name: str, value: object, wanted: str) -> ConfigError:

@@ -60,7 +60,11 @@ def resolve_model(
             )
         given["head_dim"] = hidden // heads
     architecture = replace(base, **given)
-    _check_architecture(architecture)
+    try:
+        _check_architecture(architecture)
+    except TypeError as error:  # a size of the folder's is no number
+        raise ConfigError(f"{config.preset} describes no model ({error})", fix="use the config.json of its weights")\
+            from error  # fmt: skip
     return architecture
 
 
@@ -71,7 +75,15 @@ def source_folder(source: str) -> Path:
 
 def _model_of_folder(folder: Path, trained: dict[str, Any]) -> Architecture | AttachedArchitecture:
     content, where = read_hf_config(folder), str(folder / "config.json")
-    own = None if trained else architecture_from_hf(content, where=where)
+    try:
+        own = None if trained else architecture_from_hf(content, where=where)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+        raise ConfigError(
+            f"{where} describes no {content.get('model_type')} model ({type(error).__name__}: {error})",
+            fix="use the config.json that belongs to the weights",
+        ) from error
     if own is None and "model_type" not in content:
         raise ConfigError(
             f"{where} does not say its model_type, and architectures has none of {', '.join(FAMILIES)}",

@@ -193,11 +193,16 @@ class RankGroup:
         return full.view(self.size, -1)[self.rank]
 
     def _lost(self, error: RuntimeError) -> RankFailure:
-        return RankFailure(
-            f"{self.name} rank {self.rank} lost its group in a collective: {str(error).splitlines()[0]}",
-            so="the step cannot be finished, every rank stops",
-            fix="look for the first error in the other ranks' output, then resume",
-        )
+        return lost_ranks(f"{self.name} rank {self.rank} lost its group in a collective", error)
+
+
+def lost_ranks(what: str, error: Exception) -> RankFailure:
+    """The error of a rank to which others do not answer any more."""
+    return RankFailure(
+        f"{what}: {str(error).splitlines()[0]}",
+        so="the step cannot be finished, every rank stops",
+        fix="look for the first error in the other ranks' output, and for ranks that do not answer, then resume",
+    )
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout_seconds: float = 300.0) -> dist.ProcessGroup:

@@ -27,6 +27,7 @@ from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import ConfigError, foreseen
 from bytescale.config import Config, sharing_domain
 from bytescale.runtime import DTYPES, Mesh, MeshShape, RankGroup
+from bytescale.runtime.group import lost_ranks
 
 STORE_FILE = "BYTESCALE_STORE_FILE"
 """Environment variable with the file through which the ranks of one machine find each other. It lies in a folder that
@@ -43,8 +44,6 @@ _NCCL_NUMBERS = (
     "NCCL_MAX_P2P_NCHANNELS", "NCCL_NCHANNELS_PER_NET_PEER", "NCCL_BUFFSIZE",
 )  # fmt: skip
 """Variables of NCCL that all ranks must have alike."""
-_CHECKPOINT_LIMIT = timedelta(hours=1)
-"""Ranks write their parts of a checkpoint to disks that may be slow; a rank that died is noticed at once."""
 _OPENINGS = itertools.count()
 """Numbers the times that this process joined others: the same number in all ranks. Each has keys of its own."""
 _RENDEZVOUS: dict[tuple[str | None, ...], tuple[dist.Store, int, int]] = {}
@@ -141,7 +140,7 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
     try:
         yield Ranks(
             mesh=_open_mesh(config, RankGroup(dist.group.WORLD, device=device), timeout),
-            checkpoint_group=dist.new_group(backend="gloo", timeout=max(timeout, _CHECKPOINT_LIMIT)),
+            checkpoint_group=dist.new_group(backend="gloo", timeout=timeout),
             device=device,
             dtype=dtype,
         )
@@ -162,7 +161,7 @@ def leave_early(error: BaseException, device: torch.device) -> None:
         dist.destroy_process_group()
 
 
-def record_for_launcher(error: Exception) -> None:
+def record_for_launcher(error: BaseException) -> None:
     """Write the error where the launcher, if there is one, looks for it. It then knows whose error came first."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         get_error_handler().record_exception(foreseen(error, "train"))
@@ -188,11 +187,14 @@ def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 def _meet_at_the_end(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
     """Wait for all ranks. The first, which may serve the store, goes on when all others have read its last answer."""
-    barrier(store, num_ranks, "end", timeout.total_seconds(), rank)
-    if rank:
-        store.set(f"gone-{rank}", "")
-    else:
-        store.wait([f"gone-{other}" for other in range(1, num_ranks)], timeout)
+    try:
+        barrier(store, num_ranks, "end", timeout.total_seconds(), rank)
+        if rank:
+            store.set(f"gone-{rank}", "")
+        else:
+            store.wait([f"gone-{other}" for other in range(1, num_ranks)], timeout)
+    except RuntimeError as error:
+        raise lost_ranks(f"rank {rank} was done, and others did not come to the end", error) from error
 
 
 def prepare_gloo(num_ranks: int) -> None:

@@ -89,8 +89,23 @@ class RunFolder:
             os.close(descriptor)
 
 
+def check_can_be_made(path: Path) -> None:
+    """Raise ``OSError`` if the folder ``path`` can be neither used nor made, and leave nothing behind."""
+    made: list[Path] = []
+    try:
+        for folder in (*reversed(path.absolute().parents), path.absolute()):
+            if not folder.is_dir():
+                folder.mkdir()
+                made.append(folder)
+    finally:
+        for folder in reversed(made):
+            folder.rmdir()
+
+
 def check_is_new(path: Path) -> None:
-    """Raise ``ConfigError`` if something is already there: a run never writes over another."""
+    """Raise ``ConfigError`` if something is already there, as a run never writes over another, and ``OSError`` if the
+    folder cannot be made."""
+    check_can_be_made(path)
     if path.exists() and any(path.iterdir()):
         raise ConfigError(
             f"the run folder {path} exists and is not empty",

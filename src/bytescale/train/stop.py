@@ -4,11 +4,35 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def said_when_stopped(where: str) -> Iterator[None]:
+    """Let SIGTERM and SIGINT end this program with a word while the block runs: "stopped by SIGTERM ``where``"."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        print(f"\nstopped by {signal.Signals(number).name} {where}", file=sys.stderr, flush=True)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopRequest:
@@ -22,6 +46,8 @@ class StopRequest:
         """Which signal asked."""
         self.agreed = False
         """Whether any rank was asked to stop. After each step, this is the same on every rank."""
+        self.early = False
+        """Whether that was before the last step."""
         self._tells = tells
         self._before: dict[signal.Signals, Any] = {}
 

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock, write_atomically
-from bytescale.common.errors import ConfigError, DataError
+from bytescale.common.errors import ConfigError, DataError, is_panic
 from bytescale.common.parsing import parse_json
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile, fingerprint_files
@@ -112,12 +113,8 @@ class JsonTokenizer:
         ``tokenizer_config.json`` is not JSON.
         """
         file = path / "tokenizer.json" if path.is_dir() else path
-        try:
+        with _rust_errors(f"{file} is not a tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises bare Exception for what it cannot parse
-            raise DataError(
-                f"{file} is not a tokenizer.json ({error})", fix="save it again with Tokenizer.save()"
-            ) from error
         return JsonTokenizer(
             tokenizer,
             name=str(path),
@@ -131,7 +128,8 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """``[num_tokens]`` int64 per text, without EOS. An empty text has none."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _rust_errors(f"tokenizer {self.name} cannot encode a text"):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def encode_with_offsets(self, text: str) -> tuple[IntArray, IntArray]:
@@ -161,6 +159,18 @@ class JsonTokenizer:
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
+
+
+@contextmanager
+def _rust_errors(what: str) -> Iterator[None]:
+    """Raise what the library refuses as ``DataError``. It raises bare Exception, or panics: that is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is Exception or is_panic(error) or isinstance(error, UnicodeDecodeError):
+            text = " ".join(str(error).split())[:300]
+            raise DataError(f"{what} ({text})", fix="save it again with Tokenizer.save()") from error
+        raise
 
 
 def _tokens_by_id(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:

@@ -13,7 +13,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,19 +25,29 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from bytescale.common.atomic import is_stopped
 from bytescale.common.errors import RankFailure, RanksRefused, keep_trace
 from bytescale.config import Config
 from bytescale.train.parts.budget import check_room
-from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE
+from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE, TIMEOUT_SECONDS
 
 _LOOK_SECONDS = 0.1
+_LAST_SECONDS = 5.0
 
 
-def launch_ranks(num_ranks: int, arguments: Sequence[str], *, again: str, stop_seconds: float) -> None:
+def launch_ranks(
+    num_ranks: int,
+    arguments: Sequence[str],
+    *,
+    again: Callable[[], str],
+    stop_seconds: float,
+    silent_seconds: float | None = None,
+) -> None:
     """Run ``python -m bytescale <arguments>`` as ``num_ranks`` ranks on this machine and wait for them.
 
-    Ranks have ``stop_seconds`` to end by themselves after a signal arrived. ``again``: the command that continues what
-    was stopped, for messages.
+    Ranks have ``stop_seconds`` to end by themselves after a signal arrived. ``again``: what to do to go on, for
+    messages, such as "continue with `...`"; it is asked when something has stopped. ``silent_seconds``: how long a rank
+    may be stopped; None: as long as a message may take by default.
 
     Raises:
         ConfigError: this machine has no room for so many processes.
@@ -48,7 +59,8 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, again: str, stop_s
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is reported once, below
     try:
         with TemporaryDirectory(prefix="bytescale-ranks-", ignore_cleanup_errors=True) as folder:
-            failures = _run(Path(folder), num_ranks, arguments, stop_seconds, again)
+            limits = stop_seconds, silent_seconds or TIMEOUT_SECONDS["cpu"]
+            failures = _run(Path(folder), num_ranks, arguments, limits, again)
     finally:
         if sys.stdout.isatty():
             Console().show_cursor()  # a rank that was killed while drawing its bar leaves it hidden
@@ -57,9 +69,13 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, again: str, stop_s
 
 
 def _run(
-    folder: Path, num_ranks: int, arguments: Sequence[str], stop_seconds: float, again: str
+    folder: Path, num_ranks: int, arguments: Sequence[str], limits: tuple[float, float], again: Callable[[], str]
 ) -> dict[int, ProcessFailure]:
-    """Start the ranks and wait until all have ended. Returns the failures by rank. Raises as ``launch_ranks``."""
+    """Start the ranks and wait until all have ended. Returns the failures by rank. Raises as ``launch_ranks``.
+
+    ``limits``: ``stop_seconds`` and ``silent_seconds``.
+    """
+    stop_seconds, silent_seconds = limits
     common = {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
@@ -77,9 +93,11 @@ def _run(
             envs={rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)},
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         )
-        ended = ranks.wait(period=_LOOK_SECONDS)
-        assert ended is not None, "without a time limit, wait returns a result"
-        return ended.failures
+        failures = _wait(ranks, stop_seconds, silent_seconds)
+        for each in (signal.SIGTERM, signal.SIGINT):  # a rank was asked, and all have stopped early (``StopRequest``)
+            if failures and all(own.exitcode == 128 + each for own in failures.values()):
+                raise _stopped(each.name, again)
+        return failures
     except SignalException as stop:
         name = signal.Signals(stop.sigval).name
         print(
@@ -93,8 +111,54 @@ def _run(
                 ranks.close(signal.SIGTERM, timeout=math.ceil(stop_seconds))
             except SignalException:  # the second one
                 ranks.close(signal.SIGKILL)
-        print(f"stopped by {name}; continue with: {again}")
-        raise SystemExit(128 + stop.sigval) from None
+            if not any(process.poll() for process in _processes(ranks).values()):
+                return {}  # what was to be done is done
+        raise _stopped(name, again) from None
+
+
+def _stopped(name: str, again: Callable[[], str]) -> SystemExit:
+    print(f"stopped by {name}; {again()}")
+    return SystemExit(128 + signal.Signals[name])
+
+
+def _processes(ranks: Any) -> dict[int, subprocess.Popen[bytes]]:
+    return {rank: handler.proc for rank, handler in ranks.subprocess_handlers.items()}
+
+
+def _wait(ranks: Any, stop_seconds: float, silent_seconds: float) -> dict[int, ProcessFailure]:
+    """Wait until all ranks have ended, or one has failed; then end the others. Returns the failures by rank.
+
+    Ranks that are ended here have not failed. A stopped rank (SIGSTOP) hears no signal but the one that kills.
+
+    Raises ``RankFailure`` for a rank that has been stopped for ``silent_seconds``.
+    """
+    processes = _processes(ranks)
+    since: dict[int, float] = {}  # when a rank was first seen stopped
+    while any(process.poll() is None for process in processes.values()):
+        if any(process.poll() for process in processes.values()):
+            break
+        alive = [rank for rank, process in processes.items() if process.poll() is None]
+        since = {rank: since.get(rank, time.monotonic()) for rank in alive if is_stopped(processes[rank].pid)}
+        if since and time.monotonic() - min(since.values()) > silent_seconds:
+            break
+        time.sleep(_LOOK_SECONDS)
+    alive = [rank for rank, process in processes.items() if process.poll() is None]
+    stopped = [rank for rank in alive if is_stopped(processes[rank].pid)]
+    for rank in stopped:
+        processes[rank].kill()
+    # Without a stopped rank the others can do nothing, and gloo tries for a while to reach it.
+    ranks.close(signal.SIGTERM, timeout=math.ceil(min(stop_seconds, _LAST_SECONDS) if stopped else stop_seconds))
+    ended = ranks.wait(period=_LOOK_SECONDS)
+    assert ended is not None, "without a time limit, wait returns a result"
+    ours = (-signal.SIGTERM, -signal.SIGKILL)
+    failures = {rank: own for rank, own in ended.failures.items() if not (rank in alive and own.exitcode in ours)}
+    if stopped and all(_rank_of_blame(own) == 2 for own in failures.values()):
+        raise RankFailure(
+            f"rank {stopped[0]} (pid {processes[stopped[0]].pid}) was stopped (SIGSTOP), and did not answer the others",
+            so="they gave up after parallel.timeout_seconds; what was written before is whole",
+            fix="do not stop single ranks, or raise parallel.timeout_seconds",
+        )
+    return failures
 
 
 def ranks_there(config: Config) -> int:
@@ -110,7 +174,7 @@ def ranks_there(config: Config) -> int:
     return max(1, min(config.parallel.ranks, int(counted.stdout)))
 
 
-def rank_failure(failures: dict[int, ProcessFailure], again: str) -> RankFailure:
+def rank_failure(failures: dict[int, ProcessFailure], again: Callable[[], str]) -> RankFailure:
     """The error of the rank that failed first by its own cause, among all ranks that failed."""
     rank, failure = min(failures.items(), key=lambda item: (_rank_of_blame(item[1]), item[1].timestamp, item[0]))
     kind, text, trace = _error_of(failure)
@@ -125,7 +189,7 @@ def rank_failure(failures: dict[int, ProcessFailure], again: str) -> RankFailure
     return RankFailure(
         f"rank {rank} (pid {failure.pid}) {how}",
         so="the other ranks were stopped; what was written before is whole",
-        fix=f"mend the cause, then continue with `{again}`",
+        fix=f"mend the cause, then {again()}",
     )
 
 
@@ -134,7 +198,7 @@ _CLEAR_ERRORS = (*_USER_ERRORS, "RankFailure", "LoaderFailure", "SystemRefusal")
 
 
 def _rank_of_blame(failure: ProcessFailure) -> int:
-    """0: killed from outside; 1: an error of its own; 2: lost a peer; 3: stopped by the agent."""
+    """0: killed from outside; 1: an error of its own; 2: lost a peer; 3: asked to end."""
     if failure.exitcode == -signal.SIGTERM:
         return 3
     if failure.exitcode < 0:

@@ -69,7 +69,7 @@ def train(
         run_steps(job, run, checkpoints, log, BestEvaluation.of(config.eval, best))
         if compares and not stop.agreed:
             compare_planners(job, checkpoints, log.write)
-        log.finish(stopped=stop.agreed, suggests=not compares)
+        log.finish(stopped=stop.early, suggests=not compares)
     return run.path
 
 
@@ -97,6 +97,7 @@ def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, 
             if best.is_final and step < job.config.trainer.steps:
                 log.write(best.why_final())
             if best.is_final or stop.agreed:
+                stop.early = stop.agreed and not best.is_final and step < job.config.trainer.steps
                 break
     job.optimizer.wait_for_parameters()
     checkpoints.finish(job.config.parallel.stop_seconds / 2 if stop.agreed else None)
