@@ -45,7 +45,7 @@ def refuse_links_out(folder: Path) -> None:
 
 def file_inside(folder: Path, name: object) -> Path:
     """A file of ``folder`` that one of its files names. Raises ``ConfigError`` for a name that leads out of it."""
-    if isinstance(name, str) and name and Path(name).name == name:
+    if isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name:
         return folder / name
     raise ConfigError(
         f"a file of {folder} names {name!r}, which is no file of that folder",

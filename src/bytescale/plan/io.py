@@ -26,6 +26,6 @@ def load_plan(path: Path) -> Plan:
     try:
         with np.load(path, allow_pickle=False) as stored:
             values = {spec.name: stored[spec.name] for spec in fields(Plan)}
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
         raise PlanError(f"{path} is not a plan ({error})", fix="name a .npz file from a run folder's plans/") from error
     return Plan(**{**values, "planner": str(values["planner"]), "domain": int(values["domain"])})

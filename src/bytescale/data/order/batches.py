@@ -13,6 +13,7 @@ two longest samples. Sources pass at different speeds, so one may be in its thir
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import CheckpointError
+from bytescale.common.errors import CheckpointError, DataError
 from bytescale.config.schema import DataConfig, LossPer
 from bytescale.config.validate import check_batches
 from bytescale.data.order.epoch import EVERYTHING, SampleStream
@@ -30,6 +31,7 @@ from bytescale.data.order.index import CorpusIndex
 from bytescale.data.tokens.samples import Samples
 
 SamplerState = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,23 @@ class BatchSampler:
             self.load_state_dict(state)
 
     def next_batch(self) -> GlobalBatch:
-        """Draw the next global batch, which holds at least one sequence. Raises as ``SampleStream.enter``."""
+        """Draw the next global batch. Where tokens have weights, batches in which all of them are 0 are left out.
+
+        Raises as ``SampleStream.enter``, and ``DataError`` if a whole epoch has no target.
+        """
+        began = min(stream.epoch for stream in self._streams)
+        while not (batch := self._drawn()).total_targets and self._index.has_weights:
+            logger.warning("a batch of %d sequences has nothing to train on, and is left out", len(batch.samples))
+            if min(stream.epoch for stream in self._streams) > began + 1:
+                raise DataError(
+                    "no sequence of the corpus has a token that is trained on",
+                    so="every step would be empty",
+                    fix="raise data.context_length, if documents are cut before what is trained on, or mend weights",
+                )
+        self.next_step += 1
+        return batch
+
+    def _drawn(self) -> GlobalBatch:
         first_epoch = min(stream.epoch for stream in self._streams)
         at_most = 1 if len(self._streams) > 1 else self._batch_tokens  # after each sample, another source may be behind
         drawn: list[tuple[Samples, IntArray]] = []
@@ -139,8 +157,7 @@ class BatchSampler:
                 break
             drawn.append((samples, rows))
             budget -= num_tokens
-        self.next_step += 1
-        return GlobalBatch(step=self.next_step - 1, epoch=first_epoch, samples=_picked(drawn))
+        return GlobalBatch(step=self.next_step, epoch=first_epoch, samples=_picked(drawn))
 
     def state_dict(self) -> SamplerState:
         """Return where the next batch starts in every source, as plain numbers and strings for a checkpoint."""

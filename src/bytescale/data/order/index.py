@@ -155,6 +155,7 @@ class CorpusIndex:
             if content.trained is not None:
                 self.has_weights = True
                 samples = replace(samples, num_trained=content.trained[0], weight_sums=content.trained[1])
+                counts = replace(counts, num_untrained=int((samples.num_trained == 0).sum()))
             found.append(samples)
             if part not in self._known:
                 self._counts += counts

@@ -64,6 +64,8 @@ _FORMAT_OF_ENDING: dict[str, FileFormat] = {
     ".parquet": "parquet",
     ".bin": "bin",
 }
+_COMPRESSED = {".gz": "gunzip", ".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz"}
+"""Endings of compressed files, and what undoes it."""
 _METADATA = ".meta.json"
 """Ending of the metadata of a pair of tokens (``data.tokens.indexed``)."""
 _NOT_STDLIB = {"site-packages", "dist-packages"}
@@ -132,7 +134,14 @@ def _files_of(source: str, file_format: str, beside: tuple[str, ...]) -> Iterato
                 num_bytes, version = (status := path.stat()).st_size, status.st_mtime_ns
             if file_format not in ("auto", *get_args(FileFormat)):
                 raise ConfigError(f"data.format is {file_format!r}", fix="use auto, text, jsonl, parquet or bin")
-            known = _FORMAT_OF_ENDING.get(path.suffix.lower(), "text")
+            ending = path.suffix.lower()
+            if ending in _COMPRESSED and PurePosixPath(path.name).with_suffix("").suffix.lower() in _FORMAT_OF_ENDING:
+                raise ConfigError(
+                    f"{path} is compressed",
+                    so="its records could not be read a range at a time, and so not in parallel",
+                    fix=f"decompress it ({_COMPRESSED[ending]} {path}), or leave it out of data.sources",
+                )
+            known = _FORMAT_OF_ENDING.get(ending, "text")
             kind = known if file_format == "auto" else cast(FileFormat, file_format)
             yield SourceFile(path=path.absolute(), format=kind, num_bytes=num_bytes, mtime_ns=version, named=named)
     except OSError as error:

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 UNIT_BYTES = 4 * 1024**2
 """Bytes of text per unit: large enough that handing a unit to a process costs little, small enough for memory."""
 _PARQUET_BATCH_ROWS = 1024
+_PARQUET_BATCH_BYTES = 16 * 2**20
+"""So many rows of Parquet are Python objects at once, or fewer, where rows are large."""
+_FIRST_ROWS = 8
 _SHOWN_PLACES = 5
 
 
@@ -367,11 +370,13 @@ def parquet_records(unit: WorkUnit, keys: Sequence[str]) -> Iterator[Record]:
 
         columns = [name for name in keys if name in opened.schema_arrow.names]
         row = sum(opened.metadata.row_group(group).num_rows for group in range(unit.start)) + 1
-        batches = opened.iter_batches(
-            _PARQUET_BATCH_ROWS, row_groups=list(range(unit.start, unit.stop)), columns=columns, use_threads=False
-        )
+        groups = list(range(unit.start, unit.stop))
+        read = partial(opened.iter_batches, row_groups=groups, columns=columns, use_threads=False)
         try:
-            for batch in batches:
+            # As many rows at once as the first ones promise to be a few MiB: a row may have one word, or a whole book.
+            first = next(read(_FIRST_ROWS), None)
+            row_bytes = 1 if first is None else max(1, first.nbytes // max(1, len(first)))
+            for batch in read(max(1, min(_PARQUET_BATCH_ROWS, _PARQUET_BATCH_BYTES // row_bytes))):
                 for values in batch.to_pylist():
                     named = {name: _without_nulls(value) for name, value in values.items()}
                     yield Record(values=named, place=partial("{}, row {}".format, path, row))

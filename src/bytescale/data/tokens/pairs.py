@@ -198,20 +198,27 @@ class MetadataGatherer:
         self._field_hashes = {name: hashlib.blake2b(name.encode(), digest_size=8) for name in fields}
 
     def add(self, tokens: NDArray[np.integer], fields: Mapping[str, NDArray] = MappingProxyType({})) -> None:
-        """Add the next tokens, in the type of the file, and their fields. Raises ``DataError`` for a label below 0."""
+        """Add the next tokens, in the type of the file, and their fields. Raises ``DataError`` for ids below 0."""
         assert tokens.dtype == self._dtype, f"{tokens.dtype} tokens for a file of {self._dtype}"
         self._tokens_hash.update(np.ascontiguousarray(tokens).data)
-        self._max_token_id = max(self._max_token_id, int(tokens.max()) if len(tokens) else -1)
+        self._see(tokens, "tokens")
         for name, values in fields.items():
             self._field_hashes[name].update(np.ascontiguousarray(values, dtype=field_dtype(name)).data)
-            if name == LABELS and len(values):
-                self._max_token_id = max(self._max_token_id, int(values.max()))
-                if int(values.min()) < 0:
-                    raise DataError(
-                        f"a pair of labels holds {int(values.min())}",
-                        so="no token has this id",
-                        fix="write the token itself where nothing is trained on, and weight 0 for it",
-                    )
+            if name == LABELS:
+                self._see(values, name)
+
+    def _see(self, ids: NDArray, what: str) -> None:
+        if not len(ids):
+            return
+        self._max_token_id = max(self._max_token_id, int(ids.max()))
+        if int(ids.min()) < 0:
+            raise DataError(
+                f"a pair of {what} holds {int(ids.min())}",
+                so="no token has this id",
+                fix="write the token itself where nothing is trained on, and weight 0 for it"
+                if what == LABELS
+                else "tokenise again",
+            )
 
     def leave_out(self, name: str) -> None:
         del self._field_hashes[name]

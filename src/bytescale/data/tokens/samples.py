@@ -92,6 +92,9 @@ class SampleCounts:
     """Documents that the length filters left out."""
     num_lost_tokens: int = 0
     """Tokens of truncated ends and of documents that were left out."""
+    num_untrained: int = 0
+    """Samples without a token that is trained on, such as the first part of a conversation that begins with a long
+    question. They are read, and change nothing."""
     num_samples: int = 0
     num_tokens: int = 0
     """Tokens of all samples, which is what an epoch trains on."""

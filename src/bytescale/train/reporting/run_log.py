@@ -205,6 +205,8 @@ def describe_corpus(corpus: CorpusMetadata) -> str:
         )
         if number
     ]
+    if counts.num_untrained:
+        cut.append(f"{counts.num_untrained} sequences without anything to train on")
     lost = f", {format_count(counts.num_lost_tokens)} tokens lost" if counts.num_lost_tokens else ""
     return (
         f"{first}{counts.num_documents} documents ({', '.join(cut) or 'none longer than the context'}{lost}) -> "
