@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +268,23 @@ def test_convert_reads_the_run_folder_alone(
     assert "is a link to" in capsys.readouterr().err
     assert not (tmp_path / "linked").exists()
     assert CheckpointReader(newest).state.step > 0
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "fine_tuning.md"
+
+
+@pytest.mark.exhaustive
+def test_the_page_runs_as_printed(tmp_path: Path, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command of docs/fine_tuning.md, with a folder of that name in the place of the Hub's model."""
+    monkeypatch.chdir(tmp_path)
+    folder_of(tmp_path / "Qwen" / "Qwen3-0.6B")
+    (tmp_path / "chats.jsonl").write_text(chats.read_text())
+    text = PAGE.read_text(encoding="utf-8")
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    assert len(commands) == 6
+    for command in commands:
+        last = max((path.name for path in tmp_path.glob("runs/chats/checkpoints/step-*")), default="")
+        assert main(shlex.split(command.replace("LAST", last))[1:]) == 0, command
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, str(PAGE), "exec"), {})
+    assert main(["train", "--resume", "runs/chats", "--parallel.ranks", "1"]) == 0

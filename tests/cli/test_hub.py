@@ -160,6 +160,8 @@ def test_train_downloads_a_model_by_name_and_pins_its_commit(tmp_path: Path) -> 
     }  # fmt: skip
     assert load_config(tmp_path / "run" / "config.toml").data.tokenizer == str(folder), "the model's own"
     assert len(losses(tmp_path / "run")) == 2
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a b"}])
+    assert main(["data", "show", str(tmp_path / "a.jsonl"), "--tokenizer", "acme/tiny"]) == 0
 
 
 @pytest.mark.exhaustive

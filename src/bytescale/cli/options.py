@@ -24,6 +24,7 @@ from bytescale.common.limits import check_limits
 from bytescale.common.units import parse_count
 from bytescale.config import HF_PREFIX, Config, ModelConfig, TrainerConfig, load_config
 from bytescale.config.load import nearest
+from bytescale.config.schema import CorpusConfig
 from bytescale.storage.hub import local_folder
 
 Options = TypeVar("Options")
@@ -97,15 +98,20 @@ def read(options: type[Options], arguments: Sequence[str], *, prog: str, default
 
 
 def _with_models_here(options: Any) -> Any:
-    """The options with every ``hf:OWNER/NAME`` replaced by its folder on this machine; weights only for ``init``."""
+    """The options with every model of the Hub replaced by its folder on this machine; weights only for ``init``.
+
+    Models are named ``hf:OWNER/NAME``, and where a tokenizer is wanted also ``OWNER/NAME``.
+    """
     changed = {}
     for spec in fields(options):
         value = getattr(options, spec.name)
-        if isinstance(value, Config | ModelConfig | TrainerConfig):
+        if isinstance(value, Config | CorpusConfig | ModelConfig | TrainerConfig):
             changed[spec.name] = _with_models_here(value)
         elif spec.name in ("preset", "init") and str(value).startswith(HF_PREFIX):
             folder = local_folder(value.removeprefix(HF_PREFIX), weights=spec.name == "init")
             changed[spec.name] = HF_PREFIX + folder
+        elif spec.name == "tokenizer" and "/" in value and not value.endswith(".json"):
+            changed[spec.name] = local_folder(value.removeprefix(HF_PREFIX), weights=False)
     return replace(options, **changed) if changed else options
 
 
