@@ -13,6 +13,7 @@ from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture, Config
 from bytescale.config.hugging_face import SPECIAL_TOKENS, hf_config_of, read_hf_config
+from bytescale.config.resolve import described_architecture
 from bytescale.data.tokens.tokenizer import load_tokenizer
 from bytescale.models.hf_folder import copy_companions, hf_tensors, write_json, write_weights
 from bytescale.runtime import DTYPES
@@ -40,7 +41,8 @@ def export_checkpoint(
     Raises ``ConfigError`` if ``target`` exists; ``CheckpointError`` if ``checkpoint`` is none, or is incomplete.
     """
     stored = CheckpointReader(checkpoint)
-    shape = Architecture(**stored.state.architecture)
+    shape = described_architecture(stored.state.architecture, str(stored.folder))
+    assert isinstance(shape, Architecture), "models of transformers are exported by ``export_attached``"
     parameters = ((name, stored.read(f"master.{name}")) for name in parameters_of(shape))
     weights = ((name, value.to(DTYPES[dtype], copy=True)) for name, value in hf_tensors(parameters))
     with appearing(target) as hidden:

@@ -15,10 +15,11 @@ of the file's content, and the manifest ends with its own. So every byte that is
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
-from operator import attrgetter
+from operator import add, attrgetter, le
 from pathlib import Path
 from typing import Any
 
@@ -113,17 +114,62 @@ def read_manifest(folder: Place) -> Manifest:
     content = _content(folder)
     if content.pop("checksum", None) != checksum_of(_canonical(content)):
         raise damaged(folder, MANIFEST, "its content has another checksum than when it was written")
-    state = RunState(**{own.name: content[own.name] for own in fields(RunState)})
+    try:
+        manifest = _manifest_of(content)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise damaged(folder, MANIFEST, f"it describes no checkpoint ({printable(error)})") from error
+    state = manifest.state
     name = folder.resolve().name if isinstance(folder, Path) else folder.name
     named = _STEP_NAME.fullmatch(name)
     if named and int(named[1]) != state.step:
         raise damaged(folder, MANIFEST, f"it is of step {state.step}, and its folder is named {name}")
-    return Manifest(
-        state=state,
+    return manifest
+
+
+def _manifest_of(content: dict[str, Any]) -> Manifest:
+    """Raises ``AttributeError``, ``KeyError``, ``TypeError`` or ``ValueError`` for what no run has written.
+
+    What is read later may rely on it: files have the bytes that tensors need, and parts lie inside of their tensors.
+    """
+    manifest = Manifest(
+        state=RunState(**{own.name: content[own.name] for own in fields(RunState)}),
         states=content["states"],
         layouts=list(map(layout_from_json, content["layouts"])),
         files=[StoredFile(*row) for row in content["files"]],
     )
+    state, total = manifest.state, sum(file.num_bytes for file in manifest.files)
+    right = {
+        "its step": _is_number(state.step),
+        "its state": all(isinstance(own, dict) for own in (state.sampler, state.architecture, state.mesh, state.best)),
+        "its states": all(isinstance(own, str) for own in manifest.states),
+        "its files": all(_is_number(file.num_bytes, file.header_bytes) for file in manifest.files),
+        "its layouts": all(
+            _is_number(*own.bounds, *own.files, own.most_elements)
+            and len(own.bounds) > 1
+            and list(own.bounds) == sorted({0, *own.bounds})
+            and len({*own.files}) == len(own.files) > 0
+            and max(own.files) < len(manifest.files)
+            and own.bounds[-1] <= total
+            for own in manifest.layouts
+        ),
+        "its parts": all(
+            isinstance(entry.name, str)
+            and _is_number(entry.start, *entry.shape, *entry.offsets, *entry.sizes)
+            and len(entry.shape) == len(entry.offsets) == len(entry.sizes)
+            and entry.start + math.prod(entry.sizes) <= layout.bounds[-1]
+            and math.prod(entry.shape) <= total
+            and all(map(le, map(add, entry.offsets, entry.sizes), entry.shape))
+            for layout in manifest.layouts
+            for entry in layout.entries
+        ),
+    }
+    if wrong := [what for what, is_right in right.items() if not is_right]:
+        raise ValueError(wrong[0])
+    return manifest
+
+
+def _is_number(*values: object) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values)
 
 
 def _content(folder: Place) -> dict[str, Any]:

@@ -45,6 +45,12 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     refuse_links_out(folder)
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{folder} holds an adapter (LoRA), which belongs to another model",
+            so="that model's weights would be taken from wherever its adapter_config.json says",
+            fix="merge it: PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload().save_pretrained(NEW_FOLDER)",
+        )
     try:
         content = dict(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:

@@ -99,11 +99,7 @@ def _stored_architecture(folder: str) -> Architecture | AttachedArchitecture:
 
     file = place_at(folder) / "run_state.json"
     try:
-        stored = dict(parse_json(read_file(file))["architecture"])
-        if not AttachedArchitecture.is_in(stored):
-            return Architecture(**stored)
-        attached = AttachedArchitecture.of_dict(stored)
-        return replace(attached, content=checked_config(attached.content, str(file)))
+        return described_architecture(dict(parse_json(read_file(file))["architecture"]), str(file))
     except ConfigError:
         raise
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -111,6 +107,21 @@ def _stored_architecture(folder: str) -> Architecture | AttachedArchitecture:
             f"the folder {folder} is not a checkpoint of bytescale: {error}",
             fix="name a folder checkpoints/step-*",
         ) from error
+
+
+def described_architecture(stored: dict[str, Any], where: str) -> Architecture | AttachedArchitecture:
+    """The model that a checkpoint describes (``RunState.architecture``). Raises ``ConfigError`` if it is none."""
+    try:
+        if not AttachedArchitecture.is_in(stored):
+            own = Architecture(**stored)
+            _check_architecture(own)
+            return own
+        attached = AttachedArchitecture.of_dict(stored)
+        return replace(attached, content=checked_config(attached.content, where))
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{where} describes no model ({error})", fix="name another checkpoint") from error
 
 
 def _check_architecture(shape: Architecture) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -27,7 +28,7 @@ from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.common.parsing import parse_json
 from bytescale.config import AttachedArchitecture, Config
 from bytescale.config.hugging_face import refuse_quantised
-from bytescale.config.resolve import source_folder
+from bytescale.config.resolve import described_architecture, source_folder
 from bytescale.hf.files.weight_stream import adapted_ties, untie
 from bytescale.models.hf_folder import (
     copy_companions,
@@ -193,9 +194,14 @@ def constants_of(model: nn.Module) -> dict[str, str]:
 
 
 def set_constants(model: nn.Module, constants: dict[str, str]) -> None:
+    """Put back what ``constants_of`` gave. Raises ``CheckpointError`` for what is no constant of this model."""
     buffers = dict(model.named_buffers())
     for name, kept in constants.items():
-        buffers[name].copy_(safetensors.load(base64.b64decode(kept))[name])
+        try:
+            buffers[name].copy_(safetensors.load(base64.b64decode(kept))[name])
+        except (ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"the constant {name} of the checkpoint is none of its model ({_in_a_line(error)})",
+                                  fix="name another checkpoint") from error  # fmt: skip
 
 
 _EMPTY = "there is nothing to train"
@@ -272,7 +278,8 @@ def export_attached(
     matrices then.
     """
     stored, target_dtype = CheckpointReader(checkpoint), DTYPES[dtype]
-    architecture = AttachedArchitecture.of_dict(stored.state.architecture)
+    architecture = described_architecture(stored.state.architecture, str(stored.folder))
+    assert isinstance(architecture, AttachedArchitecture), "our own models have a function of their own"
     if architecture.trained:
         model = load_model(_base_of(run_config, origin, base), architecture.content, torch.float32)
         wrapped: Any = train_a_part(model, architecture.trained, seed=0)
@@ -290,7 +297,7 @@ def export_attached(
     with torch.no_grad(), appearing(target) as hidden:
         for name_of, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(stored.read(f"master.{name_of}"))
+                _fill(parameter, stored.read(f"master.{name_of}"), name_of)
         if "lora" in architecture.trained:
             wrapped.save_pretrained(hidden / "adapter")
             if adapted_ties(model):
@@ -305,6 +312,16 @@ def export_attached(
         write_json(hidden / "config.json", content | written)
         if origin is not None:
             copy_companions(origin, hidden)
+
+
+def _fill(parameter: nn.Parameter, value: torch.Tensor, name: str) -> None:
+    if parameter.shape != value.shape:
+        raise CheckpointError(
+            f"{name} is {list(value.shape)} in the checkpoint, and {list(parameter.shape)} in its model",
+            so="the checkpoint contradicts itself",
+            fix="name another checkpoint",
+        )
+    parameter.copy_(value)
 
 
 def _base_of(run_config: Config | None, origin: Path | None, given: str) -> Path:
