@@ -21,7 +21,7 @@ BUDGET = {
     "common": 500,
     "config": 1400,
     "cost": 3150,
-    "data": 4800,
+    "data": 5225,  # a conversation in all its forms, and the process in which a stranger's template may do no harm
     "hf": 5000,
     "integrations": 950,
     "models": 1250,
@@ -35,7 +35,7 @@ BUDGET = {
     "storage": 600,
     "train": 4200,
 }
-"""Lines of Python that each package may have, 42,000 in all. Whoever raises one writes the reason beside it."""
+"""Lines of Python that each package may have, 42,425 in all. Whoever raises one writes the reason beside it."""
 SLACK = 150
 """A budget is lowered when a package has that many lines fewer."""
 
@@ -107,7 +107,7 @@ def test_the_house_keeps_its_budget() -> None:
     assert not over, f"lines above the budget: {over}"
     slack = {name: budget for name, budget in BUDGET.items() if lines.get(name, 0) < budget - SLACK}
     assert not slack, f"budgets that can be lowered: {slack}"
-    assert sum(BUDGET.values()) <= 42_000
+    assert sum(BUDGET.values()) <= 42_425
 
 
 def test_no_two_classes_have_one_name() -> None:
