@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.config import DataConfig
@@ -379,6 +380,18 @@ def test_special_tokens_that_messages_spell_stay_text(tmp_path: Path, template: 
     assert trained == " <|endoftext|> ends über <|im_end|><|im_end|><|im_start|><|im_end|><|im_end|>"
     ends = theirs.convert_tokens_to_ids("<|im_end|>")
     assert example["tokens"].tolist().count(ends) == 4, "one for each message"
+
+
+def test_tags_of_thoughts_are_tokens_where_the_assistant_thinks(tmp_path: Path) -> None:
+    """Also in tokenizers that list them as special tokens."""
+    folder = chat_folder(tmp_path)
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.add_special_tokens(["<think>", "</think>"])
+    made.save(str(folder / "tokenizer.json"))
+    messages = [{"role": "user", "content": "what is <think>"}, {"role": "assistant", "content": "<think>a</think>b"}]
+    tokens = encoded({"messages": messages}, folder)["tokens"].tolist()
+    assert [tokens.count(made.token_to_id(tag)) for tag in ("<think>", "</think>")] == [1, 1]
+    assert "what is <think><|im_end|>" in load_tokenizer(str(folder)).decode(tokens)
 
 
 def test_templates_with_names(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def raise_errors(template: ChatTemplate) -> None:
             raise found
 
 
-@pytest.mark.parametrize("name", one_of(list(HOSTILE), "a tower of powers"))
+@pytest.mark.parametrize("name", one_of(list(HOSTILE), "a repeated text"))
 def test_a_hostile_template_is_refused(name: str) -> None:
     template, begun = ChatTemplate(HOSTILE[name] + CHATML), time.process_time()
     started = time.monotonic()

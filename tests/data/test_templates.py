@@ -13,8 +13,9 @@ import tokenizers
 from bytescale.common.errors import DataError
 from bytescale.config import DataConfig
 from bytescale.data.sources.records import Record
-from bytescale.data.tokens.chat import ChatTemplate
+from bytescale.data.tokens.chat import ChatTemplate, Rendered
 from bytescale.data.tokens.examples import Example, examples_of
+from bytescale.data.tokens.messages import conversation_of
 from bytescale.data.tokens.tokenizer import JsonTokenizer
 from tests.data.chats import byte_level_bpe
 from tests.data.templates import ADDED, FAMILIES, SPECIAL, plain
@@ -164,6 +165,9 @@ def test_tokens_and_masks(name: str, title: str, folder: Path, utils: Any) -> No
         )
         offsets = theirs(plain(marked), add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         mask = [float(any(first < stop and last > start for start, stop in spans)) for first, last in offsets]
+        (rendered,) = ChatTemplate(plain(family.marked), VARIABLES).render([conversation_of(record)])
+        assert isinstance(rendered, Rendered)
+        assert [tuple(span[:2]) for span in rendered.spans] == spans
         ours = example(record, plain(family.marked), folder)
         assert ours["tokens"].tolist() == tokens
         assert ours["weights"].tolist() == mask, f"enable_thinking {thinking}"

@@ -144,6 +144,7 @@ class _Sandbox:
             process.stdin.flush()
             answers = json.loads(process.stdout.readline())
         except (OSError, ValueError):  # the pipe is closed: the process has ended
+            process.kill()
             code = process.wait()
             why = "works too long" if code == -signal.SIGPROF else f"ends the process that renders (exit code {code})"
             fix = "mend its loops, or set data.chat_template to another"

@@ -160,9 +160,14 @@ class Rendering:
         """
         if not number:
             raise _unknown(number)
-        here = _with(self._messages, number, HERE)
+        try:  # a content shows where the header ends, also in front of a call; some templates allow no content there
+            here = _with(self._messages, number, HERE, always=True)
+            shown = self.text(here)
+        except Refused:
+            here = _with(self._messages, number, HERE)
+            shown = self.text(here)
         both = _with(here, number - 1, BEFORE)
-        before, shown = self.text(both[:number], prompt=True), self.text(here)
+        before = self.text(both[:number], prompt=True)
         prompt, kind, count = _behind_last(before, BEFORE, number)
         shorter = _behind(self.text(both[:number]), kind, count, number)
         follows = _behind(self.text(both), kind, count, number)
@@ -268,8 +273,8 @@ def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _replaced(message: Message, sentinels: Sequence[str]) -> Message:
-    """A message with sentinels in place of what it contains; what is empty stays empty, except for an empty answer."""
+def _replaced(message: Message, sentinels: Sequence[str], always: bool = False) -> Message:
+    """A message with sentinels in place of what it contains. A content beside calls that is empty stays so, or not."""
     thoughts, content, arguments = sentinels
     changed = _with_arguments(
         message, lambda value: {**value, arguments: arguments} if isinstance(value, dict) else arguments
@@ -278,11 +283,11 @@ def _replaced(message: Message, sentinels: Sequence[str]) -> Message:
     own = message.get("content")
     if isinstance(own, list):
         return {**changed, "content": [{**part, "text": content} for part in own]}
-    return {**changed, "content": content} if own or not message.get("tool_calls") else changed
+    return {**changed, "content": content} if own or always or not message.get("tool_calls") else changed
 
 
-def _with(messages: list[Message], number: int, sentinels: Sequence[str]) -> list[Message]:
-    return [*messages[:number], _replaced(messages[number], sentinels), *messages[number + 1 :]]
+def _with(messages: list[Message], number: int, sentinels: Sequence[str], always: bool = False) -> list[Message]:
+    return [*messages[:number], _replaced(messages[number], sentinels, always), *messages[number + 1 :]]
 
 
 def _behind_last(text: str, sentinels: Sequence[str], number: int) -> tuple[str, str, int]:
