@@ -88,14 +88,12 @@ class Template:
 @contextmanager
 def _limits(what: str, fix: str) -> Iterator[None]:
     """Errors of the template become ``Refused``; a template that works too long is killed."""
-    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # it runs on afterwards, until the next rendering sets it again
     try:
         yield
     except Exception as error:
         why = "it needs too much memory" if isinstance(error, MemoryError) else str(error) or type(error).__name__
         raise Refused(f"{what} ({why[:300]})", "it cannot be written as the model reads it", fix) from None
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 class Rendering:
