@@ -63,9 +63,8 @@ class Template:
             "raise_exception": _raise_exception,
             "strftime_now": datetime.fromisoformat(day).strftime,
         }
-        self.forms: dict[
-            tuple[Any, ...], tuple[bool, bool]
-        ] = {}  # of conversations by their shape, if nothing of them is left out
+        # Of conversations by their shape, if it leaves nothing of them out.
+        self.forms: dict[tuple[Any, ...], tuple[bool, bool]] = {}
         self._variables = variables
         with _limits("is not a Jinja template", "mend it"):
             self._compiled = environment.from_string(source)
