@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,7 @@ _WORDS = tuple(_TEXT.split())
 def chat_folder(folder: Path, template: str | None = CHATML) -> Path:
     """A folder with a byte-level tokenizer.json and a tokenizer_config.json, as transformers reads them."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=special,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator([" ".join(_WORDS)] * 3, trainer)
+    made = byte_level_bpe([" ".join(_WORDS)] * 3, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     made.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -52,6 +43,20 @@ def chat_folder(folder: Path, template: str | None = CHATML) -> Path:
         settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return folder
+
+
+def byte_level_bpe(texts: Sequence[str], special: Sequence[str]) -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=317 + len(special),
+        special_tokens=list(special),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(texts, trainer)
+    return made
 
 
 def conversations(count: int, seed: int = 0, most_words: int = 12) -> list[dict[str, Any]]:

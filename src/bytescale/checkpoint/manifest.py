@@ -82,6 +82,10 @@ class Manifest:
         return json.dumps({**content, "checksum": checksum_of(_canonical(content))}).encode()
 
 
+_MOST_HEADER_BYTES = 2**28
+"""A header has some 150 bytes for a tensor."""
+
+
 def checksum_of(content: bytes | bytearray | memoryview) -> str:
     """XXH3 in 64 bits, as hex digits. It finds accidents, not forgeries: what a stranger wrote runs no code anyway."""
     return xxhash.xxh3_64_hexdigest(content)
@@ -142,7 +146,10 @@ def _manifest_of(content: dict[str, Any]) -> Manifest:
         "its step": _is_number(state.step),
         "its state": all(isinstance(own, dict) for own in (state.sampler, state.architecture, state.mesh, state.best)),
         "its states": all(isinstance(own, str) for own in manifest.states),
-        "its files": all(_is_number(file.num_bytes, file.header_bytes) for file in manifest.files),
+        "its files": all(
+            _is_number(file.num_bytes, file.header_bytes) and file.header_bytes <= _MOST_HEADER_BYTES
+            for file in manifest.files
+        ),
         "its layouts": all(
             _is_number(*own.bounds, *own.files, own.most_elements)
             and len(own.bounds) > 1

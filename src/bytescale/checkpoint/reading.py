@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from bytescale.checkpoint.agree import together
 from bytescale.checkpoint.layout import Box, Layout, LayoutEntry
-from bytescale.checkpoint.manifest import RunState, file_name, read_manifest
+from bytescale.checkpoint.manifest import MANIFEST, RunState, damaged, file_name, read_manifest
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
 from bytescale.checkpoint.writing import DTYPES, RankStates, bytes_of
 from bytescale.common.errors import CheckpointError
@@ -74,10 +76,19 @@ class CheckpointReader:
         state, _, parameter = name.partition(".")
         shape = self._holders_of(parameter)[0][1].shape
         box = (tuple(0 for _ in shape), shape)
-        number, stored, _ = next(iter(self._sources(parameter, box)))
-        target = torch.empty(shape, dtype=_dtype_of(self._open(number), piece_name(state, parameter, stored)))
+        with self._consistent():
+            number, stored, _ = [*itertools.islice(self._sources(parameter, box), 1)][0]
+            target = torch.empty(shape, dtype=_dtype_of(self._open(number), piece_name(state, parameter, stored)))
         self.fill([Wanted(state, parameter, box, target)])
         return target
+
+    @contextmanager
+    def _consistent(self) -> Iterator[None]:
+        """Raise ``CheckpointDamage`` where files do not have what the manifest says of them: somebody has forged it."""
+        try:
+            yield
+        except LookupError as error:
+            raise damaged(self.folder, MANIFEST, f"its files have something else ({error!r})") from error
 
     def fill(self, wanted: Sequence[Wanted]) -> None:
         """Fill every target. Files are read one after the other, each from its start to its end."""
@@ -92,8 +103,9 @@ class CheckpointReader:
                 found += math.prod(shared[1])
             if found != math.prod(one.box[1]):
                 raise self._lacks(f"a part of {one.state}.{one.parameter}")
-        for number in sorted(requests):
-            self._serve(self._open(number), requests[number])
+        with self._consistent():
+            for number in sorted(requests):
+                self._serve(self._open(number), requests[number])
 
     def _serve(self, file: TensorFile, requests: dict[str, list[_Request]]) -> None:
         for span in file.spans(requests, _JOINED_BYTES if is_url(self.folder) else 0):

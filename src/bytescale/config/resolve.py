@@ -117,6 +117,8 @@ def described_architecture(stored: dict[str, Any], where: str) -> Architecture |
             _check_architecture(own)
             return own
         attached = AttachedArchitecture.of_dict(stored)
+        if not all(isinstance(own, dict) for own in (attached.content, attached.buffers, attached.trained)):
+            raise TypeError("what should be an object is none")
         return replace(attached, content=checked_config(attached.content, where))
     except ConfigError:
         raise

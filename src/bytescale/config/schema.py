@@ -82,11 +82,17 @@ class CorpusConfig:
     format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
     """Format of the sources; auto goes by each file's ending (.bin: Megatron .bin/.idx pair, already tokens)."""
     content: Literal["text", "messages", "prompt", "tokens"] = "text"
-    """What a JSONL or Parquet record is. text: text_key. messages: a conversation under `messages`, of which what the
-    assistant says is trained on. prompt: `prompt` and `completion`, of which the completion is. tokens: `tokens` or
-    `input_ids`, with `labels` and `weights` if there are any (docs/data.md)."""
+    """What a JSONL or Parquet record is. text: text_key. messages: a conversation under `messages` (or ShareGPT's
+    `conversations`), of which what the assistant says is trained on. prompt: `prompt` and `completion`, of which the
+    completion is. tokens: `tokens` or `input_ids`, with `labels` and `weights` if there are any (docs/data.md)."""
     chat_template: str = ""
     """messages only. A file with the chat template; empty: the tokenizer's own."""
+    chat_template_kwargs: str = ""
+    """messages only. What chat templates are told, as JSON: '{"enable_thinking": false}'. A record may have its own."""
+    chat_template_date: str = "2024-07-26"
+    """messages only. The day that chat templates are told if they ask for today (strftime_now), as YYYY-MM-DD."""
+    train_empty_thoughts: bool = True
+    """messages only. Whether `<think></think>` without a thought, with which a turn begins, is trained on."""
     fields: tuple[str, ...] = ()
     """tokens only. Further keys with a number per token (advantages, old log-probabilities), for loops of your own."""
     text_key: str = "text"

@@ -16,6 +16,7 @@ from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model
 from bytescale.config.schema import (
     AUTO_CAPACITY,
     Config,
+    CorpusConfig,
     DataConfig,
     Experts,
     ParallelConfig,
@@ -200,11 +201,9 @@ def may_offload(config: Config, device: str) -> bool:
 
 def check_content(data: DataConfig) -> None:
     """Raise ``ConfigError`` for settings that ``data.content`` does not know, and for fields with a name of our own."""
-    for name, given, content in (
-        ("chat_template", bool(data.chat_template), "messages"),
-        ("fields", bool(data.fields), "tokens"),
-    ):
-        if given and data.content != content:
+    chat = ("chat_template", "chat_template_kwargs", "chat_template_date", "train_empty_thoughts")
+    for name, content in (*((name, "messages") for name in chat), ("fields", "tokens")):
+        if getattr(data, name) != getattr(CorpusConfig(), name) and data.content != content:
             raise ConfigError(
                 f'data.{name} is set, but data.content is "{data.content}"',
                 so="the setting would have no effect",

@@ -119,7 +119,7 @@ def kind_of(config: CorpusConfig) -> RecordKind:
             required = (("tokens", "input_ids"), *((name,) for name in config.fields))
             return RecordKind("tokens", required, ("labels", "weights"))
         case "messages":
-            return RecordKind("messages", (("messages",),), ("tools",))
+            return RecordKind("messages", (("messages", "conversations"),), ("tools", "chat_template_kwargs"))
         case _:
             return RecordKind("prompt", (("prompt",), ("completion",)))
 
@@ -236,10 +236,10 @@ def _check_keys(known: Sequence[str], kind: RecordKind, place: str, word: str = 
         held_names = ", ".join(sorted(known)) or "none at all"
         what = f"{place} has no {word} {' or '.join(map(repr, names))}"
         if kind.is_text:
-            for content, key in (("tokens", "tokens"), ("prompt", "completion"), ("messages", "messages")):
-                if key in known:
-                    hint = f"set data.content = {content!r} for records with {key!r}, or "
-                    break
+            kinds = {"tokens": "tokens", "completion": "prompt", "messages": "messages", "conversations": "messages"}
+            for key in (key for key in kinds if key in known):
+                hint = f"set data.content = {kinds[key]!r} for records with {key!r}, or "
+                break
             raise DataError(what, fix=f"{hint}set data.text_key to one of {held_names}")
         is_field = kind.content == "tokens" and len(names) == 1
         raise DataError(
@@ -378,8 +378,7 @@ def parquet_records(unit: WorkUnit, keys: Sequence[str]) -> Iterator[Record]:
             row_bytes = 1 if first is None else max(1, first.nbytes // max(1, len(first)))
             for batch in read(max(1, min(_PARQUET_BATCH_ROWS, _PARQUET_BATCH_BYTES // row_bytes))):
                 for values in batch.to_pylist():
-                    named = {name: _without_nulls(value) for name, value in values.items()}
-                    yield Record(values=named, place=partial("{}, row {}".format, path, row))
+                    yield Record(values=values, place=partial("{}, row {}".format, path, row))
                     row += 1
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # for broken pages, Arrow's has no errno
@@ -387,12 +386,3 @@ def parquet_records(unit: WorkUnit, keys: Sequence[str]) -> Iterator[Record]:
             raise DataError(
                 f"{path} cannot be read near row {row} ({error})", fix="mend the file or take it out"
             ) from error
-
-
-def _without_nulls(value: Any) -> Any:
-    """A value of a Parquet row without the keys that only other rows have: there, Arrow gives None."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
-        return [_without_nulls(inner) for inner in value]
-    return value

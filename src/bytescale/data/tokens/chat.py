@@ -1,165 +1,176 @@
 """Chat templates: from the messages of a conversation to its text, and to what the assistant said in it.
 
-A template is the Jinja program that comes with a tokenizer. It is run as transformers runs it, in a sandbox, with one
-exception: it is told no date, so that a corpus is the same on every day (templates have a date of their own for this).
+A template is the Jinja program that comes with a tokenizer. It is run as transformers runs it, in a sandbox in a
+process of its own (``template_sandbox``), with one exception: the day that it may ask for is a setting, so that a
+corpus is the same on every day.
 
-What the assistant said is found in one of two ways.
-
-1. The template marks it: ``{% generation %} ... {% endgeneration %}``.
-2. Otherwise it is what the template writes behind the prompt for the assistant's turn, up to the end of the turn. The
-   prompt is the conversation up to that turn with ``add_generation_prompt``. A template that changes earlier turns, so
-   that this prompt is not in the text, is refused.
-
+What the assistant said is what the template marks, ``{% generation %} ... {% endgeneration %}``. Otherwise it is what
+the template writes behind the prompt for the assistant's turn (``add_generation_prompt``), up to the end of the turn.
 White space that a template writes behind the end of a turn (a line feed behind ``<|im_end|>``) is not trained on.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import ConfigError, DataError
+from bytescale.common.parsing import parse_json
+from bytescale.config.schema import CorpusConfig
+from bytescale.data.tokens.messages import OWN_VARIABLES, Conversation
 from bytescale.data.tokens.tokenizer import token_text, tokenizer_settings
 
-START, STOP = "\ufdd0", "\ufdd1"
-"""Marks around what the assistant says: two characters that Unicode promises never to use."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NOTHING = re.compile("(?!)")
+_RESERVED = re.compile("[\ufdd0-\ufdef\ud800-\udfff]")
+"""Characters that Unicode promises never to use, with which the sandbox marks texts; and what has no UTF-8 form."""
 
-Span = tuple[int, int, int]
-"""First character, one past the last one, and the number of the message."""
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as the model reads it."""
+
+    text: str
+    spans: list[tuple[int, int, int]]
+    """What the assistant said: first character, one past the last one, and the number of the message (-1: unknown)."""
+    spelled: list[tuple[int, int]]
+    """Special tokens that messages spell: first character, and one past the last one. They are text."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template, which can be pickled. ``special_tokens``: by name (``bos_token``), as the template uses them."""
+    """A chat template, which can be pickled. ``variables``: what it may use (``bos_token``, ``enable_thinking``)."""
 
     source: str  # the Jinja program
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
     name: str = "the chat template"
+    day: str = CorpusConfig().chat_template_date  # YYYY-MM-DD, for templates that ask
+    tool_use: str = ""  # the program for conversations with tools, if it is another one
 
     @property
     def fingerprint(self) -> str:
         """16 hex digits, equal for templates that render everything alike."""
-        content = json.dumps([self.source, sorted(self.special_tokens.items())])
-        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(self._as_json.encode(), digest_size=8).hexdigest()
+
+    @property
+    def _as_json(self) -> str:
+        parts = {"source": self.source, "tool_use": self.tool_use, "day": self.day, "variables": self.variables}
+        return json.dumps(parts, sort_keys=True)
+
+    def check(self) -> None:
+        """Raise ``DataError`` unless the sources are Jinja templates."""
+        list(_sandbox_of(self._as_json, self.name, os.getpid()).ask([]))
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, add_generation_prompt: bool = False
-    ) -> str:
-        """Return the text of a conversation. Raises ``DataError`` if the template refuses it."""
-        return self._marked(messages, tools, add_generation_prompt).replace(START, "").replace(STOP, "")
+        self, conversations: Sequence[Conversation | DataError], special: re.Pattern[str] = NOTHING
+    ) -> Iterator[Rendered | DataError]:
+        """Write conversations, or say what is wrong with one. ``special``: the tokenizer's special tokens.
 
-    def render_with_spans(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, and what of it the assistant said.
-
-        Raises:
-            DataError: the template refuses the conversation or leaves a message out, or what the assistant said cannot
-                be told from the rest. The message does not say where the conversation is.
+        Wrong is a conversation that the template refuses, of which it leaves a message out, or on which it works too
+        long; or in which what the assistant said cannot be told from the rest. No error says where it is. An error in
+        place of a conversation is handed on.
         """
-        marked = self._marked(messages, tools, False)
-        turns = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
-        if START in marked:
-            text, pairs = _without_marks(marked)
-            # A template may mark several runs of one turn; then the number of the message is not known.
-            numbers = turns if len(turns) == len(pairs) else [-1] * len(pairs)
-            spans = [(start, stop, number) for (start, stop), number in zip(pairs, numbers, strict=True)]
+        requests = [one if isinstance(one, DataError) else _request(one, special) for one in conversations]
+        asked = [request for request in requests if isinstance(request, str)]
+        answers = _sandbox_of(self._as_json, self.name, os.getpid()).ask(asked)
+        return (next(answers) if isinstance(request, str) else request for request in requests)
+
+
+def _request(conversation: Conversation, special: re.Pattern[str]) -> str | DataError:
+    others = {"tools": conversation.tools, **conversation.variables}
+    request = {"messages": conversation.messages, "others": others, "special": ""}
+    try:
+        content = json.dumps(request, ensure_ascii=False)
+    except RecursionError:
+        return DataError("it is nested too deeply", fix="mend the record")
+    if _RESERVED.search(content):
+        return DataError("it holds half a surrogate pair (\\ud8..) or one of U+FDD0 to U+FDEF", fix="mend the record")
+    return json.dumps({**request, "special": special.pattern}) if special.search(content) else content
+
+
+class _Sandbox:
+    """The process that renders. It is started when it is needed, and again after a template has ended it."""
+
+    def __init__(self, template: str, name: str) -> None:
+        self._template, self._name = template, name
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, requests: Sequence[str]) -> Iterator[Rendered | DataError]:
+        """Yield answers to requests, in their order. Raises ``DataError`` if the template is none."""
+        with self._lock:
+            process, self._process = self._process or self._started(), None
+            answers = self._exchange(process, f"[{','.join(requests)}]")
+            if isinstance(answers, list):  # of an exchange that was interrupted, the answer would still be in the pipe
+                self._process = process
+        if isinstance(answers, list):
+            yield from (Rendered(**one) if "text" in one else self._error(one) for one in answers)
+        elif len(requests) == 1:
+            yield answers
         else:
-            text, spans = marked, [self._span(marked, messages, tools, number) for number in turns]
-        self._check_complete(text, messages, tools)
-        return text, spans
+            yield from itertools.chain.from_iterable(self.ask([request]) for request in requests)
 
-    def _marked(self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
-        import jinja2
+    def _started(self) -> subprocess.Popen[bytes]:
+        program = [sys.executable, "-S", "-P", str(Path(__file__).with_name("template_sandbox.py"))]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment)
+        answer = self._exchange(process, self._template)
+        if isinstance(answer, DataError):
+            raise answer
+        if answer:
+            raise self._error(answer[0])
+        return process
 
-        from bytescale.data.tokens.template_sandbox import compiled
-
+    def _exchange(self, process: subprocess.Popen[bytes], request: str) -> list[dict[str, Any]] | DataError:
+        assert process.stdin is not None, "it is a pipe"
+        assert process.stdout is not None, "it is a pipe"
         try:
-            return compiled(self.source).render(
-                _rounds=[0],
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-            )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(
-                f"{self.name} refuses the conversation ({error or type(error).__name__})",
-                so="it cannot be written as the model reads it",
-                fix="mend its roles (they are usually system, then user and assistant in turn), or set "
-                "data.chat_template to a template that knows them",
-            ) from error
+            process.stdin.write(request.encode() + b"\n")
+            process.stdin.flush()
+            answers = json.loads(process.stdout.readline())
+        except (OSError, ValueError):  # the pipe is closed: the process has ended
+            process.kill()
+            code = process.wait()
+            why = "works too long" if code == -signal.SIGPROF else f"ends the process that renders (exit code {code})"
+            fix = "mend its loops, or set data.chat_template to another"
+            return DataError(f"{self._name} {why}", so="it may never end", fix=fix)
+        if isinstance(answers, str):
+            raise RuntimeError(f"the program that renders has a mistake: {answers}")
+        return list(answers)
 
-    def _span(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any, number: int) -> Span:
-        prompt = self.render(messages[:number], tools, add_generation_prompt=True)
-        if not text.startswith(prompt):
-            raise self._unknown_span(number)
-        if number == len(messages) - 1:
-            said = text[len(prompt) :]
-        else:
-            said = self._said_before_others(text, prompt, messages, tools, number)
-        return len(prompt), len(prompt) + len(said.rstrip()), number
-
-    def _said_before_others(
-        self, text: str, prompt: str, messages: Sequence[Mapping[str, Any]], tools: Any, number: int
-    ) -> str:
-        """As the last message of a conversation it may be written with more (its thoughts), but it ends alike."""
-        upto = self.render(messages[: number + 1], tools)
-        if text.startswith(upto):
-            return upto[len(prompt) :]
-        content = messages[number].get("content")
-        content = content.strip() if isinstance(content, str) else ""
-        place, end = text.find(content, len(prompt)), upto.rfind(content)
-        tail = upto[end + len(content) :].rstrip()
-        if not content or place < 0 or end < 0 or not text.startswith(tail, place + len(content)):
-            raise self._unknown_span(number)
-        return text[len(prompt) : place + len(content)] + tail
-
-    def _unknown_span(self, number: int) -> DataError:
-        return DataError(
-            f"{self.name} writes message {number} differently once others follow",
-            so="what the assistant says in it cannot be told from the rest",
-            fix="put {% generation %} and {% endgeneration %} around it in the template (data.chat_template)",
-        )
-
-    def _check_complete(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
-        for number, message in enumerate(messages):
-            if message.get("role") == "assistant":
-                continue  # some templates leave the thoughts of earlier turns out
-            # A template may write a text in another form (a tool's answer as JSON); what it leaves out changes nothing.
-            if all(part.strip() in text for part in texts_of_message(message)):
-                continue
-            try:
-                without = self.render([*messages[:number], *messages[number + 1 :]], tools)
-            except DataError:  # the conversation is none without the message, so the template has used it
-                continue
-            if without == text:
-                raise DataError(
-                    f"{self.name} leaves message {number} out, whose role is {message.get('role')!r}",
-                    so="the model would not read what the assistant answers",
-                    fix="use a role that the template knows, or set data.chat_template to one that knows this",
-                )
+    def _error(self, answer: dict[str, Any]) -> DataError:
+        what, so, fix = answer["error"]
+        return DataError(f"{self._name} {what}", so=so, fix=fix)
 
 
-def texts_of_message(message: Mapping[str, Any]) -> list[str]:
-    """The texts of a message: its content, or those parts of the content that are text."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return [content]
-    parts = content if isinstance(content, list) else []
-    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+@functools.lru_cache(maxsize=2)
+def _sandbox_of(template: str, name: str, process_id: int) -> _Sandbox:
+    """The sandbox of this process: a process that is forked from it needs a pipe of its own."""
+    return _Sandbox(template, name)
 
 
-def load_template(setting: str, tokenizer: str) -> ChatTemplate:
-    """Return the template in file ``setting``, or if that is empty, the one that lies beside the tokenizer.
+def load_template(config: CorpusConfig) -> ChatTemplate:
+    """Return the template in ``data.chat_template``, or if that is empty, the one that lies beside the tokenizer.
 
-    Raises ``ConfigError`` if there is no such file, or the tokenizer has no template; ``DataError`` if a file is not
-    what its name says.
+    Raises ``ConfigError`` if there is no such file, or the tokenizer has no template, or a template cannot be told what
+    a setting says; ``DataError`` if a file is not what its name says.
     """
+    setting, tokenizer = config.chat_template, config.tokenizer
     folder = Path(tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent
     is_file = tokenizer not in ("auto", "bytes", "bpe")
@@ -168,39 +179,43 @@ def load_template(setting: str, tokenizer: str) -> ChatTemplate:
     path = Path(setting).expanduser() if setting else folder / "chat_template.jinja"
     if setting and not path.is_file():
         raise ConfigError(f"data.chat_template is {setting!r}, which is no file", fix="name a Jinja file")
+    sources: Any = settings.get("chat_template")
+    name = f"the chat template of {folder}"
     if (setting or is_file) and path.is_file():
-        return _checked(ChatTemplate(path.read_text(encoding="utf-8"), special, str(path)))
-    source = settings.get("chat_template")
-    if isinstance(source, list):  # several with names
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    if not isinstance(source, str):
+        sources, name = path.read_text(encoding="utf-8"), str(path)
+    if isinstance(sources, list):  # several with names
+        sources = {entry["name"]: entry["template"] for entry in sources}
+    elif isinstance(sources, str):
+        sources = {"default": sources}
+    if not sources or "default" not in sources:
         raise ConfigError(
             f"tokenizer {tokenizer!r} has no chat template (chat_template.jinja, or chat_template in its "
             "tokenizer_config.json)",
             so="messages cannot be written as the model reads them",
             fix="set data.tokenizer to the folder of a chat model, or data.chat_template to a Jinja file",
         )
-    return _checked(ChatTemplate(source, special, f"the chat template of {folder}"))
-
-
-def _checked(template: ChatTemplate) -> ChatTemplate:
-    import jinja2
-
-    from bytescale.data.tokens.template_sandbox import compiled
-
-    try:
-        compiled(template.source)
-    except jinja2.TemplateError as error:
-        raise DataError(f"{template.name} is not a Jinja template ({error})", fix="mend it") from error
+    template = ChatTemplate(
+        sources["default"],
+        {**special, **_variables(config)},
+        name,
+        config.chat_template_date,
+        sources.get("tool_use", ""),
+    )
+    template.check()
     return template
 
 
-def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks, and the ranges of characters that were marked."""
-    text, spans = "", []
-    for piece in marked.split(START):
-        said, found, rest = piece.partition(STOP)
-        if found:
-            spans.append((len(text), len(text) + len(said)))
-        text += said + rest
-    return text, spans
+def _variables(config: CorpusConfig) -> dict[str, Any]:
+    """What settings tell a template. Raises ``ConfigError``."""
+    kwargs, day = config.chat_template_kwargs, config.chat_template_date
+    with suppress(ValueError):
+        date.fromisoformat(day)
+        found = parse_json(kwargs or "{}")
+        if isinstance(found, dict) and found.keys().isdisjoint(OWN_VARIABLES):
+            return found
+    raise ConfigError(
+        f"data.chat_template_kwargs is {kwargs!r} and data.chat_template_date is {day!r}",
+        so="a chat template cannot be told both",
+        fix="""write a JSON object, such as '{"enable_thinking": false}', without """
+        + f"{', '.join(OWN_VARIABLES)}; and a day as {CorpusConfig().chat_template_date}",
+    )

@@ -7,7 +7,8 @@ token is never predicted. Weights and other fields of a token are kept in fp32, 
 ``data.content``   tokens                                             weight
 =================  =================================================  ====================================
 ``messages``       the conversation, written by the chat template     1 in what the assistant said, 0 elsewhere;
-                                                                      ``weight`` of a message scales its own
+                                                                      ``weight`` of a message scales its own,
+                                                                      ``train``: false is a weight of 0
 ``prompt``         prompt, completion and EOS                         0 in the prompt, 1 behind it
 ``tokens``         as given                                           ``weights``; 0 where a label is -100
 =================  =================================================  ====================================
@@ -17,8 +18,9 @@ token is never predicted. Weights and other fields of a token are kept in fp32, 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,13 +34,16 @@ from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import CorpusConfig, DataConfig
 from bytescale.data.sources.records import ReadCounts, Record, RecordKind, WorkUnit, iter_records, kind_of
-from bytescale.data.tokens.chat import ChatTemplate, load_template, texts_of_message
+from bytescale.data.tokens.chat import ChatTemplate, Rendered, load_template
 from bytescale.data.tokens.indexed import LABELS, WEIGHTS, field_dtype, token_dtype
+from bytescale.data.tokens.messages import Conversation, conversation_of
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.retry import with_retries
 
 _BATCH_CHARACTERS = 1 << 20
 """Text handed to the tokenizer at once. The tokenizer's results take some 100 bytes a token until they are arrays."""
+_BATCH_RECORDS = 64
+_EMPTY_THOUGHTS = re.compile(r"\s*<think>\s*</think>\s*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +76,13 @@ class UnitEncoder:
             tokenizer=tokenizer,
             config=config,
             kind=kind_of(config),
-            template=load_template(config.chat_template, config.tokenizer) if config.content == "messages" else None,
+            template=load_template(config) if config.content == "messages" else None,
         )
 
     @property
     def fingerprint(self) -> str:
         """A text that changes with the tokens that the same files give."""
-        template = self.template.fingerprint if self.template else ""
+        template = f"{self.template.fingerprint} {self.config.train_empty_thoughts}" if self.template else ""
         records = f"{self.config.content} {' '.join(self.config.fields)} {template}"
         return f"{self.config.text_key if self.kind.is_text else records} {self.tokenizer.fingerprint}"
 
@@ -97,11 +102,12 @@ class UnitEncoder:
     def _encode_records(self, unit: WorkUnit) -> EncodedUnit:
         counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
         examples: list[Example] = []
-        for record in iter_records(unit, self.kind, counts):
-            try:
-                examples.append(example_of(record, self.config, self.tokenizer, self.template))
-            except DataError as error:
-                counts.leave_out(error)
+        records = iter_records(unit, self.kind, counts)
+        for example in examples_of(records, self.config, self.tokenizer, self.template):
+            if isinstance(example, DataError):
+                counts.leave_out(example)
+            else:
+                examples.append(example)
         columns = {}
         for name, dtype in (("tokens", self.dtype), *((name, field_dtype(name)) for name in self.field_names)):
             columns[name] = np.concatenate([np.zeros(0, dtype), *(one[name].astype(dtype) for one in examples)])
@@ -134,50 +140,69 @@ Example = dict[str, NDArray]
 """One document: ``tokens [T]``, and its fields ``[T]`` by name, of which ``weights`` is one."""
 
 
-def example_of(
-    record: Record, config: CorpusConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None
-) -> Example:
-    """Return the example of a record of ``data.content``, which is not text. Conversations need a ``template``.
+def examples_of(
+    records: Iterable[Record], config: CorpusConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None
+) -> Iterator[Example | DataError]:
+    """Yield the example of each record of ``data.content``, which is not text. Conversations need a ``template``.
 
-    Raises ``DataError``, which begins with the record's place.
+    An error is yielded, too, and begins with the record's place.
     """
-    try:
-        match config.content:
-            case "messages":
-                assert template is not None, "conversations need a template"
-                example = _conversation(record.values, tokenizer, template)
-            case "prompt":
-                example = _completion(record.values, tokenizer)
-            case _:
-                example = _tokens(record.values, tokenizer, config.fields)
-        if not example[WEIGHTS][1:].any():
-            raise DataError(
-                "there is nothing to train on: no token behind the first one has a weight",
-                so="the record would only take time",
-                fix="delete it; a run may leave such records out (data.max_corrupt_records)",
-            )
-    except UnicodeEncodeError as error:
-        raise DataError(f"{record.place()} holds half a surrogate pair (\\ud8..)", fix="mend the record") from error
-    except DataError as error:
-        raise DataError(f"{record.place()}: {error}") from error
+    records = iter(records)
+    while batch := list(itertools.islice(records, _BATCH_RECORDS)):
+        read = [_conversation_or_error(record) for record in batch] if template else []
+        written = template.render(read, tokenizer.special) if template else iter(())  # in one request to its process
+        for record, conversation, rendered in itertools.zip_longest(batch, read, written):
+            try:
+                yield _example(record, config, tokenizer, (conversation, rendered))
+            except UnicodeEncodeError:
+                yield DataError(f"{record.place()} holds half a surrogate pair (\\ud8..)", fix="mend the record")
+            except DataError as error:
+                yield DataError(f"{record.place()}: {error}")
+
+
+def _example(record: Record, config: CorpusConfig, tokenizer: Tokenizer, written: tuple[Any, Any]) -> Example:
+    match config.content:
+        case "messages":
+            example = _conversation(*written, tokenizer, config.train_empty_thoughts)
+        case "prompt":
+            example = _completion(record.values, tokenizer)
+        case _:
+            example = _tokens(record.values, tokenizer, config.fields)
+    if not example[WEIGHTS][1:].any():
+        raise DataError(
+            "there is nothing to train on: no token behind the first one has a weight",
+            so="the record would only take time",
+            fix="delete it; a run may leave such records out (data.max_corrupt_records)",
+        )
     return example
 
 
-def _conversation(values: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate) -> Example:
-    messages = _checked_messages(values["messages"])
-    text, spans = template.render_with_spans(messages, values.get("tools"))
-    scales = {number: _message_weight(message, number) for number, message in enumerate(messages)}
-    if any(number < 0 for _, _, number in spans) and set(scales.values()) != {1.0}:
+def _conversation_or_error(record: Record) -> Conversation | DataError:
+    try:
+        return conversation_of(record.values)
+    except DataError as error:
+        return error
+    except RecursionError:
+        return DataError("it is nested too deeply", fix="mend the record")
+
+
+def _conversation(
+    record: Conversation, found: Rendered | DataError, tokenizer: Tokenizer, train_empty_thoughts: bool
+) -> Example:
+    if isinstance(found, DataError):
+        raise found
+    if any(number < 0 for _, _, number in found.spans) and set(record.weights) != {1.0}:
         raise DataError(
             "messages have weights, but the template marks several runs of text in one turn",
             so="it is not known which message a run belongs to",
             fix="leave the weights out, or mark each turn of the assistant once",
         )
-    text.encode()  # raises if it has no UTF-8 form
-    tokens, offsets = tokenizer.encode_with_offsets(text)
+    tokens, offsets = tokenizer.encode_with_offsets(found.text, found.spelled)
     weights = np.zeros(len(tokens), dtype=np.float32)
-    for start, stop, number in spans:
-        weights[(offsets[:, 0] < stop) & (offsets[:, 1] > start)] = scales.get(number, 1.0)
+    for start, stop, number in found.spans:
+        if not train_empty_thoughts and (thoughts := _EMPTY_THOUGHTS.match(found.text, start, stop)):
+            start = thoughts.end()
+        weights[(offsets[:, 0] < stop) & (offsets[:, 1] > start)] = record.weights[number] if number >= 0 else 1.0
     return {"tokens": tokens, WEIGHTS: weights}
 
 
@@ -242,32 +267,6 @@ def _labels(values: Any, tokens: IntArray, tokenizer: Tokenizer) -> IntArray:
             fix="write labels as transformers has them: labels[i] belongs to token i itself",
         )
     return labels
-
-
-def _checked_messages(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise DataError("'messages' is not a list of messages", fix="write [{'role': ..., 'content': ...}, ...]")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"message {number} has no role", fix="write {'role': ..., 'content': ...}")
-        if "content" not in message and "tool_calls" not in message:
-            raise DataError(
-                f"message {number} ({message['role']}) has no content", fix="write its text under 'content'"
-            )
-        if any("\ufdd0" in text or "\ufdd1" in text for text in texts_of_message(message)):
-            raise DataError(f"message {number} holds U+FDD0 or U+FDD1, which are no characters", fix="delete them")
-    return messages
-
-
-def _message_weight(message: Mapping[str, Any], number: int) -> float:
-    weight = message.get("weight", 1.0)
-    if isinstance(weight, (bool, int, float)) and math.isfinite(weight):
-        return float(weight)
-    raise DataError(
-        f"the weight of message {number} is {weight!r}",
-        so="the loss would not be a number",
-        fix="write a finite number, or leave it out for 1",
-    )
 
 
 def _aligned(name: str, values: Any, tokens: NDArray[Any]) -> NDArray[np.float32]:

@@ -8,7 +8,9 @@ about ``<|endoftext|>`` does not end there. It adds no special token, and neithe
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,12 +57,13 @@ class ByteTokenizer:
     eos_id = 256
     eos_text = "<eos>"
     fingerprint = "bytes-eos-256"
+    special = re.compile("(?!)")
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """``[num_bytes]`` uint8 per text."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
-    def encode_with_offsets(self, text: str) -> tuple[IntArray, IntArray]:
+    def encode_with_offsets(self, text: str, spelled: Sequence[tuple[int, int]] = ()) -> tuple[IntArray, IntArray]:
         """There are no special tokens. All bytes of a character have its place."""
         (ids,) = self.encode_batch([text])
         is_first = (ids & 0xC0) != 0x80  # not the second or a later byte of a character
@@ -99,6 +102,11 @@ class JsonTokenizer:
         self.name = name
         self.eos_id = _find_eos(tokenizer, name, eos_token)
         self.eos_text = str(tokenizer.id_to_token(self.eos_id))
+        special = {key: token.content for key, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._special_ids = frozenset(special)
+        # A longer one first: it counts where a shorter one is a part of it.
+        longest_first = sorted(special.values(), key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         content = f"{self.eos_id}\0{tokenizer.to_str()}".encode()
         self.fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()  # equal where all is encoded alike
@@ -132,17 +140,41 @@ class JsonTokenizer:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
-    def encode_with_offsets(self, text: str) -> tuple[IntArray, IntArray]:
+    def encode_with_offsets(self, text: str, spelled: Sequence[tuple[int, int]] = ()) -> tuple[IntArray, IntArray]:
         """Ids ``[T]`` of a text in which special tokens stand for themselves, and their characters ``[T, 2]``.
 
         For text that a chat template has written. Row i is the first character of token i, and one past the last.
+        Special tokens in ``spelled``, ranges of characters, are encoded as text. Raises ``DataError`` if none is one.
         """
         self._tokenizer.encode_special_tokens = False
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
-        return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        pairs = list(zip(encoding.ids, encoding.offsets, strict=True))
+        if spelled:
+            pairs = list(itertools.chain.from_iterable(self._as_text(text, *pair, spelled) for pair in pairs))
+        offsets = np.array([offset for _, offset in pairs], dtype=np.int64).reshape(-1, 2)
+        return np.array([token for token, _ in pairs], dtype=np.int64), offsets
+
+    def _as_text(
+        self, text: str, token: int, place: tuple[int, int], spelled: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, tuple[int, int]]]:
+        """The tokens of a token that may be in ``spelled``."""
+        first, last = place
+        if token not in self._special_ids or not any(first < stop and last > start for start, stop in spelled):
+            return [(token, place)]
+        # Behind a line feed, the text has no space before it, which some tokenizers write where a text begins.
+        plain, feed = (
+            self._tokenizer.encode(part, add_special_tokens=False) for part in ("\n" + text[first:last], "\n")
+        )
+        if plain.ids[: len(feed.ids)] != feed.ids or token in plain.ids:
+            raise DataError(f"{text[first:last]!r} has no tokens as text", fix="take it out of the messages")
+        begun = len(feed.ids)
+        return [
+            (own, (first + start - 1, first + stop - 1))
+            for own, (start, stop) in zip(plain.ids[begun:], plain.offsets[begun:], strict=True)
+        ]
 
     def tokens(self) -> dict[int, str]:
         """The token of each id, in the letters of its tokenizer.json."""
