@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -77,7 +76,9 @@ class CheckpointReader:
         shape = self._holders_of(parameter)[0][1].shape
         box = (tuple(0 for _ in shape), shape)
         with self._consistent():
-            number, stored, _ = [*itertools.islice(self._sources(parameter, box), 1)][0]
+            if (first := next(self._sources(parameter, box), None)) is None:
+                raise KeyError(name)
+            number, stored, _ = first
             target = torch.empty(shape, dtype=_dtype_of(self._open(number), piece_name(state, parameter, stored)))
         self.fill([Wanted(state, parameter, box, target)])
         return target
