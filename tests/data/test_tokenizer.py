@@ -9,13 +9,16 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.config import DataConfig
 from bytescale.config.validate import check_batches
+from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.sources.files import expand_sources
 from bytescale.data.tokens.progress import Progress, ignore_progress
 from bytescale.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer, cached_bpe, load_tokenizer, train_bpe
+from tests.data.support import write_jsonl
 
 WORDS = "the quick brown fox jumps over the lazy dog and the dog does not mind " * 20
 
@@ -153,3 +156,51 @@ def test_training_needs_room_for_all_bytes_and_some_text(tmp_path: Path) -> None
 def test_decode_takes_arrays(trained: JsonTokenizer) -> None:
     (ids,) = trained.encode_batch(["the dog"])
     assert trained.decode(np.append(ids, trained.eos_id).astype(np.uint16)) == "the dog"
+
+
+@pytest.mark.parametrize(
+    ("call_puts_it", "said", "bos", "puts_it"),
+    [
+        (True, None, "auto", True), (False, None, "auto", False), (False, True, "auto", True),
+        (True, False, "auto", False), (False, None, "always", True), (True, None, "never", False),
+    ],
+)  # fmt: skip
+def test_documents_begin_as_the_tokenizers_own_call_has_them(
+    tmp_path: Path, call_puts_it: bool, said: bool | None, bos: str, puts_it: bool
+) -> None:
+    """Texts and prompts, not conversations; and the cache does not mix both."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "?": 3}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<s>", "</s>"])
+    if call_puts_it:
+        made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    settings: dict[str, object] = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    settings |= {} if said is None else {"add_bos_token": said}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if bos == "auto" and said is None:
+        own = AutoTokenizer.from_pretrained(tmp_path)("a a")["input_ids"]
+        assert (own[0] == 0) == puts_it
+    write_jsonl(tmp_path / "x.jsonl", [{"text": "a a", "prompt": "a", "completion": "a a"}])
+    for content, weights in (("text", [1.0] * 3), ("prompt", [0.0, 1.0, 1.0, 1.0])):
+        data = DataConfig(
+            sources=(str(tmp_path / "x.jsonl"),), content=content, tokenizer=str(tmp_path), bos=bos,  # type: ignore
+            cache_dir=str(tmp_path / "cache"),
+        )  # fmt: skip
+        corpus = prepare_corpus(data)
+        (document,) = corpus.documents(corpus.samples)
+        words = [2, 2, 1] if content == "text" else [2, 2, 2, 1]
+        assert document["tokens"].tolist() == [0] * puts_it + words
+        assert document["weights"].tolist()[: len(weights) - 1 + puts_it] == ([0.0] * puts_it + weights)[1:] + []
+        assert corpus.metadata.puts_bos == puts_it
+
+
+def test_a_bos_that_a_tokenizer_does_not_have(tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0}, unk_token="</s>"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r'data.bos is "always", and .* names no bos_token'):
+        load_tokenizer(str(tmp_path), None, "always")

@@ -16,6 +16,7 @@ AUTO_DOMAIN = 0
 LossPer = Literal["token", "sequence", "weight"]
 Shard = Literal["optimizer", "parameters"]
 Experts = Literal["gathered", "parallel"]
+Bos = Literal["auto", "always", "never"]
 PlannerName = Literal["adaptive", "paper", "greedy", "naive", "static"]
 
 
@@ -104,6 +105,9 @@ class CorpusConfig:
     """Vocabulary of the tokenizer that `bpe` trains: the 256 bytes, the end of a document, and what is merged."""
     eos_token: str | None = None
     """Token of a tokenizer.json that ends a document; unset: what tokenizer_config.json says, or a usual one."""
+    bos: Bos = "auto"
+    """Whether documents of text, and prompts, begin with the tokenizer's bos_token. auto: where the tokenizer's own
+    call puts it. A chat template writes it by itself."""
     cache_dir: str = ".cache/bytescale"
     """Where tokenizers and tokenised corpora are kept between runs."""
     num_workers: int = field(default=2, metadata=limits(least=1))

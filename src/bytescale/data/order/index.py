@@ -53,6 +53,8 @@ class CorpusMetadata:
     """Ids that the model must have: the tokenizer's, or the highest id + 1 in ``.bin`` files made elsewhere."""
     tokenizer: str | None
     """Name of the tokenizer. None when all sources are ``.bin`` and no tokenizer.json is set."""
+    puts_bos: bool
+    """Whether texts and prompts were given the tokenizer's BOS (``data.bos``)."""
     skipped_files: tuple[str, ...]
     """Files among the sources that were skipped because they are not text."""
 
@@ -169,6 +171,7 @@ class CorpusIndex:
             counts=replace(self._counts, num_empty_documents=num_empty),
             vocab_size=self._encode.tokenizer.vocab_size if self._encode else max(vocabularies, default=0),
             tokenizer=self._encode.tokenizer.name if self._encode else None,
+            puts_bos=bool(self._encode and self._encode.puts_bos),
             skipped_files=tuple(path for metadata in read for path in metadata.skipped_files),
         )
         if self.metadata.is_complete and not self._counts.num_samples:

@@ -84,7 +84,13 @@ class UnitEncoder:
         """A text that changes with the tokens that the same files give."""
         template = f"{self.template.fingerprint} {self.config.train_empty_thoughts}" if self.template else ""
         records = f"{self.config.content} {' '.join(self.config.fields)} {template}"
-        return f"{self.config.text_key if self.kind.is_text else records} {self.tokenizer.fingerprint}"
+        begin = f" begins with {self.tokenizer.bos_id}" if self.puts_bos else ""
+        return f"{self.config.text_key if self.kind.is_text else records} {self.tokenizer.fingerprint}{begin}"
+
+    @property
+    def puts_bos(self) -> bool:
+        """Whether documents begin with the tokenizer's BOS. Chat templates write one by themselves."""
+        return self.tokenizer.bos_id is not None and self.kind.content in ("text", "prompt")
 
     @property
     def dtype(self) -> np.dtype:
@@ -128,12 +134,18 @@ class UnitEncoder:
         encoded.extend(self.tokenizer.encode_batch(texts))
         documents = [ids for ids in encoded if len(ids)]  # the tokenizer's normaliser may leave nothing of a text
         counts.num_empty += len(encoded) - len(documents)
-        end = np.array([self.tokenizer.eos_id])
+        begin, end = _begin(self.tokenizer), np.array([self.tokenizer.eos_id])
+        parts = (part for ids in documents for part in (begin, ids, end))
         return EncodedUnit(
-            tokens=np.concatenate([end[:0], *(part for ids in documents for part in (ids, end))]).astype(self.dtype),
-            lengths=np.array([len(ids) + 1 for ids in documents], dtype=np.int64),
+            tokens=np.concatenate([end[:0], *parts]).astype(self.dtype),
+            lengths=np.array([len(begin) + len(ids) + 1 for ids in documents], dtype=np.int64),
             counts=counts,
         )
+
+
+def _begin(tokenizer: Tokenizer) -> IntArray:
+    """The tokens with which a document begins: one, or none."""
+    return np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype=np.int64)
 
 
 Example = dict[str, NDArray]
@@ -217,6 +229,7 @@ def _completion(values: Mapping[str, Any], tokenizer: Tokenizer) -> Example:
     prompt, completion = tokenizer.encode_batch([values["prompt"], values["completion"]])
     if not len(completion):
         raise DataError("the completion is empty", so="there is nothing to train on", fix="delete it")
+    prompt = np.concatenate([_begin(tokenizer), prompt])
     tokens = np.concatenate([prompt, completion, [tokenizer.eos_id]]).astype(np.int64)
     weights = np.ones(len(tokens), dtype=np.float32)
     weights[: len(prompt)] = 0

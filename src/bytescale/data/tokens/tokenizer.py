@@ -12,7 +12,7 @@ import itertools
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock, write_atomically
 from bytescale.common.errors import ConfigError, DataError, is_panic
 from bytescale.common.parsing import parse_json
-from bytescale.config.schema import DataConfig
+from bytescale.config.schema import Bos, DataConfig
 from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.sources.records import ReadCounts, WorkUnit, iter_records, kind_of, plan_units
 from bytescale.data.tokens.progress import Progress, ProgressCallback
@@ -58,6 +58,7 @@ class ByteTokenizer:
     eos_text = "<eos>"
     fingerprint = "bytes-eos-256"
     special = re.compile("(?!)")
+    bos_id: int | None = None
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """``[num_bytes]`` uint8 per text."""
@@ -92,8 +93,10 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer of the ``tokenizers`` library. It can be pickled: worker processes get a copy."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, *, name: str, eos_token: str | None = None) -> None:
-        """Wrap ``tokenizer``, which this object then owns. Raises ``ConfigError`` unless it has the EOS."""
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, *, name: str, eos_token: str | None = None, bos_token: str | None = None
+    ) -> None:
+        """Wrap ``tokenizer``, which this object then owns. Raises ``ConfigError`` unless it has these tokens."""
         # A tokenizer.json may carry the truncation and padding of the model it was saved with.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -102,6 +105,8 @@ class JsonTokenizer:
         self.name = name
         self.eos_id = _find_eos(tokenizer, name, eos_token)
         self.eos_text = str(tokenizer.id_to_token(self.eos_id))
+        self.bos_id = None if bos_token is None else tokenizer.token_to_id(bos_token)
+        """With which documents of ``text`` and ``prompt`` begin (``data.bos``); None: with their first word."""
         special = {key: token.content for key, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special_ids = frozenset(special)
         # A longer one first: it counts where a shorter one is a part of it.
@@ -112,10 +117,11 @@ class JsonTokenizer:
         self.fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()  # equal where all is encoded alike
 
     @staticmethod
-    def from_file(path: Path, eos_token: str | None = None) -> JsonTokenizer:
+    def from_file(path: Path, eos_token: str | None = None, bos: Bos = "never") -> JsonTokenizer:
         """Read a ``tokenizer.json``, or the one inside a folder.
 
         EOS is ``eos_token``, else what ``tokenizer_config.json`` beside it says, else the first of ``EOS_NAMES``.
+        ``bos``: as ``data.bos``.
 
         Raises ``ConfigError`` if the tokenizer does not have the EOS; ``DataError`` if the file is not a tokenizer, or
         ``tokenizer_config.json`` is not JSON.
@@ -123,10 +129,12 @@ class JsonTokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         with _rust_errors(f"{file} is not a tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        settings = tokenizer_settings(file.parent)
         return JsonTokenizer(
             tokenizer,
             name=str(path),
-            eos_token=eos_token or token_text(tokenizer_settings(file.parent).get("eos_token")),
+            eos_token=eos_token or token_text(settings.get("eos_token")),
+            bos_token=_bos_token(tokenizer, settings, bos, file),
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,7 +156,8 @@ class JsonTokenizer:
         """
         self._tokenizer.encode_special_tokens = False
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            with _rust_errors(f"tokenizer {self.name} cannot encode a text"):
+                encoding = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
         pairs = list(zip(encoding.ids, encoding.offsets, strict=True))
@@ -232,10 +241,10 @@ def choose_tokenizer(config: DataConfig, files: Sequence[SourceFile], progress: 
         return cached_bpe(text_files, config, progress)
     if config.tokenizer in ("auto", "bytes") and not text_files:
         return None  # .bin files need no tokenizer
-    return load_tokenizer(config.tokenizer, config.eos_token)
+    return load_tokenizer(config.tokenizer, config.eos_token, config.bos)
 
 
-def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
+def load_tokenizer(name: str, eos_token: str | None = None, bos: Bos = "never") -> Tokenizer:
     """Return the tokenizer called ``name``: ``bytes`` (or ``auto``), or the path of a ``tokenizer.json`` or its folder.
 
     Raises ``ConfigError`` if there is no such tokenizer, or it has no EOS; ``DataError`` if the file is not a
@@ -249,7 +258,25 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
             f"data.tokenizer is {name!r}, which is no file",
             fix="use 'bytes', 'bpe' (trained on the sources) or the path of a tokenizer.json",
         )
-    return JsonTokenizer.from_file(path, eos_token)
+    return JsonTokenizer.from_file(path, eos_token, bos)
+
+
+def _bos_token(tokenizer: Any, settings: Mapping[str, Any], bos: Bos, file: Path) -> str | None:
+    """The token with which a document begins; None: no document begins with one. Raises ``ConfigError``."""
+    named = token_text(settings.get("bos_token"))
+    if bos == "always" and (named is None or tokenizer.token_to_id(named) is None):
+        raise ConfigError(
+            f'data.bos is "always", and {file.with_name("tokenizer_config.json")} names no bos_token that it has',
+            so="there is nothing for documents to begin with",
+            fix='set data.bos to "auto"',
+        )
+    if bos != "auto":
+        return named if bos == "always" else None
+    if isinstance(settings.get("add_bos_token"), bool):  # transformers goes by it
+        return named if settings["add_bos_token"] else None
+    with _rust_errors(f"tokenizer {file} cannot encode a text"):
+        first = tokenizer.encode("a", add_special_tokens=True).tokens[:1]
+    return named if first == [named] else None
 
 
 def _find_eos(tokenizer: Any, name: str, eos_token: str | None) -> int:

@@ -194,7 +194,7 @@ def describe_corpus(corpus: CorpusMetadata) -> str:
     """Documents, sequences and tokens, and what the over-length policy did."""
     counts = corpus.counts
     first = f"first {corpus.num_parts_read} of {corpus.num_parts} shards: " if not corpus.is_complete else ""
-    tokenizer = corpus.tokenizer or "as in the .bin files"
+    tokenizer = (corpus.tokenizer or "as in the .bin files") + " with BOS" * corpus.puts_bos
     cut = [
         f"{number} {what}"
         for number, what in (
