@@ -216,7 +216,7 @@ def prepare_and_start(options: TrainOptions) -> None:
     from bytescale.train.launch.torchrun import ranks_there
     from bytescale.train.parts.budget import check_room
     from bytescale.train.parts.devices import fit_to_gpus
-    from bytescale.train.parts.rank_model import check_host_room
+    from bytescale.train.parts.rank_model import check_host_room, check_positions
     from bytescale.train.reporting.trackers import check_trackers
     from bytescale.train.run_folder import check_is_new
 
@@ -224,6 +224,7 @@ def prepare_and_start(options: TrainOptions) -> None:
     config = fit_to_gpus(options.config)
     check_room(config.parallel.ranks)
     check_host_room(config)
+    check_positions(config, resolve_model(config.model))
     if not config.trainer.resume:
         check_is_new(Path(config.trainer.run_dir))
     _check_initial_weights(config)
