@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -206,3 +207,25 @@ def test_a_head_that_is_trained_alone(with_adapters: bool) -> None:
     assert trained.keys() == found.keys()
     for name, gradient in trained.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10)
+
+
+def test_adapters_of_a_tied_head_that_ranks_share() -> None:
+    """Nothing is trained below the head, whose weight is the embedding's and is open where either is."""
+    batch = documents([20, 9, 5])
+
+    def work(group: Any, base: nn.Module, shard: Any) -> dict[str, Tensor]:
+        hdp = bytescale.HDP(base, group, capacity_tokens=20, shard=shard, domain=2 if shard == "parameters" else None)
+        hdp.adamw(lr=0.0)
+        for _ in range(2):
+            for micro in hdp.plan(batch):
+                micro.logprobs(base).sum().backward()
+            found = hdp.gradients()
+            hdp.step()
+        return found
+
+    adapters = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    model: Any = get_peft_model(small_model("qwen3"), adapters)  # type: ignore[arg-type]
+    whole, shared = (on_ranks(2, model, partial(work, shard=shard))[0] for shard in ("optimizer", "parameters"))
+    assert whole.keys() == shared.keys()
+    for name, gradient in whole.items():
+        torch.testing.assert_close(shared[name], gradient, rtol=0, atol=1e-12)

@@ -94,8 +94,8 @@ class PendingPasses:
         trained = {(number, index) for number, _, index, target in passes if target.trained}
         ran = Counter(number for number, _ in trained)
         for number, _, index, target in passes:
-            if (number, index) not in trained and number in ran:
-                raise _not_run(target)
+            if (number, index) not in trained and (number in ran or not trained):
+                raise RankFailure(f"{target.name} was not run by the model", so=_LACKS, fix=_ALL)
         for number, num_passes, _, _ in passes:
             if 0 < ran[number] < num_passes:
                 raise RankFailure(
@@ -103,12 +103,6 @@ class PendingPasses:
                     so="the gradient would lack the tokens of the others",
                     fix=_ALL,
                 )
-        if passes and not trained:
-            raise _not_run(passes[0][-1])
-
-
-def _not_run(target: MicroBatchPass) -> RankFailure:
-    return RankFailure(f"{target.name} was not run by the model", so=_LACKS, fix=_ALL)
 
 
 class PlannedBatch:

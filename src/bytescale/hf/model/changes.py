@@ -39,12 +39,7 @@ class Snapshot:
         for now, before, name in self._children:
             if now != before:
                 key = next(key for key in {**before, **now} if before.get(key) is not now.get(key))
-                became = (
-                    f"replaced by a {type(now[key]).__name__}"
-                    if key in before and key in now
-                    else "put in or taken out"
-                )
-                return f"its part {_path(name, key)} was {became}"
+                return f"its part {_path(name, key)} was put in, replaced or taken out"
         for held, key, parameter, shape, is_trained, name in self._parameters:
             own = held.get(key)
             if own is not parameter or own.shape != shape:

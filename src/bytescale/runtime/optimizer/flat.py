@@ -150,7 +150,7 @@ class FlatParameters:
                 self.late_stop = stop
         self.parameters = [parameter for _, parameter in parameters]
         self._versions: list[int] = []
-        self._written, self._copies = [0], list[tuple[nn.Parameter, Tensor]]()
+        self._copies: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         self._watched = [name for name, _ in sorted(parameters, key=lambda item: item[1].numel())[:_NUM_COPIES]]
         self._start_of = {id(p): entry.start for (_, p), entry in zip(parameters, self.entries, strict=True)}
 
@@ -249,8 +249,10 @@ class FlatParameters:
 
     def require_own_gradients(self) -> None:
         """Raise ``ConfigError`` if somebody has changed gradients since the last backward, as clipping does."""
-        is_written = self.gradients._version != self._written[0]  # by ones, perhaps: transformers' Trainer does
-        if is_written and any(p.grad is not None and not torch.equal(p.grad, copy) for p, copy in self._copies):
+        for parameter, view, copy in self._copies:
+            own = None if parameter.grad is None else parameter.grad.data_ptr()
+            if own != view.data_ptr() or torch.allclose(view, copy, rtol=0, atol=0, equal_nan=True):
+                continue  # also where ``grad`` is another tensor, which ``collect_gradients`` takes
             raise ConfigError(
                 "gradients were changed between backward and step() (clip_grad_norm_, or an operation in place)",
                 so="they are this rank's part: their norm, and what is done to them, would not be the batch's",
@@ -259,8 +261,7 @@ class FlatParameters:
 
     def zero_gradients(self) -> None:
         self.gradients.zero_()
-        self._written[0] = self.gradients._version
-        for _, copy in self._copies:
+        for *_, copy in self._copies:
             copy.zero_()
         self._attach_gradients()
 
@@ -314,11 +315,10 @@ class FlatParameters:
         if gradient.dtype != parameter.dtype:
             return parameter.register_post_accumulate_grad_hook(move_gradient_to(gradient))
         parameter.grad = gradient  # autograd adds in place
-        copy = None
-        if entry.name in self._watched:
-            copy = torch.zeros_like(gradient)
-            self._copies.append((parameter, copy))
-        return parameter.register_post_accumulate_grad_hook(_keep_gradient_in(gradient, self._written, copy))
+        copy = torch.zeros_like(gradient) if entry.name in self._watched else None
+        if copy is not None:
+            self._copies.append((parameter, gradient, copy))
+        return parameter.register_post_accumulate_grad_hook(_keep_gradient_in(gradient, copy))
 
 
 def moved(name: str) -> ConfigError:
@@ -331,10 +331,10 @@ def moved(name: str) -> ConfigError:
     )
 
 
-def _keep_gradient_in(view: Tensor, written: list[int], copy: Tensor | None) -> Callable[[Tensor], None]:
+def _keep_gradient_in(view: Tensor, copy: Tensor | None) -> Callable[[Tensor], None]:
     """A hook for a ``grad`` that is a view of the buffer. After ``zero_grad()`` another tensor replaces what it has.
 
-    ``written``: what becomes the version of the buffer, which counts all that is written to it. ``copy``: of the view.
+    ``copy``: of the view, which becomes what the view is.
     """
 
     def hook(parameter: Tensor) -> None:
@@ -342,7 +342,6 @@ def _keep_gradient_in(view: Tensor, written: list[int], copy: Tensor | None) -> 
         if parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
             parameter.grad = view
-        written[0] = view._version
         if copy is not None:
             copy.copy_(view)
 
