@@ -125,3 +125,23 @@ def test_models_that_cannot_be_planned(
     monkeypatch.setattr("bytescale.train.parts.rank_model.machine_bytes", lambda: 1000.0)
     assert main(["plan", "--model.preset", f"hf:{folder}"]) == 2
     assert "this machine has 1000 B" in " ".join(capsys.readouterr().err.split())
+
+
+def test_documents_longer_than_a_table_of_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before ranks are started. What counts is how long documents may be."""
+    folder = hf_folder(tmp_path / "gpt2", "gpt2")
+    model = ["--model.preset", f"hf:{folder}", "--data.batch-tokens", "64K"]
+    started = [
+        "train",
+        "--data.sources",
+        str(tmp_path),
+        "--trainer.run-dir",
+        str(tmp_path / "run"),
+        "--init",
+        f"hf:{folder}",
+    ]
+    for command in (["plan"], started):
+        assert main([*command, *model, "--data.context-length", "32K"]) == 2
+        told = " ".join(capsys.readouterr().err.split())
+        assert "data.context_length is 32768 tokens, and the model has a table of 128 positions" in told
+        assert "set data.context_length to 128" in told

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from bytescale import HDP, score
-from bytescale.cli.score import ScoreOptions, check_options, run, score_on_ranks
+from bytescale.cli.score import ScoreOptions, check_options, prepare, run, score_on_ranks
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.config.hugging_face import read_hf_config
 from bytescale.hf.files.folder import read_model
-from bytescale.hf.scoring.score_file import ScoreFile
+from bytescale.hf.scoring.score_file import ScoreFile, _rows
 from bytescale.parity import small_model
 from tests.data.chats import chat_folder, conversations
 from tests.data.support import write_jsonl
@@ -143,6 +143,17 @@ def test_labels_of_other_ids_and_weights_that_sum_to_zero(tmp_path: Path, folder
     assert row["logprob"] == pytest.approx(sum(w * x for w, x in zip(row["weights"], expected, strict=True)), abs=1e-10)
 
 
+def test_a_token_of_weight_0_is_left_out_of_the_sum() -> None:
+    document = {
+        "tokens": np.arange(3),
+        "labels": np.array([1, 2, -100]),
+        "weights": np.array([0.0, 0.5, 0.0], np.float32),
+    }
+    rows = _rows(0, [document], [np.array([-np.inf, -4.0, 0.0])], has_weights=True)
+    assert (rows["logprob"].tolist(), rows["num_targets"].tolist()) == ([-2.0], [1])
+    assert rows["logprobs"][0].tolist() == [-np.inf, -4.0]
+
+
 def test_an_output_that_cannot_be_written(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path below a file is refused beforehand. A full disk costs the part that is being written."""
     source = write_jsonl(tmp_path / "a.jsonl", token_records())
@@ -201,6 +212,9 @@ def test_what_cannot_be_scored(tmp_path: Path, folder: Path) -> None:
         check_options(options(tmp_path, source, out))
     with pytest.raises(ConfigError, match="--capacity_tokens is 0"):
         run([str(folder), str(source), "--out", str(out), "--capacity-tokens", "0"])
+    small_model("gpt2", vocab_size=400).save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"(?i)a document has 300 tokens, and the model has a table of 128 positions"):
+        prepare(options(folder, source, out, capacity_tokens=400))
     (folder / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="has no model of type ''"):
         load_model(folder, torch.float32)

@@ -195,7 +195,7 @@ def test_documents_begin_as_the_tokenizers_own_call_has_them(
         (document,) = corpus.documents(corpus.samples)
         words = [2, 2, 1] if content == "text" else [2, 2, 2, 1]
         assert document["tokens"].tolist() == [0] * puts_it + words
-        assert document["weights"].tolist()[: len(weights) - 1 + puts_it] == ([0.0] * puts_it + weights)[1:] + []
+        assert document["weights"].tolist()[: len(weights) - 1 + puts_it] == ([0.0] * puts_it + weights)[1:]
         assert corpus.metadata.puts_bos == puts_it
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import bytescale
 from bytescale.common.errors import DataError
 from bytescale.hf.model.decoder import AttachedDecoder
-from bytescale.hf.model.head import hidden_states
+from bytescale.hf.model.head import _used_rows, hidden_states
 from bytescale.parity import small_model
 from bytescale.runtime.loss import PlainHead, loss_sum, token_losses
 
@@ -121,3 +122,110 @@ def test_a_head_is_plain_if_it_is_one_product(
 ) -> None:
     model = small_model(name, **changes).to(dtype)
     assert isinstance(AttachedDecoder(model, longest_document=64).head, PlainHead) == plain
+
+
+def test_rows_of_weight_0_whose_loss_is_infinite() -> None:
+    """A head that excludes a word gives its rows infinite losses, which reach neither the sum nor a gradient."""
+    batch = documents([40, 9])
+    for document in batch:
+        after = torch.cat([document["tokens"][1:], torch.tensor([-100])])
+        document["weights"] = document["weights"].where(after != 5, 0)
+        document["tokens"][3] = 5
+        document["weights"][2] = 0
+    model = small_model("phi")
+    with torch.no_grad():
+        model.lm_head.bias[5] = -torch.inf
+
+    def plain(own: nn.Module) -> list[Tensor]:
+        for document in batch:
+            logits = own(input_ids=document["tokens"][None]).logits[0, :-1]
+            losses = F.cross_entropy(logits, document["tokens"][1:], reduction="none")
+            counted = document["weights"][:-1] != 0
+            (document["weights"][:-1] * losses)[counted].sum().backward()
+        return [parameter.grad for parameter in own.parameters()]
+
+    def by_loss_sum(micro: Any, own: nn.Module) -> Tensor:
+        return micro.loss_sum(own)
+
+    def by_logprobs(micro: Any, own: nn.Module) -> Tensor:
+        logprobs = micro.logprobs(own)
+        assert bool((logprobs[micro.labels == 5] == -torch.inf).all()), "what the model says is not changed"
+        return -(micro.weights * logprobs)[(micro.weights != 0) & (micro.labels != -100)].sum()
+
+    wanted = plain(copy.deepcopy(model))
+    for loss in (by_loss_sum, by_logprobs):
+        own = copy.deepcopy(model)
+        hdp = bytescale.HDP(own, capacity_tokens=60)
+        for micro in hdp.plan(batch):
+            value = loss(micro, own)
+            assert bool(value.isfinite())
+            value.backward()
+        for found, parameter in zip(wanted, own.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, found, rtol=0, atol=1e-10)
+
+
+def test_a_row_that_no_loss_uses_gives_no_gradient_to_infinite_logits() -> None:
+    hidden = torch.randn(3, 4, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(5, 4, dtype=torch.float64)
+    factor = torch.tensor([1.0, 1e308, 1.0], dtype=torch.float64)[:, None]
+    logits = (hidden @ weight.T * factor) * factor.sqrt()  # infinite in row 1
+    lse = logits.logsumexp(dim=1)
+    chosen, entropy = _used_rows(logits, logits[:, 0] - lse, lse - (logits.softmax(dim=1) * logits).sum(dim=1))
+    assert chosen is not None
+    assert entropy is not None
+    (chosen[::2].sum() + entropy[2:].sum()).backward()
+    assert hidden.grad is not None
+    assert bool(hidden.grad.isfinite().all())
+    assert not hidden.grad[1].any()
+    assert bool(hidden.grad[0].any())
+
+
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_a_head_that_is_trained_alone(with_adapters: bool) -> None:
+    """What layers keep is measured, which is nothing, and gradients are those of one process."""
+    plain = small_model("llama")
+    model: Any = copy.deepcopy(plain)
+    if with_adapters:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    else:
+        model.model.requires_grad_(False)
+    reference, batch = copy.deepcopy(model), documents([40, 9])
+    hdp = bytescale.HDP(model, capacity_tokens="auto", device_gib=0.01)
+    assert hdp.capacity_tokens > 1000
+    memory = hdp.room.memory
+    assert memory is not None
+    assert memory.rows.saved_per_token < 64 * 8, "hidden states at most"
+    hdp.adamw(lr=0.0)
+    for micro in hdp.plan(batch):
+        micro.loss_sum(model).backward()
+    found = hdp.gradients()
+    for document in batch:
+        logits = reference(input_ids=document["tokens"][None]).logits[0, :-1]
+        losses = F.cross_entropy(logits, document["tokens"][1:], reduction="none")
+        (document["weights"][:-1] * losses).sum().backward()
+    trained = {name: p.grad for name, p in reference.named_parameters() if p.requires_grad}
+    assert trained.keys() == found.keys()
+    for name, gradient in trained.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10)
+
+
+def test_adapters_of_a_tied_head_that_ranks_share() -> None:
+    """Nothing is trained below the head, whose weight is the embedding's and is open where either is."""
+    batch = documents([20, 9, 5])
+
+    def work(group: Any, base: nn.Module, shard: Any) -> dict[str, Tensor]:
+        hdp = bytescale.HDP(base, group, capacity_tokens=20, shard=shard, domain=2 if shard == "parameters" else None)
+        hdp.adamw(lr=0.0)
+        for _ in range(2):
+            for micro in hdp.plan(batch):
+                micro.logprobs(base).sum().backward()
+            found = hdp.gradients()
+            hdp.step()
+        return found
+
+    adapters = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    model: Any = get_peft_model(small_model("qwen3"), adapters)  # type: ignore[arg-type]
+    whole, shared = (on_ranks(2, model, partial(work, shard=shard))[0] for shard in ("optimizer", "parameters"))
+    assert whole.keys() == shared.keys()
+    for name, gradient in whole.items():
+        torch.testing.assert_close(shared[name], gradient, rtol=0, atol=1e-12)

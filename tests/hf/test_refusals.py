@@ -14,7 +14,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 import bytescale
 from bytescale.attention import AttentionRules
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, DataError
 from bytescale.hf.model.measure import check_widths
 from bytescale.hf.model.probe import LayerAttention, ModelStructure
 from bytescale.parity import small_model
@@ -108,29 +108,36 @@ def test_a_loss_for_even_use_of_experts_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM cannot be attached: .*even use of experts"):
         bytescale.HDP(model, capacity_tokens=100)
     model.config.output_router_logits = False
-    bytescale.HDP(model, capacity_tokens=100)
+    hdp = bytescale.HDP(model, capacity_tokens=100)
+    (micro,) = hdp.plan(documents([7]))
+    model.config.output_router_logits = True  # and later
+    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM cannot be attached: .*even use of experts"):
+        model(**micro.inputs)
+    model(**micro.inputs, output_router_logits=False)
 
 
 def test_a_model_that_changes_after_it_was_attached_is_told() -> None:
     model = small_model("llama")
     hdp = bytescale.HDP(model, capacity_tokens=100)
+    (micro,) = hdp.plan(documents([7]))
     model.model.layers = model.model.layers[:1]
     model.config.num_hidden_layers = 1
-    (micro,) = hdp.plan(documents([7]))
     with pytest.raises(ConfigError, match="attention and recurrences were called 1 times"):
         model(**micro.inputs)
+    with pytest.raises(ConfigError, match=r"its part model\.layers was put in, replaced or taken out"):
+        list(hdp.plan(documents([7])))
 
 
 def test_parameters_that_the_optimizer_does_not_know_are_told() -> None:
     model = small_model("llama")
     hdp = bytescale.HDP(model, capacity_tokens=100)
     hdp.adamw(lr=1e-2)
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     for micro in hdp.plan(documents([7])):
         micro.logprobs(model).sum().backward()
-    with pytest.raises(
-        ConfigError, match=r"Parameter model.embed_tokens.weight requires a gradient, but the optimizer"
-    ):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(ConfigError, match=r"its parameter model\.embed_tokens\.weight was replaced or resized"):
+        list(hdp.plan(documents([7])))
+    with pytest.raises(ConfigError, match=r"its parameter model\.embed_tokens\.weight was replaced or resized"):
         hdp.step()
 
 
@@ -141,7 +148,9 @@ def test_rope_that_depends_on_the_pass_is_refused_or_fixed(rope: str) -> None:
     if rope == "longrope":
         parameters |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
     model = small_model("llama", rope_parameters=parameters, max_position_embeddings=64 if rope == "longrope" else 16)
-    with pytest.raises(ConfigError, match=rf"rotary_emb cannot be attached: its rotary positions \({rope}\)"):
+    with pytest.raises(
+        ConfigError, match=rf"rotary_emb .* its rotary positions \({rope}\).*every document, also a short one, is then"
+    ):
         bytescale.HDP(model, capacity_tokens=200)
     tokens = torch.arange(2, 66).repeat(2)[None, :100]
     with torch.no_grad():
@@ -152,9 +161,54 @@ def test_rope_that_depends_on_the_pass_is_refused_or_fixed(rope: str) -> None:
         logits = model(**micro.inputs).logits[0]
     first = 0 if micro.segments[0][0] == 0 else 20
     torch.testing.assert_close(logits[first : first + 9], wanted, rtol=0, atol=1e-10)
+    with pytest.raises(DataError, match="Document 1 has 101 tokens; the model has positions for 100"):
+        hdp.plan(documents([7, 101]))
     bytescale.HDP(model, capacity_tokens=50)
     with pytest.raises(ConfigError, match="has fixed its rotary positions for documents of 100 tokens"):
         bytescale.HDP(model, capacity_tokens=200, longest_document=200)
+
+
+class QuantisedByTensor(nn.Linear):
+    """Rounds its input to 8 bits with one scale for all rows, and lets gradients through as if it did not."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        scale = rows.detach().abs().max() / 127
+        return super().forward(rows + ((rows / scale).round() * scale - rows).detach())
+
+
+class QuantisedByToken(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        scale = rows.detach().abs().amax(dim=-1, keepdim=True) / 127
+        return super().forward(rows + ((rows / scale).round() * scale - rows).detach())
+
+
+class LessTheMean(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows - rows.detach().mean(dim=1, keepdim=True))
+
+
+class InTraining(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows / rows.detach().square().mean().sqrt() if self.training else rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", ["lm_head", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"])
+def test_what_mixes_rows_anywhere_is_found(place: str, dtype: torch.dtype) -> None:
+    """No gradient says so. What takes its scale from a token alone is attached."""
+    for family in ("llama", "qwen3_moe") if place == "lm_head" else ("llama",):
+        for cls in (QuantisedByTensor, LessTheMean, InTraining, QuantisedByToken):
+            model = small_model(family, dtype=dtype)
+            parent, _, name = place.rpartition(".")
+            old = model.get_submodule(place)
+            new = cls(old.in_features, old.out_features, bias=False, dtype=dtype)
+            new.weight = old.weight
+            setattr(model.get_submodule(parent), name, new)
+            if cls is QuantisedByToken:
+                bytescale.HDP(model, capacity_tokens=100)
+                continue
+            with pytest.raises(ConfigError, match="a part other than attention mixes tokens"):
+                bytescale.HDP(model, capacity_tokens=100)
 
 
 def test_a_refused_model_keeps_its_rotary_positions() -> None:

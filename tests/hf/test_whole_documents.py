@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import bytescale
 from bytescale.common.errors import DataError, NonFiniteError, PlanError
-from bytescale.parity.compare import random_plan
-from tests.helpers.effort import pairs
+from bytescale.parity.compare import WideCasts, random_plan
+from tests.helpers.effort import one_of, pairs
 
 from .support import documents, on_ranks, small_model
 
@@ -158,6 +158,45 @@ def test_a_loss_that_couples_documents(llama: nn.Module, loss_and_labels: tuple,
             assert result.loss == pytest.approx(wanted, rel=1e-10)
             assert result.metrics == pytest.approx(metrics, rel=1e-10)
             assert_gradients(ours, gradients)
+
+
+@pytest.mark.parametrize("name", one_of(["qwen3_5_text", "qwen3_next", "olmo_hybrid", "kimi_linear"], "qwen3_5_text"))
+def test_recurrent_layers_differ_by_rounding_alone(name: str) -> None:
+    """Two steps of a loss that couples documents. The recurrences of transformers compute in fp32 also in fp64 models.
+
+    In fp64 nothing differs: what differs otherwise is rounding of sums in another order.
+    """
+    model, batch, labels = small_model(name), rollouts([9, 2, 5, 12]), [0, 1, 0, 1]
+
+    def plain_steps(own: nn.Module) -> list[dict[str, Tensor]]:
+        optimizer, found = torch.optim.SGD(own.parameters(), lr=0.05), []
+        for _ in range(2):
+            optimizer.zero_grad()
+            logits = [own(input_ids=document["tokens"][None], use_cache=False).logits[0, :-1] for document in batch]
+            values = [
+                F.pad(-F.cross_entropy(rows, document["tokens"][1:], reduction="none"), (0, 1))
+                for rows, document in zip(logits, batch, strict=True)
+            ]
+            by_labels(batch, labels, group_advantages)(values)[0].backward()
+            found.append({name: p.grad.clone() for name, p in own.named_parameters() if p.grad is not None})
+            optimizer.step()
+        return found
+
+    def work(group: Any, own: nn.Module) -> list[dict[str, Tensor]]:
+        with WideCasts():
+            hdp = bytescale.HDP(own, group, capacity_tokens=20)
+            hdp.optimizer(torch.optim.SGD, lr=0.05)
+            found = []
+            for _ in range(2):
+                hdp.backward(batch, group_advantages, together=labels, passes=1 if len(found) else 2)
+                found.append(hdp.gradients())
+                hdp.step(max_grad_norm=0.0)
+            return found
+
+    with WideCasts():
+        wanted = plain_steps(copy.deepcopy(model))
+    for ours, theirs in zip(on_ranks(2, model, work)[0], wanted, strict=True):
+        assert_gradients(ours, theirs)
 
 
 def test_documents_that_no_group_holds_take_two_passes(llama: nn.Module) -> None:

@@ -45,6 +45,24 @@ def test_loss_and_gradients(
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1e300])
+def test_a_token_of_weight_0_is_left_out(value: float) -> None:
+    """Its loss is no number, and reaches neither the sum nor a gradient."""
+    hidden, weight, labels = inputs(torch.float64)
+    weights = torch.rand(len(labels), dtype=torch.float64) + 0.1
+    weights[::5] = 0
+    kept = weights != 0
+    wanted = gradients(linear_cross_entropy, hidden[kept], weight, labels[kept], token_weights=weights[kept])
+    with torch.no_grad():
+        hidden[::5] = value
+    loss, d_hidden, d_weight = gradients(
+        linear_cross_entropy, hidden, weight, labels, z_loss=0.0, token_weights=weights
+    )
+    torch.testing.assert_close(loss, wanted[0])
+    torch.testing.assert_close(d_weight, wanted[2])
+    assert not d_hidden[::5].any()
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_weights_of_tokens(dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real-valued weights, some negative and some zero; weights of 1 change no bit."""

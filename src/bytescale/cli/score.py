@@ -101,13 +101,17 @@ def check_options(options: ScoreOptions) -> None:
 
 def prepare(options: ScoreOptions) -> None:
     """Tokenise the corpus and check its documents, before any rank is started."""
+    from bytescale.config.hugging_face import read_hf_config
     from bytescale.data.loading.corpus import prepare_corpus
     from bytescale.data.tokens.progress import progress_bar
+    from bytescale.hf.files.folder import require_positions
     from bytescale.hf.scoring.score_file import check_documents
 
     with progress_bar() as progress:
         corpus = prepare_corpus(options.corpus_config(), progress)
     check_documents(corpus, options.ranks, options.capacity_tokens, options.corpus_config())
+    longest, content = int(corpus.samples.length.max()), read_hf_config(Path(options.model).expanduser())
+    require_positions(content, longest, what="a document has", fix="split or truncate documents to {} tokens")
 
 
 def score_on_ranks(options: ScoreOptions) -> None:

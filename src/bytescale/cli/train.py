@@ -230,13 +230,14 @@ def prepare_and_start(options: TrainOptions) -> None:
     from bytescale.train.launch.torchrun import ranks_there
     from bytescale.train.parts.budget import check_room
     from bytescale.train.parts.devices import fit_to_gpus
-    from bytescale.train.parts.rank_model import check_host_room
+    from bytescale.train.parts.rank_model import check_host_room, check_positions
     from bytescale.train.reporting.trackers import check_trackers
 
     check_trackers(options.config.log)
     config = fit_to_gpus(options.config)
     check_room(config.parallel.ranks)
     check_host_room(config)
+    check_positions(config, resolve_model(config.model))
     _check_initial_weights(config)
     with said_when_stopped("while its data was prepared; what is tokenised is kept, so the same command goes on"):
         _prepare_data(config)

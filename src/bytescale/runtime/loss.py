@@ -133,6 +133,7 @@ def loss_sum(
             selected without waiting for a GPU, whatever the device of ``hidden``.
         z_loss: weight of the squared log-sum-exp, which keeps logits from drifting (PaLM: 1e-4).
         token_weights: ``[T]``, where the labels are: what each token's summand is multiplied with. None: all are 1.
+            A token of weight 0 is left out, so that a loss that is no number reaches nothing.
 
     Returns:
         Scalar in fp32 (fp64 for fp64 inputs), the same on every rank of the head's group, to which ``hidden`` and
@@ -243,8 +244,11 @@ class _LossSum(torch.autograd.Function):
 def _chunks(
     head: Head, labels: Tensor, token_weights: Tensor | None, device: torch.device, wide: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Places of the tokens that have a target, their targets and their weights, a chunk at a time."""
-    with_target = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+    """Places of the tokens that have a target and a weight, their targets and weights, a chunk at a time."""
+    is_counted = labels != IGNORE_INDEX
+    if token_weights is not None:
+        is_counted &= token_weights.to(labels.device) != 0
+    with_target = is_counted.nonzero().squeeze(1)
     # One copy to the device serves all chunks.
     on_device = to_device(torch.stack([with_target, labels[with_target]]), device)
     factors = None

@@ -30,6 +30,7 @@ from bytescale.config import AttachedArchitecture, Config
 from bytescale.config.hugging_face import refuse_quantised
 from bytescale.config.resolve import described_architecture, source_folder
 from bytescale.hf.files.weight_stream import adapted_ties, untie
+from bytescale.hf.model.long_rope import longest_document_of
 from bytescale.models.hf_folder import (
     copy_companions,
     finite,
@@ -84,6 +85,21 @@ def empty_model(content: dict[str, Any]) -> nn.Module:
 def parameters_of(content: dict[str, Any]) -> dict[str, nn.Parameter]:
     """By name, without memory for them. Raises as ``empty_model``."""
     return dict(empty_model(content).named_parameters())
+
+
+def require_positions(content: dict[str, Any], longest: int, *, what: str, fix: str) -> None:
+    """Raise ``ConfigError`` if documents of ``longest`` tokens are longer than the model's table of positions.
+
+    ``what``: has them; ``fix``: with the place of the table's length.
+    """
+    is_rotary = any("rope" in key for key in content)
+    limit = None if is_rotary else longest_document_of(empty_model(content))
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"{what} {longest} tokens, and the model has a table of {limit} positions",
+            so="a document longer than that would end in an error in the middle of a pass",
+            fix=fix.format(limit),
+        )
 
 
 def load_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> nn.Module:

@@ -12,7 +12,6 @@ from bytescale.common.errors import PlanError
 from bytescale.hf.batch.documents import Batch, Documents, RankBatch
 from bytescale.hf.batch.prefixes import part_of_trees, shared_plan
 from bytescale.hf.loop.planned_batch import PlannedBatch
-from bytescale.hf.model.head import require_words
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.trees import Forest
 
@@ -33,8 +32,8 @@ class BatchToPlan:
         """Raises as ``HDP.plan`` for a batch that cannot be used, or not now."""
         hdp.require_no_reduction("a batch was planned")
         documents = Documents.of(batch, shift_labels=shift_labels)
-        for model in (hdp.model, *(other.model for other in hdp.engine.others)):
-            require_words(documents.fields, model)
+        for decoder in (hdp.engine.decoder, *hdp.engine.others):
+            decoder.require_fitting(documents.fields, documents.lengths)
         return BatchToPlan(hdp=hdp, documents=documents, per_document=per_document)
 
     def plan(
@@ -59,7 +58,7 @@ class BatchToPlan:
                 fix="give the plan that was made for these documents, in the same order",
             )
         rank_plan = RankPlan.of(plan, hdp.group.rank)
-        hdp.group.agree("the documents of a batch, or its plan", digest ^ rank_plan.digest)
+        hdp.agree("the documents of a batch, or its plan", digest ^ rank_plan.digest)
         if forest is None:
             return PlannedBatch(hdp, RankBatch.of(rank_plan, self.documents), last=last)
         dtype = next(hdp.model.parameters()).dtype

@@ -16,7 +16,6 @@ rows, divided by something that all ranks know, therefore gives the gradients of
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -35,6 +34,7 @@ from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.memory import DeviceKind
 from bytescale.hf.batch.documents import Batch, RankBatch
 from bytescale.hf.batch.planning import make_planner
+from bytescale.hf.loop.alike import WEIGHTS_EVERY, digest_of, require_alike, weight_sums
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values, backward_of
 from bytescale.hf.loop.micro_batch import Engine, Micro
@@ -43,7 +43,6 @@ from bytescale.hf.loop.prefill import Prefill, Ready, prefill
 from bytescale.hf.loop.room import Capacity, Room, require_use_of_memory
 from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.decoder import AttachedDecoder, second_model
-from bytescale.hf.model.head import require_words
 from bytescale.hf.model.probe import ModelStructure
 from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
@@ -61,6 +60,7 @@ class HDP(Updates):
     """
 
     _looped: PlannedBatch | None = None
+    _num_agreed = 0
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class HDP(Updates):
         Raises ``ConfigError`` as ``HDP(...)``, and for another vocabulary; ``RankFailure`` for different weights.
         """
         decoder = second_model(model, self.model, same_tokenizer=same_tokenizer)
-        self.group.agree("the weights of a second model", _digest(decoder.structure, _weight_sums(model)))
+        self.group.agree("the weights of a second model", digest_of(decoder.structure, weight_sums(model)))
         self.engine.others.append(decoder)
 
     def detach(self) -> None:
@@ -291,7 +291,8 @@ class HDP(Updates):
     def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
         """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``); ``last``: see ``plan``."""
         for rows in part.rows:
-            require_words({name: [values] for name, values in rows.items()}, self.model)
+            fields = {name: [values] for name, values in rows.items()}
+            self.engine.decoder.require_fitting(fields, part.lengths)
         self._looped = None
         return PlannedBatch(self, part, last=last)
 
@@ -338,18 +339,29 @@ class HDP(Updates):
     def begin_batch(self, planned: PlannedBatch) -> None:
         self.require_no_reduction("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
+        for decoder in (self.engine.decoder, *self.engine.others):
+            decoder.require_unchanged(with_training=self.has_optimizer)
         self.require_at_home("weights")
         if self._units is not None:
             self._units.begin()
         self.engine.activations.begin_step(planned.rank_plan.micro_batches)
         self._looped = planned
 
+    def agree(self, what: str, value: int) -> None:
+        """Raise ``RankFailure`` unless all ranks hold the same ``value``, and in some batches the same weights.
+
+        These are the first batch and every ``WEIGHTS_EVERY``-th one. Where ranks share parameters, nobody can write to
+        those of one rank alone, and weights are not compared.
+        """
+        is_due, self._num_agreed = self._num_agreed % WEIGHTS_EVERY == 0, self._num_agreed + 1
+        require_alike(self.group, what, value, weight_sums(self.model) if is_due and self._units is None else {})
+
     def _fingerprint(self) -> int:
         """63 bits of what has to be equal on all ranks."""
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
         sharing = self.domain, self.sharing, self.experts
         settings = (self.structure, self.cost, self.capacity_tokens, sharing, self.planner.config)
-        return _digest(settings, shapes, _weight_sums(self.model))
+        return digest_of(settings, shapes, weight_sums(self.model))
 
 
 def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGroup:
@@ -367,21 +379,3 @@ def _sharing(shard: Shard, domain: int | None, group: RankGroup, experts: str, *
             fix="leave equal_counts out: ranks that share parameters run in lockstep",
         )
     return sharing_domain(shard, domain or 0, group.size, ranks_here(group.size))
-
-
-def _digest(*content: Any) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=8).digest(), "little") >> 1
-
-
-def _weight_sums(model: nn.Module) -> list[int]:
-    """Per parameter, the sum of its numbers' bits as integers, which is exact in any order.
-
-    Parameters that are sharded already (FSDP) or have no memory yet differ between ranks and are left out.
-    """
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [
-        parameter.detach().contiguous().view(integers[parameter.element_size()]).sum(dtype=torch.int64)
-        for parameter in model.parameters()
-        if type(parameter.data) is Tensor and not parameter.is_meta
-    ]
-    return torch.stack(sums).tolist() if sums else []

@@ -266,8 +266,8 @@ class WholeDocuments(Sequence[Tensor]):
                 fix="give one loss for each document, in the order of micro.documents(...)",
             )
         # A rank without a row of these documents takes part in their backward all the same.
-        anchor = self._rows.sum() * 0 if self._rows.requires_grad else 0
-        counted = torch.tensor(self.counted, device=losses.device)
+        anchor = self._rows[:0].sum()
+        counted = torch.tensor(self.counted, dtype=torch.bool, device=losses.device)
         return losses[counted].sum() + (losses - losses.detach())[~counted].sum() + anchor
 
     def __len__(self) -> int:

@@ -34,7 +34,7 @@ from bytescale.hf.batch.prefixes import of_documents
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.decoder import MicroBatchPass
 from bytescale.hf.model.head import embeddings_of
-from bytescale.hf.model.interface import note_bypass
+from bytescale.hf.model.long_rope import require_short_enough
 from bytescale.plan import MicroBatch
 from bytescale.plan.last_message import last_backward_is_silent
 from bytescale.runtime.plain_data import all_gather_json, broadcast_json
@@ -63,7 +63,7 @@ class PendingPasses:
     def forget_looks(self, batch: int) -> None:
         """Forget a batch that was only looked at. A loop that scores never calls ``finish``."""
         own = [target for number, *_, target in self._passes if number == batch]
-        if not any(target.trained or target.bypassed for target in own):
+        if not any(target.trained for target in own):
             self._passes = [one for one in self._passes if one[0] != batch]
 
     def require_backwards(self, before: str) -> None:
@@ -94,8 +94,8 @@ class PendingPasses:
         trained = {(number, index) for number, _, index, target in passes if target.trained}
         ran = Counter(number for number, _ in trained)
         for number, _, index, target in passes:
-            if (number, index) not in trained and (number in ran or target.bypassed):
-                raise _not_run(target)
+            if (number, index) not in trained and (number in ran or not trained):
+                raise RankFailure(f"{target.name} was not run by the model", so=_LACKS, fix=_ALL)
         for number, num_passes, _, _ in passes:
             if 0 < ran[number] < num_passes:
                 raise RankFailure(
@@ -103,18 +103,6 @@ class PendingPasses:
                     so="the gradient would lack the tokens of the others",
                     fix=_ALL,
                 )
-        if passes and not trained:
-            raise _not_run(passes[0][-1])
-
-
-def _not_run(target: MicroBatchPass) -> RankFailure:
-    if target.bypassed:
-        return RankFailure(
-            f"{target.name}: the model ran without micro.inputs, and attention of the plan was called zero times",
-            so="its documents saw each other, and ranks that share them would wait",
-            fix="call model(**micro.inputs) with all that is in it, hdp_attention included",
-        )
-    return RankFailure(f"{target.name} was not run by the model", so=_LACKS, fix=_ALL)
 
 
 class PlannedBatch:
@@ -163,11 +151,7 @@ class PlannedBatch:
                 hdp.pending.require_backwards("gradients are reduced (last=True)")
                 hdp.sharded().expect_last_backward(last_backward_is_silent(self.rank_plan))
             hdp.pending.add(self, index, micro.target)
-            note_bypass(micro.target.bypass)
-            try:
-                yield micro
-            finally:
-                note_bypass(None)
+            yield micro
             micro.target.require_finished()
             buffers.release()
         if self._last:
@@ -245,7 +229,8 @@ class LoadedBatches:
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         for data in self.steps:
-            self.hdp.group.agree(f"the plan of step {data.step}", data.rank_plan.digest)
+            require_short_enough(data.plan.lengths.tolist(), self.hdp.engine.decoder.longest_document)
+            self.hdp.agree(f"the plan of step {data.step}", data.rank_plan.digest)
             self.state = data.sampler_state_after
             yield LoadedBatch(self.hdp, data, self.fields, last=self.last)
 

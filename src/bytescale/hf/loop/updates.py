@@ -93,7 +93,9 @@ class Updates:
             self._require_host_room()
         if former := ShardedOptimizer.of(self.model):
             former.leave(self.model)
-        named, decoder = list(self.model.named_parameters()), self.engine.decoder
+        decoder = self.engine.decoder
+        decoder.require_unchanged(with_training=False)
+        named = list(self.model.named_parameters())
         if self.sharing > 1:
             _ = decoder.head  # found by a pass
         self._optimizer = take_over(
@@ -109,6 +111,8 @@ class Updates:
             late=decoder.late_parameters(),
         )
         self._optimizer.join(self.model)
+        decoder.begin_training()
+        decoder.attachment.ran_plain_backward = False
         return self._optimizer.torch_optimizer
 
     def _require_host_room(self) -> None:
@@ -125,6 +129,7 @@ class Updates:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step. ``model.zero_grad()`` does the same once there is an optimizer."""
         self.sharded().zero_grad()
+        self.engine.decoder.attachment.ran_plain_backward = False
 
     def step(
         self,
@@ -151,9 +156,14 @@ class Updates:
         """
         sharded = self.sharded()
         self.require_at_home("weights", "gradients", "states")
+        sharded.require_attached()
+        decoder = self.engine.decoder
+        decoder.attachment.require_no_plain_backward()
         self.pending.finish()
+        decoder.require_unchanged(with_training=True)
+        for zero in [] if self.is_reducing else sharded.zeros:
+            zero.parameters.require_own_gradients()
         self.is_reducing = False
-        sharded.require_parameters_of(self.model)
         options = {name: value for name, value in (("lr", lr), ("betas", betas)) if value is not None}
         sharded.set_options(options)
         grad_norm = sum(self.group.sum_of([sharded.reduce_gradients()])) ** 0.5

@@ -23,6 +23,7 @@ class Blind(Target):
     """A ``Target`` whose attention sees nothing, and that keeps what it was asked."""
 
     names: dict[nn.Module, str]
+    needs_positions = False
     calls: list[Call] = field(default_factory=list)
     cuts: OneProcessCuts = field(
         default_factory=lambda: OneProcessCuts([0], [slice(row, row + 1) for row in range(NUM_ROWS)])

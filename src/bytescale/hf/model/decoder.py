@@ -9,7 +9,7 @@ Shape letters: T rows of a micro-batch, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -22,11 +22,12 @@ from bytescale.attention.autocast import in_autocast
 from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.common.units import format_bytes
 from bytescale.cost.spec import ModelSpec
+from bytescale.hf.model.changes import Snapshot
 from bytescale.hf.model.costs import experts_of, spec_of
-from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states
+from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states, require_words
 from bytescale.hf.model.interface import KEYWORD, Attachment, Call, Target, refusal
-from bytescale.hf.model.long_rope import fix_rope, unfix_rope
-from bytescale.hf.model.probe import ModelStructure, probe
+from bytescale.hf.model.long_rope import fix_rope, longest_document_of, require_short_enough, unfix_rope
+from bytescale.hf.model.probe import ModelStructure, probe, scale_of
 from bytescale.recurrence import Cuts, GroupCuts
 from bytescale.runtime.experts import num_experts_of
 from bytescale.runtime.loss import Head, PlainHead
@@ -55,12 +56,14 @@ class AttachedDecoder(nn.Module):
             self.attachment = Attachment(model)
             undo.callback(self.attachment.detach)
             undo.callback(unfix_rope, fix_rope(model, longest_document))
+            self.longest_document = longest_document_of(model)
             self.structure: ModelStructure = probe(model)
             self.undo = undo.pop_all().close
             """Leaves the model as it was before."""
         modules = {name or type(module).__name__: module for name, module in model.named_modules()}
         self.attentions = {modules[layer.name]: layer for layer in self.structure.layers}
         self.mixers = {modules[mixer.name]: mixer for mixer in self.structure.mixers}
+        self._snapshot = Snapshot(model, self.attentions)
         self.num_calls = len(self.structure.layers) + len(self.structure.mixers)
         self.is_frozen = False
         self._random = {name: modules.get(name, model) for name in self.structure.random_parts}
@@ -70,6 +73,24 @@ class AttachedDecoder(nn.Module):
     def is_in(self, model: nn.Module) -> bool:
         """Whether ``model`` is the attached model or a module around it."""
         return self.attentions.keys() | self.mixers.keys() <= set(model.modules())
+
+    def require_fitting(self, fields: Mapping[str, Sequence[Tensor]], lengths: Sequence[int]) -> None:
+        """Raise ``DataError`` for words (``require_words``) or ``lengths`` of documents that the model lacks."""
+        require_words(fields, self.model)
+        require_short_enough(lengths, self.longest_document)
+
+    def require_unchanged(self, *, with_training: bool) -> None:
+        """Raise ``ConfigError`` if the model is not what it was (``changes``)."""
+        if change := self._snapshot.change(with_training=with_training):
+            raise ConfigError(
+                f"the model has changed since HDP(...) or hdp.adamw(): {change}",
+                so="what was found then, and what the optimizer trains, is of another model",
+                fix="change, freeze and unfreeze before HDP(...) and hdp.adamw(), or make both anew",
+            )
+
+    def begin_training(self) -> None:
+        """From now on, what is trained stays as it is, too."""
+        self._snapshot = Snapshot(self.model, self.attentions)
 
     def require_no_randomness(self) -> None:
         """Raise ``ConfigError`` for a model that draws random numbers in the mode that it is in."""
@@ -209,8 +230,6 @@ class MicroBatchPass(Target):
         self._attention_of, self._around, self._context = attention_of, around, ExitStack()
         self.trained = False
         """Whether the model has run it with gradients."""
-        self.bypassed = False
-        """Whether, while it was the loop's, the model ran with gradients and without it."""
         self._cuts: dict[int, GroupCuts] = {}
         self._calls = self._backwards_to_come = 0
         self._in_forward = False
@@ -242,9 +261,6 @@ class MicroBatchPass(Target):
                 fix="run the same layers in every pass (no layer drop), and attach again after the model has changed",
             )
 
-    def bypass(self) -> None:
-        self.bypassed |= torch.is_grad_enabled()
-
     @torch.compiler.disable
     def attend(self, call: Call) -> Tensor:
         """``[1, T, H, Dv]`` from ``[1, H, T, D]`` queries; rows in the micro-batch's order."""
@@ -259,6 +275,14 @@ class MicroBatchPass(Target):
                 + (", and a mask" if call.mask is not None else ""),
                 so="rows could not be told apart",
                 fix="call the model with micro.inputs as they are; a key has to stand for one token",
+            )
+        if call.options.get("dropout") or scale_of(call) != layer.rules.scale:
+            raise refusal(
+                layer.name,
+                f"it attends with dropout {call.options.get('dropout')} and scale {call.options.get('scaling')}; when "
+                f"it was attached, with {layer.rules.scale or 'the usual scale'} and without dropout",
+                so="the pass would compute with what was found then",
+                fix="change the model before HDP(...)",
             )
         q, k, v = (in_autocast(tensor[0].transpose(0, 1)) for tensor in (call.query, call.key, call.value))
         attention = self._attention_of(q.dtype)

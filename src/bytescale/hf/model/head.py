@@ -127,6 +127,10 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
         model = causal_model(model)  # without what a wrapper adds, such as a value head
     root = causal_model(model)
     decoder = root.get_decoder() if hasattr(root, "get_decoder") else None
+    if decoder is root or isinstance(
+        decoder, nn.Linear
+    ):  # Llama 4 for text, ModernBERT: what they name is another part
+        decoder = next((part for part in root.children() if isinstance(part, PreTrainedModel)), root)
     if not isinstance(decoder, nn.Module) or decoder is root:
         raise refusal(
             type(root).__name__,
@@ -249,14 +253,15 @@ def row_scores(
         counted = labels != IGNORE_INDEX
         chosen = logits.gather(1, labels.where(counted, 0)[:, None])[:, 0] - lse
         values, best = logits.topk(top, dim=1) if top else (None, None)
-        return [
+        return _used_rows(
+            logits,
             chosen.where(counted, 0),
             lse - (logits.softmax(dim=1) * logits).sum(dim=1) if entropy else None,
             None if values is None else values - lse[:, None],
             best,
             None if asked is None else logits.gather(1, asked) - lse[:, None],
             logits.mean(dim=1) if mean_logits else None,
-        ]
+        )
 
     targets = labels.split(chunk_rows)
     columns = [
@@ -270,3 +275,18 @@ def row_scores(
     ]  # fmt: skip
     joined = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
     return RowScores(*joined, hidden)  # type: ignore[call-arg, arg-type]
+
+
+def _used_rows(logits: Tensor, *results: Tensor | None) -> list[Tensor | None]:
+    """``results [n, ...]``. A row of which a loss uses none gives exactly 0 to its logits, which may be infinite."""
+    used = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+
+    def note(gradient: Tensor) -> None:
+        used.logical_or_(gradient[..., None].flatten(1).any(1))
+
+    for result in results:
+        if result is not None and result.requires_grad:
+            result.register_hook(note)
+    if logits.requires_grad:
+        logits.register_hook(lambda gradient: gradient.where(used[:, None], 0))
+    return list(results)

@@ -132,6 +132,8 @@ class Target:
     """The attention that the layers call during one pass, and where their recurrences are cut."""
 
     outermost: nn.Module | None = None
+    needs_positions = True
+    """Whether rows are of several documents, whose positions a model cannot count itself."""
 
     def attend(self, call: Call) -> Tensor:
         """``[B, T, H, Dv]``."""
@@ -170,12 +172,6 @@ def while_set(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[N
 # Masks are made by functions of transformers that get none of the model's keywords, so the pass is noted here. The
 # note lasts for one forward of one thread.
 _pass: ContextVar[Target | None] = ContextVar("bytescale_pass", default=None)
-_bypass: ContextVar[Callable[[], None] | None] = ContextVar("bytescale_bypass", default=None)
-
-
-def note_bypass(call: Callable[[], None] | None) -> None:
-    """What is called from now on when an attached model of this thread runs outside of a plan; None: nothing."""
-    _bypass.set(call)
 
 
 def foreign_model(name: str) -> ConfigError:
@@ -234,6 +230,8 @@ class Attachment:
                 require_known_kernel(kernel, called[kernel], f"{name} ({type(mixer).__name__})")
         self._mixers = list(mixers)
         self._is_detached = False
+        self.ran_plain_backward = False
+        """Whether a backward came from a pass outside of plans, since somebody has set this to False."""
         self._before = [(part, part.config._attn_implementation) for part in self.parts]
         for part, name in self._before:
             original = (name or "sdpa").removeprefix(PREFIX)  # computes outside of plans
@@ -247,6 +245,7 @@ class Attachment:
         for module in dict.fromkeys([model, *self.parts]):
             self._hooks.append(module.register_forward_pre_hook(_begin, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(_end, with_kwargs=True, always_call=True))
+            self._hooks.append(module.register_forward_hook(self._note_plain, with_kwargs=True))
 
     def require_attached(self) -> None:
         """Raise ``ConfigError`` after ``detach``."""
@@ -255,6 +254,27 @@ class Attachment:
                 "this HDP was detached from its model",
                 so="documents of a micro-batch would see each other",
                 fix="attach again: bytescale.HDP(model, ...)",
+            )
+
+    def _note_plain(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        is_head_alone = any("forward" in vars(part) for part in self.parts)  # ``head.ModelHead``
+        if KEYWORD in kwargs or _pass.get() is not None or is_head_alone or not torch.is_grad_enabled():
+            return
+
+        def note(_: Tensor) -> None:
+            self.ran_plain_backward = True
+
+        for value in output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]:
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(note)
+
+    def require_no_plain_backward(self) -> None:
+        """Raise ``ConfigError`` if gradients of a pass outside of plans are among those that ranks add up."""
+        if self.ran_plain_backward:
+            raise ConfigError(
+                "the model was run forward and backward outside of a plan since the last step()",
+                so="its gradients would be added up over ranks with those of the plan, once for each rank that ran it",
+                fix="call model(**micro.inputs) with all that is in it; hdp.zero_grad() forgets such gradients",
             )
 
     def detach(self) -> None:
@@ -300,28 +320,44 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     target = kwargs.get(KEYWORD)
     if isinstance(kwargs.get("attention_mask"), OnlyAttached):
         kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
-    if target is None and _pass.get() is None and (bypass := _bypass.get()) is not None:
-        bypass()
+    if target is not None:
+        _refuse_other_results(target, module, kwargs)
     if target is not None and _pass.get() is None:
-        if kwargs.get("labels") is not None:
-            raise refusal(
-                type(module).__name__,
-                "it is given labels together with micro.inputs",
-                so="its own loss would shift them across documents, and be the mean of one micro-batch",
-                fix="leave labels out, and compute the loss from logits and micro.labels, or by micro.loss_sum(model)",
-            )
-        for name, value in kwargs.items():
-            if name.startswith(("pixel_values", "input_features")) and value is not None:
-                raise refusal(
-                    type(module).__name__,
-                    f"it is given {name} together with micro.inputs",
-                    so="towers for images and sounds take no part in a plan",
-                    fix=f"train on documents of text alone, and leave {name} out",
-                )
         target.begin()
         target.outermost = module
         _pass.set(target)
     return args, kwargs
+
+
+def _refuse_other_results(target: Target, module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` for what would make a pass of a plan give other results than one process."""
+    refused = partial(refusal, type(module).__name__)
+    if kwargs.get("labels") is not None:
+        raise refused(
+            "it is given labels together with micro.inputs",
+            so="its own loss would shift them across documents, and be the mean of one micro-batch",
+            fix="leave labels out, and compute the loss from logits and micro.labels, or by micro.loss_sum(model)",
+        )
+    if target.needs_positions and kwargs.get("position_ids") is None and _pass.get() is None:
+        raise refused(
+            "it is given no position_ids",
+            so="it would count the rows of all documents of the micro-batch as those of one",
+            fix="call model(**micro.inputs) with all that is in it",
+        )
+    asked = kwargs.get("output_router_logits")
+    if getattr(getattr(module, "config", None), "output_router_logits", False) if asked is None else asked:
+        raise refused(
+            "output_router_logits is True, so that its output has a loss for even use of experts",
+            so="that loss would be one micro-batch's, which depends on the plan",
+            fix="set output_router_logits to False: the experts are then trained by your own loss alone",
+        )
+    for name in kwargs:
+        if name.startswith(("pixel_values", "input_features")) and kwargs[name] is not None:
+            raise refused(
+                f"it is given {name} together with micro.inputs",
+                so="towers for images and sounds take no part in a plan",
+                fix=f"train on documents of text alone, and leave {name} out",
+            )
 
 
 def _end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -53,7 +53,8 @@ def measure_rows(
             with activations.forward(micro_batch):
                 hidden = decoder(tokens, positions, attention)
             saved = live.now
-            hidden.backward(torch.ones_like(hidden))
+            if hidden.requires_grad:  # otherwise the head alone is trained
+                hidden.backward(torch.ones_like(hidden))
         moved = 0 if activations.offload is None else activations.offload.bytes_moved - before
         return saved, live.peak, moved
 

@@ -9,6 +9,7 @@ it is the same on every rank, since it depends on the model's code and configura
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,11 +67,10 @@ class ModelStructure:
 def probe(model: nn.Module) -> ModelStructure:
     """Run an attached model. Raises ``ConfigError`` where a plan would change its results."""
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
-    _refuse_balance_loss(model)
-    again = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    # Layers that run again in backward would be counted twice.
-    with while_set(model.modules(), "training", True), while_set(again, "gradient_checkpointing", False):
-        random_parts, blind = _mixing_and_randomness(model, names)
+    with while_set(model.modules(), "training", True):
+        blind, random_parts = _calls_and_randomness(model, names)
+    with while_set(model.modules(), "training", not random_parts):
+        _require_rows_alone(model, names)
     if not blind.calls and not blind.mixed:
         raise refusal(
             type(model).__name__,
@@ -84,55 +84,78 @@ def probe(model: nn.Module) -> ModelStructure:
     return ModelStructure(layers=layers, random_parts=random_parts, mixers=mixers)
 
 
-def _refuse_balance_loss(model: nn.Module) -> None:
-    """A mixture's loss for even use of experts is a product of two means over the whole batch."""
-    for module in model.modules():
-        if getattr(getattr(module, "config", None), "output_router_logits", False):
-            raise refusal(
-                type(module).__name__,
-                "its config has output_router_logits = True, so that its output has a loss for even use of experts",
-                so="that loss would be one micro-batch's, which depends on the plan",
-                fix="set output_router_logits to False: the experts are then trained by your own loss alone",
-            )
+def _calls_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tuple[Blind, tuple[str, ...]]:
+    """What calls attention and what draws random numbers, in training mode."""
+    blind, noticed = Blind(names), _RandomNumbers()
+
+    def leave(*_: Any) -> None:
+        del noticed.stack[-1:]  # a hook in front of ours may have refused the call
+
+    hooks = []
+    for module, name in names.items():
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: noticed.stack.append(name)))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), noticed:
+            run_blind(model, blind, torch.arange(NUM_ROWS))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    dropping = [names[call.module] for call in blind.calls if call.options.get("dropout")]
+    return blind, tuple(dict.fromkeys([*dropping, *noticed.parts]))
 
 
-def _mixing_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tuple[tuple[str, ...], Blind]:
-    """Run forward in training mode, and backward from the later rows, also of q, k and v, to the first one's input."""
+def _require_rows_alone(model: nn.Module, names: dict[nn.Module, str]) -> None:
+    """No row may depend on the first one, on its way to attention, which sees nothing here, or to the logits.
+
+    Gradients say so of any model. Values that stay as they are where the first row becomes large say it of what passes
+    gradients on as they are, or passes none: scales and means over all rows, as quantisers of tensors have them.
+    """
     inputs: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         inputs.append(output.detach().requires_grad_())
         return inputs[-1].clone()  # some models change it in place
 
-    def leave(*_: Any) -> None:
-        noticed.stack.pop()
+    def enlarge(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        rows = output.clone()
+        rows[0, 0] = 0
+        rows[0, 0, 0] = 1000 * output.abs().max()
+        return rows
 
-    blind, noticed = Blind(names), _RandomNumbers()
-    hooks = [embeddings_of(model)[0].register_forward_hook(keep)]
-    for module, name in names.items():
-        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: noticed.stack.append(name)))
-        hooks.append(module.register_forward_hook(leave, always_call=True))
-    device = next(model.parameters()).device
-    try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), noticed:
-            output = run_blind(model, blind, torch.arange(NUM_ROWS, device=device)[None])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    logits = output[0] if isinstance(output, tuple) else output.logits if "logits" in output else output[0]
-    # Attention sees nothing here, so what a layer mixes on the way to it has to be looked at by itself.
-    later = [logits[0, 1:], *(rows[0, :, 1:] for call in blind.calls for rows in (call.query, call.key, call.value))]
-    weighted = [(rows.float().flatten() * torch.arange(rows.numel(), device=device).cos()).sum() for rows in later]
-    (gradient,) = torch.autograd.grad(torch.stack(weighted).sum(), inputs[:1], allow_unused=True)
-    if gradient is not None and bool(gradient[0, 0].abs().max() > 0):
+    def later_rows(hook: Callable[..., Tensor]) -> list[tuple[str, Tensor]]:
+        blind, handle = Blind(names), embeddings_of(model)[0].register_forward_hook(hook)
+        try:
+            output = run_blind(model, blind, torch.arange(NUM_ROWS))
+        finally:
+            handle.remove()
+        logits = output.logits if not isinstance(output, tuple) and "logits" in output else output[0]
+        found = [(names[call.module], rows) for call in blind.calls for rows in (call.query, call.key, call.value)]
+        return [(name, rows[..., 1:, :]) for name, rows in [*found, (type(model).__name__, logits)]]
+
+    with torch.enable_grad():
+        usual = later_rows(keep)
+        sums = [(rows.float().flatten() * torch.arange(rows.numel()).to(rows.device).cos()).sum() for _, rows in usual]
+        (gradient,) = torch.autograd.grad(torch.stack(sums).sum(), inputs[:1], allow_unused=True)
+    with torch.no_grad():
+        other = later_rows(enlarge)
+    place = "" if gradient is None or not gradient[0, 0].any() else type(model).__name__
+    # Experts have other rows to compute with, so that sums may be rounded otherwise, and later routers may differ.
+    has_experts = any(re.search("expert|moe|router", f"{name} {type(own)}".lower()) for own, name in names.items())
+    for (name, rows), (_, others) in zip(usual, other, strict=True):
+        if not torch.equal(rows, others):
+            difference = (rows - others)[rows != others].abs().sum() / rows.abs().nan_to_num(posinf=0).sum()
+            is_rounding = difference <= max(1e-6, torch.finfo(rows.dtype).eps / 16) * (16 if has_experts else 1)
+            place = place or ("" if is_rounding else name)
+            break
+    if place:
         raise refusal(
             type(model).__name__,
-            "a part other than attention mixes tokens (a recurrence, a convolution or a shift)",
-            so="its state would have to travel between ranks and stop between documents, which plans do not do",
-            fix="use a model whose tokens meet in attention alone",
+            f"a part other than attention mixes tokens on the way to {place} (a recurrence, a convolution, a shift, or "
+            "a scale or mean over all rows)",
+            so="results would depend on which documents are in a micro-batch",
+            fix="use a model whose tokens meet in attention alone; quantise each token by itself",
         )
-    dropping = [names[call.module] for call in blind.calls if call.options.get("dropout")]
-    return tuple(dict.fromkeys([*dropping, *noticed.parts])), blind
 
 
 def _require_positions_are_followed(model: nn.Module, names: dict[nn.Module, str]) -> None:
@@ -181,14 +204,14 @@ def _layer(call: Call, name: str) -> LayerAttention:
         head_dim=call.query.shape[3],
         value_dim=call.value.shape[3],
         rules=AttentionRules(
-            scale=_scale(call),
+            scale=scale_of(call),
             window=_window(call, name),
             soft_cap=None if not options.get("softcap") else float(options["softcap"]),
         ),
     )
 
 
-def _scale(call: Call) -> float | None:
+def scale_of(call: Call) -> float | None:
     """None where it is the usual one, so that layers with plain rules are recognised as plain."""
     scaling, usual = call.options.get("scaling"), call.query.shape[3] ** -0.5
     return None if scaling is None or abs(float(scaling) - usual) <= 1e-12 * usual else float(scaling)

@@ -219,12 +219,16 @@ def _rows(
     first: int, documents: Sequence[Mapping[str, Any]], scores: Sequence[np.ndarray], has_weights: bool
 ) -> dict[str, Any]:
     targets = [(document["labels"] != IGNORE_INDEX) & (document[WEIGHTS] != 0) for document in documents]
-    pairs = list(zip(documents, scores, strict=True))
     rows = {
         "document": np.arange(first, first + len(documents)),
         "num_tokens": np.array([len(document["tokens"]) for document in documents]),
         "num_targets": np.array([int(counted.sum()) for counted in targets]),
-        "logprob": np.array([float((d[WEIGHTS].astype(np.float64) * values).sum()) for d, values in pairs]),
+        "logprob": np.array(
+            [  # of what is counted alone: a weight of 0 times minus infinity is no number
+                float(document[WEIGHTS].astype(np.float64)[counted] @ values[counted])
+                for document, counted, values in zip(documents, targets, scores, strict=True)
+            ]
+        ),
         "logprobs": [values[:-1] for values in scores],
     }
     if has_weights:

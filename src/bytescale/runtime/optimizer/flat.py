@@ -34,6 +34,8 @@ from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 
 ALIGNMENT = 64
+_NUM_COPIES = 4
+"""Of the smallest gradients, from which it is seen that somebody has changed all of them."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 """Of parameters, by the names that settings and options use."""
 
@@ -148,6 +150,8 @@ class FlatParameters:
                 self.late_stop = stop
         self.parameters = [parameter for _, parameter in parameters]
         self._versions: list[int] = []
+        self._copies: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self._watched = [name for name, _ in sorted(parameters, key=lambda item: item[1].numel())[:_NUM_COPIES]]
         self._start_of = {id(p): entry.start for (_, p), entry in zip(parameters, self.entries, strict=True)}
 
         (dtype,) = dtypes
@@ -243,8 +247,22 @@ class FlatParameters:
         own = [entry for entry in self.entries if entry.start in starts and entry.start >= self.late_stop]
         return (own[0].start, own[-1].stop) if own else None
 
+    def require_own_gradients(self) -> None:
+        """Raise ``ConfigError`` if somebody has changed gradients since the last backward, as clipping does."""
+        for parameter, view, copy in self._copies:
+            own = None if parameter.grad is None else parameter.grad.data_ptr()
+            if own != view.data_ptr() or torch.allclose(view, copy, rtol=0, atol=0, equal_nan=True):
+                continue  # also where ``grad`` is another tensor, which ``collect_gradients`` takes
+            raise ConfigError(
+                "gradients were changed between backward and step() (clip_grad_norm_, or an operation in place)",
+                so="they are this rank's part: their norm, and what is done to them, would not be the batch's",
+                fix="leave clipping to hdp.step(max_grad_norm=...), and multiply the loss by a factor instead of them",
+            )
+
     def zero_gradients(self) -> None:
         self.gradients.zero_()
+        for *_, copy in self._copies:
+            copy.zero_()
         self._attach_gradients()
 
     def release(self) -> None:
@@ -297,7 +315,10 @@ class FlatParameters:
         if gradient.dtype != parameter.dtype:
             return parameter.register_post_accumulate_grad_hook(move_gradient_to(gradient))
         parameter.grad = gradient  # autograd adds in place
-        return parameter.register_post_accumulate_grad_hook(_keep_gradient_in(gradient))
+        copy = torch.zeros_like(gradient) if entry.name in self._watched else None
+        if copy is not None:
+            self._copies.append((parameter, gradient, copy))
+        return parameter.register_post_accumulate_grad_hook(_keep_gradient_in(gradient, copy))
 
 
 def moved(name: str) -> ConfigError:
@@ -310,14 +331,19 @@ def moved(name: str) -> ConfigError:
     )
 
 
-def _keep_gradient_in(view: Tensor) -> Callable[[Tensor], None]:
-    """A hook for a ``grad`` that is a view of the buffer. After ``zero_grad()`` another tensor replaces what it has."""
+def _keep_gradient_in(view: Tensor, copy: Tensor | None) -> Callable[[Tensor], None]:
+    """A hook for a ``grad`` that is a view of the buffer. After ``zero_grad()`` another tensor replaces what it has.
+
+    ``copy``: of the view, which becomes what the view is.
+    """
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None, "the hook runs right after autograd has accumulated a gradient"
         if parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
             parameter.grad = view
+        if copy is not None:
+            copy.copy_(view)
 
     return hook
 

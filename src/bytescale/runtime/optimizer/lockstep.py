@@ -255,10 +255,12 @@ def units_of(parts: Sequence[nn.Module]) -> dict[int, int]:
     whole, and so does a head that is trained alone: no backward comes behind it.
     """
     uses: dict[int, list[int]] = {}
-    for place, part in enumerate(parts if _trains_layers(parts) else parts[:-1]):
+    for place, part in enumerate(parts):
         for parameter in part.parameters():
             uses.setdefault(id(parameter), []).append(place)
     both_ends = [0, len(parts) - 1]
+    if not _trains_layers(parts):
+        uses = {key: places for key, places in uses.items() if places != both_ends[1:]}
     return {
         key: len(parts) if places == both_ends else places[0]
         for key, places in uses.items()

@@ -126,19 +126,10 @@ class ShardedOptimizer:
                 fix="use the other HDP, or make a new one",
             )
 
-    def require_parameters_of(self, model: nn.Module) -> None:
-        """Raise ``ConfigError`` unless this optimizer has all gradients of ``model``."""
+    def require_attached(self) -> None:
+        """Raise ``ConfigError`` if gradients go elsewhere since ``leave``."""
         if self._has_left:
             raise ConfigError("this HDP was detached", so="gradients do not come here any more", fix="make a new HDP")
-        known = {id(parameter) for zero in self.zeros for parameter in zero.parameters.parameters}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known:
-                raise ConfigError(
-                    f"parameter {name} requires a gradient, but the optimizer does not know it",
-                    so="it would not be trained",
-                    fix="replace, add or unfreeze parameters (load_state_dict(assign=True), adapters) before "
-                    "hdp.adamw() or hdp.optimizer()",
-                )
 
     def require_adopted(self) -> None:
         """Raise ``ConfigError`` if the model has weights in other memory, which what is loaded here would not reach."""

@@ -62,7 +62,7 @@ class DomainParameters(FlatParameters):
         self.domain, self.num_domains = mesh.domain, mesh.replicas.size
         self.late_stop = 0
         self.entries, self.parameters, self.buckets = [], [], []
-        self._hooks, self._versions = [], []
+        self._hooks, self._versions, self._copies, self._watched = [], [], [], []
 
     @property
     def num_held(self) -> int:

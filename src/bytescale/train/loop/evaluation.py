@@ -98,7 +98,9 @@ def add_to_buckets(
         np.searchsorted(BUCKET_EDGES, lengths[[number for number, _, _ in runs]]), [len(own) for _, _, own in runs]
     )
     weights = ((data.labels != IGNORE_INDEX).astype(np.float64) if data.weights is None else data.weights)[rows]
-    for column, values in enumerate((weights * losses[rows], np.abs(weights), weights != 0)):
+    counted = weights != 0
+    weighted = np.multiply(weights, losses[rows], out=np.zeros_like(weights), where=counted)
+    for column, values in enumerate((weighted, np.abs(weights), counted)):
         np.add.at(totals[:, column], bucket, values)
 
 

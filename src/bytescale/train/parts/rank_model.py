@@ -79,6 +79,7 @@ def describe_model(
     if not isinstance(architecture, AttachedArchitecture):
         return ModelSpec.of(architecture), architecture
     check_attached(config, architecture)
+    check_positions(config, architecture)
     from bytescale.hf.files.folder import parameters_of
     from bytescale.train.parts.attached_model import build_attached_model
 
@@ -93,6 +94,15 @@ def describe_model(
         )
     model = build_attached_model(config, architecture, kernel, device=device, dtype=dtype, num_shards=1)
     return model.spec, model.memory(kind, num_ranks)
+
+
+def check_positions(config: Config, shape: Architecture | AttachedArchitecture) -> None:
+    """Raise ``ConfigError`` if the model's table of positions is shorter than documents may be."""
+    if isinstance(shape, AttachedArchitecture):
+        from bytescale.hf.files.folder import require_positions
+
+        context = config.data.context_length
+        require_positions(shape.content, context, what="data.context_length is", fix="set data.context_length to {}")
 
 
 def check_host_room(config: Config) -> None:
