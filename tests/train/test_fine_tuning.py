@@ -140,16 +140,14 @@ def test_resuming_on_other_ranks_loses_nothing(tmp_path: Path) -> None:
     assert losses(tmp_path / "killed") == pytest.approx(expected, rel=1e-10)
 
 
-def test_a_batch_without_anything_to_train_on_changes_no_weight_by_its_loss(tmp_path: Path) -> None:
-    """Documents that are cut before their first weight: the loss is zero and not NaN."""
+def test_a_corpus_that_is_cut_before_its_first_weight_takes_no_step(tmp_path: Path) -> None:
     records = [{"tokens": [1] * 20, "labels": [IGNORE_INDEX] * 19 + [1]}] * 4
     config = with_trainer(small_run(write_jsonl(tmp_path / "t.jsonl", records), tmp_path / "run"), steps=1)
-    for loss_per in ("token", "sequence", "weight"):
-        data = replace(
-            config.data, content="tokens", loss_per=loss_per, context_length=8, over_length="truncate",
-            cache_dir=str(tmp_path / "cache"),
-        )  # fmt: skip
-        assert run(with_trainer(replace(config, data=data), run_dir=str(tmp_path / loss_per))) == [0.0]
+    data = replace(
+        config.data, content="tokens", context_length=8, over_length="truncate", cache_dir=str(tmp_path / "cache")
+    )
+    with pytest.raises(AssertionError, match="No sequence of the corpus has a token that is trained on"):
+        run(replace(config, data=data))
 
 
 @pytest.mark.parametrize("loss_per", one_of(["token", "sequence"], "sequence"))
