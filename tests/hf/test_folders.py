@@ -135,7 +135,7 @@ def test_a_checkpoint_with_a_head_that_its_folder_would_lose(tmp_path: Path, mon
     folder = saved(tmp_path / "model", "qwen3")
     architecture = AttachedArchitecture(content=read_hf_config(folder)).as_dict()
     held = {f"master.{name}": () for name, _ in small_model("qwen3", tie_word_embeddings=False).named_parameters()}
-    stored = SimpleNamespace(state=SimpleNamespace(architecture=architecture), shapes=lambda: held)
+    stored = SimpleNamespace(state=SimpleNamespace(architecture=architecture), shapes=lambda: held, folder=tmp_path)
     monkeypatch.setattr(folders, "CheckpointReader", lambda _: stored)
     checkpoint = tmp_path / "checkpoint"
     with pytest.raises(CheckpointError, match=r"has lm_head\.weight, for which its model has no place"):
