@@ -95,6 +95,14 @@ def test_nothing_outside_of_a_folder_is_read(tmp_path: Path) -> None:
     refuse_links_out(folder)
 
 
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    """transformers would take the weights of the model that it names, wherever they lie."""
+    folder = in_folder(tmp_path / "adapter", LLAMA)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/somewhere/else"}))
+    with pytest.raises(ConfigError, match=r"holds an adapter .*merge_and_unload"):
+        read_hf_config(folder)
+
+
 def test_the_hubs_cache_is_links_by_design(tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0ffee", tmp_path / "models--a--b" / "blobs"
     for folder in (snapshot, blobs):

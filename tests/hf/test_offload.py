@@ -189,3 +189,25 @@ def test_gradients_that_do_not_exist_yet_do_not_hide_the_peak_of_layers() -> Non
     rows = measure_rows(hdp.engine.decoder, select_kernel("auto", cpu, torch.float32), hdp.engine.activations, cpu)
     memory = measured_memory(hdp.engine.decoder, rows, kind="cpu", num_ranks=1)
     assert rule.movable_share == pytest.approx(memory.limits().movable_share, rel=0.02)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "olmo_hybrid", "lfm2"])
+@pytest.mark.parametrize(("num_ranks", "shard"), [(3, "optimizer"), (4, "optimizer"), (4, "parameters")])
+def test_recurrent_models_offload_on_several_ranks_and_end(name: str, num_ranks: int, shard: str) -> None:
+    """Bounded in time by the threads' own limit; all ranks report one norm."""
+    recurrent = "conv" if name == "lfm2" else "linear_attention"
+    model = small_model(name, layer_types=[recurrent, "full_attention"] * 2, num_hidden_layers=4)
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> tuple[float, int]:
+        domain = 2 if shard == "parameters" else None
+        hdp = bytescale.HDP(own, group, capacity_tokens=40, host_gib=0.25, shard=shard, domain=domain)
+        hdp.adamw(lr=1e-3)
+        for micro in hdp.plan(documents([150, 20, 9, 33])):
+            micro.loss_sum(own).backward()
+        assert hdp.engine.activations.offload is not None
+        return hdp.step().grad_norm, hdp.engine.activations.offload.bytes_moved
+
+    found = on_ranks(num_ranks, model, work)
+    assert len({norm for norm, _ in found}) == 1
+    assert any(moved for _, moved in found)

@@ -33,6 +33,12 @@ def test_a_family_equals_one_process(name: str) -> None:
     assert compare(model, Setup(num_ranks=3)).worst <= TOLERANCE["fp64"]
 
 
+def test_llama4_without_chunks_equals_one_process() -> None:
+    """What it names as its decoder is another part of it; chunks of attention are refused by name elsewhere."""
+    model = small_model("llama4_text", layer_types=["full_attention"] * 2)
+    assert compare(model, Setup(num_ranks=2)).worst <= TOLERANCE["fp64"]
+
+
 def test_ranks_leave_no_thread_behind() -> None:
     """Two thousand forgotten threads of gloo had slowed all later tests of a process down, some of them tenfold."""
     model, process = small_model("llama"), psutil.Process()

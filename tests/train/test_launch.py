@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import signal
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
+from bytescale.cli.train import _how_to_go_on
 from bytescale.config import Config, ParallelConfig, TrainerConfig
-from bytescale.train.launch.torchrun import rank_failure
+from bytescale.train.launch.torchrun import _wait, rank_failure
+from bytescale.train.loop.trainer import train
 from bytescale.train.parts.devices import fit_to_gpus
+from bytescale.train.stop import StopRequest
+from tests.train.runs import small_run, write_corpus
 
 
 def failure(exitcode: int, record: str = "", timestamp: int = 0) -> SimpleNamespace:
@@ -58,3 +65,45 @@ def test_fewer_gpus_than_ranks_keep_the_total_capacity(num_gpus: int, device: st
     )
     fitted = fit_to_gpus(config, num_gpus).parallel
     assert (fitted.ranks, fitted.capacity_tokens) == (ranks, capacity)
+
+
+def test_ranks_that_the_launcher_ends_itself_have_not_failed(tmp_path: Path) -> None:
+    """One fails; the other one does not hear SIGTERM, so it is killed. It was not out of memory."""
+    codes = {
+        0: "import time, sys; time.sleep(1); sys.exit(3)",
+        1: "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
+    }
+    ranks = start_processes(
+        name="rank",
+        entrypoint=sys.executable,
+        args={rank: ("-c", code) for rank, code in codes.items()},
+        envs={rank: {"RANK": str(rank)} for rank in codes},
+        logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
+    )
+    failures = _wait(ranks, stop_seconds=1.0, silent_seconds=60.0)
+    assert [(rank, failure.exitcode) for rank, failure in failures.items()] == [(0, 3)]
+
+
+@pytest.mark.parametrize(("steps", "early"), [(2, False), (3, True)])
+def test_a_run_that_is_stopped_in_its_last_step_is_done(tmp_path: Path, steps: int, early: bool) -> None:
+    """It says "done" and what to do next, or that it was stopped and where: never both."""
+    config = small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run", steps=steps)
+    asked, lines = StopRequest(), list[str]()
+
+    def hear(line: str) -> None:
+        lines.append(line)
+        asked.heard = asked.heard or line.startswith("1/")
+
+    train(config, hear, stop=asked)
+    assert asked.early is early
+    assert any(line.startswith("stopped by a signal after step 2") for line in lines) is early
+    assert any(line.startswith("next ") for line in lines) is not early
+    assert "continue with" in _how_to_go_on(config)
+
+
+def test_messages_name_a_resume_only_where_there_is_something_to_resume(tmp_path: Path) -> None:
+    config = small_run(tmp_path / "corpus", tmp_path / "run")
+    assert "no run folder yet" in _how_to_go_on(config)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("")
+    assert "no checkpoint yet" in _how_to_go_on(config)
