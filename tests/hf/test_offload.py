@@ -203,7 +203,7 @@ def test_recurrent_models_offload_on_several_ranks_and_end(name: str, num_ranks:
         domain = 2 if shard == "parameters" else None
         hdp = bytescale.HDP(own, group, capacity_tokens=40, host_gib=0.25, shard=shard, domain=domain)
         hdp.adamw(lr=1e-3)
-        for micro in hdp.plan(documents([150, 20, 9, 33])):
+        for micro in hdp.plan(documents([40 * num_ranks + 10, 20, 9, 33])):
             micro.loss_sum(own).backward()
         assert hdp.engine.activations.offload is not None
         return hdp.step().grad_norm, hdp.engine.activations.offload.bytes_moved
