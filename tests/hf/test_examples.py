@@ -129,7 +129,22 @@ def test_grpo_learns_on_four_ranks() -> None:
     assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.4
 
 
+def test_nano_hdp_checks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal to one process on 4 and 5 ranks; and its check finds a ring whose members take each other's rows."""
+    nano = example("nano_hdp")
+    source = (EXAMPLES / "nano_hdp.py").read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 350
+    assert "import bytescale" not in source
+    assert "from bytescale" not in source
+    run_forked(4, lambda _: nano.main())
+    run_forked(5, lambda _: nano.main())
+    rows_of = nano.rows_of
+    monkeypatch.setattr(nano, "rows_of", lambda length, member, num: rows_of(length, max(member, num // 2), num))
+    with pytest.raises(AssertionError, match="is not that of one process"):
+        run_forked(4, lambda _: nano.main())
+
+
 def test_every_example_is_tested() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     in_remote = {"ray_train"}  # tests/remote/test_nodes.py
-    assert names == {"own_loop", "lora", "fsdp", "scoring", "driver", "hf_trainer", "grpo"} | in_remote
+    assert names == {"own_loop", "lora", "fsdp", "scoring", "driver", "hf_trainer", "grpo", "nano_hdp"} | in_remote
