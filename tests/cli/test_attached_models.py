@@ -131,15 +131,9 @@ def test_documents_longer_than_a_table_of_positions(tmp_path: Path, capsys: pyte
     """Before ranks are started. What counts is how long documents may be."""
     folder = hf_folder(tmp_path / "gpt2", "gpt2")
     model = ["--model.preset", f"hf:{folder}", "--data.batch-tokens", "64K"]
-    started = [
-        "train",
-        "--data.sources",
-        str(tmp_path),
-        "--trainer.run-dir",
-        str(tmp_path / "run"),
-        "--init",
-        f"hf:{folder}",
-    ]
+    (tmp_path / "c.toml").write_text(f'[data]\nsources = ["{tmp_path}"]\n', encoding="utf-8")
+    started = ["train", str(tmp_path / "c.toml"), "--trainer.run-dir", str(tmp_path / "run"), "--init", f"hf:{folder}"]
+    started += ["--parallel.capacity-tokens", "32K"]
     for command in (["plan"], started):
         assert main([*command, *model, "--data.context-length", "32K"]) == 2
         told = " ".join(capsys.readouterr().err.split())

@@ -60,11 +60,12 @@ def test_the_demo_and_all_that_it_suggests(
     assert re.search(rf"^ +{GPUS[-1]} .*times as fast", printed, re.MULTILINE)
 
     suggested = re.findall(r"^ {10}(bytescale .*)$", printed, re.MULTILINE)
-    assert [command.split()[1] for command in suggested] == ["train", "report", "init"]
-    resume, report, init = (run(command, capfd) for command in suggested)
+    assert [command.split()[1] for command in suggested] == ["train", "report", "convert", "init"]
+    resume, report, convert, init = (run(command, capfd) for command in suggested)
     assert "a rank holds 1024 tokens instead of 512" in resume
     assert len(metrics(folder)) == 4
     assert "report.html" in report
+    assert "1 safetensors files" in convert
     assert "bytescale train my.toml" in init
     validate(load_config(tmp_path / "my.toml"))
 
@@ -127,7 +128,9 @@ def test_init_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     path = tmp_path / "mine.toml"
     path.write_text("mine", encoding="utf-8")
     assert main(["init", str(path)]) == 2
-    assert re.search(r"mine\.toml: file exists\..*To fix: remove it, or name another path", capsys.readouterr().err)
+    assert re.search(
+        r"mine\.toml exists\. It would be overwritten\. To fix: name another file", capsys.readouterr().err
+    )
     assert path.read_text(encoding="utf-8") == "mine"
     assert main(["init", str(tmp_path / "nowhere" / "mine.toml")]) == 2
     assert re.search(r"no such file or directory\..*make the folder first", capsys.readouterr().err)
