@@ -158,4 +158,4 @@ def test_a_signal_while_data_is_prepared_is_answered(tmp_path: Path) -> None:
         running.terminate()
         _, said = running.communicate(timeout=60)
     assert running.returncode == 143
-    assert "stopped by SIGTERM while its data was prepared" in said
+    assert "stopped by SIGTERM before training began" in said

@@ -66,14 +66,21 @@ def run(arguments: Sequence[str]) -> int:
 
 def start_training(options: TrainOptions) -> None:
     """Train with these options, in this process or in ranks that run the same command."""
+    if ranks_of_torchrun() is not None:
+        _start_training(options)
+        return
+    with said_when_stopped("before training began; what is tokenised is kept, so the same command goes on from there"):
+        _start_training(options)  # what can save when it is stopped has handlers of its own
+
+
+def _start_training(options: TrainOptions) -> None:
     use_expandable_segments()  # has to come before torch is imported; the ranks started from here inherit it
     if os.environ.get("RANK", "0") != "0":
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of, the first rank's says for all
     config = options.config
     validate(config, num_ranks=ranks_of_torchrun())
     if config.trainer.epochs:
-        with said_when_stopped("while its data was counted; what is tokenised is kept, so the same command goes on"):
-            config = _with_steps_of_epochs(config)
+        config = _with_steps_of_epochs(config)
         validate(config, num_ranks=ranks_of_torchrun())
         options = replace(options, config=config)
     if not config.trainer.resume and ranks_of_torchrun() is None:
@@ -239,8 +246,7 @@ def prepare_and_start(options: TrainOptions) -> None:
     check_host_room(config)
     check_positions(config, resolve_model(config.model))
     _check_initial_weights(config)
-    with said_when_stopped("while its data was prepared; what is tokenised is kept, so the same command goes on"):
-        _prepare_data(config)
+    _prepare_data(config)
     with _ray_if_needed(config):
         if config.parallel.ranks == 1 and not options.max_restarts:
             from bytescale.train.loop.trainer import train
