@@ -15,6 +15,7 @@ import pytest
 
 from bytescale.cli.main import main
 from bytescale.config import config_to_toml
+from bytescale.report.runs import NEEDED
 from tests.helpers.effort import REST
 from tests.train.runs import on_ranks, small_run, write_corpus
 
@@ -58,6 +59,9 @@ FILES: dict[str, str | bytes] = {
     "undefined.jinja": "{{ a.b.c }}",
     "escape.jinja": "{{ ''.__class__.__mro__ }}",
     "zero.jinja": "{{ 1 // 0 }}",
+    "latin.jinja": b"{{ '\xe9' }}",
+    "nul.toml": '[data]\nsources = ["corpus"]\ncache_dir = "a\\u0000b"',
+    "complex.npy": b"\x93NUMPY\x01\0\x76\0" + b"{'descr': '<c16', 'fortran_order': False, 'shape': (1,), }".ljust(134),
     "object-tokenizer.json": "{}",
     "profile.toml": "x = 1",
     "no-type/config.json": "{}",
@@ -69,17 +73,25 @@ FILES: dict[str, str | bytes] = {
 
 CONFIGS = [
     "deep.toml", "binary.toml", "empty.toml", "section.toml", "key.toml", "infinite.toml", "huge.toml", "nothing.toml",
-    "file/x.toml", f"{LONG}.toml", "/dev/null", "corpus",
+    "file/x.toml", f"{LONG}.toml", "/dev/null", "corpus", "nul.toml",
 ]  # fmt: skip
 LENGTHS = [
     "cut.npy", "nan.txt", "inf.txt", "negative.txt", "none.txt", "words.txt", "large.txt", "object.json", "nested.json",
-    "deep.json", "nothing.txt", "corpus", LONG,
+    "deep.json", "nothing.txt", "corpus", LONG, "complex.npy",
 ]  # fmt: skip
 SOURCES = [
     "deep.jsonl", "escape.jsonl", "key.jsonl", "array.jsonl", "bad.parquet", "bad.jsonl.gz", "bad.bin", "nothing", LONG,
-    "file/x", "nope://x", "tar://d/1.txt::cut.tar", "zip://x::cut.tar",
+    "file/x", "nope://x", "tar://d/1.txt::cut.tar", "zip://x::cut.tar", "/dev/zero", "~no-such-user/x.txt",
 ]  # fmt: skip
-TEMPLATES = ["range.jinja", "bad.jinja", "undefined.jinja", "escape.jinja", "zero.jinja", "nothing.jinja"]
+TEMPLATES = [
+    "range.jinja",
+    "bad.jinja",
+    "undefined.jinja",
+    "escape.jinja",
+    "zero.jinja",
+    "nothing.jinja",
+    "latin.jinja",
+]
 MODELS = ["no-type", "no-shape", "deep-model", "list-model", "unknown-model", "nothing", "file", "corpus"]
 OUTPUTS = ["/proc/x/y", "file/out", LONG, "/sys/out"]
 SETTINGS = [
@@ -88,6 +100,8 @@ SETTINGS = [
     ("--data.batch-tokens", "9" * 30), ("--data.batch-tokens", "8Q"), ("--parallel.ranks", "0"),
     ("--cost.profile", "profile.toml"), ("--cost.profile", "deep.toml"), ("--cost.profile", "nothing"),
     ("--model.rope-theta", "-1"), ("--model.norm-eps", "-1"), ("--init", "nothing"), ("--init", "checkpoint:nothing"),
+    ("--trainer.epochs", "1000000000000"), ("--data.bpe-vocab-size", "2000000000"), ("--optimizer.beta1", "1"),
+    ("--parallel.ranks", "65536"), ("--trainer.run-dir", "~no-such-user/run"), ("--data.text-key", "\udce9"),
 ]  # fmt: skip
 DRAWN = ("plan", "--parallel.ranks", "4", "--data.batch-tokens", "64K", "--data.context-length", "16K")
 PLANS = [
@@ -97,6 +111,8 @@ PLANS = [
     ("--rates.intra-node-bytes-per-second", "-1"), ("--rates.latency-seconds", "1e15"),
     ("--model.num-layers", "0"), ("--model.hidden-size", "-1"),
     ("--model.num-experts", "7"),
+    ("--parallel.ranks", "1000000000000"), ("--rates.flops-per-second", "1e-300"), ("--model.num-layers", "1000000000"),
+    ("--model.hidden-size", "1000000000000000000"),
 ]  # fmt: skip
 
 
@@ -132,6 +148,9 @@ def cases() -> list[tuple[str, ...]]:
         ("checkpoint", "list", "nothing"),
         ("checkpoint", "upload", "run", "nope://x"),
         ("checkpoint", "upload", f"run/checkpoints/{STEP}", "nope://x"),
+        ("simulate", "c.toml", "--trace", "trace.json", "--trace-ranks", "-1"),
+        *([(*DRAWN, "--png", "picture.nope")] if REST else []),
+        ("convert", f"run/checkpoints/{STEP}", "converted", "--base", "no-type"),
         ("report", "nothing"),
         ("report", "file"),
         ("data", "audit", "run"),
@@ -218,6 +237,9 @@ TENSORS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+ODD = b'{"step": 1e999}\n' + json.dumps({**dict.fromkeys((*NEEDED, "step"), 1), "data_bytes_read": 3}).encode()
+
+
 @pytest.mark.more_examples
 def test_crafted_checkpoints_are_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -243,7 +265,15 @@ def test_damaged_records_of_a_run(
     """What only tells people of a run neither stops its continuation nor its report."""
     monkeypatch.chdir(tmp_path)
     for number, content in enumerate(
-        [b'{"step": NaN}\n', b"garbage\n[1, 2]\n", b"", b"\xff\xfe\0\0", DEEP.encode(), b'{"step": 1, "loss": "x"}\n']
+        [
+            b'{"step": NaN}\n',
+            b"garbage\n[1, 2]\n",
+            b"",
+            b"\xff\xfe\0\0",
+            DEEP.encode(),
+            b'{"step": 1, "loss": "x"}\n',
+            ODD,
+        ]
     ):
         run = tmp_path / f"run-{number}"
         shutil.copytree(folder / "run", run)

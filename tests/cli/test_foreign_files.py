@@ -28,6 +28,7 @@ from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.sources import records
 from bytescale.data.sources.files import expand_sources
+from bytescale.data.tokens.chat import load_template
 from bytescale.data.tokens.tokenizer import load_tokenizer
 from bytescale.hf.files.folder import empty_model
 from bytescale.models.hf_folder import stored_tensors
@@ -48,7 +49,8 @@ WRONG: list[tuple[str, Any]] = [
     ("rope_scaling", "x"), ("rope_scaling", {"type": "linear"}), ("rope_parameters", [1]), ("rope_theta", float("nan")),
     ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}), ("_attn_implementation", "kernels/evil"),
     ("attn_implementation", "evil/x:y"), ("intermediate_size", 0), ("architectures", 3), ("architectures", []),
-    ("quantization_config", 3), ("text_config", 3), ("layer_types", ["nope", "nope"]), ("model_type", 3),
+    ("quantization_config", 3), ("text_config", 3),
+    ("num_labels", 10**10), ("layer_types", ["nope", "nope"]), ("model_type", 3),
 ]  # fmt: skip
 
 
@@ -136,6 +138,40 @@ def test_a_tokenizer_at_which_the_library_panics(tmp_path: Path, number: int) ->
     with pytest.raises(DataError, match="To fix"):  # noqa: PT012
         load_tokenizer(data.tokenizer)
         prepare_corpus(data)
+
+
+def small_tokenizer() -> dict[str, Any]:
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.add_special_tokens(["<eos>"])
+    return dict(json.loads(made.to_str()))
+
+
+def test_padding_of_a_tokenizer_is_left_out(tmp_path: Path) -> None:
+    """Padding to so many tokens would end the process: no memory has room for them."""
+    padding = {"strategy": {"Fixed": 10**12}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+               "pad_type_id": 0, "pad_token": "<eos>"}  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**small_tokenizer(), "padding": padding}))
+    assert load_tokenizer(str(tmp_path), bos="auto").eos_id == 0
+
+
+@pytest.mark.parametrize("template", [3, ["a"], [{"name": "default"}], {"default": 3}, [{"template": "x"}]])
+def test_a_chat_template_that_is_none(tmp_path: Path, template: Any) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ConfigError, match="has no chat template"):
+        load_template(DataConfig(tokenizer=str(tmp_path)))
+
+
+def test_links_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("config.json")
+    with pytest.raises(ConfigError, match="To fix"):
+        read_hf_config(tmp_path)
+
+
+def test_times_that_no_calendar_has(tmp_path: Path) -> None:
+    times = pyarrow.array([2**62], pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": times}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="cannot be read near row 1"):
+        prepare_corpus(DataConfig(sources=(str(tmp_path),), cache_dir=str(tmp_path / "cache")))
 
 
 def test_a_panic_anywhere_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from bytescale.checkpoint.manifest import step_name, steps_in
 from bytescale.common.atomic import sync_folder
+from bytescale.common.errors import typed_path
 from bytescale.config import CheckpointConfig
 from bytescale.storage.place import is_url
 
 
 def local_folder(configured: str, own: Path) -> Path:
     """Where this machine keeps checkpoints: in ``configured`` unless that is empty or a URL, else in ``own``."""
-    return Path(configured).expanduser() if configured and not is_url(configured) else own
+    return typed_path(configured) if configured and not is_url(configured) else own
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

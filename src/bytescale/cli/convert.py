@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from bytescale.common.errors import ConfigError, typed_path
 from bytescale.common.units import GIBI, format_bytes
 from bytescale.config import AttachedArchitecture, load_config
 from bytescale.config.foreign_config import refuse_links_out
@@ -32,11 +34,14 @@ class ConvertOptions:
     on the Hub. Empty: the one that the run names, if its weights are those with which the run began."""
 
     def run(self) -> int:
-        run = Path(self.source).expanduser().resolve().parent.parent
+        run = Path(os.path.realpath(typed_path(self.source))).parent.parent
         settings, origin = run / "config.toml", run / "origin"
         run_config = load_config(settings) if settings.is_file() else None
         refuse_links_out(origin)
-        _exporter(self.source)(
+        exporter = _exporter(self.source)
+        if self.base and exporter.__name__ == "export_checkpoint":
+            raise ConfigError(f"--base is {self.base!r}, and this run trained all weights", fix="leave --base out")
+        exporter(
             self.source,
             self.folder,
             dtype=self.dtype,

@@ -163,7 +163,7 @@ def read_lengths(path: Path) -> IntArray:
             f"{path} cannot be read as lengths ({error})",
             fix="give a .npy file, a .json list, or a text file of numbers",
         ) from error
-    if values.ndim != 1 or not np.issubdtype(values.dtype, np.number) or not len(values):
+    if values.ndim != 1 or values.dtype.kind not in "iuf" or not len(values):
         raise DataError(f"{path} does not hold a list of numbers", fix="give one number of tokens per sequence")
     wrong = np.flatnonzero((values < 1) | (values > MOST_COUNT) | (values != np.floor(values)))
     if len(wrong):

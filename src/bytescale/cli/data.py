@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import ConfigError, visible
+from bytescale.common.errors import ConfigError, typed_path, visible
 from bytescale.common.limits import limits
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config import load_config
@@ -66,7 +66,7 @@ class TokenizeConfig(CorpusOptions):
     def run(self) -> int:
         """Return the exit code. Raises as ``write_as_pair``."""
         console, data = Console(soft_wrap=True), replace(self.data_config(), read_retries=self.read_retries)
-        output = Path(self.output.removesuffix(".idx").removesuffix(".bin") + ".bin").expanduser()
+        output = typed_path(self.output.removesuffix(".idx").removesuffix(".bin") + ".bin")
         idx_path = output.with_suffix(".idx")
         files = list_sources(data)
         if output.absolute() in {file.path for file in files}:
@@ -106,7 +106,7 @@ class StatsConfig(CorpusOptions):
     def run(self) -> int:
         """Return the exit code. Raises as ``prepare_corpus``."""
         if self.sources and all(source.endswith(".idx") and "://" not in source for source in self.sources):
-            paths = [Path(source).expanduser() for source in self.sources]
+            paths = [typed_path(source) for source in self.sources]
             lengths = np.concatenate([read_index(path).document_lengths for path in paths])
         else:
             with progress_bar() as progress:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from bytescale.common.errors import ConfigError, DataError
+from bytescale.common.errors import ConfigError, DataError, typed_path
 from bytescale.config import HF_PREFIX
 from bytescale.config.load import DEMO_CONFIG
 from bytescale.config.schema import Config, DataConfig, TrainerConfig
@@ -71,7 +71,7 @@ def _fine_tuning(model: str, sources: tuple[str, ...]) -> str:
     from bytescale.storage.hub import local_folder
 
     named = model.removeprefix(HF_PREFIX)
-    folder = Path(local_folder(named, weights=False)).expanduser()
+    folder = typed_path(local_folder(named, weights=False))
     content = read_hf_config(folder)
     text = content.get("text_config") or content
     most = text.get("max_position_embeddings") or text.get("n_positions")

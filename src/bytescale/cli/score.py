@@ -12,7 +12,7 @@ from typing import Literal
 from bytescale.cli.data import CorpusOptions
 from bytescale.cli.options import parse
 from bytescale.common.environment import ranks_of_torchrun
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, typed_path
 from bytescale.common.limits import limits
 from bytescale.config import Config, ParallelConfig, TrainerConfig
 from bytescale.config.schema import DataConfig
@@ -88,7 +88,7 @@ def check_options(options: ScoreOptions) -> None:
     """Raise ``ConfigError`` for what cannot be right, before any data is read."""
     from bytescale.hf.scoring.score_file import ScoreFile
 
-    folder = Path(options.model).expanduser()
+    folder = typed_path(options.model)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{options.model or 'the model'} is not a Hugging Face folder (there is no config.json)",
@@ -110,7 +110,7 @@ def prepare(options: ScoreOptions) -> None:
     with progress_bar() as progress:
         corpus = prepare_corpus(options.corpus_config(), progress)
     check_documents(corpus, options.ranks, options.capacity_tokens, options.corpus_config())
-    longest, content = int(corpus.samples.length.max()), read_hf_config(Path(options.model).expanduser())
+    longest, content = int(corpus.samples.length.max()), read_hf_config(typed_path(options.model))
     require_positions(content, longest, what="a document has", fix="split or truncate documents to {} tokens")
 
 
@@ -122,7 +122,7 @@ def score_on_ranks(options: ScoreOptions) -> None:
     from bytescale.hf.scoring.score_file import ScoreFile, score_corpus
     from bytescale.train.ranks import open_ranks
 
-    folder = Path(options.model).expanduser()
+    folder = typed_path(options.model)
     with open_ranks(options.run_config()) as ranks:
         corpus = prepare_corpus(options.corpus_config())
         model = read_model(folder, read_hf_config(folder), ranks.dtype).eval().to(ranks.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich import box
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from bytescale.cli.costs import CostOptions, costs_of, read_batch, read_cost_options
 from bytescale.cli.plan import memory_in_words
+from bytescale.common.limits import limits
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.cost import Profile
 from bytescale.cost.model import windowed_squares
@@ -38,7 +39,7 @@ class SimulateOptions(CostOptions):
     """Draw all ranks over time into this file."""
     trace: Path | None = None
     """Write a Chrome trace (for ui.perfetto.dev) to this file."""
-    trace_ranks: int = 64
+    trace_ranks: int = field(default=64, metadata=limits(least=1))
     """Number of ranks in the trace, picked evenly."""
 
 

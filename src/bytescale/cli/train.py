@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from bytescale.cli.options import Settings, leading_path, read
 from bytescale.common.environment import ranks_of_torchrun, use_expandable_segments
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, typed_path
 from bytescale.config import (
     CHECKPOINT_PREFIX,
     HF_PREFIX,
@@ -88,6 +88,9 @@ def _start_training(options: TrainOptions) -> None:
 
         check_is_new(Path(config.trainer.run_dir))
     if options.dry_run:
+        from bytescale.train.parts.budget import check_room
+
+        check_room(config.parallel.ranks)
         _check_initial_weights(config)
         if config.trainer.resume:
             newest = _newest_checkpoint(config, Path(config.trainer.run_dir))
@@ -151,6 +154,7 @@ def read_options(
                 fix="name one with --trainer.run-dir",
             )
         trainer = replace(trainer, run_dir=f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}")
+    trainer = replace(trainer, run_dir=str(typed_path(trainer.run_dir)))
     return replace(options, config=replace(config, trainer=trainer))
 
 

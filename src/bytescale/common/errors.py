@@ -88,6 +88,11 @@ class UnexpectedError(BytescaleError, RuntimeError):
 
 def foreseen(error: BaseException, command: str) -> BaseException:
     """Return the message for what the system refused. Other errors are returned as they are."""
+    if isinstance(error, UnicodeEncodeError):  # the bytes of a name or an argument, which Python keeps as surrogates
+        return ConfigError(f"{error.object[max(0, error.start - 40) : error.end + 20]!r} is not UTF-8", fix="rename it")
+    if isinstance(error, MemoryError):
+        return SystemRefusal(f"no memory is left ({error})", so=f"`bytescale {command}` cannot go on",
+                             fix="use smaller numbers or files, or a machine with more memory")  # fmt: skip
     if isinstance(error, BytescaleError) or not isinstance(error, OSError):
         return error
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -140,6 +145,17 @@ def visible(text: str) -> str:
     Characters that reverse the direction of writing are spelled out, too.
     """
     return _CONTROLS.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+def typed_path(text: str | Path) -> Path:
+    """The path that a person typed, with ``~`` for the home folder. Raises ``ConfigError`` if there can be none."""
+    try:
+        if "\0" not in str(text):
+            return Path(text).expanduser()
+        why = "holds a NUL character"
+    except RuntimeError:
+        why = f"begins with {str(text).partition('/')[0]}, the home folder of a user that this machine does not know"
+    raise ConfigError(f"the path {str(text)!r} {why}", fix="write the whole path without it")
 
 
 def _sentence(text: str) -> str:

@@ -16,13 +16,13 @@ class Architecture:
     ``experts_per_token`` of them.
     """
 
-    vocab_size: int = field(metadata=limits(least=1))
-    num_layers: int = field(metadata=limits(least=1))
-    hidden_size: int = field(metadata=limits(least=1))
-    num_heads: int = field(metadata=limits(least=1))
-    num_kv_heads: int = field(metadata=limits(least=1))
-    head_dim: int = field(metadata=limits(least=1))
-    ffn_hidden_size: int = field(metadata=limits(least=1))
+    vocab_size: int = field(metadata=limits(least=1, most=2**30))
+    num_layers: int = field(metadata=limits(least=1, most=4096))
+    hidden_size: int = field(metadata=limits(least=1, most=2**22))
+    num_heads: int = field(metadata=limits(least=1, most=2**17))
+    num_kv_heads: int = field(metadata=limits(least=1, most=2**17))
+    head_dim: int = field(metadata=limits(least=1, most=2**17))
+    ffn_hidden_size: int = field(metadata=limits(least=1, most=2**22))
     rope_theta: float = field(default=10_000.0, metadata=limits(above=0))
     rope_scaling: str = "none"
     rope_scaling_factor: float = 1.0
@@ -30,7 +30,7 @@ class Architecture:
     norm_eps: float = field(default=1e-5, metadata=limits(least=0))
     tie_embeddings: bool = False
     init_std: float = field(default=0.02, metadata=limits(least=0))
-    num_experts: int = 0
+    num_experts: int = field(default=0, metadata=limits(least=0, most=2**16))
     experts_per_token: int = 0
     router_aux_loss_weight: float = field(default=0.0, metadata=limits(least=0))
 

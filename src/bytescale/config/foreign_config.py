@@ -7,6 +7,7 @@ number would end in an error of Python somewhere inside of it, or in a model tha
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ _MOST = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_hidden_size", "n_inner"), 2**22),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 2**16),
     "vocab_size": 2**30,
+    "num_labels": 2**20,
 }
 """The sizes of a model, and how large each of them may be: far beyond all models that there are."""
 _OBJECTS = ("text_config", "quantization_config", "rope_scaling", "rope_parameters")
@@ -35,9 +37,9 @@ def refuse_links_out(folder: Path) -> None:
     home = folder.resolve()
     roots = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.is_symlink() and not any(path.resolve().is_relative_to(root) for root in roots):
+        if path.is_symlink() and not any(Path(os.path.realpath(path)).is_relative_to(root) for root in roots):
             raise ConfigError(
-                f"{path} is a link to {path.resolve()}, outside of its folder",
+                f"{path} is a link to {os.path.realpath(path)}, outside of its folder",
                 so="a file that does not belong to the model could be read and copied",
                 fix="put a copy of that file in the place of the link, if you trust it",
             )

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, typed_path
 from bytescale.common.limits import check_limits
 from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import PRESETS, Architecture
@@ -70,7 +70,7 @@ def resolve_model(
 
 def source_folder(source: str) -> Path:
     """The folder of ``hf:FOLDER``."""
-    return Path(source.removeprefix(HF_PREFIX)).expanduser()
+    return typed_path(source.removeprefix(HF_PREFIX))
 
 
 def _model_of_folder(folder: Path, trained: dict[str, Any]) -> Architecture | AttachedArchitecture:

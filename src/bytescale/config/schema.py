@@ -101,7 +101,7 @@ class CorpusConfig:
     tokenizer: str = "auto"
     """`bytes`, the path of a tokenizer.json, or `bpe` to train one on the sources (cached). auto: the tokenizer of the
     model that `--init` names, else `bytes`."""
-    bpe_vocab_size: int = field(default=4096, metadata=limits(least=257))
+    bpe_vocab_size: int = field(default=4096, metadata=limits(least=257, most=2**24))
     """Vocabulary of the tokenizer that `bpe` trains: the 256 bytes, the end of a document, and what is merged."""
     eos_token: str | None = None
     """Token of a tokenizer.json that ends a document; unset: what tokenizer_config.json says, or a usual one."""
@@ -164,7 +164,7 @@ class DataConfig(CorpusConfig):
 class ParallelConfig:
     """The ranks and what each of them can hold."""
 
-    ranks: int = field(default=1, metadata=limits(least=1))
+    ranks: int = field(default=1, metadata=limits(least=1, most=2**18))
     """Training processes on this node. For more than one, bytescale starts torchrun's agent; under torchrun, it joins
     the processes that are there and starts none."""
     tp: int = field(default=1, metadata=limits(least=1))
@@ -276,9 +276,9 @@ class OptimizerConfig:
     """Lowest learning rate over the peak. A constant schedule stays above it."""
     warmup_steps: int = field(default=10, metadata=limits(least=0))
     """Steps of linear warm-up."""
-    beta1: float = 0.9
+    beta1: float = field(default=0.9, metadata=limits(least=0, most=0.999999))
     """Decay of the first moment."""
-    beta2: float = 0.95
+    beta2: float = field(default=0.95, metadata=limits(least=0, most=0.999999999))
     """Decay of the second moment."""
     eps: float = field(default=1e-8, metadata=limits(above=0))
     """Added to the root of the second moment."""
@@ -296,7 +296,7 @@ class TrainerConfig:
 
     steps: int = field(default=100, metadata=limits(least=1))
     """Optimizer steps in all (a resumed run continues up to this number)."""
-    epochs: int = field(default=0, metadata=limits(least=0))
+    epochs: int = field(default=0, metadata=limits(least=0, most=10_000))
     """Passes over the data in place of `steps`, which becomes their number of batches. All text is tokenised before the
     first step then. With data.weights, passes of the source that is passed last. 0: `steps` counts."""
     seed: int = 0

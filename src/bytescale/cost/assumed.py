@@ -22,21 +22,21 @@ from bytescale.cost.spec import ModelSpec
 class Rates:
     """What one device computes and sends. The defaults are for an H100 or H200."""
 
-    flops_per_second: float = field(default=400e12, metadata=limits(above=0))
+    flops_per_second: float = field(default=400e12, metadata=limits(least=1))
     """Operations per second in matrix products."""
-    attention_flops_per_second: float = field(default=300e12, metadata=limits(above=0))
+    attention_flops_per_second: float = field(default=300e12, metadata=limits(least=1))
     """Operations per second in attention."""
-    intra_node_bytes_per_second: float = field(default=300e9, metadata=limits(above=0))
+    intra_node_bytes_per_second: float = field(default=300e9, metadata=limits(least=1))
     """To a neighbour in the same node."""
-    inter_node_bytes_per_second: float = field(default=40e9, metadata=limits(above=0))
+    inter_node_bytes_per_second: float = field(default=40e9, metadata=limits(least=1))
     """To a neighbour in another node."""
     latency_seconds: float = field(default=10e-6, metadata=limits(least=0, most=60))
     """Seconds until the first byte of a transfer arrives."""
     launch_seconds: float = field(default=50e-6, metadata=limits(least=0, most=60))
     """Fixed seconds that attention takes in each layer, and that the rest of the layer takes too."""
-    host_bytes_per_second: float = field(default=25e9, metadata=limits(above=0))
+    host_bytes_per_second: float = field(default=25e9, metadata=limits(least=1))
     """To and from pinned host memory, one direction."""
-    host_update_bytes_per_second: float = field(default=40e9, metadata=limits(above=0))
+    host_update_bytes_per_second: float = field(default=40e9, metadata=limits(least=1))
     """Read and written by a rank's CPU cores in an update of an optimizer in host memory."""
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from bytescale.common.atomic import whole_file
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, typed_path
 from bytescale.common.limits import check_limits
 from bytescale.common.parsing import parse_toml
 from bytescale.config import Architecture, config_to_toml
@@ -52,7 +52,7 @@ def load_profile(name: str | Path) -> Profile:
         text = (resources.files("bytescale.cost") / "profiles" / f"{name}.toml").read_text(encoding="utf-8")
     else:
         try:
-            text = Path(name).read_text(encoding="utf-8")
+            text = typed_path(name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"profile {str(name)!r} cannot be read ({error})",

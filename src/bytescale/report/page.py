@@ -201,7 +201,8 @@ def _series(runs: Sequence[RunRecord], name: str) -> list[Series]:
 
 def _ranks(run: RunRecord) -> str:
     degrees = {name: run.settings[f"parallel.{name}"] for name in ("tp", "pp")}
-    there = len(run.steps[-1].get("data_bytes_read", [])) if run.steps else 0
+    read = run.steps[-1].get("data_bytes_read") if run.steps else None
+    there = len(read) if isinstance(read, list) else 0
     return f"{there or run.settings['parallel.ranks']}" + "".join(f", {n} {d}" for n, d in degrees.items() if d > 1)
 
 

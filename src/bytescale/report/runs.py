@@ -131,7 +131,7 @@ def _lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str
             for name in needed:
                 float(content[name])
             steps[int(content["step"])] = content
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             if place == len(lines):
                 notes.append(f"The last line of {path.name} is cut off, as when a run is killed; it is left out.")
             else:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.errors import BytescaleError
+from bytescale.common.errors import BytescaleError, ConfigError
 from bytescale.common.units import format_seconds
 from bytescale.simulator.result import SimulatedStep
 from bytescale.simulator.trace import simulated_tracks, spread_evenly
@@ -66,7 +66,10 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
             _mark_stages(axis, num_stages, step.events.num_ranks)
     axes[-1, 0].set_xlabel(f"time in {name}")
     _legend(figure, palette, levels)
-    figure.savefig(path, dpi=150)
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise ConfigError(f"the picture cannot be {path} ({error})", fix="name a file that ends in .png") from error
     pyplot.close(figure)
 
 

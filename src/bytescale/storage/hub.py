@@ -7,9 +7,8 @@ comes with a model is not downloaded.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, typed_path
 
 _MODEL_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _FILES = ("*.json", "tokenizer.model", "merges.txt", "*.jinja")
@@ -25,7 +24,7 @@ def local_folder(model: str, *, weights: bool = True) -> str:
     Raises ``ConfigError`` if the Hub has no such model, does not give it to us, or cannot be reached.
     """
     named = _MODEL_ID.fullmatch(model)
-    if named is None or Path(model).expanduser().exists():
+    if named is None or typed_path(model).exists():
         return model
     try:  # imported here: most commands need no Hub
         from huggingface_hub import constants, errors, snapshot_download

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from bytescale.common.errors import typed_path
 from bytescale.storage.filesystems import guarded, open_filesystem
 from bytescale.storage.retry import ANSWER_SECONDS, tried
 
@@ -128,7 +129,7 @@ def place_at(place: str | Place) -> Place:
     if not isinstance(place, str):
         return place
     if not is_url(place):
-        return Path(place).expanduser()
+        return typed_path(place)
     url = Url(place.rstrip("/"))
     open_filesystem(url.url)
     return url

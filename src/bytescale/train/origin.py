@@ -11,7 +11,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, typed_path
 from bytescale.config import Config, resolve_model
 from bytescale.config.foreign_config import refuse_links_out
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, source_folder
@@ -35,7 +35,7 @@ def _folder_beside(init: str) -> Path | None:
         return source_folder(init)
     if not init.startswith(CHECKPOINT_PREFIX):
         return None
-    kept = Path(init.removeprefix(CHECKPOINT_PREFIX)).expanduser().resolve().parent.parent / "origin"
+    kept = typed_path(init.removeprefix(CHECKPOINT_PREFIX)).resolve().parent.parent / "origin"
     refuse_links_out(kept)
     return kept if kept.is_dir() else None
 
@@ -104,11 +104,7 @@ def _check_size(config: Config) -> None:
 def with_kept_tokenizer(config: Config, kept: Path) -> Config:
     """For a run that goes on: its own copy of the tokenizer, where the one that it began with is not there any more."""
     named = config.data.tokenizer
-    if (
-        named in ("auto", "bytes", "bpe")
-        or Path(named).expanduser().exists()
-        or not (kept / "tokenizer.json").is_file()
-    ):
+    if named in ("auto", "bytes", "bpe") or typed_path(named).exists() or not (kept / "tokenizer.json").is_file():
         return config
     refuse_links_out(kept)
     return replace(config, data=replace(config.data, tokenizer=str(kept)))
@@ -131,14 +127,14 @@ def keep_origin(kept: Path, config: Config, tokenizer: str | None) -> None:
     if tokenizer is not None:
         _keep_tokenizer(kept, tokenizer, data)
     if data.chat_template:
-        shutil.copyfile(Path(data.chat_template).expanduser(), kept / "chat_template.jinja")
+        shutil.copyfile(typed_path(data.chat_template), kept / "chat_template.jinja")
 
 
 def _keep_tokenizer(kept: Path, name: str, data: DataConfig) -> None:
     """Write the tokenizer as transformers loads it, with the end of a document that the run has trained with."""
     from bytescale.models.hf_folder import copy_companions
 
-    path = Path(name).expanduser()
+    path = typed_path(name)
     tokenizer = load_tokenizer(name, data.eos_token)
     if path.is_dir():
         copy_companions(path, kept)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast, get_args
 
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, typed_path
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.storage.filesystems import credentials_hint, guarded, open_filesystem
 from bytescale.storage.place import Place, Url, has_no_folders
@@ -216,10 +216,10 @@ def _paths_of(source: str) -> Iterator[tuple[Path, bool, None]]:
     if source.startswith("python:"):
         fix = f"did you mean {STDLIB_SOURCE!r} or {FUNCTIONS_SOURCE!r}?"
         raise ConfigError(f"data source {source!r} does not exist", fix=fix)
-    path = Path(source).expanduser()
+    path = typed_path(source)
     if path.is_dir():
         yield from ((inner, False, None) for inner in _walk(path, lambda name: name.startswith(".")))
-    elif path.exists():
+    elif path.is_file():
         yield path, True, None
     elif glob.has_magic(source):
         for match in sorted(glob.glob(str(path), recursive=True)):
@@ -227,7 +227,7 @@ def _paths_of(source: str) -> Iterator[tuple[Path, bool, None]]:
                 yield Path(match), False, None
     else:
         raise ConfigError(
-            f"data source {source!r} does not exist (looked in {Path.cwd()})",
+            f"data source {source!r} does not exist as a file or folder (looked in {Path.cwd()})",
             fix=f"name a folder, a file, a glob or {STDLIB_SOURCE!r}",
         )
 

@@ -380,7 +380,7 @@ def parquet_records(unit: WorkUnit, keys: Sequence[str]) -> Iterator[Record]:
                 for values in batch.to_pylist():
                     yield Record(values=values, place=partial("{}, row {}".format, path, row))
                     row += 1
-        except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        except (pyarrow.ArrowException, ValueError, OverflowError, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # for broken pages, Arrow's has no errno
                 raise unreadable(error, path) from error
             raise DataError(

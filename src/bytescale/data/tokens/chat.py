@@ -28,7 +28,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from bytescale.common.errors import ConfigError, DataError
+from bytescale.common.errors import ConfigError, DataError, typed_path
 from bytescale.common.parsing import parse_json
 from bytescale.config.schema import CorpusConfig
 from bytescale.data.tokens.messages import OWN_VARIABLES, Conversation
@@ -171,23 +171,26 @@ def load_template(config: CorpusConfig) -> ChatTemplate:
     a setting says; ``DataError`` if a file is not what its name says.
     """
     setting, tokenizer = config.chat_template, config.tokenizer
-    folder = Path(tokenizer).expanduser()
+    folder = typed_path(tokenizer)
     folder = folder if folder.is_dir() else folder.parent
     is_file = tokenizer not in ("auto", "bytes", "bpe")
     settings = tokenizer_settings(folder) if is_file else {}
     special = {name: text for name in SPECIAL_NAMES if (text := token_text(settings.get(name))) is not None}
-    path = Path(setting).expanduser() if setting else folder / "chat_template.jinja"
+    path = typed_path(setting) if setting else folder / "chat_template.jinja"
     if setting and not path.is_file():
         raise ConfigError(f"data.chat_template is {setting!r}, which is no file", fix="name a Jinja file")
     sources: Any = settings.get("chat_template")
     name = f"the chat template of {folder}"
     if (setting or is_file) and path.is_file():
-        sources, name = path.read_text(encoding="utf-8"), str(path)
+        try:
+            sources, name = path.read_text(encoding="utf-8"), str(path)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is no text in UTF-8 ({error.reason})", fix="save it in UTF-8") from error
     if isinstance(sources, list):  # several with names
-        sources = {entry["name"]: entry["template"] for entry in sources}
+        sources = {entry.get("name"): entry.get("template") for entry in sources if isinstance(entry, dict)}
     elif isinstance(sources, str):
         sources = {"default": sources}
-    if not sources or "default" not in sources:
+    if not isinstance(sources, dict) or not isinstance(sources.get("default"), str):
         raise ConfigError(
             f"tokenizer {tokenizer!r} has no chat template (chat_template.jinja, or chat_template in its "
             "tokenizer_config.json)",

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock
-from bytescale.common.errors import DataError
+from bytescale.common.errors import DataError, typed_path
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.units import format_count
 from bytescale.config.schema import DataConfig
@@ -93,7 +93,7 @@ class ShardReader:
 
     @property
     def cache_dir(self) -> Path:
-        return Path(self.config.cache_dir).expanduser()
+        return typed_path(self.config.cache_dir)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock, write_atomically
-from bytescale.common.errors import ConfigError, DataError, is_panic
+from bytescale.common.errors import ConfigError, DataError, is_panic, typed_path
 from bytescale.common.parsing import parse_json
 from bytescale.config.schema import Bos, DataConfig
 from bytescale.data.sources.files import SourceFile, fingerprint_files
@@ -97,9 +97,6 @@ class JsonTokenizer:
         self, tokenizer: tokenizers.Tokenizer, *, name: str, eos_token: str | None = None, bos_token: str | None = None
     ) -> None:
         """Wrap ``tokenizer``, which this object then owns. Raises ``ConfigError`` unless it has these tokens."""
-        # A tokenizer.json may carry the truncation and padding of the model it was saved with.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
         tokenizer.encode_special_tokens = True  # a special token that is spelled out in text is encoded as text
         self._tokenizer = tokenizer
         self.name = name
@@ -129,6 +126,9 @@ class JsonTokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         with _rust_errors(f"{file} is not a tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        # The file may carry the truncation and padding of the model it was saved with.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         settings = tokenizer_settings(file.parent)
         return JsonTokenizer(
             tokenizer,
@@ -252,7 +252,7 @@ def load_tokenizer(name: str, eos_token: str | None = None, bos: Bos = "never") 
     """
     if name in ("auto", "bytes"):
         return ByteTokenizer()
-    path = Path(name).expanduser()
+    path = typed_path(name)
     if not path.exists():
         raise ConfigError(
             f"data.tokenizer is {name!r}, which is no file",
@@ -326,7 +326,7 @@ def cached_bpe(files: Sequence[SourceFile], config: DataConfig, progress: Progre
     vocab_size = config.bpe_vocab_size
     settings = f"{fingerprint_files(files)} {config.text_key} {vocab_size} {TRAINING_BYTES}"
     key = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
-    path = Path(config.cache_dir).expanduser() / "tokenizers" / f"bpe-{vocab_size}-{key}.json"
+    path = typed_path(config.cache_dir) / "tokenizers" / f"bpe-{vocab_size}-{key}.json"
     with file_lock(path.with_suffix(".lock")):
         if not path.exists():
             tokenizer = train_bpe(files, config, progress)

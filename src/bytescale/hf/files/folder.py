@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bytescale.checkpoint.hugging_face import appearing
 from bytescale.checkpoint.reading import CheckpointReader
-from bytescale.common.errors import CheckpointError, ConfigError
+from bytescale.common.errors import CheckpointError, ConfigError, typed_path
 from bytescale.common.parsing import parse_json
 from bytescale.config import AttachedArchitecture, Config
 from bytescale.config.hugging_face import refuse_quantised
@@ -346,7 +346,7 @@ def _base_of(run_config: Config | None, origin: Path | None, given: str) -> Path
     Raises ``CheckpointError`` if it is not there, or its weights are others than those that the run has seen.
     """
     if given:
-        return Path(local_folder(given)).expanduser()
+        return typed_path(local_folder(given))
     base = source_folder("" if run_config is None else run_config.model.preset)
     remedy = "name the folder of the model that the run began with: --base FOLDER"
     if not (base / "config.json").is_file():
