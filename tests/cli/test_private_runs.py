@@ -63,7 +63,7 @@ def test_a_run_listens_on_loopback_alone_and_ctrl_c_saves(tmp_path: Path, num_ra
     assert process.returncode == 128 + signal.SIGINT, output
     assert len(re.findall(r"SIGINT: .*a second signal ends", output)) == 1, output
     assert "Traceback" not in output
-    assert output.count("stopped by SIGINT; continue with: bytescale train --resume") == 1
+    assert output.count("stopped by SIGINT; continue with `bytescale train --resume") == 1
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert saved.name == f"step-{len(losses(tmp_path / 'run')):06d}"
     assert not (tmp_path / ".ray").exists(), "Ray's token would be in a file that all may read"

@@ -42,7 +42,8 @@ class Snapshot:
                 return f"its part {_path(name, key)} was put in, replaced or taken out"
         for held, key, parameter, shape, is_trained, name in self._parameters:
             own = held.get(key)
-            if own is not parameter or own.shape != shape:
+            is_sharded = hasattr(own, "full_tensor")  # by FSDP2, which puts parts in the place of parameters
+            if (own is not parameter and not is_sharded) or own.shape != shape:
                 return f"its parameter {_path(name, key)} was replaced or resized"
             if with_training and own.requires_grad is not is_trained:
                 return f"its parameter {_path(name, key)} was {'frozen' if is_trained else 'unfrozen'}"

@@ -9,7 +9,8 @@ it is the same on every rank, since it depends on the model's code and configura
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,10 +68,13 @@ class ModelStructure:
 def probe(model: nn.Module) -> ModelStructure:
     """Run an attached model. Raises ``ConfigError`` where a plan would change its results."""
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
-    with while_set(model.modules(), "training", True):
-        blind, random_parts = _calls_and_randomness(model, names)
-    with while_set(model.modules(), "training", not random_parts):
-        _require_rows_alone(model, names)
+    again = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    # Layers that run again in backward would be counted twice.
+    with while_set(again, "gradient_checkpointing", False):
+        with while_set(model.modules(), "training", True):
+            blind, random_parts = _calls_and_randomness(model, names)
+        with while_set(model.modules(), "training", not random_parts):
+            _require_rows_alone(model, names)
     if not blind.calls and not blind.mixed:
         raise refusal(
             type(model).__name__,
@@ -105,6 +109,19 @@ def _calls_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tupl
     return blind, tuple(dict.fromkeys([*dropping, *noticed.parts]))
 
 
+@contextmanager
+def _no_parameter_trained(model: nn.Module) -> Iterator[None]:
+    """Keep parameters out of graphs, which remember their shapes: parts of them take their place later."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad = False
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad = True
+
+
 def _require_rows_alone(model: nn.Module, names: dict[nn.Module, str]) -> None:
     """No row may depend on the first one, on its way to attention, which sees nothing here, or to the logits.
 
@@ -133,7 +150,7 @@ def _require_rows_alone(model: nn.Module, names: dict[nn.Module, str]) -> None:
         found = [(names[call.module], rows) for call in blind.calls for rows in (call.query, call.key, call.value)]
         return [(name, rows[..., 1:, :]) for name, rows in [*found, (type(model).__name__, logits)]]
 
-    with torch.enable_grad():
+    with torch.enable_grad(), _no_parameter_trained(model):
         usual = later_rows(keep)
         sums = [(rows.float().flatten() * torch.arange(rows.numel()).to(rows.device).cos()).sum() for _, rows in usual]
         (gradient,) = torch.autograd.grad(torch.stack(sums).sum(), inputs[:1], allow_unused=True)
