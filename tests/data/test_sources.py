@@ -94,7 +94,7 @@ def test_the_fingerprint_follows_every_change(tree: Path) -> None:
     ("sources", "message"),
     [
         ((), r"data.sources is empty"),
-        (("{}/nothing",), r"'.*/nothing' does not exist \(looked in "),
+        (("{}/nothing",), r"'.*/nothing' does not exist as a file or folder \(looked in "),
         (("{}/*.nothing",), r"'.*/\*\.nothing' matches no file"),
         (("python:std",), r"did you mean 'python:stdlib'"),
         (("{}/b.py", "{}/empty"), r"'.*/empty' matches no file"),
