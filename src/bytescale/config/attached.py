@@ -88,7 +88,6 @@ def check_attached(config: Config, shape: AttachedArchitecture) -> None:
     parallel = config.parallel
     ours = (
         ("parallel.tp", parallel.tp, parallel.tp > 1, "1"),
-        ("parallel.pp", parallel.pp, parallel.pp > 1, "1"),
         ("kernels.compile", "true", config.kernels.compile, "false"),
     )
     for name, value, is_set, good in ours:

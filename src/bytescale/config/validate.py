@@ -37,6 +37,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     check_trained(config, shape if isinstance(shape, AttachedArchitecture) else None)
     if isinstance(shape, AttachedArchitecture):
         check_attached(config, shape)
+        check_ranks(config.parallel, config.parallel.ranks if num_ranks is None else num_ranks)
     else:
         check_mesh(config.parallel, shape, config.parallel.ranks if num_ranks is None else num_ranks)
     ranks, kind = hdp_ranks(config.parallel, num_ranks), kind_of_ranks(config.parallel)
@@ -117,8 +118,8 @@ def kind_of_ranks(parallel: ParallelConfig) -> str:
     return "ranks" if parallel.tp * parallel.pp == 1 else "HDP ranks"
 
 
-def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) -> None:
-    """Raise ``ConfigError`` when ranks, heads, widths or layers do not divide as the mesh needs."""
+def check_ranks(parallel: ParallelConfig, num_ranks: int) -> None:
+    """Raise ``ConfigError`` where the mesh would have a hole."""
     tp, pp = parallel.tp, parallel.pp
     if num_ranks % (tp * pp):
         raise ConfigError(
@@ -126,6 +127,12 @@ def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) ->
             so=f"{num_ranks % (tp * pp)} of them would have no place in the mesh",
             fix=f"use {-(-num_ranks // (tp * pp)) * tp * pp} ranks, or other degrees",
         )
+
+
+def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) -> None:
+    """Raise ``ConfigError`` when ranks, heads, widths or layers do not divide as the mesh needs."""
+    tp, pp = parallel.tp, parallel.pp
+    check_ranks(parallel, num_ranks)
     if pp > shape.num_layers:
         raise ConfigError(
             f"parallel.pp = {pp} exceeds the model's {shape.num_layers} layers",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
 from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture
 from bytescale.cost import flops
@@ -31,3 +35,24 @@ def split_layers(architecture: Architecture, num_stages: int) -> list[range]:
         counts[least] += 1
     starts = [sum(counts[:stage]) for stage in range(num_stages)]
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def split_costs(costs: Sequence[float], head: float, num_stages: int) -> list[range]:
+    """The same for layers of unequal ``costs``: the sum over stages of (its cost) ** 8, nearly the largest, is least.
+
+    ``head``: what the last stage has in addition, in the same unit. There are at most as many stages as layers.
+    """
+    sums = [0.0, *accumulate(costs)]
+    total = sums[-1] + head
+    best: list[tuple[float, list[int]]] = [(0.0 if end == 0 else math.inf, [0]) for end in range(len(costs) + 1)]
+    for stage in range(num_stages):
+        extra, found = head * (stage == num_stages - 1), []
+        for end in range(len(costs) + 1):
+            chosen = (math.inf, [0])
+            for start in range(stage, end):  # the earliest start leaves the fewest layers to the stages before
+                value = best[start][0] + ((sums[end] - sums[start] + extra) / total) ** 8
+                if value < chosen[0] * (1 - 1e-9):
+                    chosen = value, [*best[start][1], end]
+            found.append(chosen)
+        best = found
+    return [range(start, stop) for start, stop in pairwise(best[-1][1])]

@@ -21,6 +21,7 @@ from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.pipeline import Action, StageLinks
 from bytescale.runtime.saved.activations import Activations
+from bytescale.runtime.tied import TiedHead
 
 
 class DecoderModule(Protocol):
@@ -110,6 +111,8 @@ class Decoder:
     """Checkpointing and offloading of its layers."""
     head: Head | None = None
     """None: the plain head of ``module.head_weight``, whose words the tensor-parallel ranks share."""
+    tied: TiedHead | None = None
+    """On the first and the last stage of a pipeline whose embedding is the head, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +163,8 @@ class Executor:
 
         self._walk(rank_plan, run, step, backward=True)
         after_last_message()
+        if self.part.tied is not None:
+            self.part.tied.add_gradient()
         return run.result()
 
     @torch.no_grad()
@@ -209,6 +214,8 @@ class Executor:
         if self.units is not None:
             self.units.begin()
         rank_plan = replace(rank_plan, micro_batches=tuple(run.plan))
+        if self.part.tied is not None:
+            self.part.tied.send_weights()
         links = StageLinks(self.mesh, rank_plan, module.hidden_size, dtype)
         links.exchange(0)
         for place, action in enumerate(links.actions):

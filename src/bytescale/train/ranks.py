@@ -81,6 +81,12 @@ class Ranks:
         """The minimum over ranks of each of these numbers. Every rank calls it, with equally many numbers."""
         return [min(column) for column in zip(*self.world.share(list(own)), strict=True)]
 
+    def smallest_of_stage(self, own: Sequence[float]) -> list[float]:
+        """The same over the ranks of this pipeline stage. Every rank calls it."""
+        told = self.world.share([float(self.mesh.stage), *own])
+        of_stage = (rest for stage, *rest in told if stage == self.mesh.stage)
+        return [min(column) for column in zip(*of_stage, strict=True)]
+
     @property
     def is_first(self) -> bool:
         """Whether this rank prints and keeps the run folder."""

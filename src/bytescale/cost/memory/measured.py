@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from bytescale.common.errors import ConfigError
 from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, DeviceKind, loss_chunk_tokens
@@ -50,7 +51,7 @@ class MeasuredRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory(DeviceMemory):
-    """The same for a measured model as ``MemoryModel`` is for ours, on one device that has the whole model."""
+    """The same for a measured model as ``MemoryModel`` is for ours, on one device: of the model, or of a stage."""
 
     states: States
     rows: MeasuredRows
@@ -69,10 +70,41 @@ class MeasuredMemory(DeviceMemory):
 
     num_layers: int = 1
     head_groups: int = 1
+    num_in_flight: int = 1
+    """Micro-batches whose activations a pipeline stage holds at a time, each taken to be as large as the one in it."""
+    has_head: bool = True
+    other_stages: tuple[MeasuredMemory, ...] = ()
+    """Of the pipeline that this stage belongs to."""
+
+    @staticmethod
+    def of_stages(told: Sequence[dict[str, Any]]) -> MeasuredMemory:
+        """From what ``dataclasses.asdict`` makes of each stage, in order, whatever has carried it."""
+        stages = [
+            MeasuredMemory(
+                **{
+                    **own,
+                    "states": States(**own["states"]),
+                    "rows": MeasuredRows(**own["rows"]),
+                    "rings": tuple(RingWidths(**ring) for ring in own["rings"]),
+                    "other_stages": (),
+                }
+            )
+            for own in told
+        ]
+        return replace(stages[0], other_stages=tuple(stages[1:]))
+
+    def with_states(self, **changes: Any) -> MeasuredMemory:
+        """The same with other ``States``, on every stage."""
+        others = tuple(own.with_states(**changes) for own in self.other_stages)
+        return replace(self, states=replace(self.states, **changes), other_stages=others)
+
+    def fullest_stage(self, device_bytes: float) -> MeasuredMemory:
+        """As ``DeviceMemory``."""
+        return min((self, *self.other_stages), key=lambda stage: stage.capacity_tokens(device_bytes))
 
     @property
     def saved_bytes_per_token(self) -> float:
-        return self.rows.saved_per_token
+        return self.rows.saved_per_token * self.num_in_flight
 
     @property
     def layer_saved_bytes_per_token(self) -> float:
@@ -80,16 +112,16 @@ class MeasuredMemory(DeviceMemory):
 
     @property
     def movable_bytes_per_token(self) -> float:
-        return self.rows.movable_per_token
+        return self.rows.movable_per_token * self.num_in_flight
 
     def phases(self) -> tuple[Phase, ...]:
         beside = max(0.0, self.rows.peak_per_token - self.rows.saved_per_token) + self.kernel_bytes_per_token
         layers = Phase(name="layer", fixed_bytes=self.rows.fixed, bytes_per_token=beside)
-        return (self._loss(), layers, *(self._ring(ring, beside) for ring in self.rings))
+        return (*([self._loss()] if self.has_head else []), layers, *(self._ring(ring, beside) for ring in self.rings))
 
     def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
         """As ``DeviceMemory``. What else keeps moved bytes alive takes host memory in addition."""
-        freed = self.movable_bytes_per_token / (self.rows.moved_per_token or math.inf)
+        freed = self.rows.movable_per_token / (self.rows.moved_per_token or math.inf)
         return DeviceMemory.limits(self, device_bytes=device_bytes, host_bytes=host_bytes * freed)
 
     def offload_rule(self, times: Profile, host_bytes: float) -> OffloadRule:
@@ -105,7 +137,7 @@ class MeasuredMemory(DeviceMemory):
             self.rows.moved_per_token / movable_layers(self.num_layers),
             num_layers=self.num_layers,
             movable_share=self.limits().movable_share,
-            host_bytes=host_bytes,
+            host_bytes=host_bytes / self.num_in_flight,
         )
 
     def _loss(self) -> Phase:

@@ -103,8 +103,8 @@ class MemoryModel(DeviceMemory):
         """
         in_parallel = config.parallel.experts == "parallel" and domain > 1
         if isinstance(counted, MeasuredMemory):
-            states = replace(counted.states, domain=domain, experts_in_parallel=in_parallel)
-            return replace(counted, states=replace(states, on_host=config.optimizer.offload))
+            on_host = config.optimizer.offload
+            return counted.with_states(domain=domain, experts_in_parallel=in_parallel, on_host=on_host)
         parallel = config.parallel
         whole = MemoryModel.on_device(
             ModelShare(architecture=counted, tensor_parallel=parallel.tp, num_stages=parallel.pp),

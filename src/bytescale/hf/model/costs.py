@@ -105,6 +105,13 @@ def _matrix_parameters(model: nn.Module) -> tuple[float, float, int, int]:
     return matrices, trained, of_head, of_head if head is not None and head.requires_grad else 0
 
 
+def weights_of(model: nn.Module, layer: nn.Module) -> float:
+    """Weights of one layer that a token is multiplied with."""
+    share = _active_share(model)
+    own = layer.named_parameters()
+    return sum(p.numel() * (share if ".experts." in f".{name}." else 1.0) for name, p in own if p.dim() > 1)
+
+
 def _active_share(model: nn.Module) -> float:
     """The share of a layer's experts that a token is sent through; 1 without experts."""
     config = getattr(model, "config", None)

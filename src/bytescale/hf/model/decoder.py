@@ -9,8 +9,9 @@ Shape letters: T rows of a micro-batch, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -33,6 +34,48 @@ from bytescale.runtime.experts import num_experts_of
 from bytescale.runtime.loss import Head, PlainHead
 
 
+class StageEnd(Exception):
+    """Ends the pass of a stage, with its output ``[1, T, C]``."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """One stage of a decoder, from its first to its last own layer.
+
+    Attributes:
+        names: of the parameters that it owns. A tied head is owned by the first stage, with the embedding.
+        tied: the weights of the embedding or of the head, where they are one and lie on two stages; else None.
+        received: ``[1, T, C]`` that the first own layer is given in the pass that runs; None on the first stage.
+    """
+
+    number: int
+    count: int
+    names: frozenset[str] = frozenset()
+    tied: nn.Parameter | None = None
+    received: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+    @contextmanager
+    def receiving(self, hidden: Tensor | None) -> Iterator[None]:
+        """While the model runs, its first own layer is given ``hidden [1, T, C]``."""
+        self.received = hidden
+        try:
+            yield
+        finally:
+            self.received = None
+
+
 class AttachedDecoder(nn.Module):
     """A decoder of transformers that is on our attention (``runtime.DecoderModule``).
 
@@ -41,6 +84,7 @@ class AttachedDecoder(nn.Module):
         structure: every layer's attention, as the probe has found it.
         attachment: of the model to our attention.
         attentions, mixers: the layers by module.
+        stage: which pipeline stage it is; None: the whole model.
         is_frozen: whether it is a second model, which runs without gradients.
     """
 
@@ -64,7 +108,8 @@ class AttachedDecoder(nn.Module):
         self.attentions = {modules[layer.name]: layer for layer in self.structure.layers}
         self.mixers = {modules[mixer.name]: mixer for mixer in self.structure.mixers}
         self._snapshot = Snapshot(model, self.attentions)
-        self.num_calls = len(self.structure.layers) + len(self.structure.mixers)
+        self.num_calls = len(self.structure.names)
+        self.stage: Stage | None = None
         self.is_frozen = False
         self._random = {name: modules.get(name, model) for name in self.structure.random_parts}
         self._plain_heads: dict[int, bool] = {}
@@ -201,14 +246,48 @@ class AttachedDecoder(nn.Module):
             early.add(id(head))
         return {name for name, parameter in self.model.named_parameters() if id(parameter) not in early}
 
+    def keep_stage(self, stage: Stage, layers: Sequence[nn.Module]) -> None:
+        """From now on this is a pipeline ``stage`` with these of the ``layers``."""
+        inside = {module for layer in layers for module in layer.modules()}
+        self.stage = stage
+        vars(self)["layers"] = [layer for layer in self.layers if layer in inside]
+        self.attentions = {module: layer for module, layer in self.attentions.items() if module in inside}
+        self.mixers = {module: mixer for module, mixer in self.mixers.items() if module in inside}
+        names = {layer.name for layer in self.attentions.values()} | {mixer.name for mixer in self.mixers.values()}
+        calls, mixers = self.structure.layers, self.structure.mixers
+        self.structure = replace(
+            self.structure,
+            layers=tuple(layer for layer in calls if layer.name in names),
+            mixers=tuple(mixer for mixer in mixers if mixer.name in names),
+        )
+        self.num_calls = len(self.structure.names)
+
+    def input_of(self, tokens: Tensor) -> Tensor:
+        """What ``forward`` takes for ``tokens [T]``: themselves, or zeros ``[T, C]`` from the stage before."""
+        if self.stage is None or self.stage.is_first:
+            return tokens
+        weight = next(p for p in self.model.parameters() if p.numel())
+        return weight.new_zeros(len(tokens), self.hidden_size, requires_grad=torch.is_grad_enabled())
+
     def forward(self, inputs: Tensor, position_ids: Tensor, attention: PackedAttention) -> Tensor:
-        """``tokens, position_ids [T]`` int64 -> hidden states ``[T, C]`` after the final norm."""
-        num_rows = len(inputs)
+        """``tokens, position_ids [T]`` int64 -> hidden states ``[T, C]`` after the final norm.
+
+        Of a pipeline stage, the tokens or the output of the stage before, and this stage's output.
+        """
+        num_rows, received = len(position_ids), None
+        if self.stage is not None and not self.stage.is_first:
+            received, inputs = inputs[None], torch.zeros_like(position_ids)
         if not num_rows:  # transformers' models need a row; it stands for none
             inputs, position_ids = inputs.new_zeros(1), position_ids.new_zeros(1)
+            received = None if received is None else nn.functional.pad(received, (0, 0, 0, 1))
         target = MicroBatchPass(self, lambda dtype: attention, num_rows)
         given: dict[str, Any] = {"input_ids": inputs[None], "position_ids": position_ids[None], "use_cache": False}
-        hidden, _ = hidden_states(self.model, {**given, KEYWORD: target})
+        try:
+            with nullcontext() if self.stage is None else self.stage.receiving(received):
+                hidden, _ = hidden_states(self.model, {**given, KEYWORD: target})
+        except StageEnd as end:
+            target.require_all_calls()
+            hidden = end.hidden
         return hidden[0, :num_rows]
 
 
@@ -249,10 +328,15 @@ class MicroBatchPass(Target):
         self._context.enter_context(self._around())
 
     def end(self, completed: bool) -> None:
-        """Called when forward has ended. Raises ``ConfigError`` unless all layers have called attention."""
+        """Called when forward has ended."""
         self._in_forward = False
         self._context.close()
-        if completed and self._calls != self.decoder.num_calls:
+        if completed:
+            self.require_all_calls()
+
+    def require_all_calls(self) -> None:
+        """Raise ``ConfigError`` unless all layers have called attention, once each."""
+        if self._calls != self.decoder.num_calls:
             raise refusal(
                 "the model",
                 f"attention and recurrences were called {self._calls} times in a pass; when the model was attached, "

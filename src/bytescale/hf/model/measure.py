@@ -47,11 +47,12 @@ def measure_rows(
         attention = PackedAttention(micro_batch, kernel, alone.exchange, activations.attention_memory)
         positions = torch.as_tensor(micro_batch.position_ids()).to(device)
         tokens = torch.arange(micro_batch.num_tokens, device=device) % 61  # experts get different ones
+        inputs = decoder.input_of(tokens)
         activations.begin_step([micro_batch])
         before = 0 if activations.offload is None else activations.offload.bytes_moved
         with LiveBytes() as live:
             with activations.forward(micro_batch):
-                hidden = decoder(tokens, positions, attention)
+                hidden = decoder(inputs, positions, attention)
             saved = live.now
             if hidden.requires_grad:  # otherwise the head alone is trained
                 hidden.backward(torch.ones_like(hidden))
@@ -88,7 +89,10 @@ def measured_memory(
     kind: DeviceKind,
     num_ranks: int,
 ) -> MeasuredMemory:
-    """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
+    """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows.
+
+    The copy of a tied embedding counts as a weight of its own, with states that it does not have.
+    """
     unit_of = units_of(decoder.parts)
     of_experts = {id(parameter) for module in decoder.experts for parameter in module.parameters()}
     trained, frozen, trained_experts, frozen_experts = ([0] * (len(decoder.parts) + 1) for _ in range(4))
@@ -98,6 +102,7 @@ def measured_memory(
             (trained if parameter.requires_grad else frozen)[unit] += number
             if id(parameter) in of_experts:
                 (trained_experts if parameter.requires_grad else frozen_experts)[unit] += number
+    stage = decoder.stage
     parameters, layers, weight = list(decoder.parameters()), decoder.structure.layers, decoder.model_head.weight
     element_bytes, vocab_size = parameters[0].element_size(), decoder.model_head.num_words
     return MeasuredMemory(
@@ -120,7 +125,9 @@ def measured_memory(
         num_layers=len(decoder.layers),
         plain_head=isinstance(decoder.head, PlainHead),
         kernel_bytes_per_token=kernel_bytes_per_token(layers, kind, element_bytes),
-        nccl_bytes=nccl_reserve_bytes(num_ranks, 1, 1) if kind == "cuda" else 0,
+        nccl_bytes=nccl_reserve_bytes(num_ranks, 1, 1 if stage is None else stage.count) if kind == "cuda" else 0,
+        num_in_flight=1 if stage is None else stage.count - stage.number,
+        has_head=stage is None or stage.is_last,
     )
 
 
@@ -148,9 +155,12 @@ def kernel_bytes_per_token(layers: tuple[LayerAttention, ...], device_type: str,
     if device_type != "cuda":
         return 0.0
     return max(
-        4.0 * (layer.head_dim + 1) * layer.num_heads
-        + 2 * layer.num_heads * max(layer.head_dim, layer.value_dim) * element_bytes
-        for layer in layers
+        (
+            4.0 * (layer.head_dim + 1) * layer.num_heads
+            + 2 * layer.num_heads * max(layer.head_dim, layer.value_dim) * element_bytes
+            for layer in layers
+        ),
+        default=0.0,
     )
 
 

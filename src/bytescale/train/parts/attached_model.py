@@ -1,13 +1,13 @@
 """A decoder of transformers in the trainer: on our attention, in flat buffers, with its memory measured.
 
-It has HDP, ZeRO-1 with overlap, activation checkpointing, offloading and checkpoints as our own models have. It has no
-tensor parallelism and no pipeline (``config.attached``).
+It has HDP, pipelines, ZeRO-1 with overlap, activation checkpointing, offloading and checkpoints as our own models have.
+It has no tensor parallelism (``config.attached``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from bytescale.attention import AttentionKernel
 from bytescale.attention.kernels import CudaFlashKernel
 from bytescale.checkpoint.initial_weights import load_initial_weights
+from bytescale.common.errors import ConfigError
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config
 from bytescale.config.resolve import source_folder
 from bytescale.config.validate import may_offload
@@ -23,10 +24,13 @@ from bytescale.cost.spec import ModelSpec
 from bytescale.hf.files.folder import constants_of, load_model, make_model, set_constants, train_a_part
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.measure import check_widths, measure_rows, measured_memory
+from bytescale.hf.model.stages import cut_to_stage
 from bytescale.models.hf_folder import exact_dtype
 from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, Mesh, ShardedOptimizer
 from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.runtime.optimizer.lockstep import Units, shard_parts
+from bytescale.runtime.plain_data import all_gather_json
+from bytescale.runtime.tied import TiedHead
 from bytescale.train.parts.budget import MemoryBudget, usable_host_bytes
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
@@ -53,9 +57,17 @@ class HFModel:
     def layers(self) -> Chunk:
         return self.part, self.part.layers
 
-    def memory(self, kind: DeviceKind, num_ranks: int) -> MeasuredMemory:
-        """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
-        return measured_memory(self.part, self.rows, kind=kind, num_ranks=num_ranks)
+    def memory(self, kind: DeviceKind, num_ranks: int, ranks: Ranks | None = None) -> MeasuredMemory:
+        """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows.
+
+        Of all stages, where ``ranks`` are a pipeline.
+        """
+        own = measured_memory(self.part, self.rows, kind=kind, num_ranks=num_ranks)
+        if ranks is None or ranks.mesh.shape.pp == 1:
+            return own
+        shape = ranks.mesh.shape
+        told = all_gather_json(asdict(own), ranks.checkpoint_group)
+        return MeasuredMemory.of_stages([told[shape.rank(stage, 0, 0)] for stage in range(shape.pp)])
 
     def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
         """Give the optimizer the initial weights in full precision."""
@@ -70,6 +82,13 @@ class HFModel:
     def decoder(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> Decoder:
         return Decoder(module=self.part, activations=self.activations, head=self.part.head)
 
+    def tied(self, optimizer: ShardedOptimizer, mesh: Mesh) -> TiedHead | None:
+        """What keeps a tied embedding one, if its two places are on two stages, and this is one of them."""
+        weight = None if self.part.stage is None else self.part.stage.tied
+        if weight is None or not weight.requires_grad:
+            return None
+        return TiedHead(mesh, weight, self.parameters, optimizer.zeros[0].collectives.wait_for_parameters)
+
 
 def build_attached_model(
     config: Config,
@@ -82,11 +101,12 @@ def build_attached_model(
     rank: int = 0,
     smallest: Callable[[Sequence[float]], Sequence[float]] = list,
     mesh: Mesh | None = None,
+    stage: tuple[int, int] = (0, 1),
 ) -> HFModel:
     """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
 
     ``smallest``: the minimum over ranks of each of these numbers. All ranks go by the rank whose kernels keep most.
-    ``mesh``: of the ranks; None: one rank builds it to look at it.
+    ``mesh``: of the ranks; None: one rank builds it to look at it. ``stage``: of a pipeline, and the number of stages.
 
     Raises ``ConfigError`` if the model cannot be attached, or has no weights that can be read; ``CheckpointError`` if
     weights are missing, have other shapes or no place.
@@ -112,6 +132,9 @@ def build_attached_model(
     part = AttachedDecoder(model.train(), longest_document=config.data.context_length)
     part.require_no_randomness()
     check_widths(part.structure, cuda_flash=isinstance(kernel, CudaFlashKernel))
+
+    if stage[1] > 1:
+        cut_to_stage(part, *stage)
 
     # 2. Flat buffers, in the order in which the model names its parameters.
     flat, units = _flat_buffers(config, part, mesh, num_shards, device=device, dtype=dtype)
@@ -143,6 +166,14 @@ def _flat_buffers(
 ) -> tuple[list[FlatParameters], Units | None]:
     """Move what is trained into flat buffers, and where ranks share layers also the rest of these."""
     named, flat, units = list(part.model.named_parameters()), list[FlatParameters](), None
+    if part.stage is not None:
+        named = [(name, parameter) for name, parameter in named if name in part.stage.names]
+        if not any(parameter.requires_grad for _, parameter in named):
+            raise ConfigError(
+                f"pipeline stage {part.stage.number} of {part.stage.count} has no parameter that is trained",
+                so="its ranks would have nothing to update",
+                fix="use fewer stages (parallel.pp), or train more of the model",
+            )
     if mesh is not None and mesh.domain.size > 1:
         _ = part.head  # found by a pass
         if in_parallel := config.parallel.experts == "parallel":

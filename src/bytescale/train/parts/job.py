@@ -112,7 +112,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, st
     planning = plan_of_run(
         config,
         spec,
-        model.memory(kind_of(ranks.device), hdp),
+        model.memory(kind_of(ranks.device), hdp, ranks),
         Devices.of_mesh(everyone, ranks.mesh.shape),
         device=ranks.device,
         dtype=ranks.dtype,
@@ -128,7 +128,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, st
         spec=spec,
         loader=loader,
         executor=Executor(
-            part=model.decoder(config, ranks, kernels, memory),
+            part=replace(model.decoder(config, ranks, kernels, memory), tied=model.tied(optimizer, ranks.mesh)),
             kernel=kernels.choice.kernel,
             mesh=ranks.mesh,
             z_loss=config.optimizer.z_loss,

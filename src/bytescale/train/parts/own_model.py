@@ -54,13 +54,16 @@ class OwnModel:
     def layers(self) -> Chunk:
         return self.module, list(self.module.layers)
 
-    def memory(self, kind: DeviceKind, num_ranks: int) -> Architecture:
+    def memory(self, kind: DeviceKind, num_ranks: int, ranks: Ranks | None = None) -> Architecture:
         """What ``budget.memory_budget`` is to count the memory of."""
         return self.architecture
 
     def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
         if config.trainer.init:
             load_initial_weights(config.trainer.init, self.architecture, optimizer, ranks.checkpoint_group)
+
+    def tied(self, optimizer: ShardedOptimizer, mesh: Mesh) -> None:
+        """A tied embedding is on one stage alone (``config.validate``)."""
 
     def decoder(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> Decoder:
         """Apply kernels, head groups, checkpointing and offloading to the model."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes, format_si
 from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
 from bytescale.config.attached import check_attached
-from bytescale.config.validate import check_mesh, hdp_ranks
+from bytescale.config.validate import check_mesh, check_ranks, hdp_ranks
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, ModelShare, States, host_bytes_left
 from bytescale.cost.spec import ModelSpec
 from bytescale.train.parts.budget import usable_host_bytes
@@ -38,6 +38,7 @@ def build_rank_model(
     """Make this rank's part and nothing else. Raises ``ConfigError`` where ``config`` asks for what it cannot have."""
     if isinstance(architecture, AttachedArchitecture):
         check_attached(config, architecture)
+        check_ranks(config.parallel, ranks.world.size)
         from bytescale.train.parts.attached_model import build_attached_model  # imports transformers
 
         return build_attached_model(
@@ -48,8 +49,9 @@ def build_rank_model(
             dtype=ranks.dtype,
             num_shards=ranks.mesh.hdp.size,
             rank=ranks.mesh.hdp.rank,
-            smallest=ranks.smallest,
+            smallest=ranks.smallest_of_stage,
             mesh=ranks.mesh,
+            stage=(ranks.mesh.stage, ranks.mesh.shape.pp),
         )
     check_mesh(config.parallel, architecture, ranks.world.size)
     return build_own_model(
@@ -74,7 +76,8 @@ def describe_model(
 ) -> tuple[ModelSpec, Architecture | MeasuredMemory]:
     """The counts of a model, and what ``MemoryModel.of_config`` takes for devices of a ``kind``, without ranks.
 
-    A model of transformers is built once, as one rank, to be measured. Raises ``ConfigError`` where it has no room.
+    A model of transformers is built as one rank, stage by stage, to be measured. Raises ``ConfigError`` where it has no
+    room.
     """
     if not isinstance(architecture, AttachedArchitecture):
         return ModelSpec.of(architecture), architecture
@@ -92,8 +95,13 @@ def describe_model(
             so="it cannot be attached and measured here",
             fix="plan on a machine with more memory, or name a preset of about the same shape, such as 70b",
         )
-    model = build_attached_model(config, architecture, kernel, device=device, dtype=dtype, num_shards=1)
-    return model.spec, model.memory(kind, num_ranks)
+    count, memories = config.parallel.pp, []
+    for stage in range(count):
+        model = build_attached_model(
+            config, architecture, kernel, device=device, dtype=dtype, num_shards=1, stage=(stage, count)
+        )
+        memories.append(asdict(model.memory(kind, num_ranks)))
+    return model.spec, MeasuredMemory.of_stages(memories)
 
 
 def check_positions(config: Config, shape: Architecture | AttachedArchitecture) -> None:

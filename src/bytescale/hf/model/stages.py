@@ -1,0 +1,236 @@
+"""A pipeline stage of any decoder of transformers: some layers, and what runs before the first or behind the last.
+
+The model's own loop runs on every stage. Layers of earlier stages hand on what they are given, and the first own layer
+is given the hidden states of the stage before instead. The first layer of a later stage ends the pass. So a stage needs
+no code of its own for any family. That later layers read nothing but hidden states is tried, not believed: a stage has
+to give what the whole model gives. Absent parameters stay where they are, without memory, so all names stay.
+
+Shape letters: T rows of a micro-batch, C hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bytescale.attention import PackedAttention, select_kernel
+from bytescale.common.errors import ConfigError
+from bytescale.cost.split import split_costs
+from bytescale.hf.model.costs import weights_of
+from bytescale.hf.model.decoder import AttachedDecoder, Stage, StageEnd
+from bytescale.hf.model.head import embeddings_of
+from bytescale.hf.model.interface import refusal
+from bytescale.plan import MicroBatch
+from bytescale.runtime.group import RankGroup
+
+_LENGTHS = [5, 1, 2]
+"""Documents on which a stage is compared with the whole model."""
+
+
+@dataclass
+class _Pass:
+    """What a pass of the whole model has shown.
+
+    Attributes:
+        given: to each layer, in the order of the calls: ``[1, T, C]``.
+        parts: of what each returns, 0: it is no tuple.
+        before, behind: modules outside of the layers that have parameters, by whether a layer had been called.
+        made: what those before have returned.
+        result: hidden states after the final norm, ``[T, C]``.
+    """
+
+    given: dict[nn.Module, Tensor] = field(default_factory=dict)
+    parts: dict[nn.Module, int] = field(default_factory=dict)
+    before: dict[nn.Module, Tensor] = field(default_factory=dict)
+    behind: set[nn.Module] = field(default_factory=set)
+    result: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def cut_to_stage(decoder: AttachedDecoder, number: int, count: int) -> Stage:
+    """Reduce ``decoder`` to stage ``number`` of ``count``, in place: parameters of other stages lose their memory.
+
+    Every tensor-parallel rank calls it. Raises ``ConfigError`` where the model has fewer layers than stages, or where a
+    stage would not give what the whole model gives.
+    """
+    _ = decoder.head, decoder.spec, decoder.hidden_size  # known of the whole model alone
+    layers = _numbered(decoder)
+    if count > len(layers):
+        raise refusal(
+            "the model",
+            f"it has {len(layers)} layers, and there are {count} pipeline stages",
+            so="a stage would have no layer",
+            fix=f"set parallel.pp to at most {len(layers)}",
+        )
+    with torch.no_grad():
+        seen = _whole_pass(decoder, layers)
+        stage = Stage(number=number, count=count)
+        own = _own_layers(decoder, layers, stage)
+        absent = _absent(decoder, layers, own, seen, stage)
+        _cut(decoder, layers, own, absent, seen, stage)
+        _require_equal(decoder, layers, own, seen, stage)
+    return stage
+
+
+def _numbered(decoder: AttachedDecoder) -> list[nn.Module]:
+    """All modules of the numbered lists that attentions and recurrences lie in, those without any included."""
+    model = decoder.model
+    names = {module: name for name, module in model.named_modules()}
+    lists = dict.fromkeys(names[layer].rpartition(".")[0] for layer in decoder.layers)
+    return [layer for name in lists for layer in model.get_submodule(name).children()]
+
+
+def _whole_pass(decoder: AttachedDecoder, layers: Sequence[nn.Module]) -> _Pass:
+    seen = _Pass()
+    names = {module: name or type(module).__name__ for name, module in decoder.model.named_modules()}
+    inside = {module for layer in layers for module in layer.modules()}
+
+    def of_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if layer in seen.given:
+            raise _refusal(names[layer], "it runs several times in a pass")
+        seen.given[layer] = _stream(args, kwargs, names[layer])
+        seen.parts[layer] = len(out) if isinstance(out, tuple) else 0
+
+    def of_rest(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if seen.given:
+            seen.behind.add(module)
+        elif isinstance(out, Tensor):
+            seen.before[module] = out
+        else:
+            raise _refusal(names[module], "it returns more than one tensor before the first layer")
+
+    hooks = [layer.register_forward_hook(of_layer, with_kwargs=True) for layer in layers]
+    for module in decoder.model.modules():
+        if module not in inside and module._parameters and not any(child in inside for child in module.modules()):
+            hooks.append(module.register_forward_hook(of_rest))
+    try:
+        seen.result = _run(decoder)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if missing := [layer for layer in layers if layer not in seen.given]:
+        raise _refusal(names[missing[0]], "it does not run in every pass")
+    if list(seen.given) != list(layers):
+        raise _refusal(names[layers[0]], "the layers do not run in the order of their numbers")
+    for module in seen.before.keys() & seen.behind:
+        raise _refusal(names[module], "it runs before the layers and behind them")
+    if any(given.shape != (1, len(given[0]), decoder.hidden_size) for given in seen.given.values()):
+        raise _refusal(names[layers[0]], "what layers hand on is not one row of hidden states for each token")
+    return seen
+
+
+def _own_layers(decoder: AttachedDecoder, layers: Sequence[nn.Module], stage: Stage) -> list[nn.Module]:
+    costs = [weights_of(decoder.model, layer) for layer in layers]
+    places = split_costs(costs, float(decoder.spec.head), stage.count)[stage.number]
+    return list(layers[places.start : places.stop])
+
+
+def _absent(
+    decoder: AttachedDecoder, layers: Sequence[nn.Module], own: Sequence[nn.Module], seen: _Pass, stage: Stage
+) -> list[nn.Parameter]:
+    """The parameters of other stages. Those that no pass uses belong to the first stage. Sets ``stage.names``."""
+    embedding, head = (getattr(module, "weight", None) for module in embeddings_of(decoder.model))
+    tied = embedding if embedding is head else None
+    kept = {id(p) for layer in own for p in layer.parameters()}
+    others = {id(p): name for layer in layers if layer not in own for name, p in layer.named_parameters()}
+    if shared := kept & others.keys():
+        raise _refusal(others[shared.pop()], "layers of several stages have it in common")
+    behind = {id(p) for module in seen.behind for p in module.parameters()}
+    ends: set[int] = set()  # not on this stage
+    for parameter in decoder.model.parameters():
+        key = id(parameter)
+        if key in others or ((key in behind or parameter is head) and parameter is not tied):
+            is_here = key not in others and stage.is_last
+        else:
+            is_here = stage.is_first
+        if key not in kept and not is_here:
+            ends.add(key)
+    if tied is not None and stage.count > 1 and (stage.is_first or stage.is_last):
+        stage.tied = tied
+    named = dict(decoder.model.named_parameters())
+    stage.names = frozenset(name for name, parameter in named.items() if id(parameter) not in ends)
+    return [parameter for parameter in named.values() if id(parameter) in ends and parameter is not stage.tied]
+
+
+def _cut(
+    decoder: AttachedDecoder,
+    layers: Sequence[nn.Module],
+    own: Sequence[nn.Module],
+    absent: Sequence[nn.Parameter],
+    seen: _Pass,
+    stage: Stage,
+) -> None:
+    first, last = layers.index(own[0]), layers.index(own[-1])
+    for layer in layers[:first]:
+        layer.forward = partial(_hand_on, seen.parts[layer])
+    for layer in layers[last + 1 :]:
+        layer.forward = _end
+    if not stage.is_first:
+        for module, made in seen.before.items():
+            module.forward = partial(_nothing, made.new_zeros(()), tuple(made.shape))
+        own[0].register_forward_pre_hook(partial(_receive, stage), with_kwargs=True)
+    for parameter in absent:
+        parameter.requires_grad = False
+        parameter.data = parameter.data.new_empty(0)
+    decoder.keep_stage(stage, own)
+
+
+def _require_equal(
+    decoder: AttachedDecoder, layers: Sequence[nn.Module], own: Sequence[nn.Module], seen: _Pass, stage: Stage
+) -> None:
+    expected = seen.result if stage.is_last else seen.given[layers[layers.index(own[-1]) + 1]][0]
+    try:
+        out = _run(decoder, None if stage.is_first else seen.given[own[0]][0])
+    except (RuntimeError, AttributeError, TypeError, IndexError) as error:
+        raise _refusal("the model", f"a stage fails without the layers of the others ({error})") from error
+    if not torch.allclose(out, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())):
+        raise _refusal("the model", "later layers read something else than what earlier ones hand on")
+
+
+def _run(decoder: AttachedDecoder, received: Tensor | None = None) -> Tensor:
+    """``[T, C]`` of a few documents, on this rank alone; ``received [T, C]``: from the stage before."""
+    weight = next(p for p in decoder.model.parameters() if p.numel())
+    micro_batch = MicroBatch.of_documents(0, _LENGTHS)
+    tokens = (7 * torch.arange(sum(_LENGTHS), device=weight.device) + 2) % 61
+    positions = torch.as_tensor(micro_batch.position_ids()).to(weight.device)
+    kernel = select_kernel("math", weight.device, weight.dtype)
+    attention = PackedAttention(micro_batch, kernel, RankGroup(device=weight.device).exchange)
+    return decoder(tokens if received is None else received, positions, attention)
+
+
+def _stream(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
+    """The hidden states among a layer's inputs."""
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(hidden, Tensor):
+        raise _refusal(name, "it is not given hidden states")
+    return hidden
+
+
+def _hand_on(parts: int, *args: Any, **kwargs: Any) -> Any:
+    hidden = args[0] if args else kwargs["hidden_states"]
+    return (hidden, *[None] * (parts - 1)) if parts else hidden
+
+
+def _end(*args: Any, **kwargs: Any) -> Any:
+    raise StageEnd(args[0] if args else kwargs["hidden_states"])
+
+
+def _nothing(zero: Tensor, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Tensor:
+    """Zeros in place of an embedding's rows, for as many rows as there are."""
+    rows = max((given.shape[1] for given in args if isinstance(given, Tensor) and given.dim() > 1), default=shape[1])
+    return zero.new_zeros(shape[0], rows, *shape[2:])
+
+
+def _receive(stage: Stage, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args:
+        return (stage.received, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": stage.received}
+
+
+def _refusal(name: str, what: str) -> ConfigError:
+    so = "pipeline stages would not give the results of one process"
+    return refusal(name, what, so=so, fix="set parallel.pp to 1")

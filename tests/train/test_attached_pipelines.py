@@ -1,0 +1,111 @@
+"""Decoders of transformers in pipelines: losses of one process, checkpoints for every mesh, refusals by name."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bytescale.checkpoint.folder_of_run import complete_checkpoints
+from bytescale.cli.main import main
+from bytescale.common.errors import ConfigError
+from bytescale.config import Config
+from bytescale.runtime.tied import TiedHead
+from tests.helpers.effort import one_of
+from tests.train.runs import interrupt, losses, run, with_trainer, write_corpus
+
+from .test_attached_models import hf_folder, plain_curve, run_from
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_hidden_layers": 4, "tie_word_embeddings": True},
+    "gemma2": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gpt2": {"num_hidden_layers": 3, "n_layer": 3},
+    "mixtral": {"num_hidden_layers": 3},
+    "qwen3_next": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "falcon_h1": {"num_hidden_layers": 2},
+}
+"""Tied and not, with windows and caps of logits, learned positions, experts, and recurrences."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("pipelines") / "corpus")
+
+
+def in_stages(config: Config, *, pp: int, hdp: int = 1, **changes: object) -> Config:
+    capacity = 256 if hdp == 1 else 128
+    return with_trainer(config, ranks=pp * hdp, pp=pp, capacity_tokens=capacity, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("qwen3", {"pp": 2, "hdp": 2}),
+        *(
+            pytest.param(name, mesh, marks=pytest.mark.exhaustive)
+            for name, mesh in product(FAMILIES, ({"pp": 2}, {"pp": 2, "hdp": 2}, {"pp": 3}))
+            if (name, mesh) != ("qwen3", {"pp": 2, "hdp": 2}) and (name != "falcon_h1" or mesh["pp"] == 2)
+        ),
+    ],
+)
+def test_a_pipeline_has_the_losses_of_one_process(
+    corpus: Path, tmp_path: Path, name: str, mesh: dict[str, int]
+) -> None:
+    """Six updates in fp64 with clipping and weight decay: an update that misses any gradient shows in the next loss."""
+    folder = hf_folder(tmp_path / name, name, **FAMILIES[name])
+    config = run_from(folder, corpus, tmp_path / "run", 1, steps=6, dtype="fp64")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+    assert run(in_stages(config, **mesh)) == pytest.approx(plain_curve(model, config), rel=1e-8)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", ["add_gradient", "send_weights"])
+def test_a_tied_embedding_that_is_not_kept_one_shows(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    folder = hf_folder(tmp_path / "qwen3", "qwen3", **FAMILIES["qwen3"])
+    config = run_from(folder, corpus, tmp_path / "run", 1, steps=3, dtype="fp64")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+    monkeypatch.setattr(TiedHead, fault, lambda self: None)
+    assert run(in_stages(config, pp=2)) != pytest.approx(plain_curve(model, config), rel=1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", one_of(["none", "attention", "full"], "full"))
+def test_a_run_in_stages_goes_on_without_them_and_back(corpus: Path, tmp_path: Path, checkpointing: str) -> None:
+    """A tied model: two stages of two ranks, killed after step 4; then one rank; the same losses, and one folder."""
+    folder = hf_folder(tmp_path / "qwen3", "qwen3", **FAMILIES["qwen3"])
+    alone = run_from(folder, corpus, tmp_path / "alone", 1, steps=8)
+    expected = run(alone)
+    config = run_from(folder, corpus, tmp_path / "run", 1, steps=8)
+    staged = in_stages(config, pp=2, hdp=2, checkpointing=checkpointing)
+    interrupt(staged, after_step=4)
+    run(with_trainer(config, resume="auto"))
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
+    newest = complete_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    assert main(["convert", str(newest), str(tmp_path / "out")]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert exported.lm_head.weight is exported.model.embed_tokens.weight
+    run(with_trainer(staged, steps=10, resume="auto"))
+    assert len(losses(tmp_path / "run")) == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("zamba2", {}, "layers of several stages have it in common"),
+        ("qwen3", {"num_hidden_layers": 1}, "it has 1 layers, and there are 2 pipeline stages"),
+    ],
+)
+def test_a_model_that_has_no_stages_is_refused_by_name(
+    corpus: Path, tmp_path: Path, name: str, changes: dict[str, Any], match: str
+) -> None:
+    from bytescale.train.loop.dry_run import dry_run
+
+    folder = hf_folder(tmp_path / name, name, **changes)
+    config = in_stages(run_from(folder, corpus, tmp_path / "run", 2), pp=2)
+    with pytest.raises(ConfigError, match=match):
+        dry_run(config, print_line=lambda line: None)
