@@ -24,7 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 4, "tie_word_embeddings": True},
     "gemma2": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt2": {"num_hidden_layers": 3, "n_layer": 3},
-    "mixtral": {"num_hidden_layers": 3},
+    "qwen3_moe": {"num_hidden_layers": 3},
     "qwen3_next": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
     "falcon_h1": {"num_hidden_layers": 2},
 }
@@ -55,11 +55,16 @@ def in_stages(config: Config, *, pp: int, hdp: int = 1, **changes: object) -> Co
 def test_a_pipeline_has_the_losses_of_one_process(
     corpus: Path, tmp_path: Path, name: str, mesh: dict[str, int]
 ) -> None:
-    """Six updates in fp64 with clipping and weight decay: an update that misses any gradient shows in the next loss."""
+    """Six updates with clipping and weight decay: an update that misses any gradient shows in the next loss.
+
+    In fp64, but for experts, whose grouped products of transformers know narrower numbers alone.
+    """
     folder = hf_folder(tmp_path / name, name, **FAMILIES[name])
-    config = run_from(folder, corpus, tmp_path / "run", 1, steps=6, dtype="fp64")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
-    assert run(in_stages(config, **mesh)) == pytest.approx(plain_curve(model, config), rel=1e-8)
+    narrow = name in ("qwen3_moe", "qwen3_next")
+    config = run_from(folder, corpus, tmp_path / "run", 1, steps=6, dtype="fp32" if narrow else "fp64")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32 if narrow else torch.float64).train()
+    curve = plain_curve(model, config)
+    assert run(in_stages(config, **mesh)) == pytest.approx(curve, rel=1e-4 if narrow else 1e-8)
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,112 @@
+"""One training step of a decoder of transformers on a mesh of threads, against plain transformers in one process."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from bytescale.attention import select_kernel
+from bytescale.common.cut import Cut
+from bytescale.cost import Cluster, CostModel
+from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.stages import cut_to_stage
+from bytescale.parity import Comparison
+from bytescale.parity.compare import Document, StepNumbers, WideCasts, difference, plain_step, random_plan
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.verify import verify
+from bytescale.planner import align
+from bytescale.runtime import Activations, Decoder, Executor, FlatParameters, Mesh, MeshShape
+from bytescale.runtime.optimizer.zero import sum_replicas
+from bytescale.runtime.tied import TiedHead
+from tests.helpers.ranks import run_mesh
+from tests.helpers.steps import Batch, slice_batch
+
+Part = dict[str, tuple[Cut, Tensor]]
+
+
+def compare_on_mesh(
+    model: nn.Module, documents: list[Document], shape: MeshShape, *, seed: int = 0, checkpointing: str = "none"
+) -> Comparison:
+    """Loss, log-probabilities of a second pass, and every gradient, put together from the parts of all ranks."""
+    reference = plain_step(copy.deepcopy(model), documents)
+    return difference(reference, mesh_step(model, documents, shape, seed, checkpointing))
+
+
+def mesh_step(
+    model: nn.Module, documents: list[Document], shape: MeshShape, seed: int, checkpointing: str
+) -> StepNumbers:
+    lengths = [len(document["tokens"]) for document in documents]
+    total = float(sum(document["weights"].sum() for document in documents))
+    batch = Batch(*([document[name] for document in documents] for name in ("tokens", "labels", "weights")))
+    plan, starts = plan_of(lengths, shape, seed), [0, *accumulate(lengths)]
+
+    def one_rank(mesh: Mesh) -> tuple[float, list[tuple[Tensor, Tensor]], Part]:
+        rank_plan = RankPlan.of(plan, mesh.hdp.rank)
+        data = [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches]
+        with WideCasts():
+            executor, flat = part_of(model, mesh, checkpointing)
+            result = executor.run(rank_plan, data, num_global_targets=total)
+            sum_replicas(flat, mesh.tp)
+            losses = executor.evaluate(rank_plan, data)
+        number = Batch([torch.arange(start, stop) for start, stop in pairwise(starts)], batch.labels)
+        rows = [
+            (slice_batch(number, micro_batch).tokens, -own)
+            for micro_batch, own in zip(rank_plan.micro_batches, losses, strict=False)
+        ]
+        gradients = {entry.name: (entry.cut, flat.gradient_of(entry)) for entry in flat.entries}
+        return result.loss_sum, rows if mesh.tp.rank == 0 else [], gradients
+
+    outcomes = run_mesh(shape, one_rank)
+    logprobs = torch.zeros(sum(lengths), dtype=torch.float64)
+    for _, rows, _ in outcomes:
+        for places, values in rows:
+            logprobs[places] = values.double()
+    return StepNumbers(
+        loss=sum(loss for loss, *_ in outcomes) / total,
+        logprobs=list(logprobs.split(lengths)),
+        gradients=put_together([part for *_, part in outcomes]),
+    )
+
+
+def part_of(model: nn.Module, mesh: Mesh, checkpointing: str) -> tuple[Executor, FlatParameters]:
+    """This rank's part of a copy of ``model``, as the trainer makes it."""
+    decoder = AttachedDecoder(copy.deepcopy(model).train())
+    stage = cut_to_stage(decoder, mesh.stage, mesh.shape.pp) if mesh.shape.pp > 1 else None
+    named = [(name, p) for name, p in decoder.model.named_parameters() if stage is None or name in stage.names]
+    flat = FlatParameters(named, 1)
+    tied = None
+    if stage is not None and stage.tied is not None:
+        tied = TiedHead(mesh, stage.tied, flat, lambda: None)
+    part = Decoder(
+        module=decoder,
+        activations=Activations(decoder.layers, checkpointing=checkpointing, tp=mesh.tp),  # type: ignore[arg-type]
+        head=decoder.head,
+        tied=tied,
+    )
+    kernel = select_kernel("math", torch.device("cpu"), flat.values.dtype)
+    return Executor(part=part, kernel=kernel, mesh=mesh), flat
+
+
+def plan_of(lengths: list[int], shape: MeshShape, seed: int) -> Plan:
+    """A random plan; with stages one that the check for deadlock accepts."""
+    plan = random_plan(lengths, shape.hdp, seed, weighted=shape.pp == 1)
+    if shape.pp > 1:
+        cluster = Cluster.uniform(shape.hdp, sum(lengths))
+        plan = replace(align(plan, cluster=cluster, cost=CostModel.from_work(linear_per_square=40)), planner="random")
+        verify(plan, num_stages=shape.pp)
+    return plan
+
+
+def put_together(ranks: list[Part]) -> dict[str, Tensor]:
+    """Whole gradients: summed over HDP ranks, parts in their places, replicas counted once."""
+    whole: dict[str, Tensor] = {}
+    for gradients in ranks:
+        for name, (cut, gradient) in gradients.items():
+            total = whole.setdefault(name, gradient.new_zeros(cut.shape))
+            if cut.replica == 0:
+                cut.of(total).add_(gradient)
+    return whole

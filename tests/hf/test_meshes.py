@@ -1,0 +1,23 @@
+"""Decoders of transformers on meshes give the loss, log-probabilities and gradients of plain transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bytescale.parity import Setup, small_model
+from bytescale.parity.compare import random_documents
+from bytescale.runtime import MeshShape
+
+from .mesh_steps import compare_on_mesh
+
+FAMILIES = ["qwen3", "gemma2", "gpt2", "mixtral", "qwen3_next", "falcon_h1"]
+MESHES = [MeshShape(pp=2, hdp=2)]
+
+
+@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_mesh_gives_what_one_process_gives(name: str, shape: MeshShape) -> None:
+    model = small_model(name, dtype=torch.float64)
+    documents = random_documents(model, Setup(lengths=(37, 1, 8, 3, 24)))
+    assert compare_on_mesh(model, documents, shape).worst < 1e-9
