@@ -70,7 +70,10 @@ def cost_of(arguments: argparse.Namespace) -> CostModel:
 def work_saved(batch: Batch, cost: CostModel) -> tuple[float, int, int]:
     """All tokens' work over that of the unique ones, and how many there are of each."""
     fields = Documents.of(batch).fields
-    rows = [torch.stack([a, b], dim=1).numpy() for a, b in zip(fields["tokens"], fields["labels"], strict=True)]
+    rows = [
+        torch.stack([a, b], dim=1).numpy()
+        for a, b in zip(fields["tokens"].values(), fields["labels"].values(), strict=True)
+    ]
     prefixes = Prefixes.of([own.tobytes() for own in rows], 16)
     trees = prefixes.forest(prefixes.common, 2**40)
     unique = cost_of_trees(cost, trees).work_seconds(trees.sequence_lengths).sum()

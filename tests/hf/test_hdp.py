@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import bytescale
-from bytescale.common.errors import ConfigError, DataError, NonFiniteError, PlanError, RankFailure
+from bytescale.common.errors import BytescaleError, ConfigError, DataError, NonFiniteError, PlanError, RankFailure
 from bytescale.hf.batch.documents import Documents
+from tests.helpers.effort import one_of
 
 from .support import documents, on_ranks, parameters_of, plain_update, printed_loop, small_model
 
@@ -394,5 +396,91 @@ def test_a_skipped_backward_of_a_shared_document_is_told(llama: nn.Module) -> No
         model(**next(micros).inputs)
         with pytest.raises(RankFailure, match="its backward has not run"):
             next(micros)
+
+    on_ranks(2, llama, work)
+
+
+@pytest.fixture
+def large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every batch counts as large: a rank looks at its own documents and the next rank's."""
+    monkeypatch.setattr("bytescale.hf.loop.batch_plan.ALL_DOCUMENTS", 0)
+
+
+def test_of_a_large_batch_a_rank_looks_at_its_own_documents(llama: nn.Module, large_batches: None) -> None:
+    """Three of four ranks and more do not read a document: its fields are never touched there. The step is the same."""
+    batch = [{**own, "reward": float(number)} for number, own in enumerate(documents([40, 3, 5, 2, 30, 6, 7, 4, 9, 8]))]
+    expected = copy.deepcopy(llama)
+    plain_update(expected, batch, torch.optim.SGD(expected.parameters(), lr=0.5), clip=1.0)
+
+    read: list[int] = []
+
+    class Watched(dict[str, Any]):
+        def items(self) -> Any:
+            read.append(int(self["reward"]))
+            return super().items()
+
+    def work(group: Any, model: nn.Module) -> dict[str, Tensor]:
+        hdp = bytescale.HDP(model, group, capacity_tokens=25)
+        hdp.optimizer(torch.optim.SGD, lr=0.5)
+        printed_loop(hdp, model, [Watched(own) for own in batch])
+        hdp.step(max_grad_norm=1.0)
+        return parameters_of(model)
+
+    results = on_ranks(4, llama, work)
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(results[0][name], parameter.detach(), rtol=1e-9, atol=1e-11)
+    assert set(read) == set(range(len(batch)))
+    assert len(read) < 4 * len(batch)
+
+
+def _with_first(own: dict[str, Any], number: int) -> dict[str, Any]:
+    return {**own, "tokens": torch.cat([torch.tensor([number]), own["tokens"][1:]])}
+
+
+PLANTED = {
+    "a token": (lambda own: _with_first(own, int(own["tokens"][0]) ^ 1), "different contents"),
+    "a weight": (lambda own: {**own, "weights": own["weights"] * 1.001}, "different contents"),
+    "a length": (lambda own: {name: values[1:] for name, values in own.items()}, "the documents of a batch"),
+    "a field": (lambda own: {**own, "reward": torch.zeros(len(own["tokens"]))}, "differ in the fields"),
+    "a word": (lambda own: _with_first(own, 10**6), "words"),
+    "no number": (lambda own: {**own, "weights": own["weights"] * float("nan")}, "not be numbers|different contents"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("where", one_of([0, 1, 2], 1))
+def test_what_one_rank_has_otherwise_stops_all_of_them(
+    llama: nn.Module, large_batches: None, fault: str, where: int
+) -> None:
+    """One rank's copy of a document that it trains on differs, or of one that the next rank trains on."""
+    batch = documents([9, 8, 7])
+    change, message = PLANTED[fault]
+
+    def work(group: Any, model: nn.Module) -> str:
+        hdp = bytescale.HDP(model, group, capacity_tokens=9)
+        mine = {number for own in hdp.plan(batch).micro_batches for number in own.documents}
+        assert len(mine) == 1
+        given = [change(own) if group.rank() == where and number in mine else own for number, own in enumerate(batch)]
+        with pytest.raises(BytescaleError) as told:
+            hdp.plan(given)
+        for micro in hdp.plan(batch):  # and nothing hangs
+            model(**micro.inputs).logits.sum().backward()
+        return str(told.value)
+
+    for text in on_ranks(3, llama, work):
+        assert re.search(message, text), text
+
+
+def test_a_large_batch_without_weights_is_refused_by_all(llama: nn.Module, large_batches: None) -> None:
+    batch = [{"tokens": [5, 6, 7], "weights": [0.0, 0.0, 0.0]} for _ in range(4)]
+    unshifted = [{"tokens": [5, 6, 7], "labels": [5, 6, 7]} for _ in range(4)]
+
+    def work(group: Any, model: nn.Module) -> None:
+        hdp = bytescale.HDP(model, group, capacity_tokens=6)
+        with pytest.raises(DataError, match="sum to zero"):
+            hdp.plan(batch)
+        with pytest.raises(DataError, match="shift_labels=True"):
+            hdp.plan(unshifted)
+        hdp.plan(unshifted, shift_labels=True)
 
     on_ranks(2, llama, work)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bytescale.config import PRESETS
 from bytescale.cost import Cluster, CostModel
+from bytescale.cost.assumed import assumed_cost
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, align, evaluate, greedy_plan, is_aligned, static_plan
 from bytescale.planner.adaptive import planner
+from bytescale.planner.adaptive.effort import LOOKS
+from bytescale.planner.adaptive.free import FreeTime
 from bytescale.planner.adaptive.planner import pack_sizes, tried_in_pipeline
 from bytescale.planner.adaptive.target import Batch
 from bytescale.planner.adaptive.trial import trial_plan
 from bytescale.planner.batch import longest_first
-from tests.helpers.effort import examples
+from tests.helpers.effort import examples, one_of
 from tests.planner.helpers import COSTS, IDEAL, LINKS, cases, heavy_tailed
 
 SHORT = CostModel.from_work(linear_per_square=192)
@@ -58,16 +63,47 @@ def test_short_sequences_cause_no_traffic() -> None:
 
 
 def test_short_sequences_are_not_shared_where_each_block_of_attention_takes_long() -> None:
-    """Six sequences on four ranks: shared by all, they load every rank alike, but with four blocks each."""
+    """Six sequences on four ranks: two that two ranks share each load every rank alike, but with two blocks each."""
     cluster, lengths = Cluster.uniform(4, 100), [90] * 6
     free = replace(IDEAL, ring_message_seconds=1e-9)
-    dear = replace(free, attention_block_seconds=0.05 * float(free.work_seconds(90)))
+    dear = replace(free, attention_block_seconds=0.6 * float(free.work_seconds(90)))
     shared, whole = (adaptive_plan(lengths, cluster=cluster, cost=cost) for cost in (free, dear))
-    assert shared.group_sizes.tolist() == [4] * 6
+    assert shared.group_sizes.tolist() == [2, 2, 1, 1, 1, 1]
     assert whole.group_sizes.tolist() == [1] * 6
     ends = [evaluate(plan, cluster=cluster, cost=dear).end_seconds for plan in (shared, whole)]
     alone = float(dear.work_seconds(90))
-    assert ends == pytest.approx([6 * (1 / 4 + 3 * 0.05) * alone, 2 * alone])
+    assert ends == pytest.approx([(1.5 + 0.6) * alone, 2 * alone])
+
+
+@pytest.mark.parametrize(("length", "number"), [(8192, 1025), (8192, 1536), (8191, 1944)])
+@pytest.mark.parametrize("copies", one_of([4, 16], 4))
+def test_copies_of_a_batch_on_as_many_more_ranks_end_no_later(length: int, number: int, copies: int) -> None:
+    """Above 4,096 ranks too, where fewer trials are made: a 7B model on 1,024 ranks, and on as many times more."""
+    cost, ends = assumed_cost(PRESETS["7b"], device="cuda", bytes_per_element=2), []
+    for times in (1, copies):
+        cluster, lengths = Cluster.uniform(1024 * times, 8192), np.full(number * times, length)
+        plan = adaptive_plan(lengths, cluster=cluster, cost=cost)
+        ends.append(evaluate(plan, cluster=cluster, cost=cost).end_seconds)
+    assert ends[1] <= 1.005 * ends[0]
+
+
+def test_reservations_end_where_they_would_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that take most ranks for half of the time each: every reservation would look at all gaps again."""
+    looks: list[int] = []
+    moments = FreeTime._moments
+
+    def counted(self: FreeTime, *args: Any) -> Any:
+        for moment in moments(self, *args):
+            looks.append(1)
+            yield moment
+
+    monkeypatch.setattr(FreeTime, "_moments", counted)
+    cost, cluster = assumed_cost(PRESETS["7b"], device="cuda", bytes_per_element=2), Cluster.uniform(1024, 8192)
+    lengths = np.random.default_rng(0).integers(8192, 32768, 512)
+    plan = adaptive_plan(lengths, cluster=cluster, cost=cost)
+    even = float(cost.work_seconds(lengths).sum()) / 1024
+    assert evaluate(plan, cluster=cluster, cost=cost).end_seconds < 1.02 * even
+    assert 0 < len(looks) < 3 * LOOKS
 
 
 def test_a_sequence_grows_where_it_would_outlast_the_batch() -> None:

@@ -7,7 +7,6 @@ rank gets the rows of its slices of all of them.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from bytescale.common.errors import DataError
@@ -29,22 +29,27 @@ TOKEN_NAMES = ("tokens", "input_ids")
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """A checked global batch. S: documents.
+    """A checked global batch, or some documents of it. S: documents of the batch.
 
     Attributes:
-        fields: by name, one tensor ``[length of the document, ...]`` per document, in CPU memory or where it was.
-            Those that are neither numbers nor arrays (texts, names) are left out.
+        fields: by name and number of a document, a tensor ``[length of the document, ...]``, in CPU memory or where it
+            was. Those that are neither numbers nor arrays (texts, names) are left out.
+        lengths: ``[S]`` tokens of each document, also of those that are not here.
+        labels_were_given: and not shifted, so that they might be the tokens themselves.
     """
 
-    fields: dict[str, list[Tensor]]
-
-    @property
-    def lengths(self) -> list[int]:
-        """``[S]`` tokens of each document."""
-        return [len(tokens) for tokens in self.fields["tokens"]]
+    fields: dict[str, dict[int, Tensor]]
+    lengths: Sequence[int]
+    labels_were_given: bool = False
 
     @staticmethod
-    def of(batch: Batch, *, shift_labels: bool = False) -> Documents:
+    def of(
+        batch: Batch,
+        *,
+        shift_labels: bool = False,
+        numbers: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Documents:
         """Check a batch and complete it.
 
         ``labels[i]`` is what the model has to predict at token ``i``. Where a batch has no labels, they are the next
@@ -55,19 +60,17 @@ class Documents:
             batch: documents, all with the same fields. ``tokens`` (or ``input_ids``) is required.
             shift_labels: whether ``labels`` are Hugging Face's, in which ``labels[i]`` belongs to token ``i`` itself.
                 They are moved by one token, and so are ``weights``.
+            numbers: of the documents that are wanted; None: all. Of the others only the lengths are looked at, and what
+                is wrong with the batch as a whole shows in ``totals`` alone.
+            lengths: what ``lengths_of`` has found, if it has been asked before.
 
         Raises ``DataError`` for documents without tokens, fields of other lengths, fields that only some documents
         have, labels that are the tokens themselves, or weights that sum to zero or are not numbers.
         """
-        if not isinstance(batch, Sequence) or not all(isinstance(document, Mapping) for document in batch):
-            raise DataError(
-                f"a batch is a list of documents, each a mapping of fields; this is a {type(batch).__name__}",
-                fix='give [{"tokens": [...], "labels": [...]}, ...]; split padded batches into documents',
-            )
-        if not batch:
-            raise DataError("the batch has no documents", so="there is nothing to plan", fix="leave it out")
-        renamed = [_with_tokens(document, number) for number, document in enumerate(batch)]
-        _require_same_fields(renamed)
+        lengths = lengths_of(batch) if lengths is None else lengths
+        wanted = range(len(batch)) if numbers is None else sorted({0, *numbers})  # the first one has what all have
+        renamed = [_with_tokens(batch[number], number) for number in wanted]
+        _require_same_fields(renamed, wanted)
         fields: dict[str, list[Tensor]] = {}
         for name in renamed[0]:
             if name in MICRO_BATCH_NAMES:
@@ -78,9 +81,14 @@ class Documents:
             values = [_tensor(document[name]) for document in renamed]
             held = [value for value in values if value is not None]
             if len(held) == len(values):
-                fields[name] = _token_aligned(name, held, fields)
+                fields[name] = _token_aligned(name, held, fields, wanted)
+        given = "labels" in fields and not shift_labels
         _complete(fields, shift_labels)
-        return Documents(fields=fields)
+        by_number = {name: dict(zip(wanted, values, strict=True)) for name, values in fields.items()}
+        found = Documents(fields=by_number, lengths=lengths, labels_were_given=given)
+        if numbers is None:
+            require_trainable(found.totals(wanted))
+        return found
 
     def rows(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """The rows ``[T, ...]`` of one micro-batch, of every field, in the order of its segments."""
@@ -89,16 +97,87 @@ class Documents:
             for name, values in self.fields.items()
         }
 
-    def digest(self) -> int:
-        """A 63-bit fingerprint of all fields, which ranks compare before they start."""
-        content = hashlib.blake2b(digest_size=8)
+    def digest(self, numbers: Sequence[int]) -> int:
+        """A 63-bit fingerprint of all fields of some documents, in this order."""
+        content = xxhash.xxh3_64()
         for name, values in sorted(self.fields.items()):
-            content.update(f"{name} {values[0].dtype}".encode())
-            for value in values:
-                content.update(np.int64(len(value)).tobytes())
-                packed = value.cpu().clone(memory_format=torch.contiguous_format)
-                content.update(packed.flatten().view(torch.uint8).numpy().tobytes())
-        return int.from_bytes(content.digest(), "little") >> 1
+            own = [values[number] for number in numbers]
+            content.update(f"{name} {[self.lengths[number] for number in numbers]}".encode())
+            if own:
+                packed = torch.cat(own).cpu().contiguous().flatten()
+                content.update(str(packed.dtype).encode())
+                content.update(packed.view(torch.uint8).numpy().data)
+        return content.intdigest() >> 1
+
+    def totals(self, numbers: Sequence[int]) -> list[float]:
+        """Of some documents, what is to be added over ranks for ``require_trainable``.
+
+        The weights, the tokens with a label, and how many labels are neither ignored nor the token itself, nor the
+        next one.
+        """
+        weights, labels, tokens = (self._joined(name, numbers) for name in ("weights", "labels", "tokens"))
+        total = weights.double().sum()
+        if not self.labels_were_given or not len(labels):
+            return [float(total), 0.0, 0.0, 0.0]
+        ends = torch.as_tensor(np.cumsum([self.lengths[number] for number in numbers]) - 1)
+        following = torch.cat([tokens[1:], tokens[:1]]).index_fill(0, ends.to(tokens.device), IGNORE_INDEX)
+        has_label = labels != IGNORE_INDEX
+        counts = [has_label, has_label & (labels != tokens), has_label & (labels != following)]
+        return torch.stack([total.cpu(), *(count.sum().double().cpu() for count in counts)]).tolist()
+
+    def _joined(self, name: str, numbers: Sequence[int]) -> Tensor:
+        values = self.fields[name]
+        return torch.cat([values[number] for number in numbers] or [values[0][:0]])
+
+
+def lengths_of(batch: Batch) -> list[int]:
+    """``[S]`` tokens of each document. Raises ``DataError`` for what is no list of documents with tokens."""
+    if not isinstance(batch, Sequence) or not all(isinstance(own, Mapping) for own in batch if type(own) is not dict):
+        raise DataError(
+            f"a batch is a list of documents, each a mapping of fields; this is a {type(batch).__name__}",
+            fix='give [{"tokens": [...], "labels": [...]}, ...]; split padded batches into documents',
+        )
+    if not batch:
+        raise DataError("the batch has no documents", so="there is nothing to plan", fix="leave it out")
+    name = TOKEN_NAMES[TOKEN_NAMES[0] not in batch[0]]
+    try:
+        own = [document[name] for document in batch]
+    except KeyError:
+        own = [_with_tokens(document, number)["tokens"] for number, document in enumerate(batch)]
+    try:  # a tensor's own length takes six times as long as its shape
+        lengths = [value.shape[0] if isinstance(value, Tensor) else len(value) for value in own]
+    except (TypeError, IndexError):  # a number
+        lengths = [int(np.ndim(value) > 0) for value in own]
+    if not min(lengths):
+        number = lengths.index(0)
+        raise _no_tokens(number, torch.as_tensor(own[number]))
+    return lengths
+
+
+def require_trainable(totals: Sequence[float]) -> None:
+    """Raise ``DataError`` for a batch whose ``Documents.totals`` say that nothing good can come of it.
+
+    Labels of Hugging Face's kind would train the model to repeat its input.
+    """
+    weights, num_labels, unlike_tokens, unlike_next = totals
+    if num_labels and not unlike_tokens and unlike_next:
+        raise DataError(
+            "the labels of the batch are its tokens: labels[i] is token i",
+            so="the model would learn to repeat its input",
+            fix="call plan(batch, shift_labels=True), which moves Hugging Face's labels by one token",
+        )
+    if not math.isfinite(weights):
+        raise DataError(
+            f"the weights of the batch sum to {weights}",
+            so="the loss and every gradient would not be numbers either",
+            fix="give finite weights; 0 leaves a token out",
+        )
+    if weights == 0.0:
+        raise DataError(
+            "the weights of the batch sum to zero",
+            so="a loss divided by their sum would be 0 / 0, and every parameter NaN",
+            fix="leave this batch out, or give numbers that may sum to zero another name than 'weights'",
+        )
 
 
 def _with_tokens(document: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -121,11 +200,11 @@ def _with_tokens(document: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {"tokens": document[names[0]], **rest}
 
 
-def _require_same_fields(documents: list[dict[str, Any]]) -> None:
-    first = set(documents[0])
-    for number, document in enumerate(documents):
-        if set(document) != first:
-            different = sorted(first ^ set(document))
+def _require_same_fields(documents: list[dict[str, Any]], numbers: Sequence[int]) -> None:
+    first = documents[0].keys()
+    for number, document in zip(numbers, documents, strict=True):
+        if document.keys() != first:
+            different = sorted(first ^ document.keys())
             raise DataError(
                 f"document {number} and document 0 differ in the fields {', '.join(map(repr, different))}",
                 so="a micro-batch has rows of several documents, and would lack them for some",
@@ -143,82 +222,60 @@ def _tensor(value: Any) -> Tensor | None:
     return torch.as_tensor(value) if array.dtype.kind == "f" else torch.from_numpy(array)
 
 
-def _token_aligned(name: str, values: list[Tensor], fields: dict[str, list[Tensor]]) -> list[Tensor]:
+def _token_aligned(
+    name: str, values: list[Tensor], fields: Mapping[str, list[Tensor]], numbers: Sequence[int]
+) -> list[Tensor]:
     if name == "tokens":
-        for number, tokens in enumerate(values):
+        for number, tokens in zip(numbers, values, strict=True):
             if tokens.dim() != 1 or not len(tokens) or tokens.dtype.is_floating_point:
-                raise DataError(
-                    f"the tokens of document {number} have shape {list(tokens.shape)} and dtype {tokens.dtype}",
-                    fix="give every document at least one token, as a flat list of whole numbers",
-                )
+                raise _no_tokens(number, tokens)
         return [tokens.to(torch.int64) for tokens in values]
-    aligned = []
-    for number, (value, tokens) in enumerate(zip(values, fields["tokens"], strict=True)):
-        rows = value.expand(len(tokens)) if value.dim() == 0 else value
-        if len(rows) != len(tokens) or rows.shape[1:] != values[0].shape[1:] or rows.dtype != values[0].dtype:
+    like, aligned = values[0], []
+    for number, value, tokens in zip(numbers, values, fields["tokens"], strict=True):
+        rows = value.expand(tokens.shape[0]) if value.dim() == 0 else value
+        if rows.shape[0] != tokens.shape[0] or rows.shape[1:] != like.shape[1:] or rows.dtype != like.dtype:
             raise DataError(
                 f"field {name!r} of document {number} has shape {list(value.shape)} and dtype {value.dtype}; the "
-                f"document has {len(tokens)} tokens, and document 0 has dtype {values[0].dtype}",
+                f"document has {len(tokens)} tokens, and document 0 has dtype {like.dtype}",
                 so="its rows could not be cut with the tokens",
                 fix="give one entry per token, or one number per document, of the same dtype everywhere",
             )
-        # Log-probabilities of single tokens may be infinite. Weights are looked at together (``_complete``).
-        wrong = ~value.isfinite() if value.dim() == 0 else value.isnan()
-        if name != "weights" and bool(wrong.any()):
-            raise DataError(
-                f"field {name!r} of document {number} {'is' if value.dim() == 0 else 'has'} {float(value[wrong][0])}",
-                so="the loss and every gradient would not be numbers either",
-                fix="give numbers, or leave the document out",
-            )
         aligned.append(rows)
+    # Log-probabilities of single tokens may be infinite. Weights are looked at together (``require_trainable``).
+    of_tokens, of_documents = [own for own in values if own.dim()], [own for own in values if not own.dim()]
+    has_nan = bool(of_tokens) and bool(torch.cat(of_tokens).isnan().any())
+    is_infinite = bool(of_documents) and not bool(torch.stack(of_documents).isfinite().all())
+    if name != "weights" and (has_nan or is_infinite):
+        for number, value in zip(numbers, values, strict=True):
+            bad = ~value.isfinite() if value.dim() == 0 else value.isnan()
+            if bool(bad.any()):
+                raise DataError(
+                    f"field {name!r} of document {number} {'is' if value.dim() == 0 else 'has'} {float(value[bad][0])}",
+                    so="the loss and every gradient would not be numbers either",
+                    fix="give numbers, or leave the document out",
+                )
     return aligned
+
+
+def _no_tokens(number: int, tokens: Tensor) -> DataError:
+    return DataError(
+        f"the tokens of document {number} have shape {list(tokens.shape)} and dtype {tokens.dtype}",
+        fix="give every document at least one token, as a flat list of whole numbers",
+    )
 
 
 def _complete(fields: dict[str, list[Tensor]], shift_labels: bool) -> None:
     tokens = fields["tokens"]
-    end = torch.tensor([IGNORE_INDEX])
-    next_tokens = [torch.cat([document[1:], end.to(document.device)]) for document in tokens]
     if "labels" not in fields:
-        fields["labels"] = next_tokens
+        end = tokens[0].new_full((1,), IGNORE_INDEX)
+        fields["labels"] = [torch.cat([document[1:], end.to(document.device)]) for document in tokens]
     elif shift_labels:
+        end = torch.tensor([IGNORE_INDEX])
         fields["labels"] = [torch.cat([labels[1:], end.to(labels)]) for labels in fields["labels"]]
         if "weights" in fields:
             fields["weights"] = [torch.cat([w[1:], torch.zeros_like(w[:1])]) for w in fields["weights"]]
-    else:
-        _refuse_unshifted(fields["labels"], tokens, next_tokens)
     if "weights" not in fields:
         fields["weights"] = [(labels != IGNORE_INDEX).to(torch.float32) for labels in fields["labels"]]
-        return
-    total = float(sum(weights.double().sum() for weights in fields["weights"]))
-    if not math.isfinite(total):
-        raise DataError(
-            f"the weights of the batch sum to {total}",
-            so="the loss and every gradient would not be numbers either",
-            fix="give finite weights; 0 leaves a token out",
-        )
-    if total == 0.0:
-        raise DataError(
-            "the weights of the batch sum to zero",
-            so="a loss divided by their sum would be 0 / 0, and every parameter NaN",
-            fix="leave this batch out, or give numbers that may sum to zero another name than 'weights'",
-        )
-
-
-def _refuse_unshifted(labels: list[Tensor], tokens: list[Tensor], next_tokens: list[Tensor]) -> None:
-    """Labels of Hugging Face's kind would train the model to repeat its input."""
-
-    def fits(wanted: list[Tensor]) -> bool:
-        return all(
-            bool(((have == want) | (have == IGNORE_INDEX)).all()) for have, want in zip(labels, wanted, strict=True)
-        )
-
-    any_label = any(bool((have != IGNORE_INDEX).any()) for have in labels)
-    if any_label and fits(tokens) and not fits(next_tokens):
-        raise DataError(
-            "the labels of the batch are its tokens: labels[i] is token i",
-            so="the model would learn to repeat its input",
-            fix="call plan(batch, shift_labels=True), which moves Hugging Face's labels by one token",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +295,7 @@ class RankBatch:
             rank_plan=rank_plan,
             rows=[documents.rows(micro_batch) for micro_batch in rank_plan.micro_batches],
             no_rows={name: values[0][:0] for name, values in documents.fields.items()},
-            lengths=documents.lengths,
+            lengths=list(documents.lengths),
         )
 
 

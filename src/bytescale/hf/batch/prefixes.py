@@ -11,7 +11,7 @@ Shape letters: D documents, S sequences, U rows of one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -52,7 +52,7 @@ def shared_plan(
             fix="name fields of the batch that the loss does not look at row by row",
         )
     fields = [values for name, values in sorted(documents.fields.items()) if name not in ("weights", *per_document)]
-    rows = np.concatenate([_bytes(torch.cat(values)) for values in fields], axis=1)
+    rows = np.concatenate([_bytes(torch.cat([*values.values()])) for values in fields], axis=1)
     content, edges = rows.tobytes(), (rows.shape[1] * offsets_of(documents.lengths)).tolist()
     prefixes = Prefixes.of([content[start:stop] for start, stop in pairwise(edges)], rows.shape[1], labels)
     plan, forest = plan_prefixes(planner, prefixes, labels)
@@ -89,7 +89,7 @@ def _rows(
     runs = micro_batch.rows_of_documents
     places = torch.as_tensor(np.concatenate([np.zeros(0, np.int64), *(rows for _, _, rows in runs)]))
 
-    def of_runs(values: Sequence[Tensor]) -> Tensor:
+    def of_runs(values: Mapping[int, Tensor]) -> Tensor:
         cut = [values[number][start : start + len(rows)] for number, start, rows in runs]
         return torch.cat([values[0][:0], *cut])
 

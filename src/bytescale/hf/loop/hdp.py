@@ -284,14 +284,14 @@ class HDP(Updates):
         labels = [0] * len(batch) if together is None else list(together)
         given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=() if share_prefixes else None)
         if share_prefixes and values is None:
-            given = replace(given, per_document=set(given.documents.fields) - {"tokens", "labels", "weights"})
+            given = replace(given, per_document=set(given.all_documents.fields) - {"tokens", "labels", "weights"})
         self._looped = None
         return backward_of(given, batch, loss, labels=labels, values=values, passes=passes)
 
     def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
         """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``); ``last``: see ``plan``."""
         for rows in part.rows:
-            fields = {name: [values] for name, values in rows.items()}
+            fields = {name: {0: values} for name, values in rows.items()}
             self.engine.decoder.require_fitting(fields, part.lengths)
         self._looped = None
         return PlannedBatch(self, part, last=last)

@@ -201,9 +201,13 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
     flat = (torch.as_tensor(prompt, device="cpu") for prompt in prompts)  # tokenizers return one as [1, S]
     rows = [{"tokens": tokens[0] if tokens.dim() == 2 and len(tokens) == 1 else tokens} for tokens in flat]
     # Recurrences tell what they leave behind by run of rows; in a tree, which of them end a prompt is not looked up.
-    given = BatchToPlan.of(hdp, rows, shift_labels=False, per_document=None if hdp.engine.decoder.mixers else ())
-    lengths, device = given.documents.lengths, hdp.group.device
-    result = Prefill(hdp, given.documents.fields["tokens"], torch.zeros(len(prompts), dtype=torch.int64))
+    given = BatchToPlan.of(
+        hdp, rows, shift_labels=False, per_document=None if hdp.engine.decoder.mixers else (), whole=True
+    )
+    lengths, device = given.lengths, hdp.group.device
+    result = Prefill(
+        hdp, [*given.all_documents.fields["tokens"].values()], torch.zeros(len(prompts), dtype=torch.int64)
+    )
     next_tokens = torch.zeros(len(prompts), dtype=torch.int64, device=device)
     plan, forest = given.plan()
     if hdp.domain == 1:  # counts that are equal, backwards, would not meet at equal places

@@ -119,7 +119,7 @@ class AttachedDecoder(nn.Module):
         """Whether ``model`` is the attached model or a module around it."""
         return self.attentions.keys() | self.mixers.keys() <= set(model.modules())
 
-    def require_fitting(self, fields: Mapping[str, Sequence[Tensor]], lengths: Sequence[int]) -> None:
+    def require_fitting(self, fields: Mapping[str, Mapping[int, Tensor]], lengths: Sequence[int]) -> None:
         """Raise ``DataError`` for words (``require_words``) or ``lengths`` of documents that the model lacks."""
         require_words(fields, self.model)
         require_short_enough(lengths, self.longest_document)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -173,39 +174,48 @@ def embeddings_of(model: Any) -> tuple[Any, Any]:
     return given, output
 
 
-def require_words(fields: Mapping[str, Sequence[Tensor]], model: nn.Module) -> None:
+def require_words(fields: Mapping[str, Mapping[int, Tensor]], model: nn.Module) -> None:
     """Raise ``DataError`` for tokens outside of the model's embedding, and labels outside of its head.
 
-    ``fields``: ``tokens`` and ``labels``, each a list of ``[S]`` numbers. A token that stands for an image is refused,
-    too: towers take no part.
+    ``fields``: ``tokens`` and ``labels``, each ``[S]`` by the number of the document. A token that stands for an image
+    is refused, too: towers take no part.
     """
     root = causal_model(model)
     towers = [name for name, _ in root.named_modules() if re.search("vis(ion|ual)|audio", name.rpartition(".")[2])]
     for kind in ("image", "video", "audio") if towers else ():
         placeholder = getattr(getattr(root, "config", None), f"{kind}_token_id", None)
-        for number, values in enumerate(fields["tokens"] if placeholder is not None else ()):
-            if placeholder in values:
-                raise DataError(
-                    f"document {number} has a token of an {kind} ({placeholder}), and {towers[0]} takes no part here",
-                    so="the model would see a word without meaning in its place",
-                    fix="train on documents of text alone",
-                )
+        found = None if placeholder is None else _first(fields["tokens"], partial(torch.eq, other=placeholder))
+        if found is not None:
+            raise DataError(
+                f"document {found[0]} has a token of an {kind} ({placeholder}), and {towers[0]} takes no part here",
+                so="the model would see a word without meaning in its place",
+                fix="train on documents of text alone",
+            )
     for name, module in zip(("tokens", "labels"), embeddings_of(model), strict=True):
         weight = getattr(module, "weight", None)
         if weight is None:
             continue
-        for number, values in enumerate(fields[name]):
-            wrong = (values < 0) | (values >= weight.shape[0])
-            if name == "labels":
-                wrong &= values != IGNORE_INDEX
-            if bool(wrong.any()):
-                raise DataError(
-                    f"the {name} of document {number} have {int(values[wrong][0])}; the model has "
-                    f"{weight.shape[0]} words",
-                    so="there is no row of its matrix for it",
-                    fix="use the tokenizer that belongs to the model"
-                    + (f"; {IGNORE_INDEX} marks a token without a label" if name == "labels" else ""),
-                )
+        words, ignored = weight.shape[0], IGNORE_INDEX if name == "labels" else 0
+
+        def wrong(values: Tensor, words: int = words, ignored: int = ignored) -> Tensor:
+            return ((values < 0) | (values >= words)) & (values != ignored)
+
+        if (found := _first(fields[name], wrong)) is not None:
+            raise DataError(
+                f"the {name} of document {found[0]} have {found[1]}; the model has {words} words",
+                so="there is no row of its matrix for it",
+                fix="use the tokenizer that belongs to the model"
+                + (f"; {IGNORE_INDEX} marks a token without a label" if name == "labels" else ""),
+            )
+
+
+def _first(documents: Mapping[int, Tensor], is_wrong: Callable[[Tensor], Tensor]) -> tuple[int, int] | None:
+    """The first document with a wrong number, and that number. All are looked at together first."""
+    if bool(is_wrong(torch.cat([*documents.values()])).any()):
+        for number, values in documents.items():
+            if bool((wrong := is_wrong(values)).any()):
+                return number, int(values[wrong][0])
+    return None
 
 
 class RowScores(NamedTuple):

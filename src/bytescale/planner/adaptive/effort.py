@@ -20,15 +20,21 @@ WHOLE_SLOTS = (0.0, 0.3, 0.6)
 0.4 to 0.6 % later, 2.2 % in pipelines, 38 % at worst."""
 PARTS = (1, 4, 16, 64)
 """The target over the longest blocks tried. With the first alone, 400 equal sequences on 16 ranks end 2.6 % late."""
+ODD_ONES = (1.004, 1.01, 1.02, 1.05)
+"""Makespans, over the target, of trials in which equal sequences stay whole, but for those that some ranks would have
+one more of. Without them, R + 1 equal sequences on R ranks end 19 to 100 % late."""
+ODD_BLOCKS = 16_384
+"""Groups in all of these trials."""
+MANY_A_RANK = 16
+"""Whole sequences a rank from which on a plan without groups is not compared with baselines."""
 FEW = 4096
 """Shorter blocks are tried while they make at most this many groups. The plan of a batch of more sequences is compared
 with baselines only if it is not good enough: evaluating it would take as long as planning."""
-MOST_RESERVED = 4096
-"""Ranks up to which reservations are tried. They take 1 ms for every 25 ranks, and more ranks have many more gaps."""
 BISECTIONS = 4
 """Makespans that reservations aim at, after the first one."""
-ORDERS, RESERVATIONS = 24, 600
-"""Orders in which groups are reserved (the first always), and reservations in all of them, 100 microseconds each."""
+ORDERS, LOOKS = 24, 100_000
+"""Orders in which groups are reserved, and looks at gaps in all of them, half a microsecond each. Where this ends the
+first order, as of a thousand groups that take most ranks each for half of the time, nothing is reserved."""
 STEPS_UP = 5
 """In the next order, a group moves forward by 1 to this many places, in turn."""
 LITTLE = 1.01

@@ -66,6 +66,7 @@ class FreeTime:
     def __init__(self, blocks: Rectangles, num_ranks: int, target: float, num_stages: int = 1) -> None:
         self.blocks, self.num_ranks, self.target, self.num_stages = blocks, num_ranks, target, num_stages
         self.same, self.node, self.is_late = SAME * target, 1, False
+        self.looks = 0  # at gaps, for reservations
         self.degrees, self.seconds = blocks.degrees.tolist(), blocks.seconds.tolist()
         self.gaps: list[Gap] = [(0.0, 0, num_ranks, np.inf, 0.0)]
         self.strips: list[tuple[int, Gap]] = []  # a heap, widest first: slots too narrow for the last stacked group
@@ -204,6 +205,7 @@ class FreeTime:
         free, closing, node = defaultdict[int, int](int), list[tuple[float, int, int]](), self.node
         last_start = latest - seconds + self.same
         for start, first, width, stop, _ in self.gaps:
+            self.looks += 1
             if start > last_start:
                 return
             last = stop - seconds + self.same

@@ -14,7 +14,7 @@ import numpy as np
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import CostModel
 from bytescale.planner.adaptive.degrees import Rectangles, block_seconds
-from bytescale.planner.adaptive.effort import LITTLE, LOW, ORDERS, RESERVATIONS, STEPS_UP
+from bytescale.planner.adaptive.effort import LITTLE, LOOKS, LOW, ORDERS, STEPS_UP
 from bytescale.planner.adaptive.fill import into_holes
 from bytescale.planner.adaptive.free import FreeTime, Placement
 
@@ -61,10 +61,10 @@ def reserve(
     target: float,
     whole_seconds: FloatArray,
     launch_seconds: float = 0.0,
-) -> Placement:
+) -> Placement | None:
     """The placement with the least traffic of those found that end in time.
 
-    If none does, groups are placed widest first, each as early as it fits.
+    If none does, groups are placed widest first, each as early as it fits. None: even that takes too long to find.
 
     Args:
         blocks: the groups, on equal ranks.
@@ -75,11 +75,11 @@ def reserve(
         launch_seconds: g, the fixed time of a micro-batch, which each of these gaps loses.
     """
     order, fewest = list(range(len(lengths))), float((lengths * (blocks.degrees - 1)).sum())
-    best, least, effort = None, np.inf, 0
+    best, least, looks = None, np.inf, 0
     for turn in range(ORDERS):
         free = FreeTime(blocks, num_ranks, target)
-        late = next((group for group in order if not free.reserve(group, target)), None)
-        effort += len(free.taken)
+        late = next((own for own in order if looks + free.looks > LOOKS or not free.reserve(own, target)), None)
+        looks += free.looks
         if late is None:
             extra = [
                 int(lengths[group]) * (sum(count for _, count in runs) - free.degrees[group])
@@ -90,7 +90,7 @@ def reserve(
             if least <= LITTLE * fewest or not any(extra):
                 break
             late = free.taken[int(np.argmax(extra))][0]  # it would have been late, had it not grown
-        if effort > RESERVATIONS:
+        if looks > LOOKS:
             break
         at = order.index(late)
         order.insert(max(0, at - 1 - turn % STEPS_UP), order.pop(at))
@@ -98,6 +98,8 @@ def reserve(
         return best
     free = FreeTime(blocks, num_ranks, target)
     for group in range(len(lengths)):
+        if free.looks > LOOKS:
+            return None
         if not free.reserve(group, target):
             free.reserve(group, np.inf)
     return free.placement()

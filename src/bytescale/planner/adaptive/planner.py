@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -119,8 +120,9 @@ def _without_pipeline(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
         flat.makespan(plan) > rings.fastest if is_uniform else flat.cluster.num_ranks >= effort.WIDE
     ):
         plan = min((plan, planned(search(rings))), key=flat.step)
-    if plan.num_sequences > effort.FEW and trial.end <= _good_enough(flat):
-        return plan  # evaluating it would take as long as planning
+    many_whole = not len(trial.shared) and plan.num_sequences >= effort.MANY_A_RANK * flat.cluster.num_ranks
+    if plan.num_sequences > effort.FEW and (many_whole or trial.end <= _good_enough(flat)):
+        return plan  # evaluating it would take as long as planning, and no baseline deals many whole ones better
     return _best_with_baselines(plan, flat)
 
 
@@ -172,7 +174,7 @@ def search(batch: Batch) -> Trial:
     """Steps 2 to 5: the first trial that is good enough, or else the best."""
     trials = []
     for trial in _trials(batch):
-        if trial.end <= _good_enough(batch):
+        if trial.end <= _good_enough(batch) or batch.stays_whole:
             return trial
         trials.append(trial)
     return best(trials)
@@ -207,9 +209,10 @@ def _trials(batch: Batch) -> Iterator[Trial]:
         count = len(blocks.items)
         share_low(free, batch.lengths[count:], batch.work_seconds[count:], batch.cost)
         yield _filled(batch, blocks, free.placement())
-    reserves = is_flat and batch.cluster.num_ranks <= effort.MOST_RESERVED
-    if reserves:
-        yield _reserved(batch, later)
+        yield from _odd_ones_shared(batch)
+    reserved = _reserved(batch, later) if is_flat else None
+    if reserved is not None:
+        yield reserved
     longer = np.inf  # end of the trial with longer blocks, without whole slots
     for part in _parts(batch):
         blocks = _blocks(batch, later / part)
@@ -225,12 +228,26 @@ def _trials(batch: Batch) -> Iterator[Trial]:
         if min(ends) > late and (not is_flat or len(batch.lengths) > effort.FEW):
             break  # shorter blocks would take even more ranks and time
         late, longer = min(late, *ends), ends[0]
-    if reserves or not is_flat:
+    if reserved is not None or not is_flat:
 
         def attempt(makespan: float) -> Trial:
-            return _reserved(batch, makespan) if reserves else _stacked(batch, _blocks(batch, makespan), makespan)
+            trial = _reserved(batch, makespan) if is_flat else None
+            return trial or _stacked(batch, _blocks(batch, makespan), makespan)
 
         yield from bisected(attempt, later, late, math.sqrt(later * late), effort.BISECTIONS)
+
+
+def _odd_ones_shared(batch: Batch) -> Iterator[Trial]:
+    """Of sequences that are about equal, every rank gets as many whole ones, and all ranks share what is left."""
+    num_ranks, most = batch.cluster.num_ranks, len(batch.lengths)
+    rounds, odd = divmod(most, num_ranks)
+    if not rounds or not odd or batch.num_shared(effort.LATER * batch.target) or batch.stays_whole:
+        return
+    whole = float(batch.work_seconds[odd:].sum()) / num_ranks
+    for aim, part in list(product(effort.ODD_ONES, effort.PARTS))[: effort.ODD_BLOCKS // odd]:
+        room = max(aim * batch.target - whole, 0.0) / part
+        blocks = equal_blocks(batch.tried, batch.lengths[:odd], batch.fewest[:odd], room)
+        yield _stacked(batch, blocks, aim * batch.target)
 
 
 def _parts(batch: Batch) -> list[int]:
@@ -246,7 +263,7 @@ def _parts(batch: Batch) -> list[int]:
     return [part for part in few if part == effort.PARTS[0] or batch.target / part >= batch.fastest]
 
 
-def _reserved(batch: Batch, makespan: float) -> Trial:
+def _reserved(batch: Batch, makespan: float) -> Trial | None:
     blocks = _blocks(batch, makespan)
     placed = reserve(
         blocks,
@@ -256,7 +273,7 @@ def _reserved(batch: Batch, makespan: float) -> Trial:
         whole_seconds=batch.work_seconds[len(blocks.items) :],
         launch_seconds=batch.cost.micro_batch_seconds,
     )
-    return _filled(batch, blocks, placed)
+    return None if placed is None else _filled(batch, blocks, placed)
 
 
 def _stacked(batch: Batch, blocks: Rectangles, makespan: float, whole_slot: float = 0.0) -> Trial:

@@ -108,6 +108,13 @@ class Batch:
         """Seconds of the longest sequence on its fastest number of equal ranks: no plan of such groups ends earlier."""
         return fastest_seconds(self.tried, int(self.lengths[0]), int(self.fewest[0]))
 
+    @cached_property
+    def stays_whole(self) -> bool:
+        """Whether no sequence, not even the longest, delays several equal ranks less than one, in a pack of others."""
+        if not self.cluster.is_uniform or self.num_stages > 1 or self.fewest[0] > 1:
+            return False
+        return self.fastest >= float(self.work_seconds[0])
+
     def pack_seconds(self, count: int) -> float:
         """Time of a micro-batch of whole sequences, in seconds, if the ``count`` longest sequences are shared.
 

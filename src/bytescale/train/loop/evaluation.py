@@ -22,7 +22,6 @@ from bytescale.data.loading.corpus import Corpus, check_vocabulary, prepare_corp
 from bytescale.data.order.batches import GlobalBatch, batches_once
 from bytescale.data.stats import BUCKET_EDGES
 from bytescale.data.tokens.indexed import WEIGHTS
-from bytescale.hf.batch.documents import Documents
 from bytescale.hf.batch.prefixes import part_of_trees, shared_plan
 from bytescale.plan import MicroBatch, RankPlan
 from bytescale.planner.verified import VerifiedPlanner
@@ -79,7 +78,9 @@ def _planned(job: Job, planner: VerifiedPlanner, corpus: Corpus, batch: GlobalBa
         return batch, RankPlan.of(planner(batch.lengths), rank), ()
     documents = documents_of(corpus, batch, "token")
     # A loss is counted with the weight of each of its documents, so rows whose weights differ stay apart.
-    plan, forest = shared_plan(Documents(fields={**documents.fields, "own": documents.fields[WEIGHTS]}), planner)
+    plan, forest = shared_plan(
+        replace(documents, fields={**documents.fields, "own": documents.fields[WEIGHTS]}), planner
+    )
     if forest is None:
         return batch, RankPlan.of(plan, rank), ()
     part = part_of_trees(RankPlan.of(plan, rank), documents, forest, (), torch.float64)

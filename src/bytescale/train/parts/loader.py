@@ -90,7 +90,9 @@ def documents_of(corpus: Corpus, batch: GlobalBatch, loss_per: LossPer) -> Docum
     weights = [torch.from_numpy(own[WEIGHTS].astype(np.float64)) for own in found]
     for labels, own in zip(fields[LABELS], weights, strict=True):
         labels[own == 0] = IGNORE_INDEX
-    return Documents(fields={**fields, WEIGHTS: [own * scale for own, scale in zip(weights, scales, strict=True)]})
+    scaled = [own * scale for own, scale in zip(weights, scales, strict=True)]
+    numbered = {name: dict(enumerate(values)) for name, values in {**fields, WEIGHTS: scaled}.items()}
+    return Documents(fields=numbered, lengths=[len(own) for own in weights])
 
 
 def micro_batches_of_trees(part: RankBatch, batch: GlobalBatch) -> tuple[MicroBatchData, ...]:
