@@ -38,13 +38,17 @@ class Sample:
     """Of every parameter: its product with fixed numbers, summed over ranks, and its norm (of this rank's part)."""
 
 
-def sample(decoder: AttachedDecoder, tp: RankGroup, cuts: dict[str, Cut]) -> Sample:
-    """Run the model forward and backward, whole on every rank or cut. Leaves no gradient."""
+def sample(decoder: AttachedDecoder, tp: RankGroup, cuts: dict[str, Cut], num_words: int) -> Sample:
+    """Run the model forward and backward, whole on every rank or cut. Leaves no gradient.
+
+    ``num_words``: of the whole model; tokens are of all of its parts.
+    """
     weight = next(decoder.model.parameters())
     micro_batch = MicroBatch.of_documents(0, _LENGTHS)
     kernel = select_kernel("math", weight.device, weight.dtype)
     attention = PackedAttention(micro_batch, kernel, RankGroup(device=weight.device).exchange)
-    tokens = torch.arange(1, micro_batch.num_tokens + 1) * 7 % min(61, decoder.model_head.num_words)
+    tokens = torch.arange(1, 2 * micro_batch.num_tokens, 2) * num_words // (2 * micro_batch.num_tokens)
+    tokens = tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))]
     positions = torch.as_tensor(micro_batch.position_ids())
     products: dict[str, Tensor] = {}
     norms: dict[str, float] = {}

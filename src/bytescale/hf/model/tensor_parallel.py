@@ -63,7 +63,8 @@ def apply_tensor_parallelism(decoder: AttachedDecoder, shards: TokenShards) -> d
     plan = _Plan.of(decoder, shards.tp)
     _ = decoder.spec, decoder.head, decoder.layers  # found by passes of the whole model
     cuts = plan.cuts()
-    before = sample(decoder, shards.tp, {name: Cut(shape=cut.shape) for name, cut in cuts.items()})
+    num_words = min(len(module.weight) for module in embeddings_of(decoder.model) if module is not None)
+    before = sample(decoder, shards.tp, {name: Cut(shape=cut.shape) for name, cut in cuts.items()}, num_words)
     plan.replace_parameters(cuts)
     rows = decoder.token_rows = TokenRows(shards, splits_loss=not plan.cuts_words)
     if isinstance(decoder.head, PlainHead):
@@ -71,7 +72,7 @@ def apply_tensor_parallelism(decoder: AttachedDecoder, shards: TokenShards) -> d
     plan.add_messages(rows, cuts)
     try:
         decoder.note_heads(_heads(decoder))
-        after = sample(decoder, shards.tp, cuts)
+        after = sample(decoder, shards.tp, cuts, num_words)
     except (ConfigError, RuntimeError) as error:
         raise _refused(decoder, f"the cut model fails ({' '.join(str(error).split())})") from error
     if found := difference(before, after, shards.tp):
