@@ -22,9 +22,8 @@ from bytescale.runtime.loss import loss_sum
 from bytescale.runtime.token_shards import own_rows
 
 _LENGTHS = (7, 1, 5)
-_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-2}
-"""Norms and routers of fp64 models compute in fp32. Half precision: 10 % of half of the rows, since rounding may send a
-token to another expert."""
+_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
+"""Norms and routers of fp64 models compute in fp32."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +87,13 @@ def sample(decoder: AttachedDecoder, tp: RankGroup, cuts: dict[str, Cut], num_wo
 
 def difference(whole: Sample, cut: Sample, tp: RankGroup) -> str | None:
     """What the cut model computes otherwise, in words, the same on every rank; None: nothing."""
-    dtype = whole.hidden.dtype
+    tolerance = _TOLERANCES[whole.hidden.dtype]
     rows = (whole.hidden - cut.hidden).double().norm(dim=1) / whole.hidden.double().norm(dim=1).clamp(min=1e-30)
-    if dtype not in _TOLERANCES:
-        found, tolerance = {"its hidden states": float(rows.median())}, 0.1
-    else:
-        found, tolerance = {"its hidden states": float(rows.max())}, _TOLERANCES[dtype]
-        found["its loss"] = abs(whole.loss - cut.loss) / abs(whole.loss)
-        largest = max((norm for _, norm in whole.gradients.values()), default=0.0)
-        for name, (product, norm) in whole.gradients.items():
-            apart = abs(product - cut.gradients[name][0])
-            found[f"the gradient of {name}"] = apart / (norm + 1e-3 * largest) if apart else 0.0
+    found = {"its hidden states": float(rows.max()), "its loss": abs(whole.loss - cut.loss) / abs(whole.loss)}
+    largest = max((norm for _, norm in whole.gradients.values()), default=0.0)
+    for name, (product, norm) in whole.gradients.items():
+        apart = abs(product - cut.gradients[name][0])
+        found[f"the gradient of {name}"] = apart / (norm + 1e-3 * largest) if apart else 0.0
     for what, worst in zip(found, tp.max_of(list(found.values())), strict=True):
         if not worst <= tolerance:
             return f"{what}: by {worst:.1e}, where rounding would give {tolerance:.0e} at most"

@@ -22,7 +22,7 @@ whose results differ is refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,14 +55,15 @@ def apply_tensor_parallelism(decoder: AttachedDecoder, shards: TokenShards) -> d
     Returns the cut of every parameter, by its name in ``decoder.model``. ``decoder.head`` is then the head to use, and
     ``decoder.splits_loss`` says whether each rank has the loss of its own rows.
 
-    Of a model in half precision hidden states alone are compared: cut it before its weights are rounded.
+    It is compared in single precision, if its weights have less: rounding would hide most faults.
 
     Raises ``ConfigError`` with what is in the way: before anything is changed where the plan shows it, and afterwards
     where the cut model does not compute what the whole one did.
     """
-    plan = _Plan.of(decoder, shards.tp)
     _ = decoder.spec, decoder.head, decoder.layers  # found by passes of the whole model
+    plan = _Plan.of(decoder, shards.tp)
     cuts = plan.cuts()
+    round_again = _widen(decoder.model)
     num_words = min(len(module.weight) for module in embeddings_of(decoder.model) if module is not None)
     before = sample(decoder, shards.tp, {name: Cut(shape=cut.shape) for name, cut in cuts.items()}, num_words)
     plan.replace_parameters(cuts)
@@ -77,6 +78,8 @@ def apply_tensor_parallelism(decoder: AttachedDecoder, shards: TokenShards) -> d
         raise _refused(decoder, f"the cut model fails ({' '.join(str(error).split())})") from error
     if found := difference(before, after, shards.tp):
         raise _refused(decoder, f"as its plan cuts it, it differs in {found}")
+    round_again()
+    decoder.begin_training()
     return cuts
 
 
@@ -225,6 +228,22 @@ class _Plan:
                 module.forward = partial(_without_bias, module)
 
 
+def _widen(model: nn.Module) -> Callable[[], None]:
+    """Make numbers of half precision fp32. Returns a function that undoes it, which loses nothing."""
+    half = {
+        name: value.dtype
+        for name, value in (*model.named_parameters(), *model.named_buffers())
+        if value.dtype in (torch.bfloat16, torch.float16)
+    }
+    model._apply(lambda value: value.float() if value.dtype in half.values() else value)
+
+    def undo() -> None:
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            value.data = value.data.to(half.get(name, value.dtype))
+
+    return undo
+
+
 def _without_bias(module: nn.Linear, rows: Tensor) -> Tensor:
     return F.linear(rows, module.weight)
 
@@ -257,9 +276,8 @@ def _heads(decoder: AttachedDecoder) -> Iterator[LayerAttention]:
 
 
 def _refused(decoder: AttachedDecoder, what: str) -> ConfigError:
-    kind = getattr(getattr(causal_model(decoder.model), "config", None), "model_type", "the model")
     return ConfigError(
-        f"{kind} cannot be cut for tensor parallelism: {what}",
+        f"{type(causal_model(decoder.model)).__name__} cannot be cut for tensor parallelism: {what}",
         so="its results would not be those of one process, or ranks would have unequal parts",
         fix='leave parallel.tp at 1, or use another number of ranks; shard = "parameters" cuts any model',
     )
