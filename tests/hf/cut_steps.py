@@ -15,12 +15,15 @@ from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
 from bytescale.parity.compare import Document, StepNumbers, WideCasts, difference, plain_step
 from bytescale.plan import Plan, RankPlan
+from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Activations, Decoder, Executor, FlatParameters, Mesh, MeshShape, TokenShards
 from bytescale.runtime.optimizer.zero import sum_replicas
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import Batch, slice_batch
 
 from .support import documents
+
+LENGTHS = [9, 1, 14, 3, 6]
 
 
 def batch_of(lengths: Sequence[int]) -> tuple[list[Document], Batch]:
@@ -33,6 +36,14 @@ def batch_of(lengths: Sequence[int]) -> tuple[list[Document], Batch]:
     found[0]["labels"][0] = 5
     keys = ("tokens", "labels", "weights")
     return found, Batch(*([document[key] for document in found] for key in keys))
+
+
+def whole_plan(lengths: Sequence[int]) -> Plan:
+    """Two micro-batches on one rank; the first has a single token, fewer than there are tensor-parallel ranks."""
+    short = list(lengths).index(1)
+    rest = [number for number in range(len(lengths)) if number != short]
+    groups = [GroupSpec(sequences=[short], ranks=[0]), GroupSpec(sequences=rest, ranks=[0])]
+    return Plan.build(lengths=lengths, capacity_tokens=[sum(lengths)], groups=groups, schedule=[[[0], [1]]])
 
 
 def cut_step(shape: MeshShape, model: nn.Module, batch: Batch, plan: Plan, checkpointing: str = "none") -> StepNumbers:

@@ -35,7 +35,7 @@ from bytescale.runtime.loss import PlainHead
 from tests.helpers.effort import examples, one_in, one_of
 from tests.helpers.ranks import run_mesh, run_ranks
 
-from .cut_steps import worst
+from .cut_steps import LENGTHS, whole_plan, worst
 
 TOLERANCE = 1e-10
 WORDS = {"vocab_size": 68}
@@ -53,20 +53,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "minimax": {},  # a recurrence
 }
 THREE_HEADS = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
-LENGTHS = [9, 1, 14, 3, 6]
 MESHES = [MeshShape(hdp=1, tp=2), MeshShape(hdp=1, tp=4), MeshShape(hdp=2, tp=2)]
 
 
 def model_of(name: str) -> nn.Module:
     return small_model(name, **MODELS[name])
-
-
-def whole_plan(lengths: Sequence[int]) -> Plan:
-    """Two micro-batches on one rank; the first has a single token, fewer than there are tensor-parallel ranks."""
-    short = list(lengths).index(1)
-    rest = [number for number in range(len(lengths)) if number != short]
-    groups = [GroupSpec(sequences=[short], ranks=[0]), GroupSpec(sequences=rest, ranks=[0])]
-    return Plan.build(lengths=lengths, capacity_tokens=[sum(lengths)], groups=groups, schedule=[[[0], [1]]])
 
 
 def ring_plan(lengths: Sequence[int]) -> Plan:
