@@ -119,7 +119,9 @@ class _Plan:
             if style in _ROWS and region not in regions and any(other in _COLUMNS for other in own):
                 regions.add(region)
         if not regions:
-            raise _refused(decoder, "transformers has no plan for it (base_model_tp_plan)")
+            has_plan = any("*" in key for key in plan)
+            why = "the plan of transformers cuts none of its layers" if has_plan else "transformers has no plan for it"
+            raise _refused(decoder, f"{why} (base_model_tp_plan)")
         # 2. What mixes tokens outside of them runs whole.
         found = dict.fromkeys(sorted(regions), True)
         for name in decoder.structure.names:
