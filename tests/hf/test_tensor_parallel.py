@@ -144,7 +144,7 @@ def shared_expert_on_every_rank(patch: pytest.MonkeyPatch) -> nn.Module:
 def gradients_on_one_rank(patch: pytest.MonkeyPatch) -> nn.Module:
     """Results stay as they are; the gradients of the other ranks' rows are lost."""
     patch.setattr(TokenRows, "gathered", lambda self, rows: self.shards.gather_for_loss(rows[: len(self._own())]))
-    return model_of("llama")
+    return model_of("qwen3_moe")
 
 
 FAULTS = [bias_on_every_rank, shared_expert_on_every_rank, gradients_on_one_rank]

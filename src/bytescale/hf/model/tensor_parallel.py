@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
+from bytescale.hf.model.beside_products import BesideProducts
 from bytescale.hf.model.blind import NUM_ROWS, Blind, run_blind
 from bytescale.hf.model.cut_check import difference, sample
 from bytescale.hf.model.decoder import AttachedDecoder
@@ -215,7 +216,9 @@ class _Plan:
             embedding.forward = partial(rows.embedded, embedding)
         # 2. Regions get all rows.
         for name, is_partial in self.regions.items():
-            gather_around(modules[name], rows, is_partial=is_partial, takes_choices=self.styles.get(name) == _EXPERTS)
+            is_mixture = self.styles.get(name) == _EXPERTS
+            beside = self._beside(name, rows) if is_partial and not is_mixture else None
+            gather_around(modules[name], rows, is_partial=is_partial, takes_choices=is_mixture, beside=beside)
         # 3. Parts of regions.
         for name, style in self.styles.items():
             module = modules.get(name, nn.Module())
@@ -228,6 +231,15 @@ class _Plan:
                 module.register_forward_pre_hook(lambda module, args: (args[0] / tp.size, *args[1:]))
             if style in _ROWS and getattr(module, "bias", None) is not None and tp.rank > 0:  # the first rank adds it
                 module.forward = partial(_without_bias, module)
+
+    def _beside(self, region: str, rows: TokenRows) -> BesideProducts:
+        """The region's products beside which messages may travel."""
+        linears: dict[str, list[nn.Linear]] = {"colwise": [], "rowwise": []}
+        for key, module in self.decoder.model.get_submodule(region).named_children():
+            if type(module) is nn.Linear and (style := self.styles.get(f"{region}.{key}", "")) in linears:
+                linears[style].append(module)
+        last = [linear for linear in linears["rowwise"] if linear.bias is None]
+        return BesideProducts(rows.shards, linears["colwise"], last[0] if len(last) == 1 else None)
 
 
 def _widen(model: nn.Module) -> Callable[[], None]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bytescale.common.errors import ConfigError
+from bytescale.hf.model.beside_products import BesideProducts
 from bytescale.hf.model.interface import running_pass
 from bytescale.runtime import RankGroup, TokenShards
 from bytescale.runtime.token_shards import own_rows
@@ -82,33 +83,44 @@ class TokenRows:
         return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, count - len(rows)))
 
 
-def gather_around(module: nn.Module, rows: TokenRows, *, is_partial: bool, takes_choices: bool) -> None:
+def gather_around(
+    module: nn.Module, rows: TokenRows, *, is_partial: bool, takes_choices: bool, beside: BesideProducts | None = None
+) -> None:
     """Give ``module`` all rows, and its caller this rank's rows of the result.
 
-    ``takes_choices``: experts, which are given integers for each row, too.
+    ``takes_choices``: experts, which are given integers for each row, too. ``beside``: sends what it can.
     """
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        count = rows.begin()
+        count, waiting = rows.begin(), [] if beside is None else [beside]
 
         def whole(value: Any) -> Any:
             if not isinstance(value, Tensor) or not (value.is_floating_point() or takes_choices):
                 return value
-            if value.dim() > 2 and value.shape[:2] == (1, count):
+            is_rows = value.shape[:2] == (1, count) if value.dim() > 2 else value.dim() == 2 and len(value) == count
+            if is_rows and value.dim() <= 3 and waiting:
+                return waiting.pop().begin(value)
+            if value.dim() > 2 and is_rows:
                 return rows.gathered(value[0])[None]
-            return rows.gathered(value) if value.dim() == 2 and len(value) == count else value
+            return rows.gathered(value) if is_rows else value
 
         return tuple(map(whole, args)), {key: whole(value) for key, value in kwargs.items()}
 
     def after(module: nn.Module, args: Any, result: Any) -> Any:
+        if result is None:  # stopped, as a recomputation is behind what it has to compute
+            if beside is not None:
+                beside.forget()
+            return None
         rows.begin()
         first, *others = result if isinstance(result, tuple) else (result,)
+        if beside is not None and beside.end(first):
+            return result
         back = rows.scattered if is_partial else rows.kept
         first = back(first[0])[None] if first.dim() > 2 else back(first)
         return (first, *others) if isinstance(result, tuple) else first
 
     module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
+    module.register_forward_hook(after, always_call=True)
 
 
 class GatherColumns(torch.autograd.Function):
