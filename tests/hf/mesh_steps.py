@@ -13,7 +13,7 @@ from bytescale.attention import select_kernel
 from bytescale.common.cut import Cut
 from bytescale.cost import Cluster, CostModel
 from bytescale.hf.model.decoder import AttachedDecoder
-from bytescale.hf.model.stages import cut_to_stage
+from bytescale.hf.model.parallelize import parallelize
 from bytescale.parity import Comparison
 from bytescale.parity.compare import Document, StepNumbers, WideCasts, difference, plain_step, random_plan
 from bytescale.plan import Plan, RankPlan
@@ -75,16 +75,15 @@ def mesh_step(
 def part_of(model: nn.Module, mesh: Mesh, checkpointing: str) -> tuple[Executor, FlatParameters]:
     """This rank's part of a copy of ``model``, as the trainer makes it."""
     decoder = AttachedDecoder(copy.deepcopy(model).train())
-    stage = cut_to_stage(decoder, mesh.stage, mesh.shape.pp) if mesh.shape.pp > 1 else None
-    named = [(name, p) for name, p in decoder.model.named_parameters() if stage is None or name in stage.names]
-    flat = FlatParameters(named, 1)
-    tied = None
-    if stage is not None and stage.tied is not None:
-        tied = TiedHead(mesh, stage.tied, flat, lambda: None)
+    own = parallelize(decoder, mesh)
+    flat, tied = FlatParameters(own.named, 1, own.cuts), None
+    if decoder.stage is not None and decoder.stage.tied is not None:
+        tied = TiedHead(mesh, decoder.stage.tied, flat, lambda: None)
     part = Decoder(
         module=decoder,
         activations=Activations(decoder.layers, checkpointing=checkpointing, tp=mesh.tp),  # type: ignore[arg-type]
         head=decoder.head,
+        splits_loss=decoder.splits_loss,
         tied=tied,
     )
     kernel = select_kernel("math", torch.device("cpu"), flat.values.dtype)
@@ -108,5 +107,6 @@ def put_together(ranks: list[Part]) -> dict[str, Tensor]:
         for name, (cut, gradient) in gradients.items():
             total = whole.setdefault(name, gradient.new_zeros(cut.shape))
             if cut.replica == 0:
-                cut.of(total).add_(gradient)
+                places = cut.of(torch.arange(total.numel()).view(cut.shape)).flatten()
+                total.view(-1).index_add_(0, places, gradient.flatten())
     return whole

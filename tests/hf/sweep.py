@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,10 @@ from bytescale.common.errors import BytescaleError
 from bytescale.parity import FAMILIES, Setup, compare, small_model
 from bytescale.parity.compare import plain_step, random_documents
 from bytescale.parity.families import USUAL
+from bytescale.runtime import MeshShape
+
+from .cut_steps import LENGTHS, whole_plan
+from .cut_steps import worst as worst_of
 
 TABLE = Path(__file__).parents[2] / "docs" / "model_types.md"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -159,6 +164,23 @@ def tried(name: str) -> Row:
     return Row(name, "equal") if worst <= TOLERANCES[dtype] else Row(name, "differs", f"{worst:.1e}")
 
 
+def cut(name: str) -> Row:
+    """The small model of an equal type on two tensor-parallel ranks, against itself in one process."""
+    dtype = _dtype(name)
+    try:
+        worst = worst_of(MeshShape(hdp=1, tp=2), _small(name, dtype), LENGTHS, whole_plan(LENGTHS))
+    except AssertionError as error:
+        if isinstance(error.__cause__, BytescaleError):
+            return Row(name, "refused", _line(error.__cause__))
+        return Row(name, "failed", _line(error.__cause__ or error))
+    return Row(name, "equal") if worst <= TOLERANCES[dtype] else Row(name, "differs", f"{worst:.1e}")
+
+
+def equal_types(page: str) -> list[str]:
+    """Those that the page says are equal."""
+    return re.findall("`(.+?)`", page.partition("## Equal")[2].partition("## ")[0])
+
+
 def _dtype(name: str) -> torch.dtype:
     """The widest in which the model runs alone, forward and backward."""
     for dtype in (torch.float64, torch.float32):
@@ -190,8 +212,8 @@ def _line(error: Exception) -> str:
     return text.partition(". ")[0].removesuffix(".")
 
 
-def page(rows: list[Row]) -> str:
-    """docs/model_types.md."""
+def page(rows: list[Row], of_cuts: list[Row]) -> str:
+    """docs/model_types.md. ``of_cuts``: of the equal types, what becomes of them when they are cut."""
     found = {result: [row for row in rows if row.result == result] for result in ("equal", "refused", "not tried")}
     assert sum(map(len, found.values())) == len(rows), [r for r in rows if r.result in ("differs", "failed")]
     lines = [
@@ -210,6 +232,16 @@ def page(rows: list[Row]) -> str:
     for result, title in (("refused", "Refused by name"), ("not tried", "Not tried")):
         lines += ["", f"## {title}: {len(found[result])}", "", "| type | why |", "|---|---|"]
         lines += [line_of(row) for row in found[result]]
+    refused = [row for row in of_cuts if row.result == "refused"]
+    assert all(row.result in ("equal", "refused") for row in of_cuts), of_cuts
+    lines += [
+        "",
+        f"## Tensor parallelism: {len(of_cuts) - len(refused)} of {len(of_cuts)}",
+        "",
+        "The equal types on two tensor-parallel ranks, cut as transformers plans it. These are refused by name:",
+        "",
+        *(f"- {row.name}: {row.why}" for row in refused),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -227,6 +259,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     if not sys.argv[1:]:
-        TABLE.write_text(page(list(sweep())), encoding="utf-8")
+        rows = list(sweep())
+        of_cuts = [cut(row.name) for row in rows if row.result == "equal"]
+        TABLE.write_text(page(rows, of_cuts), encoding="utf-8")
     for row in sweep(sys.argv[1:]) if sys.argv[1:] else ():
         print(f"{row.name:24} {row.result:10} {row.why[:260]}", flush=True)

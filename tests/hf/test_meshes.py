@@ -11,8 +11,8 @@ from bytescale.runtime import MeshShape
 
 from .mesh_steps import compare_on_mesh
 
-FAMILIES = ["qwen3", "gemma2", "gpt2", "mixtral", "qwen3_next", "falcon_h1"]
-MESHES = [MeshShape(pp=2, hdp=2)]
+FAMILIES = ["qwen3", "gemma2", "glm4", "qwen3_moe", "deepseek_v3", "qwen3_next"]
+MESHES = [MeshShape(pp=2, hdp=2), MeshShape(tp=2, hdp=2), MeshShape(pp=2, hdp=2, tp=2)]
 
 
 @pytest.mark.parametrize("shape", MESHES)

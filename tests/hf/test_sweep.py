@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .sweep import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, TABLE, is_of_this_version, line_of, tried
+from .sweep import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, TABLE, cut, equal_types, is_of_this_version, line_of, tried
 
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 pytestmark = pytest.mark.skipif(not is_of_this_version(), reason="docs/model_types.md is of another transformers")
@@ -25,3 +25,11 @@ def test_a_type_is_what_the_page_says(name: str) -> None:
         assert f"`{name}`" in equal
     else:
         assert line_of(row) in page, row
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", equal_types(TABLE.read_text(encoding="utf-8")))
+def test_a_type_is_cut_as_the_page_says(name: str) -> None:
+    row, section = cut(name), TABLE.read_text(encoding="utf-8").partition("## Tensor parallelism")[2]
+    assert row.result in ("equal", "refused"), row
+    assert (f"- {name}: {row.why}\n" in section) if row.result == "refused" else (f"- {name}: " not in section)

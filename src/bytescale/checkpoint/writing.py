@@ -88,11 +88,10 @@ def layout_of(parameters: FlatParameters, mesh: Mesh) -> Layout:
     """The layout of a flat buffer. Files have the numbers of the ranks that write them."""
     entries = []
     for entry in parameters.entries:
-        offsets = [0] * len(entry.cut.shape)
-        if entry.cut.count > 1:
-            offsets[entry.cut.dim] = entry.cut.start
-        place = entry.cut.shape, tuple(offsets), entry.shape, entry.start
-        entries.append(LayoutEntry(entry.name, *place, written=entry.cut.replica == 0))
+        start, written = entry.start, entry.cut.replica == 0
+        for offsets, sizes in entry.cut.boxes():
+            entries.append(LayoutEntry(entry.name, entry.cut.shape, offsets, sizes, start, written=written))
+            start = entries[-1].stop
     in_order = sorted(range(mesh.hdp.size), key=parameters.part_of)
     return Layout(
         entries=tuple(entries),

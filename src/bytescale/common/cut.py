@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """One of ``count`` equal parts of a parameter along ``dim``. ``replicas`` ranks hold the same part."""
+    """One of ``count`` equal parts of a parameter along ``dim``. ``replicas`` ranks hold the same part.
+
+    With ``packs`` above 1, the parameter is that many matrices one behind the other along ``dim`` (gate and up), and
+    the part has a part of each.
+    """
 
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
@@ -21,11 +27,12 @@ class Cut:
     """Tensor-parallel ranks that hold this same part. Their gradients must be summed, and count once in the norm."""
     replica: int = 0
     """Number of this rank among the ``replicas`` ranks."""
+    packs: int = 1
 
     @property
     def start(self) -> int:
-        """First index of the part along ``dim``."""
-        return self.index * (self.shape[self.dim] // self.count)
+        """First index of the part along ``dim``, in the first of its packs."""
+        return self.index * (self.shape[self.dim] // self.count // self.packs)
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -33,6 +40,24 @@ class Cut:
             return self.shape
         return (*self.shape[: self.dim], self.shape[self.dim] // self.count, *self.shape[self.dim + 1 :])
 
+    def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Offsets and sizes of rectangles of the whole parameter that make up the part, one behind the other."""
+        dim, sizes = self.dim, self.part_shape
+        start = self.start if self.count > 1 else 0
+        if self.packs == 1:
+            yield tuple(start if at == dim else 0 for at in range(len(sizes))), sizes
+            return
+        for *outer, pack in itertools.product(*map(range, self.shape[:dim]), range(self.packs)):
+            offset = pack * (self.shape[dim] // self.packs) + start
+            after = sizes[dim + 1 :]
+            yield (*outer, offset, *(0 for _ in after)), (*(1 for _ in outer), sizes[dim] // self.packs, *after)
+
     def of(self, whole: Any) -> Any:
-        """Return this part of the tensor ``whole``, as a view. This layer does not import torch."""
-        return whole if self.count == 1 else whole.narrow(self.dim, self.start, self.part_shape[self.dim])
+        """Return this part of the tensor ``whole``, as a view if it is one. This layer does not import torch."""
+        if self.count == 1:
+            return whole
+        size = self.part_shape[self.dim] // self.packs
+        if self.packs == 1:
+            return whole.narrow(self.dim, self.start, size)
+        packs = whole.unflatten(self.dim, (self.packs, -1)).narrow(self.dim + 1, self.start, size)
+        return packs.flatten(self.dim, self.dim + 1)

@@ -86,10 +86,7 @@ def check_attached(config: Config, shape: AttachedArchitecture) -> None:
             fix=f"leave it out, or change {shape.model_type}'s config.json",
         )
     parallel = config.parallel
-    ours = (
-        ("parallel.tp", parallel.tp, parallel.tp > 1, "1"),
-        ("kernels.compile", "true", config.kernels.compile, "false"),
-    )
+    ours = (("kernels.compile", "true", config.kernels.compile, "false"),)
     for name, value, is_set, good in ours:
         if is_set:
             raise ConfigError(

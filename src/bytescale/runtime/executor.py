@@ -22,6 +22,7 @@ from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.pipeline import Action, StageLinks
 from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.tied import TiedHead
+from bytescale.runtime.token_shards import TokenShards, own_rows
 
 
 class DecoderModule(Protocol):
@@ -113,6 +114,8 @@ class Decoder:
     """None: the plain head of ``module.head_weight``, whose words the tensor-parallel ranks share."""
     tied: TiedHead | None = None
     """On the first and the last stage of a pipeline whose embedding is the head, too."""
+    splits_loss: bool = False
+    """Whether ``module`` gives a tensor-parallel rank its own rows alone (``own_rows``), and each counts these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +190,13 @@ class Executor:
             output = run.output(index, received)
             if not self.mesh.is_last_stage:
                 return output
-            losses[index] = token_losses(self.head(), output, torch.as_tensor(run.data[index].labels))
+            labels = torch.as_tensor(run.data[index].labels)
+            own = token_losses(self.head(), output, labels[self.counted(len(labels))])
+            if self.part.splits_loss:
+                shards = TokenShards(self.mesh.tp)
+                shards.begin(len(labels))
+                own = shards.gather_for_loss(own)
+            losses[index] = own
             return None
 
         self._walk(rank_plan, run, step, backward=False)
@@ -224,6 +233,11 @@ class Executor:
         if self.units is not None:
             for _ in range(len(rank_plan.micro_batches), rank_plan.num_rounds):
                 self.units.pass_without_work(backward=backward)
+
+    def counted(self, num_tokens: int) -> slice:
+        """Rows of a micro-batch whose loss this rank computes."""
+        own = own_rows(num_tokens, self.mesh.tp) if self.part.splits_loss else range(num_tokens)
+        return slice(own.start, own.stop)
 
     def head(self) -> Head:
         part = self.part
@@ -282,7 +296,8 @@ class _Run:
         return None if inputs is None else inputs.grad
 
     def result(self) -> StepResult:
-        counts = self.executor.mesh.tp.rank == 0  # all ranks of a TP group have the same loss
+        # All ranks of a TP group have the same loss, or each has its rows'.
+        counts = self.executor.mesh.tp.rank == 0 or self.executor.part.splits_loss
         return StepResult(
             loss_sum=float(torch.stack(self.losses).double().sum()) if self.losses and counts else 0.0,
             num_targets=self.num_targets if counts else 0,
@@ -291,7 +306,8 @@ class _Run:
 
     def _loss(self, hidden: Tensor, data: MicroBatchTokens) -> Tensor:
         labels, z_loss = torch.as_tensor(data.labels), self.executor.z_loss
-        token_weights = None if data.weights is None else torch.as_tensor(data.weights)
+        own = self.executor.counted(len(labels))
+        labels, token_weights = labels[own], None if data.weights is None else torch.as_tensor(data.weights)[own]
         total = loss_sum(self.executor.head(), hidden, labels, z_loss=z_loss, token_weights=token_weights)
         self.losses.append(total.detach())
         self.num_targets += int((labels != IGNORE_INDEX).sum())

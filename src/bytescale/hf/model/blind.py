@@ -24,6 +24,7 @@ class Blind(Target):
 
     names: dict[nn.Module, str]
     needs_positions = False
+    num_rows = NUM_ROWS
     calls: list[Call] = field(default_factory=list)
     cuts: OneProcessCuts = field(
         default_factory=lambda: OneProcessCuts([0], [slice(row, row + 1) for row in range(NUM_ROWS)])

@@ -9,11 +9,11 @@ Shape letters: T rows of a micro-batch, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,13 @@ from bytescale.hf.model.costs import experts_of, spec_of
 from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states, require_words
 from bytescale.hf.model.interface import KEYWORD, Attachment, Call, Target, refusal
 from bytescale.hf.model.long_rope import fix_rope, longest_document_of, require_short_enough, unfix_rope
-from bytescale.hf.model.probe import ModelStructure, probe, scale_of
+from bytescale.hf.model.probe import LayerAttention, ModelStructure, probe, scale_of
 from bytescale.recurrence import Cuts, GroupCuts
 from bytescale.runtime.experts import num_experts_of
 from bytescale.runtime.loss import Head, PlainHead
+
+if TYPE_CHECKING:
+    from bytescale.hf.model.token_rows import TokenRows
 
 
 class StageEnd(Exception):
@@ -86,6 +89,7 @@ class AttachedDecoder(nn.Module):
         attentions, mixers: the layers by module.
         stage: which pipeline stage it is; None: the whole model.
         is_frozen: whether it is a second model, which runs without gradients.
+        token_rows: which rows this rank has, where it has a part of the model (``tensor_parallel``).
     """
 
     def __init__(self, model: nn.Module, *, longest_document: int | None = None) -> None:
@@ -111,6 +115,7 @@ class AttachedDecoder(nn.Module):
         self.num_calls = len(self.structure.names)
         self.stage: Stage | None = None
         self.is_frozen = False
+        self.token_rows: TokenRows | None = None
         self._random = {name: modules.get(name, model) for name in self.structure.random_parts}
         self._plain_heads: dict[int, bool] = {}
         self._whole_sizes: dict[int, int] = {}
@@ -136,6 +141,18 @@ class AttachedDecoder(nn.Module):
     def begin_training(self) -> None:
         """From now on, what is trained stays as it is, too."""
         self._snapshot = Snapshot(self.model, self.attentions)
+
+    def note_heads(self, layers: Iterable[LayerAttention]) -> None:
+        """The model has become a part of itself, with these heads. Its counts, parts and head stay as they were."""
+        self.structure = replace(self.structure, layers=tuple(layers))
+        by_name = {layer.name: module for module, layer in self.attentions.items()}
+        self.attentions = {by_name[layer.name]: layer for layer in self.structure.layers}
+        self.begin_training()
+
+    @property
+    def splits_loss(self) -> bool:
+        """Whether this rank has the hidden states, and so the loss, of its own rows alone (``runtime.Decoder``)."""
+        return self.token_rows is not None and self.token_rows.splits_loss
 
     def require_no_randomness(self) -> None:
         """Raise ``ConfigError`` for a model that draws random numbers in the mode that it is in."""
@@ -267,19 +284,25 @@ class AttachedDecoder(nn.Module):
         if self.stage is None or self.stage.is_first:
             return tokens
         weight = next(p for p in self.model.parameters() if p.numel())
-        return weight.new_zeros(len(tokens), self.hidden_size, requires_grad=torch.is_grad_enabled())
+        rows = len(tokens) if self.token_rows is None else len(self.token_rows.tokens(tokens))
+        received = self.own_rows(weight.new_zeros(rows, self.hidden_size), len(tokens))
+        return received.requires_grad_(torch.is_grad_enabled())
 
     def forward(self, inputs: Tensor, position_ids: Tensor, attention: PackedAttention) -> Tensor:
         """``tokens, position_ids [T]`` int64 -> hidden states ``[T, C]`` after the final norm.
 
-        Of a pipeline stage, the tokens or the output of the stage before, and this stage's output.
+        Of a pipeline stage, the tokens or the output of the stage before, and this stage's output. Outputs between
+        stages are those of this rank's rows, ``[t, C]``, and with ``splits_loss`` the last ones, too.
         """
         num_rows, received = len(position_ids), None
         if self.stage is not None and not self.stage.is_first:
-            received, inputs = inputs[None], torch.zeros_like(position_ids)
+            received, inputs = inputs, torch.zeros_like(position_ids)
         if not num_rows:  # transformers' models need a row; it stands for none
             inputs, position_ids = inputs.new_zeros(1), position_ids.new_zeros(1)
-            received = None if received is None else nn.functional.pad(received, (0, 0, 0, 1))
+        if self.token_rows is not None:
+            inputs = self.token_rows.tokens(inputs)
+        if received is not None:
+            received = nn.functional.pad(received, (0, 0, 0, len(inputs) - len(received)))[None]
         target = MicroBatchPass(self, lambda dtype: attention, num_rows)
         given: dict[str, Any] = {"input_ids": inputs[None], "position_ids": position_ids[None], "use_cache": False}
         try:
@@ -287,8 +310,12 @@ class AttachedDecoder(nn.Module):
                 hidden, _ = hidden_states(self.model, {**given, KEYWORD: target})
         except StageEnd as end:
             target.require_all_calls()
-            hidden = end.hidden
-        return hidden[0, :num_rows]
+            return self.own_rows(end.hidden[0], num_rows)
+        return hidden[0, :num_rows] if self.token_rows is None else self.token_rows.output(hidden[0], num_rows)
+
+    def own_rows(self, rows: Tensor, num_rows: int) -> Tensor:
+        """Of the rows that the model computes with, those that are this rank's of ``num_rows`` tokens: ``[t, C]``."""
+        return rows[:num_rows] if self.token_rows is None else self.token_rows.own(rows, num_rows)
 
 
 class MicroBatchPass(Target):

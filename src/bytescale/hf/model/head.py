@@ -108,6 +108,8 @@ class ModelHead:
         return loss.detach(), d_chunk
 
     def losses(self, rows: Tensor, labels: Tensor) -> Tensor:
+        if not len(rows):  # some models need a row
+            return _wide(rows).sum(dim=1)
         return F.cross_entropy(_wide(self(rows)), labels, reduction="none", ignore_index=IGNORE_INDEX)
 
     def __call__(self, hidden: Tensor) -> Tensor:

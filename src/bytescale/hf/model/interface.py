@@ -131,6 +131,8 @@ class Call:
 class Target:
     """The attention that the layers call during one pass, and where their recurrences are cut."""
 
+    num_rows: int
+    """This pass's tokens; 0: the model runs on one row that stands for none."""
     outermost: nn.Module | None = None
     needs_positions = True
     """Whether rows are of several documents, whose positions a model cannot count itself."""
@@ -172,6 +174,11 @@ def while_set(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[N
 # Masks are made by functions of transformers that get none of the model's keywords, so the pass is noted here. The
 # note lasts for one forward of one thread.
 _pass: ContextVar[Target | None] = ContextVar("bytescale_pass", default=None)
+
+
+def running_pass() -> Target | None:
+    """The pass that runs, also where a layer is computed again (``runtime.saved.checkpointing``)."""
+    return _pass.get()
 
 
 def foreign_model(name: str) -> ConfigError:

@@ -83,7 +83,7 @@ def probe(model: nn.Module) -> ModelStructure:
             fix="use a model type whose attention goes through transformers' AttentionInterface",
         )
     _require_positions_are_followed(model, names)
-    layers = tuple(_layer(call, names[call.module]) for call in blind.calls)
+    layers = tuple(layer_of(call, names[call.module]) for call in blind.calls)
     mixers = probe_mixers(model, names) if blind.mixed else ()
     return ModelStructure(layers=layers, random_parts=random_parts, mixers=mixers)
 
@@ -195,7 +195,7 @@ def _require_positions_are_followed(model: nn.Module, names: dict[nn.Module, str
                 )
 
 
-def _layer(call: Call, name: str) -> LayerAttention:
+def layer_of(call: Call, name: str) -> LayerAttention:
     options = call.options
     unknown = sorted(
         key for key, value in options.items() if key not in _HARMLESS and value is not None and value is not False

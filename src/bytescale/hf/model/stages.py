@@ -182,9 +182,11 @@ def _cut(
 def _require_equal(
     decoder: AttachedDecoder, layers: Sequence[nn.Module], own: Sequence[nn.Module], seen: _Pass, stage: Stage
 ) -> None:
-    expected = seen.result if stage.is_last else seen.given[layers[layers.index(own[-1]) + 1]][0]
+    num_rows = sum(_LENGTHS)
+    following = None if stage.is_last else seen.given[layers[layers.index(own[-1]) + 1]][0]
+    expected = seen.result if following is None else decoder.own_rows(following, num_rows)
     try:
-        out = _run(decoder, None if stage.is_first else seen.given[own[0]][0])
+        out = _run(decoder, None if stage.is_first else decoder.own_rows(seen.given[own[0]][0], num_rows))
     except (RuntimeError, AttributeError, TypeError, IndexError) as error:
         raise _refusal("the model", f"a stage fails without the layers of the others ({error})") from error
     if not torch.allclose(out, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())):
@@ -192,7 +194,7 @@ def _require_equal(
 
 
 def _run(decoder: AttachedDecoder, received: Tensor | None = None) -> Tensor:
-    """``[T, C]`` of a few documents, on this rank alone; ``received [T, C]``: from the stage before."""
+    """What the decoder gives for a few documents. ``received``: from the stage before."""
     weight = next(p for p in decoder.model.parameters() if p.numel())
     micro_batch = MicroBatch.of_documents(0, _LENGTHS)
     tokens = (7 * torch.arange(sum(_LENGTHS), device=weight.device) + 2) % 61

@@ -1,7 +1,7 @@
 """A decoder of transformers in the trainer: on our attention, in flat buffers, with its memory measured.
 
-It has HDP, pipelines, ZeRO-1 with overlap, activation checkpointing, offloading and checkpoints as our own models have.
-It has no tensor parallelism (``config.attached``).
+It has tensor parallelism, pipelines, HDP, ZeRO-1 with overlap, checkpointing, offloading and checkpoints as our own
+models have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 from bytescale.attention import AttentionKernel
 from bytescale.attention.kernels import CudaFlashKernel
 from bytescale.checkpoint.initial_weights import load_initial_weights
-from bytescale.common.errors import ConfigError
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config
 from bytescale.config.resolve import source_folder
 from bytescale.config.validate import may_offload
@@ -24,9 +23,9 @@ from bytescale.cost.spec import ModelSpec
 from bytescale.hf.files.folder import constants_of, load_model, make_model, set_constants, train_a_part
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.measure import check_widths, measure_rows, measured_memory
-from bytescale.hf.model.stages import cut_to_stage
+from bytescale.hf.model.parallelize import RankPart, parallelize
 from bytescale.models.hf_folder import exact_dtype
-from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, Mesh, ShardedOptimizer
+from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, Mesh, RankGroup, ShardedOptimizer
 from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.runtime.optimizer.lockstep import Units, shard_parts
 from bytescale.runtime.plain_data import all_gather_json
@@ -80,7 +79,8 @@ class HFModel:
             load_initial_weights(config.trainer.init, self.architecture, optimizer, ranks.checkpoint_group)
 
     def decoder(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> Decoder:
-        return Decoder(module=self.part, activations=self.activations, head=self.part.head)
+        part = self.part
+        return Decoder(module=part, activations=self.activations, head=part.head, splits_loss=part.splits_loss)
 
     def tied(self, optimizer: ShardedOptimizer, mesh: Mesh) -> TiedHead | None:
         """What keeps a tied embedding one, if its two places are on two stages, and this is one of them."""
@@ -133,16 +133,16 @@ def build_attached_model(
     part.require_no_randomness()
     check_widths(part.structure, cuda_flash=isinstance(kernel, CudaFlashKernel))
 
-    if stage[1] > 1:
-        cut_to_stage(part, *stage)
+    own = parallelize(part, mesh, stage=stage[0], num_stages=stage[1])
 
     # 2. Flat buffers, in the order in which the model names its parameters.
-    flat, units = _flat_buffers(config, part, mesh, num_shards, device=device, dtype=dtype)
+    flat, units = _flat_buffers(config, part, own, mesh, num_shards, device=device, dtype=dtype)
     masters = [shard for own in flat for shard in shard_of(exact, own, rank)]
     exact.clear()
 
     # 3. Checkpointing and offloading, and what a token needs with them.
-    activations, rows = _measured_activations(config, part, kernel, device, flat, num_ranks=num_shards)
+    tp = None if mesh is None else mesh.tp
+    activations, rows = _measured_activations(config, part, kernel, device, flat, num_ranks=num_shards, tp=tp)
     return HFModel(
         architecture=architecture,
         part=part,
@@ -158,6 +158,7 @@ def build_attached_model(
 def _flat_buffers(
     config: Config,
     part: AttachedDecoder,
+    own: RankPart,
     mesh: Mesh | None,
     num_shards: int,
     *,
@@ -165,28 +166,21 @@ def _flat_buffers(
     dtype: torch.dtype,
 ) -> tuple[list[FlatParameters], Units | None]:
     """Move what is trained into flat buffers, and where ranks share layers also the rest of these."""
-    named, flat, units = list(part.model.named_parameters()), list[FlatParameters](), None
-    if part.stage is not None:
-        named = [(name, parameter) for name, parameter in named if name in part.stage.names]
-        if not any(parameter.requires_grad for _, parameter in named):
-            raise ConfigError(
-                f"pipeline stage {part.stage.number} of {part.stage.count} has no parameter that is trained",
-                so="its ranks would have nothing to update",
-                fix="use fewer stages (parallel.pp), or train more of the model",
-            )
+    named, flat, units = own.named, list[FlatParameters](), None
     if mesh is not None and mesh.domain.size > 1:
         _ = part.head  # found by a pass
         if in_parallel := config.parallel.experts == "parallel":
             part.require_experts(mesh.domain.size)
         experts = part.experts if in_parallel else ()
-        named, shared, units = shard_parts(named, part.parts, mesh, dtype=dtype, experts=experts)
+        named, shared, units = shard_parts(named, part.parts, mesh, dtype=dtype, cuts=own.cuts, experts=experts)
         flat += shared
         for _, parameter in named:
             parameter.data = parameter.data.to(device, dtype)
         part.model.to(device)
     if any(parameter.requires_grad for _, parameter in named):
         bucket_bytes = int(config.parallel.gradient_bucket_mib * 2**20)
-        flat.insert(0, FlatParameters(named, num_shards, bucket_bytes=bucket_bytes, late=part.late_parameters()))
+        late = part.late_parameters()
+        flat.insert(0, FlatParameters(named, num_shards, own.cuts, bucket_bytes=bucket_bytes, late=late))
     return flat, units
 
 
@@ -198,12 +192,13 @@ def _measured_activations(
     flat: Sequence[FlatParameters],
     *,
     num_ranks: int,
+    tp: RankGroup | None,
 ) -> tuple[Activations, MeasuredRows]:
     """Apply checkpointing and offloading to the layers, and measure what a token needs then."""
     pool = None
     if may_offload(config, device.type):
         pool = HostPool(int(usable_host_bytes(config, num_ranks)), pinned=device.type == "cuda")
-    activations = Activations(part.layers, checkpointing=config.memory.checkpointing, pool=pool, device=device)
+    activations = Activations(part.layers, checkpointing=config.memory.checkpointing, pool=pool, device=device, tp=tp)
     rows = measure_rows(part, kernel, activations, device)
     for own in flat:
         own.zero_gradients()

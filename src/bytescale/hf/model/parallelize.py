@@ -1,0 +1,60 @@
+"""One rank's part of a decoder: the order in which it is made, each step with its reason.
+
+1. **Tensor parallelism** compares the cut model with the whole one, and so needs all layers.
+2. **The pipeline stage** keeps some of them. It compares itself with the model that tensor parallelism has left.
+3. **Flat buffers**, shared layers and experts in parallel (``runtime.optimizer``) take over what is here by then.
+4. **Recomputation and offloading** (``runtime.Activations``) are put around layers last: what is computed again gathers
+   rows again, and waits for parameters again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from bytescale.common.cut import Cut
+from bytescale.common.errors import ConfigError
+from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.stages import cut_to_stage
+from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
+from bytescale.runtime import Mesh, TokenShards
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """What a rank has of a model.
+
+    Attributes:
+        named: its parameters, by their names in the whole model.
+        cuts: of each, which part of the whole one it is.
+    """
+
+    named: list[tuple[str, nn.Parameter]]
+    cuts: dict[str, Cut]
+
+
+def parallelize(decoder: AttachedDecoder, mesh: Mesh | None, *, stage: int = 0, num_stages: int = 1) -> RankPart:
+    """Reduce a whole decoder to this rank's part, in place (steps 1 and 2). All ranks of ``mesh`` call it together.
+
+    ``stage``, ``num_stages``: without a mesh, what to look at; with one, they are the mesh's.
+
+    Raises ``ConfigError`` for a model that cannot be cut so, by name, and for a stage that has nothing to train.
+    """
+    if mesh is not None:
+        stage, num_stages = mesh.stage, mesh.shape.pp
+    named = list(decoder.model.named_parameters())
+    cuts = {name: Cut(shape=tuple(parameter.shape)) for name, parameter in named}
+    if mesh is not None and mesh.tp.size > 1:
+        cuts = apply_tensor_parallelism(decoder, TokenShards(mesh.tp))
+    if num_stages > 1:
+        cut_to_stage(decoder, stage, num_stages)
+    here = None if decoder.stage is None else decoder.stage.names
+    named = [(name, own) for name, own in decoder.model.named_parameters() if here is None or name in here]
+    if decoder.stage is not None and not any(parameter.requires_grad for _, parameter in named):
+        raise ConfigError(
+            f"pipeline stage {stage} of {num_stages} has no parameter that is trained",
+            so="its ranks would have nothing to update",
+            fix="use fewer stages (parallel.pp), or train more of the model",
+        )
+    return RankPart(named=named, cuts=cuts)
