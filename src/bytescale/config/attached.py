@@ -85,15 +85,12 @@ def check_attached(config: Config, shape: AttachedArchitecture) -> None:
             so="the setting would have no effect",
             fix=f"leave it out, or change {shape.model_type}'s config.json",
         )
-    parallel = config.parallel
-    ours = (("kernels.compile", "true", config.kernels.compile, "false"),)
-    for name, value, is_set, good in ours:
-        if is_set:
-            raise ConfigError(
-                f"{name} = {value} with a model of type {shape.model_type}, which runs on transformers' own code",
-                so="only our own Llama and Mixtral can do that",
-                fix=f"set {name} to {good}; HDP, memory.checkpointing and memory.offload work with every model",
-            )
+    if config.kernels.compile:
+        raise ConfigError(
+            f"kernels.compile = true with a model of type {shape.model_type}, which runs on transformers' own code",
+            so="only our own Llama and Mixtral can do that",
+            fix="set kernels.compile to false; all that parallel and memory have works with every model",
+        )
     if shape.content.get("output_router_logits"):
         raise ConfigError(
             f"config.json of the {shape.model_type} model has output_router_logits = true",

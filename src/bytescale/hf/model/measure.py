@@ -102,7 +102,8 @@ def measured_memory(
             (trained if parameter.requires_grad else frozen)[unit] += number
             if id(parameter) in of_experts:
                 (trained_experts if parameter.requires_grad else frozen_experts)[unit] += number
-    stage = decoder.stage
+    stage, num_parts = decoder.stage, 1 if decoder.token_rows is None else decoder.token_rows.shards.tp.size
+    num_stages = 1 if stage is None else stage.count
     parameters, layers, weight = list(decoder.parameters()), decoder.structure.layers, decoder.model_head.weight
     element_bytes, vocab_size = parameters[0].element_size(), decoder.model_head.num_words
     return MeasuredMemory(
@@ -125,7 +126,9 @@ def measured_memory(
         num_layers=len(decoder.layers),
         plain_head=isinstance(decoder.head, PlainHead),
         kernel_bytes_per_token=kernel_bytes_per_token(layers, kind, element_bytes),
-        nccl_bytes=nccl_reserve_bytes(num_ranks, 1, 1 if stage is None else stage.count) if kind == "cuda" else 0,
+        nccl_bytes=nccl_reserve_bytes(num_ranks, num_parts, 1 if stage is None else stage.count)
+        if kind == "cuda"
+        else 0,
         num_in_flight=1 if stage is None else stage.count - stage.number,
         has_head=stage is None or stage.is_last,
     )

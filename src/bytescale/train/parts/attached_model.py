@@ -125,7 +125,8 @@ def build_attached_model(
         train_a_part(model, architecture.trained, seed=config.trainer.seed)
     architecture = replace(architecture, buffers=constants_of(model))
     exact = {name: value.detach() for name, value in model.named_parameters()} if read_as != dtype else {}
-    if mesh is None or mesh.domain.size == 1:  # otherwise layers stay in their files' pages until they are taken over
+    # Where ranks share whole layers, these stay in their files' pages until they are taken over.
+    if mesh is None or mesh.domain.size == 1 or mesh.tp.size > 1:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(device, dtype)
         model.to(device)
