@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from transformers import AutoModelForCausalLM
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config
+from bytescale.config import AUTO_CAPACITY, Config
 from bytescale.runtime.tied import TiedHead
+from bytescale.train.loop.dry_run import dry_run
+from bytescale.train.loop.trainer import train
 from tests.helpers.effort import one_of
+from tests.helpers.forks import run_forked
 from tests.train.runs import interrupt, losses, run, with_trainer, write_corpus
 
 from .test_attached_models import hf_folder, plain_curve, run_from
@@ -117,9 +121,29 @@ def test_a_run_in_stages_goes_on_without_them_and_back(corpus: Path, tmp_path: P
 def test_a_model_that_has_no_stages_is_refused_by_name(
     corpus: Path, tmp_path: Path, name: str, changes: dict[str, Any], match: str
 ) -> None:
-    from bytescale.train.loop.dry_run import dry_run
-
     folder = hf_folder(tmp_path / name, name, **changes)
     config = on_mesh(run_from(folder, corpus, tmp_path / "run", 2), pp=2)
     with pytest.raises(ConfigError, match=match):
         dry_run(config, print_line=lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("qwen3", {"tp": 2, "pp": 2}),
+        *(pytest.param(name, {"tp": 2}, marks=pytest.mark.exhaustive) for name in ("gemma2", "phi3")),
+    ],
+)
+def test_a_dry_run_estimates_what_a_rank_needs(corpus: Path, tmp_path: Path, name: str, mesh: dict[str, int]) -> None:
+    """The capacity that ranks find by measuring their parts, without them. Angles, which all ranks keep, weigh here."""
+    folder = hf_folder(tmp_path / name, name, **FAMILIES[name])
+    config = on_mesh(run_from(folder, corpus, tmp_path / "run", 2, steps=1), **mesh, device_gib=0.05)
+    config = with_trainer(config, capacity_tokens=AUTO_CAPACITY)
+    lines: list[str] = []
+    dry_run(config, print_line=lines.append)
+    run_forked(config.parallel.ranks, lambda _: str(train(config, print_line=lambda line: None)))
+    estimated, measured = (
+        float(re.search(r"full micro-batch of ([\d.]+)K tokens", text)[1])  # type: ignore[index]
+        for text in ("\n".join(lines), (tmp_path / "run" / "log.txt").read_text(encoding="utf-8"))
+    )
+    assert 0.7 * measured <= estimated <= 1.2 * measured, (estimated, measured)

@@ -98,6 +98,33 @@ class MeasuredMemory(DeviceMemory):
         others = tuple(own.with_states(**changes) for own in self.other_stages)
         return replace(self, states=replace(self.states, **changes), other_stages=others)
 
+    def of_part(self, num_parts: int, share: float) -> MeasuredMemory:
+        """An estimate for one of ``num_parts`` tensor-parallel ranks that have a ``share`` of the weights each.
+
+        Their rows are as many times fewer, but for those that a layer gathers, two for each token, and half as many
+        that it has to add up over ranks.
+        """
+        gathered = 3.0 * self.num_layers * self.hidden_size * self.states.element_bytes
+        rows = MeasuredRows(
+            saved_per_token=self.rows.saved_per_token / num_parts + gathered,
+            peak_per_token=self.rows.peak_per_token / num_parts + gathered,
+            fixed=self.rows.fixed,
+            movable_per_token=self.rows.movable_per_token / num_parts,
+            moved_per_token=self.rows.moved_per_token / num_parts,
+        )
+        states = self.states
+        numbers: dict[str, Any] = {
+            name: tuple(math.ceil(share * number) for number in getattr(states, name))
+            for name in ("trained_of_units", "frozen_of_units", "trained_experts", "frozen_experts")
+        }
+        for name in ("num_parameters", "num_frozen"):
+            numbers[name] = math.ceil(share * getattr(states, name))
+        rings = (
+            replace(own, query=own.query / num_parts, keys=own.keys / num_parts, lse=own.lse / num_parts)
+            for own in self.rings
+        )
+        return replace(self, rows=rows, states=replace(states, **numbers), rings=tuple(rings))
+
     def fullest_stage(self, device_bytes: float) -> MeasuredMemory:
         """As ``DeviceMemory``."""
         return min((self, *self.other_stages), key=lambda stage: stage.capacity_tokens(device_bytes))

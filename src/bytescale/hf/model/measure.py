@@ -126,10 +126,8 @@ def measured_memory(
         num_layers=len(decoder.layers),
         plain_head=isinstance(decoder.head, PlainHead),
         kernel_bytes_per_token=kernel_bytes_per_token(layers, kind, element_bytes),
-        nccl_bytes=nccl_reserve_bytes(num_ranks, num_parts, 1 if stage is None else stage.count)
-        if kind == "cuda"
-        else 0,
-        num_in_flight=1 if stage is None else stage.count - stage.number,
+        nccl_bytes=nccl_reserve_bytes(num_ranks, num_parts, num_stages) if kind == "cuda" else 0,
+        num_in_flight=1 if stage is None else num_stages - stage.number,
         has_head=stage is None or stage.is_last,
     )
 

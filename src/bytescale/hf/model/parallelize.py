@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -17,7 +18,7 @@ from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.stages import cut_to_stage
-from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
+from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism, planned_cuts
 from bytescale.runtime import Mesh, TokenShards
 
 
@@ -28,16 +29,21 @@ class RankPart:
     Attributes:
         named: its parameters, by their names in the whole model.
         cuts: of each, which part of the whole one it is.
+        share: of its numbers, those that one of the ``planned_parts`` would have.
     """
 
     named: list[tuple[str, nn.Parameter]]
     cuts: dict[str, Cut]
+    share: float
 
 
-def parallelize(decoder: AttachedDecoder, mesh: Mesh | None, *, stage: int = 0, num_stages: int = 1) -> RankPart:
+def parallelize(
+    decoder: AttachedDecoder, mesh: Mesh | None, *, stage: int = 0, num_stages: int = 1, planned_parts: int = 1
+) -> RankPart:
     """Reduce a whole decoder to this rank's part, in place (steps 1 and 2). All ranks of ``mesh`` call it together.
 
-    ``stage``, ``num_stages``: without a mesh, what to look at; with one, they are the mesh's.
+    ``stage``, ``num_stages``, ``planned_parts``: without a mesh, what to look at. Then tensor parallelism is planned
+    alone, and nothing but a stage is made.
 
     Raises ``ConfigError`` for a model that cannot be cut so, by name, and for a stage that has nothing to train.
     """
@@ -45,6 +51,7 @@ def parallelize(decoder: AttachedDecoder, mesh: Mesh | None, *, stage: int = 0, 
         stage, num_stages = mesh.stage, mesh.shape.pp
     named = list(decoder.model.named_parameters())
     cuts = {name: Cut(shape=tuple(parameter.shape)) for name, parameter in named}
+    planned = planned_cuts(decoder, planned_parts) if planned_parts > 1 else cuts
     if mesh is not None and mesh.tp.size > 1:
         cuts = apply_tensor_parallelism(decoder, TokenShards(mesh.tp))
     if num_stages > 1:
@@ -57,4 +64,8 @@ def parallelize(decoder: AttachedDecoder, mesh: Mesh | None, *, stage: int = 0, 
             so="its ranks would have nothing to update",
             fix="use fewer stages (parallel.pp), or train more of the model",
         )
-    return RankPart(named=named, cuts=cuts)
+    whole, parts = (
+        sum(math.prod(size) for size in sizes)
+        for sizes in zip(*((planned[name].shape, planned[name].part_shape) for name, _ in named), strict=True)
+    )
+    return RankPart(named=named, cuts=cuts, share=parts / whole)

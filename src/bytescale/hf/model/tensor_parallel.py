@@ -25,6 +25,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -84,12 +85,27 @@ def apply_tensor_parallelism(decoder: AttachedDecoder, shards: TokenShards) -> d
     return cuts
 
 
+def planned_cuts(decoder: AttachedDecoder, num_ranks: int) -> dict[str, Cut]:
+    """What the first of ``num_ranks`` ranks would have of every parameter. The model stays whole, and nothing is run.
+
+    Raises ``ConfigError`` for what the plan of transformers shows to be impossible.
+    """
+    return _Plan.of(decoder, _Rank(0, num_ranks)).cuts()
+
+
+class _Rank(NamedTuple):
+    """A rank that is not there."""
+
+    rank: int
+    size: int
+
+
 @dataclass(frozen=True)
 class _Plan:
     """What is cut, and where rows are gathered."""
 
     decoder: AttachedDecoder
-    tp: RankGroup
+    tp: RankGroup | _Rank
     styles: dict[str, str]
     """Of modules and parameters inside of regions, by name."""
     regions: dict[str, bool]
@@ -97,7 +113,7 @@ class _Plan:
     cuts_words: bool
 
     @staticmethod
-    def of(decoder: AttachedDecoder, tp: RankGroup) -> _Plan:
+    def of(decoder: AttachedDecoder, tp: RankGroup | _Rank) -> _Plan:
         model = decoder.model
         modules, root = dict(model.named_modules()), causal_model(model)
         prefix = next(name for name, module in modules.items() if module is root)
@@ -206,7 +222,7 @@ class _Plan:
                     _divide_heads(module, layer, self.tp.size)
 
     def add_messages(self, rows: TokenRows, cuts: dict[str, Cut]) -> None:
-        modules, tp = dict(self.decoder.model.named_modules()), self.tp
+        modules, tp = dict(self.decoder.model.named_modules()), rows.shards.tp
         # 1. An embedding of some words adds up over ranks.
         embedding, _ = embeddings_of(self.decoder.model)
         if self.cuts_words:

@@ -44,6 +44,7 @@ class HFModel:
     parameters: FlatParameters
     activations: Activations
     rows: MeasuredRows  # the memory that a token was seen to need
+    planned: tuple[int, float]  # tensor-parallel parts that are planned, and the share of the weights of one of them
     masters: list[Tensor]  # this rank's shards of the weights as read; empty where the parameters are not rounded
     more: Sequence[FlatParameters] = ()  # further ones, where ranks share layers
     units: Units | None = None  # open these layers
@@ -61,7 +62,8 @@ class HFModel:
 
         Of all stages, where ``ranks`` are a pipeline.
         """
-        own = measured_memory(self.part, self.rows, kind=kind, num_ranks=num_ranks)
+        own, (parts, share) = measured_memory(self.part, self.rows, kind=kind, num_ranks=num_ranks), self.planned
+        own = own.of_part(parts, share) if parts > 1 else own
         if ranks is None or ranks.mesh.shape.pp == 1:
             return own
         shape = ranks.mesh.shape
@@ -102,11 +104,13 @@ def build_attached_model(
     smallest: Callable[[Sequence[float]], Sequence[float]] = list,
     mesh: Mesh | None = None,
     stage: tuple[int, int] = (0, 1),
+    planned_parts: int = 1,
 ) -> HFModel:
     """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
 
     ``smallest``: the minimum over ranks of each of these numbers. All ranks go by the rank whose kernels keep most.
-    ``mesh``: of the ranks; None: one rank builds it to look at it. ``stage``: of a pipeline, and the number of stages.
+    ``mesh``: of the ranks; None: one rank builds it to look at it: at a ``stage`` of a pipeline of so many, and at one
+    of the ``planned_parts`` of tensor parallelism.
 
     Raises ``ConfigError`` if the model cannot be attached, or has no weights that can be read; ``CheckpointError`` if
     weights are missing, have other shapes or no place.
@@ -134,7 +138,7 @@ def build_attached_model(
     part.require_no_randomness()
     check_widths(part.structure, cuda_flash=isinstance(kernel, CudaFlashKernel))
 
-    own = parallelize(part, mesh, stage=stage[0], num_stages=stage[1])
+    own = parallelize(part, mesh, stage=stage[0], num_stages=stage[1], planned_parts=planned_parts)
 
     # 2. Flat buffers, in the order in which the model names its parameters.
     flat, units = _flat_buffers(config, part, own, mesh, num_shards, device=device, dtype=dtype)
@@ -152,6 +156,7 @@ def build_attached_model(
         units=units,
         activations=activations,
         rows=rows.of_all(smallest),
+        planned=(planned_parts, own.share),
         masters=masters,
     )
 

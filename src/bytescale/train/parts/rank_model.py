@@ -98,7 +98,14 @@ def describe_model(
     count, memories = config.parallel.pp, []
     for stage in range(count):
         model = build_attached_model(
-            config, architecture, kernel, device=device, dtype=dtype, num_shards=1, stage=(stage, count)
+            config,
+            architecture,
+            kernel,
+            device=device,
+            dtype=dtype,
+            num_shards=1,
+            stage=(stage, count),
+            planned_parts=config.parallel.tp,
         )
         memories.append(asdict(model.memory(kind, num_ranks)))
     return model.spec, MeasuredMemory.of_stages(memories)
