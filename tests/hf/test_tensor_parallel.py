@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
@@ -23,11 +23,13 @@ from bytescale.checkpoint.reading import CheckpointReader, wanted_by
 from bytescale.common.errors import ConfigError
 from bytescale.config import CheckpointConfig, OptimizerConfig
 from bytescale.hf.model import tensor_parallel
+from bytescale.hf.model.beside_products import BesideProducts
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
 from bytescale.hf.model.token_rows import TokenRows
 from bytescale.parity import small_model
-from bytescale.parity.compare import random_plan
+from bytescale.parity.compare import difference, random_plan
+from bytescale.parity.families import FAMILIES
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import FlatParameters, Mesh, MeshShape, RankGroup, ShardedOptimizer, TokenShards
@@ -35,7 +37,7 @@ from bytescale.runtime.loss import PlainHead
 from tests.helpers.effort import examples, one_in, one_of
 from tests.helpers.ranks import run_mesh, run_ranks
 
-from .cut_steps import LENGTHS, whole_plan, worst
+from .cut_steps import LENGTHS, batch_of, cut_step, whole_plan, worst
 
 TOLERANCE = 1e-10
 WORDS = {"vocab_size": 68}
@@ -70,7 +72,7 @@ def ring_plan(lengths: Sequence[int]) -> Plan:
 CASES = [(name, shape, mode) for mode in ("none", "full", "attention") for shape in MESHES for name in MODELS]
 
 
-@pytest.mark.parametrize(("name", "shape", "checkpointing"), one_in(11, CASES))
+@pytest.mark.parametrize(("name", "shape", "checkpointing"), one_in(13, CASES))
 def test_any_mesh_gives_the_numbers_of_one_process(name: str, shape: MeshShape, checkpointing: str) -> None:
     plan = whole_plan(LENGTHS) if shape.hdp == 1 else ring_plan(LENGTHS)
     assert worst(shape, model_of(name), LENGTHS, plan, checkpointing) <= TOLERANCE
@@ -109,6 +111,38 @@ def test_a_rank_has_its_heads_and_words() -> None:
         assert decoder.head.weight.shape == (17, 32)
         assert decoder.model.model.embed_tokens.weight.shape == (17, 32)
         assert decoder.spec.total == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "attention", "feed_forward"),
+    [
+        (lambda: model_of("llama"), (True, True, 3), (True, True, 2)),
+        (lambda: model_of("starcoder2"), (True, False, 3), (True, False, 1)),  # a bias behind the last product
+        (lambda: model_of("phi3"), (False, False, 0), (False, False, 0)),
+        (lambda: small_model("glm4_moe_lite", **FAMILIES["deepseek_v3"]), (False, True, 0), (True, True, 2)),
+    ],
+    ids=["llama", "starcoder2", "phi3", "latents"],
+)
+def test_messages_travel_beside_products(
+    model: Callable[[], nn.Module], attention: tuple[bool, bool, int], feed_forward: tuple[bool, bool, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Rows that something else than products needs are gathered as a whole. The slow twin sends around regions."""
+    given, own, found = batch_of(LENGTHS)[1], model(), {}
+    remember = BesideProducts.end
+
+    def noting(self: BesideProducts, result: Tensor) -> bool:
+        found[id(self)] = self
+        return remember(self, result)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BesideProducts, "end", noting)
+        fast = cut_step(MESHES[0], own, given, whole_plan(LENGTHS), "full")
+    ways = {(region.gathers, region.scatters, len(region._first)) for region in found.values()}
+    assert ways == {attention, feed_forward}
+    monkeypatch.setattr(tensor_parallel._Plan, "_beside", lambda *_: None)
+    slow = cut_step(MESHES[0], own, given, whole_plan(LENGTHS), "full")
+    assert difference(slow, fast).worst <= 1e-14
 
 
 def cut_alone(model: nn.Module, num_ranks: int = 2) -> None:
