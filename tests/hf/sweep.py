@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import sys
 import textwrap
@@ -21,13 +22,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from bytescale.common.errors import BytescaleError
+from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.stages import cut_to_stage
+from bytescale.hf.model.tensor_parallel import planned_cuts
 from bytescale.parity import FAMILIES, Setup, compare, small_model
 from bytescale.parity.compare import plain_step, random_documents
 from bytescale.parity.families import USUAL
 from bytescale.runtime import MeshShape
 
-from .cut_steps import LENGTHS, whole_plan
-from .cut_steps import worst as worst_of
+from .mesh_steps import compare_on_mesh
 
 TABLE = Path(__file__).parents[2] / "docs" / "model_types.md"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -106,7 +109,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 16, "num_heads": 4, "state_size": 4, "n_groups": 1},
     "llama4": COMPOSITE,
-    "longcat_flash": _MLA,
+    "longcat_flash": _MLA | {"num_layers": 2},
     "minicpm3": _MLA,
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 4,
                            "index_topk_blocks": 1},
@@ -164,16 +167,38 @@ def tried(name: str) -> Row:
     return Row(name, "equal") if worst <= TOLERANCES[dtype] else Row(name, "differs", f"{worst:.1e}")
 
 
-def cut(name: str) -> Row:
-    """The small model of an equal type on two tensor-parallel ranks, against itself in one process."""
+@dataclass(frozen=True)
+class Meshed:
+    """What becomes of an equal type on a mesh; ``tp``, ``pp``: why it is refused there, empty: it is not."""
+
+    name: str
+    tp: str
+    pp: str
+    result: Result
+    why: str = ""
+
+
+def meshed(name: str) -> Meshed:
+    """The small model on 2 HDP ranks x 2 tensor-parallel ones x 2 stages, where it may be so, against one process."""
     dtype = _dtype(name)
+    model, refused = _small(name, dtype), dict[str, str]()
+    for key, attempt in (
+        ("tp", lambda: planned_cuts(AttachedDecoder(copy.deepcopy(model)), 2)),
+        ("pp", lambda: [cut_to_stage(AttachedDecoder(copy.deepcopy(model)), stage, 2) for stage in range(2)]),
+    ):
+        try:
+            attempt()
+            refused[key] = ""
+        except BytescaleError as error:
+            refused[key] = _line(error).partition(": ")[2].removesuffix(" (base_model_tp_plan)")
+    shape = MeshShape(hdp=2, tp=1 if refused["tp"] else 2, pp=1 if refused["pp"] else 2)
+    documents = random_documents(model, Setup(lengths=(17, 1, 8, 3)))
     try:
-        worst = worst_of(MeshShape(hdp=1, tp=2), _small(name, dtype), LENGTHS, whole_plan(LENGTHS))
+        worst = compare_on_mesh(model, documents, shape).worst
     except AssertionError as error:
-        if isinstance(error.__cause__, BytescaleError):
-            return Row(name, "refused", _line(error.__cause__))
-        return Row(name, "failed", _line(error.__cause__ or error))
-    return Row(name, "equal") if worst <= TOLERANCES[dtype] else Row(name, "differs", f"{worst:.1e}")
+        return Meshed(name, **refused, result="failed", why=_line(error.__cause__ or error))
+    is_equal = worst <= TOLERANCES[dtype]
+    return Meshed(name, **refused, result="equal" if is_equal else "differs", why=f"{worst:.1e}")
 
 
 def equal_types(page: str) -> list[str]:
@@ -212,8 +237,8 @@ def _line(error: Exception) -> str:
     return text.partition(". ")[0].removesuffix(".")
 
 
-def page(rows: list[Row], of_cuts: list[Row]) -> str:
-    """docs/model_types.md. ``of_cuts``: of the equal types, what becomes of them when they are cut."""
+def page(rows: list[Row], of_meshes: list[Meshed]) -> str:
+    """docs/model_types.md. ``of_meshes``: of the equal types, what becomes of them on a mesh."""
     found = {result: [row for row in rows if row.result == result] for result in ("equal", "refused", "not tried")}
     assert sum(map(len, found.values())) == len(rows), [r for r in rows if r.result in ("differs", "failed")]
     lines = [
@@ -232,16 +257,22 @@ def page(rows: list[Row], of_cuts: list[Row]) -> str:
     for result, title in (("refused", "Refused by name"), ("not tried", "Not tried")):
         lines += ["", f"## {title}: {len(found[result])}", "", "| type | why |", "|---|---|"]
         lines += [line_of(row) for row in found[result]]
-    refused = [row for row in of_cuts if row.result == "refused"]
-    assert all(row.result in ("equal", "refused") for row in of_cuts), of_cuts
+    assert all(row.result == "equal" for row in of_meshes), [row for row in of_meshes if row.result != "equal"]
     lines += [
         "",
-        f"## Tensor parallelism: {len(of_cuts) - len(refused)} of {len(of_cuts)}",
+        "## On meshes",
         "",
-        "The equal types on two tensor-parallel ranks, cut as transformers plans it. These are refused by name:",
-        "",
-        *(f"- {row.name}: {row.why}" for row in refused),
+        "Each equal type on 2 tensor-parallel ranks x 2 pipeline stages x 2 HDP ranks, where it may be so: one step of",
+        "a plan whose documents ranks share, against plain transformers in one process, as above.",
     ]
+    for key, title in (("tp", "Tensor parallelism"), ("pp", "Pipelines")):
+        whys: dict[str, list[str]] = {}
+        for row in of_meshes:
+            if why := getattr(row, key):
+                whys.setdefault(why, []).append(f"`{row.name}`")
+        number = len(of_meshes) - sum(map(len, whys.values()))
+        lines += ["", f"### {title}: {number} of {len(of_meshes)}", "", "| refused by name | why |", "|---|---|"]
+        lines += [f"| {', '.join(names)} | {why.replace('|', ' ')} |" for why, names in sorted(whys.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -260,7 +291,7 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     if not sys.argv[1:]:
         rows = list(sweep())
-        of_cuts = [cut(row.name) for row in rows if row.result == "equal"]
-        TABLE.write_text(page(rows, of_cuts), encoding="utf-8")
+        of_meshes = [meshed(row.name) for row in rows if row.result == "equal"]
+        TABLE.write_text(page(rows, of_meshes), encoding="utf-8")
     for row in sweep(sys.argv[1:]) if sys.argv[1:] else ():
         print(f"{row.name:24} {row.result:10} {row.why[:260]}", flush=True)

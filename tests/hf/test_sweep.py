@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .sweep import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, TABLE, cut, equal_types, is_of_this_version, line_of, tried
+from .sweep import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, TABLE, equal_types, is_of_this_version, line_of, meshed, tried
 
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 pytestmark = pytest.mark.skipif(not is_of_this_version(), reason="docs/model_types.md is of another transformers")
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not is_of_this_version(), reason="docs/model_typ
 
 def test_the_page_has_every_type() -> None:
     page = TABLE.read_text(encoding="utf-8")
-    assert [name for name in TYPES if page.count(f"`{name}`") != 1] == []
+    assert [name for name in TYPES if page.partition("## On meshes")[0].count(f"`{name}`") != 1] == []
 
 
 @pytest.mark.exhaustive
@@ -29,7 +29,9 @@ def test_a_type_is_what_the_page_says(name: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", equal_types(TABLE.read_text(encoding="utf-8")))
-def test_a_type_is_cut_as_the_page_says(name: str) -> None:
-    row, section = cut(name), TABLE.read_text(encoding="utf-8").partition("## Tensor parallelism")[2]
-    assert row.result in ("equal", "refused"), row
-    assert (f"- {name}: {row.why}\n" in section) if row.result == "refused" else (f"- {name}: " not in section)
+def test_a_type_is_on_meshes_what_the_page_says(name: str) -> None:
+    row, sections = meshed(name), TABLE.read_text(encoding="utf-8").partition("### Tensor parallelism")[2]
+    assert row.result == "equal", row
+    for why, section in zip((row.tp, row.pp), sections.split("### Pipelines"), strict=True):
+        lines = [line for line in section.splitlines() if f"`{name}`" in line]
+        assert [line.endswith(f"| {why.replace('|', ' ')} |") for line in lines] == ([True] if why else [])
