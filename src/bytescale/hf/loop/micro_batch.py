@@ -28,10 +28,11 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.units import GIBI
 from bytescale.cost.memory import DeviceKind, MeasuredMemory
 from bytescale.hf.batch.prefixes import of_documents
-from bytescale.hf.model.decoder import AttachedDecoder, MicroBatchPass
+from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
 from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
 from bytescale.hf.model.measure import check_widths, measure_rows, measured_memory
+from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.plan import MicroBatch
 from bytescale.plan.rank_plan import SharedGroup, concatenated_ranges
 from bytescale.runtime import Activations, HostPool, RankGroup

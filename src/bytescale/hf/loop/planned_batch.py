@@ -32,9 +32,9 @@ from bytescale.data.order.batches import SamplerState
 from bytescale.hf.batch.documents import RankBatch
 from bytescale.hf.batch.prefixes import of_documents
 from bytescale.hf.loop.micro_batch import Micro
-from bytescale.hf.model.decoder import MicroBatchPass
 from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.long_rope import require_short_enough
+from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.plan import MicroBatch
 from bytescale.plan.last_message import last_backward_is_silent
 from bytescale.runtime.plain_data import all_gather_json, broadcast_json

@@ -9,74 +9,32 @@ Shape letters: T rows of a micro-batch, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from bytescale.attention import PackedAttention
-from bytescale.attention.autocast import in_autocast
-from bytescale.common.errors import ConfigError, RankFailure
-from bytescale.common.units import format_bytes
+from bytescale.common.errors import ConfigError
 from bytescale.cost.spec import ModelSpec
+from bytescale.hf.model.blind import LayerRecurrence
 from bytescale.hf.model.changes import Snapshot
 from bytescale.hf.model.costs import experts_of, spec_of
 from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states, require_words
-from bytescale.hf.model.interface import KEYWORD, Attachment, Call, Target, refusal
+from bytescale.hf.model.interface import KEYWORD, Attachment, refusal
 from bytescale.hf.model.long_rope import fix_rope, longest_document_of, require_short_enough, unfix_rope
-from bytescale.hf.model.probe import LayerAttention, ModelStructure, probe, scale_of
-from bytescale.recurrence import Cuts, GroupCuts
+from bytescale.hf.model.passes import MicroBatchPass
+from bytescale.hf.model.probe import LayerAttention, ModelStructure, probe
+from bytescale.hf.model.stage import Stage, StageEnd
 from bytescale.runtime.experts import num_experts_of
 from bytescale.runtime.loss import Head, PlainHead
 
 if TYPE_CHECKING:
     from bytescale.hf.model.token_rows import TokenRows
-
-
-class StageEnd(Exception):
-    """Ends the pass of a stage, with its output ``[1, T, C]``."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-
-@dataclass(kw_only=True)
-class Stage:
-    """One stage of a decoder, from its first to its last own layer.
-
-    Attributes:
-        names: of the parameters that it owns. A tied head is owned by the first stage, with the embedding.
-        tied: the weights of the embedding or of the head, where they are one and lie on two stages; else None.
-        received: ``[1, T, C]`` that the first own layer is given in the pass that runs; None on the first stage.
-    """
-
-    number: int
-    count: int
-    names: frozenset[str] = frozenset()
-    tied: nn.Parameter | None = None
-    received: Tensor | None = field(default=None, repr=False)
-
-    @property
-    def is_first(self) -> bool:
-        return self.number == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.number == self.count - 1
-
-    @contextmanager
-    def receiving(self, hidden: Tensor | None) -> Iterator[None]:
-        """While the model runs, its first own layer is given ``hidden [1, T, C]``."""
-        self.received = hidden
-        try:
-            yield
-        finally:
-            self.received = None
 
 
 class AttachedDecoder(nn.Module):
@@ -109,8 +67,8 @@ class AttachedDecoder(nn.Module):
             self.undo = undo.pop_all().close
             """Leaves the model as it was before."""
         modules = {name or type(module).__name__: module for name, module in model.named_modules()}
-        self.attentions = {modules[layer.name]: layer for layer in self.structure.layers}
-        self.mixers = {modules[mixer.name]: mixer for mixer in self.structure.mixers}
+        self.attentions: dict[nn.Module, LayerAttention] = {modules[own.name]: own for own in self.structure.layers}
+        self.mixers: dict[nn.Module, LayerRecurrence] = {modules[mixer.name]: mixer for mixer in self.structure.mixers}
         self._snapshot = Snapshot(model, self.attentions)
         self.num_calls = len(self.structure.names)
         self.stage: Stage | None = None
@@ -316,151 +274,6 @@ class AttachedDecoder(nn.Module):
     def own_rows(self, rows: Tensor, num_rows: int) -> Tensor:
         """Of the rows that the model computes with, those that are this rank's of ``num_rows`` tokens: ``[t, C]``."""
         return rows[:num_rows] if self.token_rows is None else self.token_rows.own(rows, num_rows)
-
-
-class MicroBatchPass(Target):
-    """Hands every layer's call to the ring or the pack. No mask is made: the documents of a micro-batch are known."""
-
-    def __init__(
-        self, decoder: AttachedDecoder, attention_of: Callable[[torch.dtype], PackedAttention], num_rows: int, *,
-        has_ring: bool = True, name: str = "a micro-batch",
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:  # fmt: skip
-        """``num_rows``: this rank's tokens; 0 in a ring: the model runs on one row that stands for none.
-
-        ``around``: makes the context of every forward.
-        """
-        self.decoder, self.num_rows, self.has_ring, self.name = decoder, num_rows, has_ring, name
-        self.keep: Callable[[nn.Module, str, Tensor], None] | None = None
-        """Called by every recurrence with what it leaves behind (``GroupCuts.keep``)."""
-        self._attention_of, self._around, self._context = attention_of, around, ExitStack()
-        self.trained = False
-        """Whether the model has run it with gradients."""
-        self._cuts: dict[int, GroupCuts] = {}
-        self._calls = self._backwards_to_come = 0
-        self._in_forward = False
-
-    def begin(self) -> None:
-        """Called when the model's forward begins. Raises ``ConfigError`` where random numbers would be drawn."""
-        self.decoder.require_no_randomness()
-        if self.decoder.is_frozen and torch.is_grad_enabled():
-            raise refusal(
-                "a second model",
-                "it runs with gradients, and was attached for passes without them",
-                so="other ranks would wait for its backward",
-                fix="call it under torch.no_grad(), and give a model that is trained an HDP of its own",
-            )
-        self._calls, self._in_forward = 0, True
-        self.trained |= torch.is_grad_enabled()
-        self._context.enter_context(self._around())
-
-    def end(self, completed: bool) -> None:
-        """Called when forward has ended."""
-        self._in_forward = False
-        self._context.close()
-        if completed:
-            self.require_all_calls()
-
-    def require_all_calls(self) -> None:
-        """Raise ``ConfigError`` unless all layers have called attention, once each."""
-        if self._calls != self.decoder.num_calls:
-            raise refusal(
-                "the model",
-                f"attention and recurrences were called {self._calls} times in a pass; when the model was attached, "
-                f"{self.decoder.num_calls} times",
-                so="members of a ring would wait for each other forever",
-                fix="run the same layers in every pass (no layer drop), and attach again after the model has changed",
-            )
-
-    @torch.compiler.disable
-    def attend(self, call: Call) -> Tensor:
-        """``[1, T, H, Dv]`` from ``[1, H, T, D]`` queries; rows in the micro-batch's order."""
-        layer = self.decoder.attentions.get(call.module)
-        if layer is None:
-            raise _not_attached(call.module)
-        rows = max(1, self.num_rows)
-        if call.query.shape[0] != 1 or {call.query.shape[2], call.key.shape[2]} != {rows} or call.mask is not None:
-            raise refusal(
-                layer.name,
-                f"{call.query.shape[2]} queries and {call.key.shape[2]} keys in a micro-batch of {rows} rows"
-                + (", and a mask" if call.mask is not None else ""),
-                so="rows could not be told apart",
-                fix="call the model with micro.inputs as they are; a key has to stand for one token",
-            )
-        if call.options.get("dropout") or scale_of(call) != layer.rules.scale:
-            raise refusal(
-                layer.name,
-                f"it attends with dropout {call.options.get('dropout')} and scale {call.options.get('scaling')}; when "
-                f"it was attached, with {layer.rules.scale or 'the usual scale'} and without dropout",
-                so="the pass would compute with what was found then",
-                fix="change the model before HDP(...)",
-            )
-        q, k, v = (in_autocast(tensor[0].transpose(0, 1)) for tensor in (call.query, call.key, call.value))
-        attention = self._attention_of(q.dtype)
-        sinks = call.options.get("s_aux")
-        if self.num_rows == 0 and self.has_ring:
-            out = attention(q[:0], k[:0], v[:0], layer.rules, sinks)
-            out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
-        else:
-            out = attention(q, k, v, layer.rules, sinks)
-        return self._counted(out)[None]
-
-    @torch.compiler.disable
-    def mix(self, mixer: nn.Module, plain: Callable[[], Any], cut: Callable[[Cuts], Any]) -> Any:
-        """The output of a recurrent layer, whose documents are cut as the plan says."""
-        if mixer not in self.decoder.mixers:
-            raise _not_attached(mixer)
-        attention = self._attention_of(in_autocast(next(mixer.parameters())).dtype)
-        cuts = self._cuts.get(id(attention)) or self._cuts.setdefault(id(attention), GroupCuts(attention))
-        cuts.keep = None if self.keep is None else partial(self.keep, mixer)
-        try:
-            out = cut(cuts)
-        except torch.OutOfMemoryError as error:
-            layer = self.decoder.mixers[mixer]
-            numbers = len(cuts.fragments) * (2 * layer.state_numbers + layer.decay_numbers)
-            raise ConfigError(
-                f"{layer.name} ran out of memory, where the {len(cuts.fragments)} segments of documents that ranks "
-                f"share need {format_bytes(4 * numbers)} for the states before and after them, and what they do to one",
-                so="the pass cannot go on",
-                fix="lower capacity_tokens, so that fewer documents are in a micro-batch, or use checkpointing='full'",
-            ) from error
-        self._counted(out[0] if isinstance(out, tuple) else out)
-        return out
-
-    def _counted(self, out: Tensor) -> Tensor:
-        if self._in_forward:
-            self._calls += 1
-            if out.requires_grad:
-                self._backwards_to_come += 1
-                out.register_hook(self._one_backward_less)
-        return out
-
-    def require_finished(self) -> None:
-        """Raise ``RankFailure`` if other members of the ring wait for a backward that has not come."""
-        if self.has_ring and self.backward_is_missing:
-            raise RankFailure(
-                f"{self.name}: its backward has not run, and the next micro-batch was asked for",
-                so="the other ranks that hold parts of its documents wait for this one",
-                fix="call backward on every micro-batch's loss before you ask for the next one; a pass without "
-                "backward belongs under torch.no_grad()",
-            )
-
-    @property
-    def backward_is_missing(self) -> bool:
-        """Whether forward kept a graph whose backward has not run."""
-        return self._backwards_to_come > 0
-
-    def _one_backward_less(self, gradient: Tensor) -> None:
-        self._backwards_to_come -= 1
-
-
-def _not_attached(module: nn.Module) -> ConfigError:
-    return refusal(
-        type(module).__name__,
-        "it was not part of the model when the model was attached",
-        so="where its documents begin is not known",
-        fix="attach again after the model has changed",
-    )
 
 
 def second_model(model: nn.Module, first: nn.Module, *, same_tokenizer: bool) -> AttachedDecoder:

@@ -22,9 +22,10 @@ from bytescale.attention import PackedAttention, select_kernel
 from bytescale.common.errors import ConfigError
 from bytescale.cost.split import split_costs
 from bytescale.hf.model.costs import weights_of
-from bytescale.hf.model.decoder import AttachedDecoder, Stage, StageEnd
+from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.interface import refusal
+from bytescale.hf.model.stage import Stage, StageEnd
 from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
 

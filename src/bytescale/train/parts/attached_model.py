@@ -115,7 +115,40 @@ def build_attached_model(
     Raises ``ConfigError`` if the model cannot be attached, or has no weights that can be read; ``CheckpointError`` if
     weights are missing, have other shapes or no place.
     """
-    # 1. The model with weights that are not rounded; then on our attention, on its device.
+    architecture, part, exact = _whole_model(config, architecture, mesh, device=device, dtype=dtype)
+    check_widths(part.structure, cuda_flash=isinstance(kernel, CudaFlashKernel))
+    own = parallelize(part, mesh, stage=stage[0], num_stages=stage[1], planned_parts=planned_parts)
+
+    # Flat buffers, in the order in which the model names its parameters.
+    flat, units = _flat_buffers(config, part, own, mesh, num_shards, device=device, dtype=dtype)
+    masters = [shard for own in flat for shard in shard_of(exact, own, rank)]
+    exact.clear()
+
+    # Checkpointing and offloading, and what a token needs with them.
+    tp = None if mesh is None else mesh.tp
+    activations, rows = _measured_activations(config, part, kernel, device, flat, num_ranks=num_shards, tp=tp)
+    return HFModel(
+        architecture=architecture,
+        part=part,
+        parameters=flat[0],
+        more=flat[1:],
+        units=units,
+        activations=activations,
+        rows=rows.of_all(smallest),
+        planned=(planned_parts, own.share),
+        masters=masters,
+    )
+
+
+def _whole_model(
+    config: Config,
+    architecture: AttachedArchitecture,
+    mesh: Mesh | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[AttachedArchitecture, AttachedDecoder, dict[str, Tensor]]:
+    """The attached model on its device, and its weights by name where they would be rounded."""
     source, content = config.trainer.init, architecture.content
     if source.startswith(HF_PREFIX):
         folder = source_folder(source)
@@ -136,29 +169,7 @@ def build_attached_model(
         model.to(device)
     part = AttachedDecoder(model.train(), longest_document=config.data.context_length)
     part.require_no_randomness()
-    check_widths(part.structure, cuda_flash=isinstance(kernel, CudaFlashKernel))
-
-    own = parallelize(part, mesh, stage=stage[0], num_stages=stage[1], planned_parts=planned_parts)
-
-    # 2. Flat buffers, in the order in which the model names its parameters.
-    flat, units = _flat_buffers(config, part, own, mesh, num_shards, device=device, dtype=dtype)
-    masters = [shard for own in flat for shard in shard_of(exact, own, rank)]
-    exact.clear()
-
-    # 3. Checkpointing and offloading, and what a token needs with them.
-    tp = None if mesh is None else mesh.tp
-    activations, rows = _measured_activations(config, part, kernel, device, flat, num_ranks=num_shards, tp=tp)
-    return HFModel(
-        architecture=architecture,
-        part=part,
-        parameters=flat[0],
-        more=flat[1:],
-        units=units,
-        activations=activations,
-        rows=rows.of_all(smallest),
-        planned=(planned_parts, own.share),
-        masters=masters,
-    )
+    return architecture, part, exact
 
 
 def _flat_buffers(
