@@ -6,6 +6,7 @@ kind on which the profile was measured, or GPUs in bf16 if nothing was measured.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -18,7 +19,7 @@ from bytescale.cli.options import Settings, leading_path, read
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.limits import limits
-from bytescale.common.parsing import parse_json
+from bytescale.common.parsing import parse_json, read_input, read_text
 from bytescale.common.units import GIBI, KIBI, MOST_COUNT
 from bytescale.config import (
     AUTO_CAPACITY,
@@ -46,6 +47,7 @@ from bytescale.planner import make_planner
 from bytescale.simulator import ClusterConfig, step_seconds
 
 ASSUMED_GIB = 80.0  # memory of a GPU that this machine does not have
+MOST_SEQUENCES = 2**20  # of a batch that a file gives
 _ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 DEFAULTS = Config(
@@ -153,11 +155,11 @@ def read_lengths(path: Path) -> IntArray:
     """Read ``[S]`` whole numbers of at least 1 from a .npy, .json or text file."""
     try:
         if path.suffix == ".npy":
-            values = np.load(path, allow_pickle=False)
+            values = np.load(io.BytesIO(read_input(path)), allow_pickle=False)
         elif path.suffix == ".json":
-            values = np.array(parse_json(path.read_text(encoding="utf-8")))
+            values = np.array(parse_json(read_input(path)))
         else:
-            values = np.array([float(word) for word in path.read_text(encoding="utf-8").replace(",", " ").split()])
+            values = np.array(read_text(path).replace(",", " ").split(), dtype=float)
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} cannot be read as lengths ({error})",
@@ -165,6 +167,12 @@ def read_lengths(path: Path) -> IntArray:
         ) from error
     if values.ndim != 1 or values.dtype.kind not in "iuf" or not len(values):
         raise DataError(f"{path} does not hold a list of numbers", fix="give one number of tokens per sequence")
+    if len(values) > MOST_SEQUENCES:
+        raise DataError(
+            f"{path} has {len(values)} lengths",
+            so="that is no batch: the plan would take minutes",
+            fix=f"give those of one batch, at most {MOST_SEQUENCES}",
+        )
     wrong = np.flatnonzero((values < 1) | (values > MOST_COUNT) | (values != np.floor(values)))
     if len(wrong):
         raise DataError(

@@ -19,6 +19,8 @@ _REMEDIES = {
     errno.EROFS: "name a place that can be written",
     errno.ENOTDIR: "a part of this path is a file: name another path",
     errno.EEXIST: "remove it, or name another path",
+    errno.EFBIG: "name the file that is meant: no such file is as large",
+    errno.ENXIO: "name a file: a device, a FIFO or a socket may never end",
     errno.EISDIR: "this is a folder: name a file",
     errno.ENOENT: "look for a spelling mistake, or make the folder first",
     errno.ENAMETOOLONG: "use a shorter name",

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from bytescale.common.errors import typed_path
+from bytescale.common.parsing import read_input
 from bytescale.storage.filesystems import guarded, open_filesystem
 from bytescale.storage.retry import ANSWER_SECONDS, tried
 
@@ -157,7 +158,7 @@ def folders_in(folder: Place) -> list[str]:
 def read_file(file: Place) -> bytes:
     """Return the whole content of a file. Raises ``OSError``."""
     if isinstance(file, Path):
-        return file.read_bytes()
+        return read_input(file, 2**30)
     return file._tried(lambda system, path: system.cat_file(path))
 
 

@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock, write_atomically
 from bytescale.common.errors import ConfigError, DataError, is_panic, typed_path
-from bytescale.common.parsing import parse_json
+from bytescale.common.parsing import parse_json, read_input, read_text
 from bytescale.config.schema import Bos, DataConfig
 from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.sources.records import ReadCounts, WorkUnit, iter_records, kind_of, plan_units
 from bytescale.data.tokens.progress import Progress, ProgressCallback
+from bytescale.data.tokens.text_room import check_room, checked_growth
 from bytescale.storage.retry import with_retries
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,9 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """``[num_bytes]`` uint8 per text."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def check_room(self, text: str) -> None:
+        """There is room for any record that is read."""
 
     def encode_with_offsets(self, text: str, spelled: Sequence[tuple[int, int]] = ()) -> tuple[IntArray, IntArray]:
         """There are no special tokens. All bytes of a character have its place."""
@@ -112,6 +116,7 @@ class JsonTokenizer:
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         content = f"{self.eos_id}\0{tokenizer.to_str()}".encode()
         self.fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()  # equal where all is encoded alike
+        self._growth = checked_growth(tokenizer, name)
 
     @staticmethod
     def from_file(path: Path, eos_token: str | None = None, bos: Bos = "never") -> JsonTokenizer:
@@ -125,7 +130,8 @@ class JsonTokenizer:
         """
         file = path / "tokenizer.json" if path.is_dir() else path
         with _rust_errors(f"{file} is not a tokenizer.json"):
-            tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+            tokenizer = tokenizers.Tokenizer.from_str(read_text(file))
+        checked_growth(tokenizer, str(path))  # before the tokenizer is asked for its BOS
         # The file may carry the truncation and padding of the model it was saved with.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -142,8 +148,17 @@ class JsonTokenizer:
         self.__dict__.update(state)
         self._tokenizer.encode_special_tokens = True
 
+    def check_room(self, text: str) -> None:
+        """Raise ``DataError`` for a text whose encoding would fill the memory."""
+        check_room(text, self._growth, self._encoded)
+
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """``[num_tokens]`` int64 per text, without EOS. An empty text has none."""
+        """``[num_tokens]`` int64 per text, without EOS. An empty text has none. Raises as ``check_room``."""
+        for text in texts:
+            self.check_room(text)
+        return self._encoded(texts)
+
+    def _encoded(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         with _rust_errors(f"tokenizer {self.name} cannot encode a text"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
@@ -154,6 +169,7 @@ class JsonTokenizer:
         For text that a chat template has written. Row i is the first character of token i, and one past the last.
         Special tokens in ``spelled``, ranges of characters, are encoded as text. Raises ``DataError`` if none is one.
         """
+        self.check_room(text)
         self._tokenizer.encode_special_tokens = False
         try:
             with _rust_errors(f"tokenizer {self.name} cannot encode a text"):
@@ -297,7 +313,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(read_input(path))
     except (ValueError, OSError) as error:
         raise DataError(
             f"{path} is not JSON ({error})", so="its eos_token and chat template are unknown", fix="mend it"

@@ -25,10 +25,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from bytescale.checkpoint.hugging_face import appearing
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import CheckpointError, ConfigError, typed_path
-from bytescale.common.parsing import parse_json
+from bytescale.common.parsing import parse_json, read_input
 from bytescale.config import AttachedArchitecture, Config
 from bytescale.config.hugging_face import refuse_quantised
-from bytescale.config.resolve import described_architecture, source_folder
+from bytescale.config.resolve import SEEN_WEIGHTS, described_architecture, source_folder
 from bytescale.hf.files.weight_stream import adapted_ties, untie
 from bytescale.hf.model.long_rope import longest_document_of
 from bytescale.models.hf_folder import (
@@ -356,7 +356,7 @@ def _base_of(run_config: Config | None, origin: Path | None, given: str) -> Path
             fix=remedy,
         )
     try:
-        seen = str(parse_json(((origin or base) / "weights.json").read_text(encoding="utf-8"))["fingerprint"])
+        seen = str(parse_json(read_input((origin or base) / SEEN_WEIGHTS))["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
         seen = "not known"
     if seen != weights_fingerprint(base):
