@@ -84,9 +84,11 @@ def _start_training(options: TrainOptions) -> None:
         validate(config, num_ranks=ranks_of_torchrun())
         options = replace(options, config=config)
     if not config.trainer.resume and ranks_of_torchrun() is None:
-        from bytescale.train.run_folder import check_is_new
+        from bytescale.checkpoint.folder_of_run import local_folder
+        from bytescale.train.run_folder import check_can_be_made, check_is_new
 
         check_is_new(Path(config.trainer.run_dir))
+        check_can_be_made(local_folder(config.checkpoint.folder, Path(config.trainer.run_dir)))
     if options.dry_run:
         from bytescale.train.parts.budget import check_room
 

@@ -13,7 +13,6 @@ import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,13 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock, write_atomically
-from bytescale.common.errors import ConfigError, DataError, is_panic, typed_path
+from bytescale.common.errors import ConfigError, DataError, typed_path
 from bytescale.common.parsing import parse_json, read_input, read_text
 from bytescale.config.schema import Bos, DataConfig
 from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.sources.records import ReadCounts, WorkUnit, iter_records, kind_of, plan_units
 from bytescale.data.tokens.progress import Progress, ProgressCallback
-from bytescale.data.tokens.text_room import check_room, checked_growth
+from bytescale.data.tokens.tokenizer_limits import check_room, check_tokenizer, growth_of, no_traces, rust_errors
 from bytescale.storage.retry import with_retries
 
 logger = logging.getLogger(__name__)
@@ -116,7 +115,7 @@ class JsonTokenizer:
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         content = f"{self.eos_id}\0{tokenizer.to_str()}".encode()
         self.fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()  # equal where all is encoded alike
-        self._growth = checked_growth(tokenizer, name)
+        self._growth = growth_of(tokenizer)
 
     @staticmethod
     def from_file(path: Path, eos_token: str | None = None, bos: Bos = "never") -> JsonTokenizer:
@@ -129,12 +128,12 @@ class JsonTokenizer:
         ``tokenizer_config.json`` is not JSON.
         """
         file = path / "tokenizer.json" if path.is_dir() else path
-        with _rust_errors(f"{file} is not a tokenizer.json"):
+        with rust_errors(f"{file} is not a tokenizer.json"), no_traces():
             tokenizer = tokenizers.Tokenizer.from_str(read_text(file))
-        checked_growth(tokenizer, str(path))  # before the tokenizer is asked for its BOS
-        # The file may carry the truncation and padding of the model it was saved with.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+            # The file may carry the truncation and padding of the model it was saved with.
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            check_tokenizer(tokenizer, str(path))
         settings = tokenizer_settings(file.parent)
         return JsonTokenizer(
             tokenizer,
@@ -159,7 +158,7 @@ class JsonTokenizer:
         return self._encoded(texts)
 
     def _encoded(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        with _rust_errors(f"tokenizer {self.name} cannot encode a text"):
+        with rust_errors(f"tokenizer {self.name} cannot encode a text"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
@@ -172,7 +171,7 @@ class JsonTokenizer:
         self.check_room(text)
         self._tokenizer.encode_special_tokens = False
         try:
-            with _rust_errors(f"tokenizer {self.name} cannot encode a text"):
+            with rust_errors(f"tokenizer {self.name} cannot encode a text"):
                 encoding = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
@@ -216,18 +215,6 @@ class JsonTokenizer:
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
-
-
-@contextmanager
-def _rust_errors(what: str) -> Iterator[None]:
-    """Raise what the library refuses as ``DataError``. It raises bare Exception, or panics: that is no Exception."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error) is Exception or is_panic(error) or isinstance(error, UnicodeDecodeError):
-            text = " ".join(str(error).split())[:300]
-            raise DataError(f"{what} ({text})", fix="save it again with Tokenizer.save()") from error
-        raise
 
 
 def _tokens_by_id(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
@@ -290,7 +277,7 @@ def _bos_token(tokenizer: Any, settings: Mapping[str, Any], bos: Bos, file: Path
         return named if bos == "always" else None
     if isinstance(settings.get("add_bos_token"), bool):  # transformers goes by it
         return named if settings["add_bos_token"] else None
-    with _rust_errors(f"tokenizer {file} cannot encode a text"):
+    with rust_errors(f"tokenizer {file} cannot encode a text"):
         first = tokenizer.encode("a", add_special_tokens=True).tokens[:1]
     return named if first == [named] else None
 

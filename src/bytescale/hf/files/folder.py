@@ -117,7 +117,7 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
     """
     refuse_quantised(content, str(folder / "config.json"))
     stored_tensors(folder)
-    with _causal_model_or_error(content), _no_progress_bar():
+    with _causal_model_or_error(content), _quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config_of(content),
@@ -162,14 +162,18 @@ def _ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
+def _quiet() -> Iterator[None]:
+    """Without progress bars, and without transformers' report, which has names of tensors as they are in a file."""
+    told = transformers.utils.logging
+    shown, level = told.is_progress_bar_enabled(), told.get_verbosity()
+    told.disable_progress_bar()
+    told.set_verbosity_error()
     try:
         yield
     finally:
+        told.set_verbosity(level)
         if shown:
-            transformers.utils.logging.enable_progress_bar()
+            told.enable_progress_bar()
 
 
 @contextmanager
@@ -322,7 +326,7 @@ def export_attached(
             model = wrapped.merge_and_unload()
         if architecture.trained:
             model = model.to(target_dtype)
-        with _no_progress_bar():
+        with _quiet():
             model.save_pretrained(hidden, max_shard_size=shard_bytes)  # type: ignore[operator]
         written = {key: name for key in ("dtype", "torch_dtype") if key in content} or {"dtype": name}
         write_json(hidden / "config.json", content | written)

@@ -9,36 +9,57 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Callable, Sequence, Sized
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from bytescale.common.errors import DataError
+import tokenizers
+
+from bytescale.common.errors import DataError, is_panic
 
 MOST_TOKENS = 2**22
 """Tokens of the longest text that is encoded: twice those of a context of 2M."""
 MOST_GROWTH = 16.0
 """Characters that a tokenizer may make of one before it cuts text. Those of well-known models make up to 4."""
+MOST_WORD = 1024
+_PROBE = "A text, 1 of 2: naïve 文本 😀\n\n"
+"""What is encoded before a tokenizer is used: over this, damaged ones stumble."""
 _MOST_CHARACTERS = 2**25  # that it makes of a text
 _SURE_CHARACTERS, _SAMPLES = 2**20, 16  # of a text that may be encoded unseen; of a longer one
 
 
-def checked_growth(tokenizer: Any, name: str) -> float:
-    """How many characters a tokenizer of the library makes of one. Raises ``DataError`` for too many."""
+def growth_of(tokenizer: Any) -> float:
+    """How many characters a tokenizer of the library makes of one before it cuts text."""
     parts = [part for part in (tokenizer.normalizer, tokenizer.pre_tokenizer) if part is not None]
-    found = _growth([json.loads(part.__getstate__()) for part in parts])
-    if found > MOST_GROWTH:
+    return _growth([json.loads(part.__getstate__()) for part in parts])
+
+
+def check_tokenizer(tokenizer: Any, name: str) -> None:
+    """Raise ``DataError`` for a tokenizer that could fill the memory, or work for hours, and as the library."""
+    what, growth, model = "", growth_of(tokenizer), tokenizer.model
+    if growth > MOST_GROWTH:
+        what = f"makes up to {growth:.3g} characters of one before it cuts text"
+    longest = getattr(model, "max_input_chars_per_word", 0)
+    if isinstance(model, tokenizers.models.Unigram):
+        longest = max(map(len, tokenizer.get_vocab()), default=0)
+    if longest > MOST_WORD:
+        what = f"tries words of up to {longest} characters at every character"
+    if what:
         raise DataError(
-            f"tokenizer {name} makes up to {found:.3g} characters of one before it cuts text",
-            so="a short text could fill the memory",
-            fix="take the steps that do it out of the normalizer and the pre_tokenizer of its tokenizer.json",
+            f"tokenizer {name} {what}",
+            so="a short text could fill the memory, or take hours",
+            fix="take that out of its tokenizer.json, or use another tokenizer",
         )
-    return found
+    with suppress(Exception):  # it may have no token for something of it; a panic is no Exception
+        tokenizer.encode_batch_fast([_PROBE])
 
 
 def check_room(text: str, growth: float, encode: Callable[[Sequence[str]], Sequence[Sized]]) -> None:
     """Raise ``DataError`` for a text that has too many tokens, judged by samples of it.
 
-    ``growth``: as ``checked_growth``. ``encode``: from texts to their tokens.
+    ``growth``: as ``growth_of``. ``encode``: from texts to their tokens.
     """
     if len(text) * growth <= _SURE_CHARACTERS:
         return
@@ -72,3 +93,34 @@ def _growth(step: Any) -> float:
         case "Precompiled":  # pieces of text, each with a NUL behind it, that stand in the place of others
             return max(1.0, max(map(len, base64.b64decode(step["precompiled_charsmap"]).split(b"\0"))) / 64)
     return inner
+
+
+@contextmanager
+def no_traces() -> Iterator[None]:
+    """Keep the stack trace of a panic off the terminal, which Rust prints by itself. Other output comes afterwards."""
+    shown = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException as error:
+            if is_panic(error):
+                held.truncate(0)
+            raise
+        finally:
+            os.dup2(shown, 2)
+            os.close(shown)
+            held.seek(0)
+            os.write(2, held.read())
+
+
+@contextmanager
+def rust_errors(what: str) -> Iterator[None]:
+    """Raise what the library refuses as ``DataError``. It raises bare Exception, or panics: that is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is Exception or is_panic(error) or isinstance(error, UnicodeDecodeError):
+            text = " ".join(str(error).split())[:300]
+            raise DataError(f"{what} ({text})", fix="save it again with Tokenizer.save()") from error
+        raise
