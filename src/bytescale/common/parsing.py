@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import tomllib
 from pathlib import Path
@@ -14,6 +15,7 @@ MOST_BYTES = 2**26
 """Of a file that is read as a whole: twice the largest tokenizer.json. Python's objects take up to 20 times as much."""
 MOST_SETTINGS = 2**20
 """Of a file of settings, which Python's parser of TOML reads slowly."""
+_LONG_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){100}""")  # takes time that grows with the square
 _PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 
 
@@ -29,11 +31,14 @@ def read_input(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
         os.close(descriptor)
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO
         raise OSError(number, "it is a folder" if stat.S_ISDIR(mode) else "it is no regular file", str(path))
-    os.set_blocking(descriptor, True)
+    os.set_blocking(descriptor, stat.S_ISFIFO(mode))
     with open(descriptor, "rb") as file:
-        content = file.read(most_bytes + 1)
+        try:
+            content = file.read(most_bytes + 1) or b""
+        except OSError as error:  # which does not name the file
+            raise OSError(error.errno, error.strerror, str(path)) from error
     if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {most_bytes >> 20} MiB", str(path))
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
     return content
 
 
@@ -53,6 +58,8 @@ def parse_json(text: str | bytes | bytearray) -> Any:
 def parse_toml(text: str) -> dict[str, Any]:
     """``tomllib.loads``. Raises ``ValueError``."""
     try:
+        if _LONG_KEY.search(text):
+            raise ValueError("a key has more than 100 parts")
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

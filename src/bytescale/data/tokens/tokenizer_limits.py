@@ -23,7 +23,7 @@ MOST_TOKENS = 2**22
 """Tokens of the longest text that is encoded: twice those of a context of 2M."""
 MOST_GROWTH = 16.0
 """Characters that a tokenizer may make of one before it cuts text. Those of well-known models make up to 4."""
-MOST_WORD = 1024
+MOST_WORD, MOST_STEPS = 1024, 100
 _PROBE = "A text, 1 of 2: naïve 文本 😀\n\n"
 """What is encoded before a tokenizer is used: over this, damaged ones stumble."""
 _MOST_CHARACTERS = 2**25  # that it makes of a text
@@ -41,6 +41,8 @@ def check_tokenizer(tokenizer: Any, name: str) -> None:
     what, growth, model = "", growth_of(tokenizer), tokenizer.model
     if growth > MOST_GROWTH:
         what = f"makes up to {growth:.3g} characters of one before it cuts text"
+    if (num_steps := str(tokenizer.normalizer).count("(") + str(tokenizer.pre_tokenizer).count("(")) > MOST_STEPS:
+        what = f"changes text in {num_steps} steps"
     longest = getattr(model, "max_input_chars_per_word", 0)
     if isinstance(model, tokenizers.models.Unigram):
         longest = max(map(len, tokenizer.get_vocab()), default=0)
