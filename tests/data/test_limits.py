@@ -107,7 +107,7 @@ def test_a_huge_line_is_named_or_left_out(tmp_path: Path, monkeypatch: pytest.Mo
     lines = [json.dumps({"text": text}) for text in ("first", "x" * 5000, "second", "third")]
     path = tmp_path / "corpus" / "a.jsonl"
     path.write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"a\.jsonl:2 has 5013 bytes, and a record may have 1000"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2 has more than the 1000 bytes"):
         corpus_of(tmp_path / "corpus")
     for unit_bytes in (64, 700, 2000, 10_000):
         kind, texts, counts = records.kind_of(DataConfig()), [], records.ReadCounts(max_corrupt=1)
@@ -164,9 +164,9 @@ def test_rows_of_uneven_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "corpus").mkdir()
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "corpus" / "a.parquet")
     found = dict(parquet.rows_of(tmp_path / "corpus" / "a.parquet", 0, 1, ["text"]))
-    assert isinstance(found.pop(2011), int)
+    assert found.pop(2011) is None
     assert [row["text"] for row in found.values()] == [text for text in texts if len(text) < 20_000]
-    with pytest.raises(DataError, match=r"a\.parquet, row 2011 has 20\d\d\d bytes"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 2011 has more than the"):
         corpus_of(tmp_path / "corpus")
 
 

@@ -48,6 +48,7 @@ from bytescale.simulator import ClusterConfig, step_seconds
 
 ASSUMED_GIB = 80.0  # memory of a GPU that this machine does not have
 MOST_SEQUENCES = 2**20  # of a batch that a file gives
+MOST_DRAWN_TOKENS = 2**31
 _ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 DEFAULTS = Config(
@@ -131,6 +132,12 @@ def read_batch(source: BatchConfig, data: DataConfig) -> SourceBatch:
         return SourceBatch(batches[0], f"step {source.seed} of {', '.join(data.sources)}", vocab_size)
     from bytescale.data.length_distributions import sample_lengths
 
+    if data.batch_tokens > MOST_DRAWN_TOKENS:
+        raise ConfigError(
+            f"data.batch_tokens is {data.batch_tokens}, and a batch is drawn from a distribution",
+            so="it would have so many sequences that planning takes minutes",
+            fix=f"use at most {MOST_DRAWN_TOKENS}",
+        )
     lengths = sample_lengths(source.distribution, data.batch_tokens, source.seed, data.context_length)
     if not len(lengths):
         raise ConfigError(

@@ -133,6 +133,9 @@ def read_options(
         )
     if resumed is not None and not (resumed / "config.toml").is_file():
         raise _no_run(resumed)
+    for path in resumed.iterdir() if resumed is not None else ():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"{path} is no file and no folder", so="a run cannot go on with it", fix="remove it")
     path = resumed / "config.toml" if resumed is not None else path or default
     given = [str(path), *rest] if path else rest
     options = read(kind, given, prog=f"bytescale {kind.command}", default=Config())

@@ -42,8 +42,8 @@ def open_parquet(path: Place) -> Any:
         ) from error
 
 
-def rows_of(path: Place, start: int, stop: int, keys: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | int]]:
-    """Yield the number of each row of some row groups, from 1, and its values; in their place the bytes of a huge row.
+def rows_of(path: Place, start: int, stop: int, keys: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield the number of each row of some row groups, from 1, and its values; None for a huge row.
 
     ``keys``: columns that are read, where the file has them. Raises ``DataError`` for what cannot be read.
     """
@@ -63,8 +63,7 @@ def rows_of(path: Place, start: int, stop: int, keys: Sequence[str]) -> Iterator
             for batch in read(max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))):
                 is_large = batch.nbytes > MOST_RECORD_BYTES
                 for part in (batch.slice(number, 1) for number in range(len(batch))) if is_large else (batch,):
-                    too_large = part.nbytes if part.nbytes > MOST_RECORD_BYTES else None
-                    for values in [too_large] if too_large else part.to_pylist():
+                    for values in [None] if part.nbytes > MOST_RECORD_BYTES else part.to_pylist():
                         row += 1
                         yield row, values
         except (pyarrow.ArrowException, ValueError, OverflowError, OSError) as error:

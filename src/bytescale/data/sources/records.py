@@ -265,7 +265,7 @@ def text_records(unit: WorkUnit, key: str, counts: ReadCounts) -> Iterator[Recor
     for file in unit.files:
         place = partial(str, file.path)
         if file.num_bytes > MOST_RECORD_BYTES:
-            counts.leave_out(_too_large(str(file.path), file.num_bytes))
+            counts.leave_out(_too_large(str(file.path)))
             continue
         try:
             text = file.path.read_bytes().removeprefix(codecs.BOM_UTF8).decode("utf-8")
@@ -295,13 +295,11 @@ def jsonl_records(unit: WorkUnit, counts: ReadCounts) -> Iterator[Record]:
         offset = 0
         if unit.start:
             lines.seek(unit.start - 1)
-            _rest_of_line(lines)  # skips a line that starts before the range, or the "\n" in front of the range
-            offset = lines.tell()
+            offset = _next_line(lines, unit.stop)  # behind a line before the range, or the "\n" in front of it
         while offset < unit.stop and (line := lines.readline(MOST_RECORD_BYTES + 1)):
             if len(line) > MOST_RECORD_BYTES:
-                num_bytes = len(line) + _rest_of_line(lines)
-                counts.leave_out(_too_large(line_place(path, offset), num_bytes))
-                offset += num_bytes
+                counts.leave_out(_too_large(line_place(path, offset)))
+                offset = _next_line(lines, unit.stop)
                 continue
             if content := line.strip():
                 try:
@@ -313,19 +311,17 @@ def jsonl_records(unit: WorkUnit, counts: ReadCounts) -> Iterator[Record]:
             offset += len(line)
 
 
-def _rest_of_line(lines: Any) -> int:
-    """Read up to the end of a line, of any length. Returns the number of bytes."""
-    num_bytes = 0
+def _next_line(lines: Any, stop: int) -> int:
+    """Read up to the end of a line, or at least up to ``stop``. Returns the offset behind it."""
     while part := lines.readline(1 << 20):
-        num_bytes += len(part)
-        if part.endswith(b"\n"):
+        if part.endswith(b"\n") or lines.tell() >= stop:
             break
-    return num_bytes
+    return int(lines.tell())
 
 
-def _too_large(place: str, num_bytes: int) -> DataError:
+def _too_large(place: str) -> DataError:
     return DataError(
-        f"{place} has {num_bytes} bytes, and a record may have {MOST_RECORD_BYTES}",
+        f"{place} has more than the {MOST_RECORD_BYTES} bytes that a record may have",
         so="it would take gigabytes of memory",
         fix="cut it into several documents, or let it be left out (data.max_corrupt_records)",
     )
@@ -377,7 +373,7 @@ def parquet_records(unit: WorkUnit, keys: Sequence[str], counts: ReadCounts) -> 
     path = unit.files[0].path
     for row, values in rows_of(path, unit.start, unit.stop, keys):
         place = partial("{}, row {}".format, path, row)
-        if isinstance(values, int):
-            counts.leave_out(_too_large(place(), values))
+        if values is None:
+            counts.leave_out(_too_large(place()))
         else:
             yield Record(values=values, place=place)
