@@ -14,7 +14,7 @@ from typing import Any
 MOST_BYTES = 2**26
 """Of a file that is read as a whole: twice the largest tokenizer.json. Python's objects take up to 20 times as much."""
 MOST_SETTINGS = 2**20
-"""Of a file of settings, which Python's parser of TOML reads slowly."""
+"""Of a file of settings: Python's parser of TOML is slow, and so are models with 100,000 entries."""
 _LONG_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){100}""")  # takes time that grows with the square
 _PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 

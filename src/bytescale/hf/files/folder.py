@@ -116,7 +116,13 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
             names them.
     """
     refuse_quantised(content, str(folder / "config.json"))
-    stored_tensors(folder)
+    num_tensors, num_layers = len(stored_tensors(folder)), content.get("num_hidden_layers")
+    if isinstance(num_layers, int) and num_layers > num_tensors:  # building thousands of layers takes minutes
+        raise CheckpointError(
+            f"{folder} has {num_tensors} tensors, and its config.json has num_hidden_layers = {num_layers}",
+            so="some of its weights would be random numbers",
+            fix="use the config.json that belongs to these weights, or download the model again",
+        )
     with _causal_model_or_error(content), _quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
