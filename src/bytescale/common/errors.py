@@ -92,6 +92,8 @@ def foreseen(error: BaseException, command: str) -> BaseException:
     """Return the message for what the system refused. Other errors are returned as they are."""
     if isinstance(error, UnicodeEncodeError):  # the bytes of a name or an argument, which Python keeps as surrogates
         return ConfigError(f"{error.object[max(0, error.start - 40) : error.end + 20]!r} is not UTF-8", fix="rename it")
+    if isinstance(error, ValueError) and "TORCH_LOGS" in os.environ and "TORCH_LOGS" in str(error):  # at its import
+        return ConfigError(f"torch knows no such TORCH_LOGS as {os.environ['TORCH_LOGS']!r}", fix="unset it")
     if isinstance(error, MemoryError):
         return SystemRefusal(f"no memory is left ({error})", so=f"`bytescale {command}` cannot go on",
                              fix="use smaller numbers or files, or a machine with more memory")  # fmt: skip

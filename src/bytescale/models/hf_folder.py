@@ -243,8 +243,12 @@ def _files(folder: Path) -> list[Path]:
     try:
         if index.exists():
             named = parse_json(read_input(index))["weight_map"].values()
-            return [file_inside(folder, name) for name in dict.fromkeys(named)]
-        if single.exists():
+            paths = [file_inside(folder, name) for name in dict.fromkeys(named)]
+            for path in paths:
+                if path.exists() and not path.is_file():
+                    raise ValueError(f"{path.name} is no regular file")
+            return paths
+        if single.is_file():
             return [single]
     except ConfigError:
         raise

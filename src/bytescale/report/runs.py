@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -106,8 +107,8 @@ def read_run(path: Path, name: str) -> RunRecord:
         state_text=state_text,
         notes=notes,
         log=log,
-        evaluations=_lines(folder.evaluations, ("loss",), notes),
-        calibration=[line for line in _lines(folder.calibration, (), notes) if isinstance(line.get("speeds"), list)],
+        evaluations=[line for line in _lines(folder.evaluations, ("loss",), notes) if _has_buckets(line)],
+        calibration=[line for line in _lines(folder.calibration, (), notes) if _are_numbers(line.get("speeds"))],
         batches=_batches(folder, [int(line["step"]) for line in steps], notes),
     )
 
@@ -122,8 +123,12 @@ def _settings(folder: RunFolder, notes: list[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read ({error}); settings are shown at their defaults.")
         return settings
-    given = {name: values for name, values in content.items() if isinstance(values, dict)}
-    return settings | {f"{name}.{key}": value for name, values in given.items() for key, value in values.items()}
+    sections = {name: values for name, values in content.items() if isinstance(values, dict)}
+    given = {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
+    for name in [name for name, value in given.items() if type(settings.get(name)) in (int, str)]:
+        if type(given[name]) is not type(settings[name]):
+            notes.append(f"{path.name} has {name} = {given.pop(name)!r}; it is shown at its default.")
+    return settings | given
 
 
 def _lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:
@@ -139,8 +144,8 @@ def _lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str
             continue
         try:
             row = parse_json(line)
-            for name in needed:
-                float(row[name])
+            if not all(math.isfinite(float(row[name])) for name in needed) or not row.get("step_seconds", 1) > 0:
+                raise ValueError("no step has such numbers")
             steps[int(row["step"])] = row
         except (ValueError, KeyError, TypeError, OverflowError):
             damaged.append(place)
@@ -151,6 +156,20 @@ def _lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str
     if more := damaged[_MOST_NOTES:]:
         notes.append(f"{len(more)} more lines of {path.name} are damaged; they are left out.")
     return [steps[step] for step in sorted(steps)]
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(isinstance(value, int | float) for value in values)
+
+
+def _has_buckets(line: dict[str, Any]) -> bool:
+    names, buckets = ("loss", "perplexity", "num_targets"), line.get("buckets", [])
+    return isinstance(buckets, list) and all(
+        isinstance(one, dict)
+        and "longest_tokens" in one
+        and _are_numbers([one.get(name) for name in names] + [one["longest_tokens"] or 0])
+        for one in buckets
+    )
 
 
 def _content(path: Path, notes: list[str]) -> bytes:

@@ -171,6 +171,8 @@ def read_into(file: Place, offset: int, target: memoryview) -> int:
         content: bytes = file._tried(lambda system, path: system.cat_file(path, start=offset, end=stop))
         target[: len(content)] = content
         return len(content)
+    if file.exists() and not file.is_file():
+        raise OSError(errno.ENXIO, "it is no regular file", str(file))
     filled = 0
     with file.open("rb", buffering=0) as opened:
         opened.seek(offset)

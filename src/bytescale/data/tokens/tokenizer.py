@@ -320,6 +320,9 @@ BPE_EOS = "<|endoftext|>"
 TRAINING_BYTES = 256 * 1024**2
 """Bytes of text that training reads. More text changes the vocabulary little, and all word counts are in memory."""
 
+TRAINING_CHARACTERS = 2**22
+"""Of one text, from its beginning: the library counts the words of a whole text at once."""
+
 
 def cached_bpe(files: Sequence[SourceFile], config: DataConfig, progress: ProgressCallback) -> JsonTokenizer:
     """Return the tokenizer trained on ``files``. It is trained now if the cache has none for these files and settings.
@@ -358,7 +361,8 @@ def train_bpe(files: Sequence[SourceFile], config: DataConfig, progress: Progres
 def _texts_of(unit: WorkUnit, config: DataConfig) -> list[str]:
     """Return the texts of a unit. Corrupt records are left out here; tokenising finds them again and counts them."""
     counts = ReadCounts(max_corrupt=sys.maxsize)
-    return [record.values[config.text_key] for record in iter_records(unit, kind_of(config), counts)]
+    records = iter_records(unit, kind_of(config), counts)
+    return [record.values[config.text_key][:TRAINING_CHARACTERS] for record in records]
 
 
 def _training_texts(units: list[WorkUnit], config: DataConfig, progress: ProgressCallback) -> Iterator[list[str]]:
