@@ -29,7 +29,7 @@ from bytescale.config.schema import Bos, DataConfig
 from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.sources.records import ReadCounts, WorkUnit, iter_records, kind_of, plan_units
 from bytescale.data.tokens.progress import Progress, ProgressCallback
-from bytescale.data.tokens.tokenizer_limits import check_room, check_tokenizer, growth_of, no_traces, rust_errors
+from bytescale.data.tokens.tokenizer_limits import check_room, check_tokenizer, growth_of, rust_errors
 from bytescale.storage.retry import with_retries
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class JsonTokenizer:
         ``tokenizer_config.json`` is not JSON.
         """
         file = path / "tokenizer.json" if path.is_dir() else path
-        with rust_errors(f"{file} is not a tokenizer.json"), no_traces():
+        with rust_errors(f"{file} is not a tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_str(read_text(file))
             # The file may carry the truncation and padding of the model it was saved with.
             tokenizer.no_truncation()

@@ -10,7 +10,7 @@ import base64
 import json
 import math
 import os
-import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -100,27 +100,35 @@ def _growth(step: Any) -> float:
 @contextmanager
 def no_traces() -> Iterator[None]:
     """Keep the stack trace of a panic off the terminal, which Rust prints by itself. Other output comes afterwards."""
-    shown = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        except BaseException as error:
-            if is_panic(error):
-                held.truncate(0)
-            raise
-        finally:
-            os.dup2(shown, 2)
-            os.close(shown)
-            held.seek(0)
-            os.write(2, held.read())
+    if not _redirecting.acquire(blocking=False):  # another thread keeps it off
+        yield
+        return
+    shown, held = os.dup(2), os.memfd_create("stderr")
+    os.dup2(held, 2)
+    try:
+        yield
+    except BaseException as error:
+        if is_panic(error):
+            os.ftruncate(held, 0)
+        raise
+    finally:
+        os.dup2(shown, 2)
+        with open(held, "rb") as content:
+            content.seek(0)
+            os.write(2, content.read())
+        os.close(shown)
+        _redirecting.release()
+
+
+_redirecting = threading.Lock()
 
 
 @contextmanager
 def rust_errors(what: str) -> Iterator[None]:
     """Raise what the library refuses as ``DataError``. It raises bare Exception, or panics: that is no Exception."""
     try:
-        yield
+        with no_traces():
+            yield
     except BaseException as error:
         if type(error) is Exception or is_panic(error) or isinstance(error, UnicodeDecodeError):
             text = " ".join(str(error).split())[:300]

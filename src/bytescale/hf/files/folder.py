@@ -6,6 +6,7 @@ Only a part of a model may be trained: low-rank adapters (LoRA, by peft), or wha
 from __future__ import annotations
 
 import base64
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,13 +117,7 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
             names them.
     """
     refuse_quantised(content, str(folder / "config.json"))
-    num_tensors, num_layers = len(stored_tensors(folder)), content.get("num_hidden_layers")
-    if isinstance(num_layers, int) and num_layers > num_tensors:  # building thousands of layers takes minutes
-        raise CheckpointError(
-            f"{folder} has {num_tensors} tensors, and its config.json has num_hidden_layers = {num_layers}",
-            so="some of its weights would be random numbers",
-            fix="use the config.json that belongs to these weights, or download the model again",
-        )
+    _check_sizes(folder, content)
     with _causal_model_or_error(content), _quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -155,6 +150,25 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
     for name, parameter in own.items():
         finite(parameter, name, folder)
     return model
+
+
+def _check_sizes(folder: Path, content: dict[str, Any]) -> None:
+    """Raise ``CheckpointError`` for a config.json of a model far larger than its weights, before memory is filled."""
+    stored, num_layers = stored_tensors(folder), content.get("num_hidden_layers")
+    has, needs = f"{len(stored)} tensors", f"num_hidden_layers = {num_layers}"
+    is_larger = isinstance(num_layers, int) and num_layers > len(stored)  # to describe thousands takes a minute
+    if not is_larger:
+        sizes = [
+            sum(math.prod(own.shape) for own in all_of) for all_of in (stored.values(), parameters_of(content).values())
+        ]
+        has, needs = (f"{size} numbers" for size in sizes)
+        is_larger = sizes[1] > 2 * sizes[0]
+    if is_larger:
+        raise CheckpointError(
+            f"{folder} has weights with {has}, and the model of its config.json has {needs}",
+            so="most of its weights would be random numbers",
+            fix="use the config.json that belongs to these weights, or download the model again",
+        )
 
 
 def _ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
