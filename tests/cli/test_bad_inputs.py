@@ -6,9 +6,11 @@ Every case is a command line in a folder of bad files. A message ends in exit co
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -116,12 +118,20 @@ PLANS = [
 ]  # fmt: skip
 
 
+def alternating(commands: Sequence[str], words: Sequence[str]) -> list[tuple[str, ...]]:
+    """Each word with one of the commands in turn; in the rest, with all of them."""
+    return [
+        (command, word)
+        for number, word in enumerate(words)
+        for command in (commands if REST else commands[number % len(commands) :][:1])
+    ]
+
+
 def cases() -> list[tuple[str, ...]]:
     """All command lines but those about runs and checkpoints."""
     lines: list[tuple[str, ...]] = [
-        *((command, config) for config in CONFIGS for command in ("train", "plan", "simulate")),
+        *alternating(("train", "plan", "simulate"), CONFIGS),
         *(("plan", "--parallel.ranks", "4", "--batch.lengths", lengths) for lengths in LENGTHS),
-        *(("data", "stats", source) for source in SOURCES),
         *(("data", "tokenize", source, "--output", "out") for source in SOURCES),
         *(("data", "show", "chat.jsonl", "--content", "messages", "--tokenizer", "bytes", "--chat-template", template)
           for template in TEMPLATES),
@@ -201,9 +211,65 @@ def test_every_bad_input_is_one_clear_message(
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr("bytescale.storage.retry.FIRST_PAUSE_SECONDS", 0.001)  # bad archives are read four times
-    assert len(cases()) >= 150
+    assert len(cases()) >= 150 - 20 * (not REST)
     complaints = [found for arguments in cases() if (found := complaint(arguments, capsys))]
     assert not complaints, "\n\n".join(complaints)
+
+
+SMALL_FILES: list[tuple[str, ...]] = [
+    *(("a.toml", command, "@") for command in ("train", "plan", "simulate", "profile", "demo")),
+    ("a.toml", "train", "c.toml", "--dry-run", "--cost.profile", "@"),
+    *((f"a.{ending}", "plan", "--parallel.ranks", "4", "--batch.lengths", "@") for ending in ("npy", "json", "txt")),
+    ("a.npz", "simulate", "--parallel.ranks", "4", "--plan", "@"),
+    ("a.json", "data", "tokenize", "corpus", "--output", "out", "--tokenizer", "@"),
+    ("tokenizer.json", "data", "tokenize", "corpus", "--output", "out", "--tokenizer", "|"),
+    ("a.jinja", "data", "show", "chat.jsonl", "--content", "messages", "--tokenizer", "bytes", "--chat-template", "@"),
+    ("config.json", "score", "|", "corpus", "--out", "s.parquet"),
+    ("config.json", "init", "new.toml", "--from", "|"),
+    ("config.toml", "train", "--resume", "|"),
+    ("config.toml", "data", "audit", "|"),
+    ("run_state.json", "convert", "|", "converted"),
+    ("run_state.json", "train", "c.toml", "--dry-run", "--init", "checkpoint:|"),
+]  # fmt: skip
+"""All that read a whole file that a person names, ``@``, or one with this name in a folder that a person names."""
+
+
+@pytest.mark.parametrize("kind", ["device", "fifo", "socket", "folder", "huge"])
+def test_what_is_no_small_file_is_refused_at_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """A device or a FIFO would be read for ever, and a file of 50 GiB into memory."""
+    complaints = []
+    for number, (name, *command) in enumerate(SMALL_FILES):
+        path = tmp_path / str(number) / name
+        path.parent.mkdir()
+        monkeypatch.chdir(path.parent)  # the names of sockets are short
+        if kind == "device":
+            path.symlink_to("/dev/zero")
+        elif kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "socket":
+            socket.socket(socket.AF_UNIX).bind(name)
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            with path.open("wb") as file:
+                file.truncate(50 * 2**30)
+        monkeypatch.chdir(folder)
+        words = [word.replace("@", str(path)).replace("|", str(path.parent)) for word in command]
+        complaints.append(complaint(tuple(words), capsys))
+    assert not any(complaints), "\n\n".join(filter(None, complaints))
+
+
+def test_a_dry_run_finds_what_training_would_find(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (("--checkpoint.folder", str(folder / "file")), ("--eval.sources", "nothing-*.txt")):
+        command = ("train", str(folder / "c.toml"), "--trainer.run-dir", str(folder / "new"), "--dry-run", *option)
+        assert complaint(command, capsys) == ""
+
+
+def test_keys_of_many_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.toml").write_text("a" + ".a" * 100_000 + " = 1")
+    assert complaint(("plan", str(tmp_path / "a.toml")), capsys) == ""
 
 
 def manifests() -> dict[str, Callable[[bytes], bytes]]:

@@ -26,7 +26,7 @@ from bytescale.config.load import load_config
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import BatchSampler
-from bytescale.data.sources import records
+from bytescale.data.sources import parquet, records
 from bytescale.data.sources.files import expand_sources
 from bytescale.data.tokens.chat import load_template
 from bytescale.data.tokens.tokenizer import load_tokenizer
@@ -186,7 +186,7 @@ def test_a_panic_anywhere_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_rows_of_parquet_are_read_by_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_PARQUET_BATCH_BYTES", 2**20)
+    monkeypatch.setattr(parquet, "_BATCH_BYTES", 2**20)
     table = pyarrow.table({"text": ["x" * 2**17] * 40})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     sizes: list[int] = []

@@ -116,6 +116,7 @@ def test_hf_trainer_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert alone != pytest.approx(plain, rel=1e-6), "something was computed in BF16"
 
 
+@pytest.mark.exhaustive
 def test_grpo_resumes_exactly(tmp_path: Path) -> None:
     """Two ranks that were stopped and go on get the rewards of two that were not, bit for bit."""
     options: dict[str, Any] = {"num_prompts": 2, "folder": str(tmp_path / "run")}

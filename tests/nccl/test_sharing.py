@@ -163,7 +163,8 @@ def test_a_rank_that_leaves_experts_out_without_work_is_caught() -> None:
         assert is_caught(programs(across_domains(), trainer_loop, family="mixtral", experts="parallel"))
 
 
-@pytest.mark.parametrize("on_host", one_of([False, True], True))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("plan", [across_domains(), pytest.param(of_planner(2), marks=pytest.mark.exhaustive)])
 def test_gathers_amid_rings_and_tensor_parallelism_finish(plan: Plan, on_host: bool) -> None:
     """Our own mixture, whose routers stay whole, with an optimizer that may be in host memory."""

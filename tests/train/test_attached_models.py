@@ -200,7 +200,7 @@ def test_a_run_goes_on_exactly_and_becomes_a_folder_again(corpus: Path, tmp_path
 @pytest.mark.parametrize(
     ("name", "writer", "reader", "trainer"),
     [
-        ("qwen3", (2, 2), (3, 1), {}),
+        pytest.param("qwen3", (2, 2), (3, 1), {}, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_moe", (4, 4), (2, 1), {}, marks=pytest.mark.exhaustive),
         pytest.param(
             "gpt_oss", (4, 4), (4, 2), {"experts": "parallel", "checkpointing": "full"}, marks=pytest.mark.exhaustive
@@ -379,6 +379,7 @@ def test_all_that_movable_layers_keep_leaves_the_device_and_no_bit_changes(
         assert moved == pytest.approx(model.rows.moved_per_token * int(ratio * 111), rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_holds_longer_documents_by_offloading(corpus: Path, tmp_path: Path) -> None:
     """With a capacity of 176, one rank holds documents of 256 tokens only by offloading."""
     folder = hf_folder(tmp_path / "qwen3", "qwen3", num_hidden_layers=6)

@@ -82,6 +82,33 @@ def test_the_loss_is_that_of_plain_documents(tmp_path: Path, corpora: tuple[Path
     assert [(b["longest_tokens"], b["num_targets"]) for b in found["buckets"]] == [(512, counts[512])]
 
 
+def test_tokens_without_weight_are_not_evaluated(tmp_path: Path) -> None:
+    """Weights of 0, also of a whole rank's rows and of most of a document; others count as they are."""
+    drawn = np.random.default_rng(3)
+    records = []
+    for number, length in enumerate((200, 150, 30, 12, 180)):
+        weights = [(0.0, 0.0, 1.0, 0.5)[place % 4] if place < length // 3 else 0.0 for place in range(length)]
+        weights[-1] = float(number == 2)
+        records.append({"tokens": drawn.integers(0, 256, length).tolist(), "weights": weights})
+    source = write_jsonl(tmp_path / "tokens.jsonl", records)
+    config = with_trainer(small_run(source, tmp_path / "run"), steps=1, dtype="fp64")
+    config = replace(config, data=replace(config.data, content="tokens"))
+    config = with_evaluation(replace(config, optimizer=replace(config.optimizer, lr=1e-30)), source)
+    run(on_ranks(config, 2, 128))
+    model = build_model(resolve_model(config.model, tokenizer_vocab_size=257)).to(torch.float64)
+    model.initialise(config.trainer.seed)
+    loss = weight = count = 0.0
+    for record in records:
+        tokens, weights = torch.tensor(record["tokens"]), torch.tensor(record["weights"], dtype=torch.float64)[1:]
+        hidden = model(tokens, torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)]))
+        own = torch.nn.functional.cross_entropy(hidden[:-1] @ model.head_weight.T, tokens[1:], reduction="none")
+        loss, weight = loss + float((own * weights).sum()), weight + float(weights.sum())
+        count += int((weights != 0).sum())
+    (found,) = evaluations(tmp_path / "run")
+    assert found["loss"] == pytest.approx(loss / weight, rel=1e-10)
+    assert found["num_targets"] == count
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", one_of(["gemma2", "qwen3", "gpt_oss"], "gemma2"))
 def test_evaluations_of_a_decoder_of_transformers(tmp_path: Path, corpora: tuple[Path, Path], name: str) -> None:

@@ -146,7 +146,7 @@ def test_a_run_folder_that_cannot_be_made_is_told_before_anything_is_tokenised(
 def test_a_signal_while_data_is_prepared_is_answered(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    for number in range(40):
+    for number in range(10):
         (corpus / f"{number}.txt").write_text("the ring moves keys " * 40_000)
     config = small_run(corpus, tmp_path / "run")
     (tmp_path / "config.toml").write_text(config_to_toml(replace(config, data=replace(config.data, tokenizer="bpe"))))

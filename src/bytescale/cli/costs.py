@@ -6,6 +6,7 @@ kind on which the profile was measured, or GPUs in bf16 if nothing was measured.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -18,7 +19,7 @@ from bytescale.cli.options import Settings, leading_path, read
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.limits import limits
-from bytescale.common.parsing import parse_json
+from bytescale.common.parsing import parse_json, read_input, read_text
 from bytescale.common.units import GIBI, KIBI, MOST_COUNT
 from bytescale.config import (
     AUTO_CAPACITY,
@@ -46,6 +47,8 @@ from bytescale.planner import make_planner
 from bytescale.simulator import ClusterConfig, step_seconds
 
 ASSUMED_GIB = 80.0  # memory of a GPU that this machine does not have
+MOST_SEQUENCES = 2**20  # of a batch that a file gives
+MOST_DRAWN_TOKENS = 2**31
 _ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 DEFAULTS = Config(
@@ -129,6 +132,12 @@ def read_batch(source: BatchConfig, data: DataConfig) -> SourceBatch:
         return SourceBatch(batches[0], f"step {source.seed} of {', '.join(data.sources)}", vocab_size)
     from bytescale.data.length_distributions import sample_lengths
 
+    if data.batch_tokens > MOST_DRAWN_TOKENS:
+        raise ConfigError(
+            f"data.batch_tokens is {data.batch_tokens}, and a batch is drawn from a distribution",
+            so="it would have so many sequences that planning takes minutes",
+            fix=f"use at most {MOST_DRAWN_TOKENS}",
+        )
     lengths = sample_lengths(source.distribution, data.batch_tokens, source.seed, data.context_length)
     if not len(lengths):
         raise ConfigError(
@@ -153,11 +162,11 @@ def read_lengths(path: Path) -> IntArray:
     """Read ``[S]`` whole numbers of at least 1 from a .npy, .json or text file."""
     try:
         if path.suffix == ".npy":
-            values = np.load(path, allow_pickle=False)
+            values = np.load(io.BytesIO(read_input(path)), allow_pickle=False)
         elif path.suffix == ".json":
-            values = np.array(parse_json(path.read_text(encoding="utf-8")))
+            values = np.array(parse_json(read_input(path)))
         else:
-            values = np.array([float(word) for word in path.read_text(encoding="utf-8").replace(",", " ").split()])
+            values = np.array(read_text(path).replace(",", " ").split(), dtype=float)
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} cannot be read as lengths ({error})",
@@ -165,6 +174,12 @@ def read_lengths(path: Path) -> IntArray:
         ) from error
     if values.ndim != 1 or values.dtype.kind not in "iuf" or not len(values):
         raise DataError(f"{path} does not hold a list of numbers", fix="give one number of tokens per sequence")
+    if len(values) > MOST_SEQUENCES:
+        raise DataError(
+            f"{path} has {len(values)} lengths",
+            so="that is no batch: the plan would take minutes",
+            fix=f"give those of one batch, at most {MOST_SEQUENCES}",
+        )
     wrong = np.flatnonzero((values < 1) | (values > MOST_COUNT) | (values != np.floor(values)))
     if len(wrong):
         raise DataError(

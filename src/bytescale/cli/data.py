@@ -21,6 +21,7 @@ from rich.text import Text
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, typed_path, visible
 from bytescale.common.limits import limits
+from bytescale.common.parsing import read_input
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config import load_config
 from bytescale.config.schema import CorpusConfig, DataConfig
@@ -156,7 +157,7 @@ class AuditConfig:
         settings = load_config(self.folder / "config.toml").data
         with progress_bar() as progress:
             corpus = prepare_corpus(settings, progress)
-        num_steps = len((self.folder / "metrics.jsonl").read_bytes().splitlines())
+        num_steps = len(read_input(self.folder / "metrics.jsonl", 2**30).splitlines())
         check = check_record(self.folder / "data", num_steps, corpus, settings)
         print(
             f"{check.num_steps} steps in {check.num_attempts} attempts: {check.num_tokens} tokens, all as in the "

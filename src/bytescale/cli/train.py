@@ -84,9 +84,11 @@ def _start_training(options: TrainOptions) -> None:
         validate(config, num_ranks=ranks_of_torchrun())
         options = replace(options, config=config)
     if not config.trainer.resume and ranks_of_torchrun() is None:
-        from bytescale.train.run_folder import check_is_new
+        from bytescale.checkpoint.folder_of_run import local_folder
+        from bytescale.train.run_folder import check_can_be_made, check_is_new
 
         check_is_new(Path(config.trainer.run_dir))
+        check_can_be_made(local_folder(config.checkpoint.folder, Path(config.trainer.run_dir)))
     if options.dry_run:
         from bytescale.train.parts.budget import check_room
 
@@ -131,6 +133,9 @@ def read_options(
         )
     if resumed is not None and not (resumed / "config.toml").is_file():
         raise _no_run(resumed)
+    for path in resumed.iterdir() if resumed is not None else ():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"{path} is no file and no folder", so="a run cannot go on with it", fix="remove it")
     path = resumed / "config.toml" if resumed is not None else path or default
     given = [str(path), *rest] if path else rest
     options = read(kind, given, prog=f"bytescale {kind.command}", default=Config())

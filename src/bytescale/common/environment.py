@@ -7,19 +7,34 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from bytescale.common.errors import ConfigError
+
 HOST_SHARE_WITH_OPTIMIZER = 0.8
 """Of a machine's memory, for an optimizer and activations."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second is the newer name of the first
 
 
+def told(name: str, default: int, least: int = 0) -> int:
+    """The number in an environment variable of torchrun's. Raises ``ConfigError`` for what is none."""
+    text = os.environ.get(name, str(default))
+    if text.isascii() and text.isdigit() and int(text) >= least:
+        return int(text)
+    raise ConfigError(f"the environment variable {name} is {text!r}", fix=f"unset it, or use a number from {least} on")
+
+
 def ranks_of_torchrun() -> int | None:
     """How many ranks torchrun, or anything that speaks its variables, started in all; None when it started none."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    size, rank = told("WORLD_SIZE", 1, least=1), told("RANK", 0)
+    if rank >= size:
+        raise ConfigError(f"the environment variable RANK is {rank}, and WORLD_SIZE is {size}", fix="unset both")
+    return size
 
 
 def ranks_here(num_ranks: int) -> int:
     """How many of the ranks are on this machine: all, unless torchrun says otherwise."""
-    return min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
+    return min(num_ranks, told("LOCAL_WORLD_SIZE", num_ranks, least=1))
 
 
 def machine_bytes() -> float:

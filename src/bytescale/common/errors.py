@@ -19,6 +19,8 @@ _REMEDIES = {
     errno.EROFS: "name a place that can be written",
     errno.ENOTDIR: "a part of this path is a file: name another path",
     errno.EEXIST: "remove it, or name another path",
+    errno.EFBIG: "name the file that is meant: no such file is as large",
+    errno.ENXIO: "name a file: a device, a FIFO or a socket may never end",
     errno.EISDIR: "this is a folder: name a file",
     errno.ENOENT: "look for a spelling mistake, or make the folder first",
     errno.ENAMETOOLONG: "use a shorter name",
@@ -90,6 +92,8 @@ def foreseen(error: BaseException, command: str) -> BaseException:
     """Return the message for what the system refused. Other errors are returned as they are."""
     if isinstance(error, UnicodeEncodeError):  # the bytes of a name or an argument, which Python keeps as surrogates
         return ConfigError(f"{error.object[max(0, error.start - 40) : error.end + 20]!r} is not UTF-8", fix="rename it")
+    if isinstance(error, ValueError) and "TORCH_LOGS" in os.environ and "TORCH_LOGS" in str(error):  # at its import
+        return ConfigError(f"torch knows no such TORCH_LOGS as {os.environ['TORCH_LOGS']!r}", fix="unset it")
     if isinstance(error, MemoryError):
         return SystemRefusal(f"no memory is left ({error})", so=f"`bytescale {command}` cannot go on",
                              fix="use smaller numbers or files, or a machine with more memory")  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import ConfigError
-from bytescale.common.parsing import parse_json
+from bytescale.common.parsing import MOST_SETTINGS, parse_json, read_input
 from bytescale.config.architecture import Architecture
 from bytescale.config.foreign_config import checked_config, refuse_links_out
 
@@ -52,7 +52,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
             fix="merge it: PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload().save_pretrained(NEW_FOLDER)",
         )
     try:
-        content = dict(parse_json(path.read_text(encoding="utf-8")))
+        content = dict(parse_json(read_input(path, MOST_SETTINGS)))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error})", fix="name the folder of a model saved by save_pretrained()"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bytescale.common.errors import ConfigError
-from bytescale.common.parsing import parse_toml
+from bytescale.common.parsing import MOST_SETTINGS, parse_toml, read_text
 from bytescale.common.units import parse_count
 from bytescale.config.schema import Config
 
@@ -24,7 +24,7 @@ DEMO_CONFIG = Path(__file__).with_name("demo.toml")
 def load_config(path: Path) -> Config:
     """Read a TOML file. Relative paths inside it stay relative to the working directory, as on the command line."""
     try:
-        content = parse_toml(path.read_text(encoding="utf-8-sig"))  # editors may begin a file with a BOM
+        content = parse_toml(read_text(path, MOST_SETTINGS))
     except FileNotFoundError as error:
         raise ConfigError(
             f"there is no config file {path}",

@@ -17,6 +17,8 @@ from bytescale.config.schema import ModelConfig
 
 HF_PREFIX = "hf:"
 CHECKPOINT_PREFIX = "checkpoint:"
+SEEN_WEIGHTS = "weights.json"
+"""In ``origin/`` of a run that trains a part of a model: which weights the others are (``weights_fingerprint``)."""
 
 
 def resolve_model(

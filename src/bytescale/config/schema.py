@@ -202,9 +202,9 @@ class MemoryConfig:
 
     offload: Literal["auto", "on", "off"] = "auto"
     """Send activations of long sequences to host memory if compute hides the copies (Eq. 3). auto: only on a GPU."""
-    device_gib: float | None = field(default=None, metadata=limits(above=0))
+    device_gib: float | None = field(default=None, metadata=limits(above=0, most=2**20))
     """GiB of one rank's device that may be used; unset: 92 % of a GPU's, or of the machine's RAM over its ranks."""
-    host_gib: float | None = field(default=None, metadata=limits(above=0))
+    host_gib: float | None = field(default=None, metadata=limits(above=0, most=2**20))
     """GiB of host memory for one rank's offloaded activations and optimizer; unset: half of the machine's RAM over its
     ranks, or 80 % of it with `optimizer.offload`."""
     checkpointing: Literal["none", "full", "attention"] = "none"

@@ -12,7 +12,7 @@ import numpy as np
 from bytescale.common.atomic import whole_file
 from bytescale.common.errors import ConfigError, typed_path
 from bytescale.common.limits import check_limits
-from bytescale.common.parsing import parse_toml
+from bytescale.common.parsing import MOST_SETTINGS, parse_toml, read_text
 from bytescale.config import Architecture, config_to_toml
 from bytescale.config.load import from_dict
 from bytescale.cost.curve import relative_errors
@@ -52,7 +52,7 @@ def load_profile(name: str | Path) -> Profile:
         text = (resources.files("bytescale.cost") / "profiles" / f"{name}.toml").read_text(encoding="utf-8")
     else:
         try:
-            text = typed_path(name).read_text(encoding="utf-8")
+            text = read_text(typed_path(name), MOST_SETTINGS)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"profile {str(name)!r} cannot be read ({error})",

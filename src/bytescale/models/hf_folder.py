@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.common.parsing import parse_json
+from bytescale.common.parsing import parse_json, read_input
 from bytescale.config.foreign_config import file_inside, refuse_links_out
 
 INDEX = "model.safetensors.index.json"
@@ -242,9 +242,13 @@ def _files(folder: Path) -> list[Path]:
     error: object = f"there is no {SINGLE}"
     try:
         if index.exists():
-            named = parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
-            return [file_inside(folder, name) for name in dict.fromkeys(named)]
-        if single.exists():
+            named = parse_json(read_input(index))["weight_map"].values()
+            paths = [file_inside(folder, name) for name in dict.fromkeys(named)]
+            for path in paths:
+                if path.exists() and not path.is_file():
+                    raise ValueError(f"{path.name} is no regular file")
+            return paths
+        if single.is_file():
             return [single]
     except ConfigError:
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +12,12 @@ import numpy as np
 
 from bytescale.common.atomic import whole_file
 from bytescale.common.errors import PlanError
+from bytescale.common.parsing import read_input
 from bytescale.plan.plan import Plan
+
+_SCALARS: dict[str, Any] = {"planner": str, "domain": int}
+MOST_UNPACKED = 2**29
+"""Bytes of a plan's arrays: those of 16,384 ranks and a million sequences have a tenth of it."""
 
 
 def save_plan(plan: Plan, path: Path) -> None:
@@ -24,8 +30,15 @@ def save_plan(plan: Plan, path: Path) -> None:
 def load_plan(path: Path) -> Plan:
     """Read a plan that ``save_plan`` wrote. Raises ``PlanError`` when the file is not one."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        packed = io.BytesIO(read_input(path))
+        if sum(entry.file_size for entry in zipfile.ZipFile(packed).infolist()) > MOST_UNPACKED:
+            raise ValueError(f"it would unpack to more than {MOST_UNPACKED >> 20} MiB")
+        with np.load(packed, allow_pickle=False) as stored:
             values = {spec.name: stored[spec.name] for spec in fields(Plan)}
+        for name, value in values.items():
+            if name not in _SCALARS and (value.ndim != 1 or value.dtype.kind not in "iuf"):
+                raise ValueError(f"{name} is no list of numbers")
+        scalars = {name: kind(values[name].item()) for name, kind in _SCALARS.items()}
     except (OSError, EOFError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
         raise PlanError(f"{path} is not a plan ({error})", fix="name a .npz file from a run folder's plans/") from error
-    return Plan(**{**values, "planner": str(values["planner"]), "domain": int(values["domain"])})
+    return Plan(**values | scalars)

@@ -10,7 +10,9 @@ from bytescale.common.arrays import IntArray
 from bytescale.planner.batch import rising
 
 PASS = 20
-"""Time of one pass over all ranks, divided by the time of packing a single sequence."""
+"""Time of one pass over all ranks, divided by the time of packing a single sequence, while there are few bins."""
+BINS = 2000
+"""So many micro-batches at the end make a pass longer by the time of packing a single sequence."""
 NUMBER_BITS = 20
 """Low bits of a key that hold the number of a micro-batch; the bits above hold the room left in it."""
 
@@ -41,7 +43,8 @@ def micro_batches(lengths: IntArray, ranks: IntArray, capacity: IntArray) -> Int
     """Index of the micro-batch, on its own rank, of each sequence ``[n]``: best fit, in the given order.
 
     All ranks pack at once: pass k puts the k-th sequence of every rank into its fullest micro-batch with enough room.
-    The few ranks that have by far the most sequences would need passes for themselves, so they pack one by one.
+    The few ranks that have by far the most sequences would need passes for themselves, so they pack one by one. So do
+    all ranks where micro-batches are so many that a pass, which looks at all of them, takes longer.
 
     Args:
         lengths: ``[n]`` tokens, sorted by rank; on each rank, longest first is best.
@@ -55,7 +58,8 @@ def micro_batches(lengths: IntArray, ranks: IntArray, capacity: IntArray) -> Int
     heads = np.cumsum(counts) - counts
     most_first = rising(counts.max() - counts)
     heads, counts, size = heads[most_first], counts[most_first], capacity[most_first]
-    alone = int((PASS * np.append(counts, 0) + np.append(0, np.cumsum(counts))).argmin())
+    a_pass = PASS + lengths.sum() / capacity.min() / BINS
+    alone = int((a_pass * np.append(counts, 0) + np.append(0, np.cumsum(counts))).argmin())
     for head, count, room in zip(*(part[:alone].tolist() for part in (heads, counts, size)), strict=True):
         index[head : head + count] = best_fit(lengths[head : head + count], room)
     heads, counts, size = heads[alone:], counts[alone:], size[alone:]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -12,12 +14,17 @@ import numpy as np
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import BytescaleError, ConfigError
-from bytescale.common.parsing import parse_json, parse_toml
+from bytescale.common.parsing import MOST_SETTINGS, parse_json, parse_toml, read_input, read_text
 from bytescale.config import Config
 from bytescale.plan.io import load_plan
 from bytescale.simulator.trace import spread_evenly
 from bytescale.train.run_folder import RunFolder, is_locked
 
+MAX_LINES = 20_000
+"""Most lines that are read of a file with a line a step; of longer ones, every so many-th and the last."""
+MOST_RECORD = 2**29
+"""Bytes of such a file."""
+_MOST_NOTES = 5
 MAX_PLANS = 200
 """Most plans that are read for lengths and degrees; they are spread evenly over the steps."""
 NEEDED = ("loss", "step_seconds", "num_tokens", "waiting_share", "waiting_seconds", "sync_seconds", "data_wait_seconds")
@@ -90,7 +97,7 @@ def read_run(path: Path, name: str) -> RunRecord:
     notes: list[str] = []
     settings = _settings(folder, notes)
     steps = _lines(folder.metrics, NEEDED, notes)
-    log = folder.log.read_text(encoding="utf-8", errors="replace").splitlines() if folder.log.exists() else []
+    log = _content(folder.log, notes).decode(errors="replace").splitlines()
     state, state_text = _state(folder, int(settings["trainer.steps"]), steps, log)
     return RunRecord(
         name=name,
@@ -100,8 +107,8 @@ def read_run(path: Path, name: str) -> RunRecord:
         state_text=state_text,
         notes=notes,
         log=log,
-        evaluations=_lines(folder.evaluations, ("loss",), notes),
-        calibration=[line for line in _lines(folder.calibration, (), notes) if isinstance(line.get("speeds"), list)],
+        evaluations=[line for line in _lines(folder.evaluations, ("loss",), notes) if _has_buckets(line)],
+        calibration=[line for line in _lines(folder.calibration, (), notes) if _are_numbers(line.get("speeds"))],
         batches=_batches(folder, [int(line["step"]) for line in steps], notes),
     )
 
@@ -112,31 +119,67 @@ def _settings(folder: RunFolder, notes: list[str]) -> dict[str, Any]:
     sections = {spec.name: getattr(Config(), spec.name) for spec in fields(Config)}
     settings = {f"{name}.{key.name}": getattr(one, key.name) for name, one in sections.items() for key in fields(one)}
     try:
-        content = parse_toml(path.read_text(encoding="utf-8"))
+        content = parse_toml(read_text(path, MOST_SETTINGS))
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read ({error}); settings are shown at their defaults.")
         return settings
-    given = {name: values for name, values in content.items() if isinstance(values, dict)}
-    return settings | {f"{name}.{key}": value for name, values in given.items() for key, value in values.items()}
+    sections = {name: values for name, values in content.items() if isinstance(values, dict)}
+    given = {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
+    for name in [name for name, value in given.items() if type(settings.get(name)) in (int, str)]:
+        if type(given[name]) is not type(settings[name]):
+            notes.append(f"{path.name} has {name} = {given.pop(name)!r}; it is shown at its default.")
+    return settings | given
 
 
 def _lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:
     """The lines of a file with one JSON object a step, by step. ``needed``: numbers without which a line is damaged."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    lines = [line for line in text.splitlines() if line.strip()]
-    steps: dict[int, dict[str, Any]] = {}
-    for place, line in enumerate(lines, start=1):
+    content = _content(path, notes)
+    number = content.count(b"\n") + (not content.endswith(b"\n"))
+    every = -(-number // MAX_LINES)
+    if every > 1:
+        notes.append(f"{path.name} has {number} lines; one in {every} is read.")
+    steps, damaged = dict[int, dict[str, Any]](), list[int]()
+    for place, line in enumerate(io.BytesIO(content), start=1):
+        if not line.strip() or (place % every and place < number):
+            continue
         try:
-            content = parse_json(line)
-            for name in needed:
-                float(content[name])
-            steps[int(content["step"])] = content
+            row = parse_json(line)
+            if not all(math.isfinite(float(row[name])) for name in needed) or not row.get("step_seconds", 1) > 0:
+                raise ValueError("no step has such numbers")
+            steps[int(row["step"])] = row
         except (ValueError, KeyError, TypeError, OverflowError):
-            if place == len(lines):
-                notes.append(f"The last line of {path.name} is cut off, as when a run is killed; it is left out.")
-            else:
-                notes.append(f"Line {place} of {path.name} is damaged; it is left out.")
+            damaged.append(place)
+    if damaged and damaged[-1] == number:
+        damaged.pop()
+        notes.append(f"The last line of {path.name} is cut off, as when a run is killed; it is left out.")
+    notes += [f"Line {place} of {path.name} is damaged; it is left out." for place in damaged[:_MOST_NOTES]]
+    if more := damaged[_MOST_NOTES:]:
+        notes.append(f"{len(more)} more lines of {path.name} are damaged; they are left out.")
     return [steps[step] for step in sorted(steps)]
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(isinstance(value, int | float) for value in values)
+
+
+def _has_buckets(line: dict[str, Any]) -> bool:
+    names, buckets = ("loss", "perplexity", "num_targets"), line.get("buckets", [])
+    return isinstance(buckets, list) and all(
+        isinstance(one, dict)
+        and "longest_tokens" in one
+        and _are_numbers([one.get(name) for name in names] + [one["longest_tokens"] or 0])
+        for one in buckets
+    )
+
+
+def _content(path: Path, notes: list[str]) -> bytes:
+    try:
+        return read_input(path, MOST_RECORD)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read ({error.strerror}); it is left out.")
+        return b""
 
 
 def _state(folder: RunFolder, total: int, steps: list[dict[str, Any]], log: list[str]) -> tuple[str, str]:
@@ -171,7 +214,7 @@ def _last_words(log: list[str]) -> str:
 
 def _batches(folder: RunFolder, steps: list[int], notes: list[str]) -> Batches | None:
     """The sequences of up to ``MAX_PLANS`` steps. None if no plan was saved."""
-    there = [folder.plan(step) for step in steps if folder.plan(step).exists()]
+    there = [path for path in map(folder.plan, steps) if path.exists()]
     plans = []
     for place in spread_evenly(len(there), MAX_PLANS) if there else ():
         try:

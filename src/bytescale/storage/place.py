@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from bytescale.common.errors import typed_path
+from bytescale.common.parsing import read_input
 from bytescale.storage.filesystems import guarded, open_filesystem
 from bytescale.storage.retry import ANSWER_SECONDS, tried
 
@@ -157,7 +158,7 @@ def folders_in(folder: Place) -> list[str]:
 def read_file(file: Place) -> bytes:
     """Return the whole content of a file. Raises ``OSError``."""
     if isinstance(file, Path):
-        return file.read_bytes()
+        return read_input(file, 2**30)
     return file._tried(lambda system, path: system.cat_file(path))
 
 
@@ -170,6 +171,8 @@ def read_into(file: Place, offset: int, target: memoryview) -> int:
         content: bytes = file._tried(lambda system, path: system.cat_file(path, start=offset, end=stop))
         target[: len(content)] = content
         return len(content)
+    if file.exists() and not file.is_file():
+        raise OSError(errno.ENXIO, "it is no regular file", str(file))
     filled = 0
     with file.open("rb", buffering=0) as opened:
         opened.seek(offset)

@@ -14,13 +14,10 @@ from pathlib import Path
 from bytescale.common.errors import ConfigError, typed_path
 from bytescale.config import Config, resolve_model
 from bytescale.config.foreign_config import refuse_links_out
-from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, source_folder
+from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, SEEN_WEIGHTS, source_folder
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import check_ids
 from bytescale.data.tokens.tokenizer import JsonTokenizer, load_tokenizer, tokenizer_settings
-
-WEIGHTS = "weights.json"
-"""In ``origin/`` of a run that trains a part of a model: which weights the others are (``weights_fingerprint``)."""
 
 
 def origin_of(init: str) -> Path | None:
@@ -123,7 +120,9 @@ def keep_origin(kept: Path, config: Config, tokenizer: str | None) -> None:
         shutil.copyfile(source / "config.json", kept / "config.json")
         copy_companions(source, kept)
     if source is not None and (config.model.lora_rank or config.model.freeze):
-        (kept / WEIGHTS).write_text(json.dumps({"fingerprint": weights_fingerprint(source)}) + "\n", encoding="utf-8")
+        (kept / SEEN_WEIGHTS).write_text(
+            json.dumps({"fingerprint": weights_fingerprint(source)}) + "\n", encoding="utf-8"
+        )
     if tokenizer is not None:
         _keep_tokenizer(kept, tokenizer, data)
     if data.chat_template:

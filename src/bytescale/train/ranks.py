@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _abort_process_group as abort_pro
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.elastic.utils.store import barrier
 
-from bytescale.common.environment import ranks_of_torchrun
+from bytescale.common.environment import ranks_of_torchrun, told
 from bytescale.common.errors import ConfigError, foreseen
 from bytescale.config import Config, sharing_domain
 from bytescale.runtime import DTYPES, Mesh, MeshShape, RankGroup
@@ -116,14 +116,14 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
     collective and close its sockets while a slower rank still writes to it, which the slower one reports as a failure.
     The same processes can join again.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank = told("LOCAL_RANK", 0)
+    local_size = told("LOCAL_WORLD_SIZE", 1, least=1)
     device = choose_device(config.trainer.device, local_rank, local_size)
     dtype = choose_dtype(config.trainer.dtype, device)
     timeout = timedelta(seconds=config.parallel.timeout_seconds or TIMEOUT_SECONDS[device.type])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = told("WORLD_SIZE", 1, least=1)
     prepare_gloo(world_size)
     if sys.platform == "linux" and (STORE_FILE in os.environ or local_size == world_size):
         # All ranks are on this machine: sockets of gloo and NCCL need not be reached from another one.
@@ -182,7 +182,7 @@ def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
     file = os.environ.get(STORE_FILE)
     place = (file or os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(os.getpid()))
     if place not in _RENDEZVOUS and file is not None:
-        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, num_ranks = told("RANK", 0), told("WORLD_SIZE", 1)
         _RENDEZVOUS[place] = dist.FileStore(file, num_ranks), rank, num_ranks
     elif place not in _RENDEZVOUS:
         _RENDEZVOUS[place] = next(dist.rendezvous("env://", timeout=timeout))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bytescale.common.atomic import whole_file
 from bytescale.common.errors import ConfigError
-from bytescale.common.parsing import parse_json
+from bytescale.common.parsing import parse_json, read_input
 from bytescale.config import Config, config_to_toml
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def keep_until(path: Path, step: int) -> list[str]:
     Returns the lines that stay; none where there was no file.
     """
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+    for line in read_input(path, 2**30).decode(errors="replace").splitlines() if path.exists() else ():
         with suppress(ValueError, KeyError, TypeError):
             if parse_json(line)["step"] <= step:
                 kept.append(line)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError
-from bytescale.common.parsing import parse_json
+from bytescale.common.parsing import parse_json, read_text
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus
 from bytescale.data.loading.loader import StepData
@@ -86,7 +86,7 @@ def read_record(folder: Path, num_steps: int) -> list[tuple[IntArray, int | None
     for attempt in sorted(folder.glob("attempt-*"), key=_number):
         of_attempt: dict[int, dict[int, IntArray]] = {}
         for path in attempt.glob("rank-*.jsonl"):
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            for line in read_text(path, 2**30).splitlines(keepends=True):
                 if not line.endswith("\n"):  # cut off by kill -9, before the step was handed out
                     continue
                 content = parse_json(line)

@@ -16,13 +16,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.parsing import parse_json
 from bytescale.config.schema import CorpusConfig
 from bytescale.data.sources.files import SourceFile, definitions
+from bytescale.data.sources.parquet import MOST_RECORD_BYTES, open_parquet, rows_of
 from bytescale.storage.place import Place
 from bytescale.storage.retry import unreadable
 
@@ -30,10 +30,6 @@ logger = logging.getLogger(__name__)
 
 UNIT_BYTES = 4 * 1024**2
 """Bytes of text per unit: large enough that handing a unit to a process costs little, small enough for memory."""
-_PARQUET_BATCH_ROWS = 1024
-_PARQUET_BATCH_BYTES = 16 * 2**20
-"""So many rows of Parquet are Python objects at once, or fewer, where rows are large."""
-_FIRST_ROWS = 8
 _SHOWN_PLACES = 5
 
 
@@ -176,7 +172,7 @@ def iter_records(unit: WorkUnit, kind: RecordKind, counts: ReadCounts) -> Iterat
             case "jsonl":
                 records = jsonl_records(unit, counts)
             case _:
-                records = parquet_records(unit, kind.keys)
+                records = parquet_records(unit, kind.keys, counts)
         for record in records:
             try:
                 record.values = _own_values(record, kind)
@@ -268,6 +264,9 @@ def text_records(unit: WorkUnit, key: str, counts: ReadCounts) -> Iterator[Recor
     """Yield the texts of a unit under ``key``: files, or definitions. Other files are counted, or corrupt records."""
     for file in unit.files:
         place = partial(str, file.path)
+        if file.num_bytes > MOST_RECORD_BYTES:
+            counts.leave_out(_too_large(str(file.path)))
+            continue
         try:
             text = file.path.read_bytes().removeprefix(codecs.BOM_UTF8).decode("utf-8")
             reason = "it holds NUL bytes" if "\0" in text else ""
@@ -296,9 +295,12 @@ def jsonl_records(unit: WorkUnit, counts: ReadCounts) -> Iterator[Record]:
         offset = 0
         if unit.start:
             lines.seek(unit.start - 1)
-            lines.readline()  # skips a line that starts before the range, or the "\n" in front of the range
-            offset = lines.tell()
-        while offset < unit.stop and (line := lines.readline()):
+            offset = _next_line(lines, unit.stop)  # behind a line before the range, or the "\n" in front of it
+        while offset < unit.stop and (line := lines.readline(MOST_RECORD_BYTES + 1)):
+            if len(line) > MOST_RECORD_BYTES:
+                counts.leave_out(_too_large(line_place(path, offset)))
+                offset = _next_line(lines, unit.stop)
+                continue
             if content := line.strip():
                 try:
                     values = _object_of_line(content, path, offset)
@@ -307,6 +309,22 @@ def jsonl_records(unit: WorkUnit, counts: ReadCounts) -> Iterator[Record]:
                 else:
                     yield Record(values=values, place=partial(line_place, path, offset))
             offset += len(line)
+
+
+def _next_line(lines: Any, stop: int) -> int:
+    """Read up to the end of a line, or at least up to ``stop``. Returns the offset behind it."""
+    while part := lines.readline(1 << 20):
+        if part.endswith(b"\n") or lines.tell() >= stop:
+            break
+    return int(lines.tell())
+
+
+def _too_large(place: str) -> DataError:
+    return DataError(
+        f"{place} has more than the {MOST_RECORD_BYTES} bytes that a record may have",
+        so="it would take gigabytes of memory",
+        fix="cut it into several documents, or let it be left out (data.max_corrupt_records)",
+    )
 
 
 def _object_of_line(line: bytes, path: Place, offset: int) -> dict[str, Any]:
@@ -336,19 +354,7 @@ def line_place(path: Place, offset: int) -> str:
     return f"{path}:{number}"
 
 
-# Parquet: each row is a document. pyarrow is imported only where it is used, because importing it takes long.
-
-
-def open_parquet(path: Place) -> Any:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.ParquetFile(path if isinstance(path, Path) else path.open(), memory_map=True)
-    except pyarrow.ArrowException as error:
-        raise DataError(
-            f"{path} is not a Parquet file ({error})", fix="mend it or take it out of data.sources"
-        ) from error
+# Parquet: each row is a document.
 
 
 def row_group_units(file: SourceFile, opened: Any, unit_bytes: int) -> Iterator[WorkUnit]:
@@ -362,27 +368,12 @@ def row_group_units(file: SourceFile, opened: Any, unit_bytes: int) -> Iterator[
             start, num_bytes = group + 1, 0
 
 
-def parquet_records(unit: WorkUnit, keys: Sequence[str]) -> Iterator[Record]:
+def parquet_records(unit: WorkUnit, keys: Sequence[str], counts: ReadCounts) -> Iterator[Record]:
     """Yield the rows of a unit of a Parquet file, with those of ``keys`` that are columns of the file."""
     path = unit.files[0].path
-    with open_parquet(path) as opened:
-        import pyarrow
-
-        columns = [name for name in keys if name in opened.schema_arrow.names]
-        row = sum(opened.metadata.row_group(group).num_rows for group in range(unit.start)) + 1
-        groups = list(range(unit.start, unit.stop))
-        read = partial(opened.iter_batches, row_groups=groups, columns=columns, use_threads=False)
-        try:
-            # As many rows at once as the first ones promise to be a few MiB: a row may have one word, or a whole book.
-            first = next(read(_FIRST_ROWS), None)
-            row_bytes = 1 if first is None else max(1, first.nbytes // max(1, len(first)))
-            for batch in read(max(1, min(_PARQUET_BATCH_ROWS, _PARQUET_BATCH_BYTES // row_bytes))):
-                for values in batch.to_pylist():
-                    yield Record(values=values, place=partial("{}, row {}".format, path, row))
-                    row += 1
-        except (pyarrow.ArrowException, ValueError, OverflowError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # for broken pages, Arrow's has no errno
-                raise unreadable(error, path) from error
-            raise DataError(
-                f"{path} cannot be read near row {row} ({error})", fix="mend the file or take it out"
-            ) from error
+    for row, values in rows_of(path, unit.start, unit.stop, keys):
+        place = partial("{}, row {}".format, path, row)
+        if values is None:
+            counts.leave_out(_too_large(place()))
+        else:
+            yield Record(values=values, place=place)

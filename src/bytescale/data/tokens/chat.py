@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import ConfigError, DataError, typed_path
-from bytescale.common.parsing import parse_json
+from bytescale.common.parsing import parse_json, read_text
 from bytescale.config.schema import CorpusConfig
 from bytescale.data.tokens.messages import OWN_VARIABLES, Conversation
 from bytescale.data.tokens.tokenizer import token_text, tokenizer_settings
@@ -183,7 +183,7 @@ def load_template(config: CorpusConfig) -> ChatTemplate:
     name = f"the chat template of {folder}"
     if (setting or is_file) and path.is_file():
         try:
-            sources, name = path.read_text(encoding="utf-8"), str(path)
+            sources, name = read_text(path), str(path)
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is no text in UTF-8 ({error.reason})", fix="save it in UTF-8") from error
     if isinstance(sources, list):  # several with names

@@ -23,7 +23,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ from bytescale.data.tokens.chat import ChatTemplate, Rendered, load_template
 from bytescale.data.tokens.indexed import LABELS, WEIGHTS, field_dtype, token_dtype
 from bytescale.data.tokens.messages import Conversation, conversation_of
 from bytescale.data.tokens.tokenizer import Tokenizer
-from bytescale.storage.retry import with_retries
+from bytescale.storage.retry import UnreadableError, with_retries
 
 _BATCH_CHARACTERS = 1 << 20
 """Text handed to the tokenizer at once. The tokenizer's results take some 100 bytes a token until they are arrays."""
@@ -46,9 +45,13 @@ _BATCH_RECORDS = 64
 _EMPTY_THOUGHTS = re.compile(r"\s*<think>\s*</think>\s*")
 
 
+_PIECE_TOKENS = 1 << 24
+"""Tokens of a piece of a unit: a row group of a Parquet file may be far larger than a unit of other files."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedUnit:
-    """The tokens of one unit of work."""
+    """The tokens of one unit of work, or of one piece of it. The last piece has the counts of all."""
 
     tokens: NDArray[np.integer]  # [sum of lengths] tokens of all documents, each with its EOS
     lengths: IntArray  # [number of documents] tokens of each document
@@ -100,13 +103,25 @@ class UnitEncoder:
     def field_names(self) -> tuple[str, ...]:
         return {"text": (), "tokens": (WEIGHTS, LABELS, *self.config.fields)}.get(self.kind.content, (WEIGHTS,))
 
-    def __call__(self, unit: WorkUnit) -> EncodedUnit:
-        """Encode a unit; a read that may succeed later is tried again. Raises ``DataError`` as ``iter_records``."""
+    def __call__(self, unit: WorkUnit) -> Iterator[EncodedUnit]:
+        """Encode a unit in pieces; a read that may succeed later is tried again. Raises as ``iter_records``."""
         encode = self._encode_texts if self.kind.is_text else self._encode_records
-        return with_retries(partial(encode, unit), self.config.read_retries)
+        pieces, number = encode(unit), 0
 
-    def _encode_records(self, unit: WorkUnit) -> EncodedUnit:
-        counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
+        def piece() -> EncodedUnit | None:
+            nonlocal pieces
+            try:
+                return next(pieces, None)
+            except (OSError, UnreadableError):  # a generator that has raised is over
+                pieces = itertools.islice(encode(unit), number, None)
+                raise
+
+        while found := with_retries(piece, self.config.read_retries):
+            number += 1
+            yield found
+
+    def _encode_records(self, unit: WorkUnit) -> Iterator[EncodedUnit]:
+        counts, num_tokens = ReadCounts(max_corrupt=self.config.max_corrupt_records), 0
         examples: list[Example] = []
         records = iter_records(unit, self.kind, counts)
         for example in examples_of(records, self.config, self.tokenizer, self.template):
@@ -114,32 +129,52 @@ class UnitEncoder:
                 counts.leave_out(example)
             else:
                 examples.append(example)
+                num_tokens += len(example["tokens"])
+            if num_tokens >= _PIECE_TOKENS:
+                yield self._joined(examples, ReadCounts())
+                examples, num_tokens = [], 0
+        yield self._joined(examples, counts)
+
+    def _joined(self, examples: Sequence[Example], counts: ReadCounts) -> EncodedUnit:
         columns = {}
         for name, dtype in (("tokens", self.dtype), *((name, field_dtype(name)) for name in self.field_names)):
             columns[name] = np.concatenate([np.zeros(0, dtype), *(one[name].astype(dtype) for one in examples)])
         lengths = np.array([len(example["tokens"]) for example in examples], dtype=np.int64)
         return EncodedUnit(tokens=columns.pop("tokens"), lengths=lengths, counts=counts, fields=columns)
 
-    def _encode_texts(self, unit: WorkUnit) -> EncodedUnit:
+    def _encode_texts(self, unit: WorkUnit) -> Iterator[EncodedUnit]:
         counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
         encoded: list[NDArray[np.integer]] = []
         texts: list[str] = []
         num_characters = 0
         for record in iter_records(unit, self.kind, counts):
-            texts.append(record.values[self.config.text_key])
-            num_characters += len(texts[-1])
+            text = record.values[self.config.text_key]
+            try:
+                self.tokenizer.check_room(text)
+            except DataError as error:
+                counts.leave_out(DataError(f"{record.place()}: {error}"))
+                continue
+            texts.append(text)
+            num_characters += len(text)
             if num_characters >= _BATCH_CHARACTERS:
                 encoded.extend(self.tokenizer.encode_batch(texts))
                 texts, num_characters = [], 0
+                if sum(map(len, encoded)) >= _PIECE_TOKENS:
+                    yield self._ended(encoded, counts, ReadCounts())
+                    encoded = []
         encoded.extend(self.tokenizer.encode_batch(texts))
+        yield self._ended(encoded, counts, counts)
+
+    def _ended(self, encoded: Sequence[NDArray[np.integer]], counts: ReadCounts, told: ReadCounts) -> EncodedUnit:
+        """Texts with BOS and EOS. ``counts`` learn how many are empty; the piece tells ``told``."""
         documents = [ids for ids in encoded if len(ids)]  # the tokenizer's normaliser may leave nothing of a text
         counts.num_empty += len(encoded) - len(documents)
         begin, end = _begin(self.tokenizer), np.array([self.tokenizer.eos_id])
-        parts = (part for ids in documents for part in (begin, ids, end))
+        parts = [end[:0], *(part for ids in documents for part in (begin, ids, end))]
         return EncodedUnit(
-            tokens=np.concatenate([end[:0], *parts]).astype(self.dtype),
+            tokens=np.concatenate(parts, dtype=self.dtype, casting="unsafe"),
             lengths=np.array([len(begin) + len(ids) + 1 for ids in documents], dtype=np.int64),
-            counts=counts,
+            counts=told,
         )
 
 

@@ -25,6 +25,7 @@ A pair is named by the path of its ``.bin``. What belongs to it has another endi
 
 from __future__ import annotations
 
+import errno
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,7 +171,10 @@ def read_index(path: Path, dtypes: Mapping[int, np.dtype] = TOKEN_DTYPES) -> Tok
     Raises ``DataError`` if the file is missing, is not a Megatron index, or contradicts itself.
     """
     try:
-        content = np.fromfile(path, dtype=np.uint8)
+        if path.exists() and not path.is_file():
+            raise OSError(errno.ENXIO, "it is no regular file")
+        # Mapped: what is not as large as its header says is not read.
+        content = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror})",

@@ -23,7 +23,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import remove_stale_temporaries, temporary_path, write_atomically
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
-from bytescale.common.parsing import parse_json
+from bytescale.common.parsing import parse_json, read_input
 from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.sources.records import ReadCounts
 from bytescale.data.tokens.examples import EncodedUnit
@@ -281,7 +281,7 @@ def metadata_of(
 def load_metadata(path: Path) -> TokenMetadata | None:
     """Return the metadata that stand beside a pair, or None if there are none that can be read."""
     try:
-        content = parse_json(path.with_suffix(".meta.json").read_text(encoding="utf-8"))
+        content = parse_json(read_input(path.with_suffix(".meta.json")))
     except (OSError, ValueError):  # the file is absent, or another program's: the metadata are gathered again
         return None
     names = {spec.name for spec in fields(TokenMetadata)}

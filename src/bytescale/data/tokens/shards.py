@@ -140,7 +140,7 @@ class ShardReader:
         """Write the tokens of a shard of text into the cache, unless another process has just done so."""
         encode, path = self._encode, self._path(shard)
         with file_lock(path.with_suffix(".lock")):
-            encoded = map(encode, shard.units)
+            encoded = itertools.chain.from_iterable(map(encode, shard.units))
             return self._made(shard) or write_units(encoded, path, encode.tokenizer, encode.dtype, encode.field_names)
 
     def _missing(self, shards: Sequence[Shard]) -> list[Shard]:

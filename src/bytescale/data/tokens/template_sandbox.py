@@ -1,8 +1,9 @@
 """The program that renders conversations in a process of its own, which ``chat.py`` starts and asks.
 
 Chat templates come with strangers' models. jinja2's sandbox keeps them from attributes, files and code. The limits of
-the process end what the sandbox lets pass: a rendering of more than ``MOST_SECONDS`` of CPU time (SIGPROF kills C code,
-too), and one that needs more than ``MOST_BYTES`` of memory. It imports nothing of bytescale, so that it starts fast.
+the process end what the sandbox lets pass: an answer that takes more than ``MOST_SECONDS`` of CPU time (SIGPROF kills C
+code, too), and a rendering that needs more than ``MOST_BYTES`` of memory. It imports nothing of
+bytescale, so that it starts fast.
 
 Requests and answers are lines of JSON. The first request is the template; each further one a list of conversations. The
 answer to one has its ``text``; ``spans``, what of it the assistant said; and ``spelled``, where it holds special tokens
@@ -32,7 +33,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MOST_SECONDS, MOST_BYTES, MOST_CHARACTERS = 2.0, 2**30, 2**25  # of a rendering; memory beyond that at the start
+MOST_SECONDS, SECONDS_A_MESSAGE = 1.0, 0.02  # of CPU, for an answer: all renderings of the conversations asked for
+MOST_BYTES, MOST_CHARACTERS = 2**29, 2**24  # of memory beyond that at the start; of a rendering
 START, STOP, OPEN, CLOSE = "\ufdd0\ufdd1\ufdd2\ufdd3"  # characters that Unicode promises never to use, as are sentinels
 HERE, BEFORE = ("\ufdd4", "\ufdd5", "\ufdd6"), ("\ufdd7", "\ufdd8", "\ufdd9")  # for thoughts, content and arguments
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -86,8 +88,7 @@ class Template:
 
 @contextmanager
 def _limits(what: str, fix: str) -> Iterator[None]:
-    """Errors of the template become ``Refused``; a template that works too long is killed."""
-    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # it runs on afterwards, until the next rendering sets it again
+    """Errors of the template become ``Refused``."""
     try:
         yield
     except Exception as error:
@@ -356,6 +357,8 @@ def main() -> None:
     template = None
     for line in sys.stdin.buffer:
         request = json.loads(line)
+        num_messages = 0 if template is None else sum(len(conversation["messages"]) for conversation in request)
+        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS + SECONDS_A_MESSAGE * num_messages)  # until the next request
         try:
             if template is None:
                 answers: Any = []

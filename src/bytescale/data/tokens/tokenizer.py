@@ -13,7 +13,6 @@ import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,13 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock, write_atomically
-from bytescale.common.errors import ConfigError, DataError, is_panic, typed_path
-from bytescale.common.parsing import parse_json
+from bytescale.common.errors import ConfigError, DataError, typed_path
+from bytescale.common.parsing import parse_json, read_input, read_text
 from bytescale.config.schema import Bos, DataConfig
 from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.sources.records import ReadCounts, WorkUnit, iter_records, kind_of, plan_units
 from bytescale.data.tokens.progress import Progress, ProgressCallback
+from bytescale.data.tokens.tokenizer_limits import check_room, check_tokenizer, growth_of, rust_errors
 from bytescale.storage.retry import with_retries
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,9 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """``[num_bytes]`` uint8 per text."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def check_room(self, text: str) -> None:
+        """There is room for any record that is read."""
 
     def encode_with_offsets(self, text: str, spelled: Sequence[tuple[int, int]] = ()) -> tuple[IntArray, IntArray]:
         """There are no special tokens. All bytes of a character have its place."""
@@ -112,6 +115,7 @@ class JsonTokenizer:
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         content = f"{self.eos_id}\0{tokenizer.to_str()}".encode()
         self.fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()  # equal where all is encoded alike
+        self._growth = growth_of(tokenizer)
 
     @staticmethod
     def from_file(path: Path, eos_token: str | None = None, bos: Bos = "never") -> JsonTokenizer:
@@ -124,11 +128,12 @@ class JsonTokenizer:
         ``tokenizer_config.json`` is not JSON.
         """
         file = path / "tokenizer.json" if path.is_dir() else path
-        with _rust_errors(f"{file} is not a tokenizer.json"):
-            tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        # The file may carry the truncation and padding of the model it was saved with.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        with rust_errors(f"{file} is not a tokenizer.json"):
+            tokenizer = tokenizers.Tokenizer.from_str(read_text(file))
+            # The file may carry the truncation and padding of the model it was saved with.
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            check_tokenizer(tokenizer, str(path))
         settings = tokenizer_settings(file.parent)
         return JsonTokenizer(
             tokenizer,
@@ -142,9 +147,18 @@ class JsonTokenizer:
         self.__dict__.update(state)
         self._tokenizer.encode_special_tokens = True
 
+    def check_room(self, text: str) -> None:
+        """Raise ``DataError`` for a text whose encoding would fill the memory."""
+        check_room(text, self._growth, self._encoded)
+
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """``[num_tokens]`` int64 per text, without EOS. An empty text has none."""
-        with _rust_errors(f"tokenizer {self.name} cannot encode a text"):
+        """``[num_tokens]`` int64 per text, without EOS. An empty text has none. Raises as ``check_room``."""
+        for text in texts:
+            self.check_room(text)
+        return self._encoded(texts)
+
+    def _encoded(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        with rust_errors(f"tokenizer {self.name} cannot encode a text"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
@@ -154,9 +168,10 @@ class JsonTokenizer:
         For text that a chat template has written. Row i is the first character of token i, and one past the last.
         Special tokens in ``spelled``, ranges of characters, are encoded as text. Raises ``DataError`` if none is one.
         """
+        self.check_room(text)
         self._tokenizer.encode_special_tokens = False
         try:
-            with _rust_errors(f"tokenizer {self.name} cannot encode a text"):
+            with rust_errors(f"tokenizer {self.name} cannot encode a text"):
                 encoding = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
@@ -200,18 +215,6 @@ class JsonTokenizer:
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
-
-
-@contextmanager
-def _rust_errors(what: str) -> Iterator[None]:
-    """Raise what the library refuses as ``DataError``. It raises bare Exception, or panics: that is no Exception."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error) is Exception or is_panic(error) or isinstance(error, UnicodeDecodeError):
-            text = " ".join(str(error).split())[:300]
-            raise DataError(f"{what} ({text})", fix="save it again with Tokenizer.save()") from error
-        raise
 
 
 def _tokens_by_id(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
@@ -274,7 +277,7 @@ def _bos_token(tokenizer: Any, settings: Mapping[str, Any], bos: Bos, file: Path
         return named if bos == "always" else None
     if isinstance(settings.get("add_bos_token"), bool):  # transformers goes by it
         return named if settings["add_bos_token"] else None
-    with _rust_errors(f"tokenizer {file} cannot encode a text"):
+    with rust_errors(f"tokenizer {file} cannot encode a text"):
         first = tokenizer.encode("a", add_special_tokens=True).tokens[:1]
     return named if first == [named] else None
 
@@ -297,7 +300,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(read_input(path))
     except (ValueError, OSError) as error:
         raise DataError(
             f"{path} is not JSON ({error})", so="its eos_token and chat template are unknown", fix="mend it"
@@ -316,6 +319,9 @@ def token_text(entry: Any) -> str | None:
 BPE_EOS = "<|endoftext|>"
 TRAINING_BYTES = 256 * 1024**2
 """Bytes of text that training reads. More text changes the vocabulary little, and all word counts are in memory."""
+
+TRAINING_CHARACTERS = 2**22
+"""Of one text, from its beginning: the library counts the words of a whole text at once."""
 
 
 def cached_bpe(files: Sequence[SourceFile], config: DataConfig, progress: ProgressCallback) -> JsonTokenizer:
@@ -355,7 +361,8 @@ def train_bpe(files: Sequence[SourceFile], config: DataConfig, progress: Progres
 def _texts_of(unit: WorkUnit, config: DataConfig) -> list[str]:
     """Return the texts of a unit. Corrupt records are left out here; tokenising finds them again and counts them."""
     counts = ReadCounts(max_corrupt=sys.maxsize)
-    return [record.values[config.text_key] for record in iter_records(unit, kind_of(config), counts)]
+    records = iter_records(unit, kind_of(config), counts)
+    return [record.values[config.text_key][:TRAINING_CHARACTERS] for record in records]
 
 
 def _training_texts(units: list[WorkUnit], config: DataConfig, progress: ProgressCallback) -> Iterator[list[str]]:

@@ -31,6 +31,9 @@ from bytescale.common.errors import DataError
 from bytescale.data.sources.files import expand_sources
 from bytescale.data.sources.records import ReadCounts, RecordKind, iter_records, plan_units
 
+MOST_TURNS = 2**24
+"""Of all branches, with those of their parents."""
+
 
 def rollout_documents(trajectories: Sequence[Mapping[str, Any]], *, normalise: bool = True) -> list[dict[str, Any]]:
     """Documents for ``hdp.plan``, in the order of ``trajectories``.
@@ -121,10 +124,17 @@ def whole_trajectories(
             )
         (firsts if parent is None else branches.setdefault(numbers[str(parent)], [])).append(number)
     whole = {number: trajectories[number] for number in firsts}
+    num_turns = 0
     for number in firsts:  # and, as they are added, of all branches
         for branch in branches.get(number, ()):
             whole[branch] = _branch(trajectories[branch], whole[number], partial(place_of, branch))
             firsts.append(branch)
+            if (num_turns := num_turns + len(whole[branch].get("turns", ()))) > MOST_TURNS:
+                raise DataError(
+                    f"{place_of(branch)} is one of so many branches of branches that they have {num_turns} turns",
+                    so="written out, they would take gigabytes of memory",
+                    fix="give fewer records at once",
+                )
     for number in sorted({*range(len(parents))} - {*whole}):
         raise DataError(
             f"{place_of(number)} goes on from {parents[number]!r}, and its parents go on from each other",

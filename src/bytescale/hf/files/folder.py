@@ -6,6 +6,7 @@ Only a part of a model may be trained: low-rank adapters (LoRA, by peft), or wha
 from __future__ import annotations
 
 import base64
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,10 +26,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from bytescale.checkpoint.hugging_face import appearing
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import CheckpointError, ConfigError, typed_path
-from bytescale.common.parsing import parse_json
+from bytescale.common.parsing import parse_json, read_input
 from bytescale.config import AttachedArchitecture, Config
 from bytescale.config.hugging_face import refuse_quantised
-from bytescale.config.resolve import described_architecture, source_folder
+from bytescale.config.resolve import SEEN_WEIGHTS, described_architecture, source_folder
 from bytescale.hf.files.weight_stream import adapted_ties, untie
 from bytescale.hf.model.long_rope import longest_document_of
 from bytescale.models.hf_folder import (
@@ -116,8 +117,8 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
             names them.
     """
     refuse_quantised(content, str(folder / "config.json"))
-    stored_tensors(folder)
-    with _causal_model_or_error(content), _no_progress_bar():
+    _check_sizes(folder, content)
+    with _causal_model_or_error(content), _quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config_of(content),
@@ -151,6 +152,25 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
     return model
 
 
+def _check_sizes(folder: Path, content: dict[str, Any]) -> None:
+    """Raise ``CheckpointError`` for a config.json of a model far larger than its weights, before memory is filled."""
+    stored, num_layers = stored_tensors(folder), content.get("num_hidden_layers")
+    has, needs = f"{len(stored)} tensors", f"num_hidden_layers = {num_layers}"
+    is_larger = isinstance(num_layers, int) and num_layers > len(stored)  # to describe thousands takes a minute
+    if not is_larger:
+        sizes = [
+            sum(math.prod(own.shape) for own in all_of) for all_of in (stored.values(), parameters_of(content).values())
+        ]
+        has, needs = (f"{size} numbers" for size in sizes)
+        is_larger = sizes[1] > 2 * sizes[0]
+    if is_larger:
+        raise CheckpointError(
+            f"{folder} has weights with {has}, and the model of its config.json has {needs}",
+            so="most of its weights would be random numbers",
+            fix="use the config.json that belongs to these weights, or download the model again",
+        )
+
+
 def _ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """All parameters trainable and of one dtype. Constants keep theirs, as the angles of rotary positions in fp32."""
     for parameter in model.parameters():
@@ -162,14 +182,18 @@ def _ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
+def _quiet() -> Iterator[None]:
+    """Without progress bars, and without transformers' report, which has names of tensors as they are in a file."""
+    told = transformers.utils.logging
+    shown, level = told.is_progress_bar_enabled(), told.get_verbosity()
+    told.disable_progress_bar()
+    told.set_verbosity_error()
     try:
         yield
     finally:
+        told.set_verbosity(level)
         if shown:
-            transformers.utils.logging.enable_progress_bar()
+            told.enable_progress_bar()
 
 
 @contextmanager
@@ -322,7 +346,7 @@ def export_attached(
             model = wrapped.merge_and_unload()
         if architecture.trained:
             model = model.to(target_dtype)
-        with _no_progress_bar():
+        with _quiet():
             model.save_pretrained(hidden, max_shard_size=shard_bytes)  # type: ignore[operator]
         written = {key: name for key in ("dtype", "torch_dtype") if key in content} or {"dtype": name}
         write_json(hidden / "config.json", content | written)
@@ -356,7 +380,7 @@ def _base_of(run_config: Config | None, origin: Path | None, given: str) -> Path
             fix=remedy,
         )
     try:
-        seen = str(parse_json(((origin or base) / "weights.json").read_text(encoding="utf-8"))["fingerprint"])
+        seen = str(parse_json(read_input((origin or base) / SEEN_WEIGHTS))["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
         seen = "not known"
     if seen != weights_fingerprint(base):

@@ -24,7 +24,7 @@ from torch import Tensor
 from bytescale.common.atomic import remove_stale_temporaries, whole_file, write_atomically
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.common.parsing import parse_json
+from bytescale.common.parsing import parse_json, read_input
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus, place_of_document
 from bytescale.data.order.batches import batches_once
@@ -105,7 +105,7 @@ class ScoreFile:
         known = self.parts / "settings.json"
         if not known.exists():
             write_atomically(known, json.dumps(settings, indent=2, sort_keys=True).encode())
-        found = parse_json(known.read_text(encoding="utf-8"))
+        found = parse_json(read_input(known))
         for name in sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name)):
             raise ConfigError(
                 f"{self.parts} was begun with {name} = {found.get(name)!r}, and now it is {settings.get(name)!r}",

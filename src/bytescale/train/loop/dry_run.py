@@ -11,6 +11,7 @@ from bytescale.data.loading.corpus import check_vocabulary, prepare_corpus
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.plan.summary import gist
+from bytescale.train.loop.evaluation import corpus_of
 from bytescale.train.parts.budget import kind_of, rank_device
 from bytescale.train.parts.devices import Devices
 from bytescale.train.parts.job import plan_of_run
@@ -32,6 +33,8 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
         batch = BatchSampler(corpus.index, config.data).next_batch()
     architecture = resolve_model(config.model, tokenizer_vocab_size=corpus.metadata.vocab_size)
     check_vocabulary(corpus.metadata, architecture.vocab_size)
+    if config.eval.sources:
+        corpus_of(config, architecture.vocab_size)
     ranks, hdp = config.parallel.ranks, hdp_ranks(config.parallel)
     with open_kernels(config, device, dtype) as kernels:
         kernel_lines = kernels.lines()

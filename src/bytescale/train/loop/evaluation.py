@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config import EvalConfig
+from bytescale.config import Config, EvalConfig
 from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus, check_vocabulary, prepare_corpus
 from bytescale.data.order.batches import GlobalBatch, batches_once
@@ -35,6 +35,13 @@ PlannedBatch = tuple[GlobalBatch, RankPlan, Sequence[MicroBatchData]]
 """With the rank's rows where prefixes are shared (``data.share_prefixes``); others are read for each evaluation."""
 
 
+def corpus_of(config: Config, vocab_size: int) -> Corpus:
+    """The tokenised ``eval.sources``. Raises as ``prepare_corpus`` and ``check_vocabulary``."""
+    corpus = prepare_corpus(replace(config.data, sources=config.eval.sources, weights=()))
+    check_vocabulary(corpus.metadata, vocab_size)
+    return corpus
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The data of the evaluations of a run, planned once. Every rank holds its own part."""
@@ -48,12 +55,12 @@ class Evaluation:
         """Read and plan ``eval.sources``; None without any. Every rank calls it. Raises as ``prepare_corpus``."""
         if not job.config.eval.sources:
             return None
-        data = replace(job.config.data, sources=job.config.eval.sources, weights=())
-        corpus = prepare_corpus(data)
-        check_vocabulary(corpus.metadata, job.architecture.vocab_size)
+        corpus = corpus_of(job.config, job.architecture.vocab_size)
         forward_cost = job.planner.cost.forward_only(job.ranks.dtype.itemsize)
         planner = replace(job.planner, cost=forward_cost, step_times=None)
-        batches = [_planned(job, planner, corpus, batch) for batch in batches_once(corpus.index, data.batch_tokens)]
+        batches = [
+            _planned(job, planner, corpus, batch) for batch in batches_once(corpus.index, job.config.data.batch_tokens)
+        ]
         return Evaluation(job=job, corpus=corpus, batches=batches)
 
     def run(self, step: int) -> EvaluationMetrics:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from bytescale.common.errors import ConfigError
+from bytescale.common.parsing import read_text
 from bytescale.config import Config
 from bytescale.config.schema import LogConfig
 from bytescale.train.run_folder import RunFolder
@@ -72,7 +73,7 @@ def _wandb_run(run: RunFolder, config: Config) -> Any:
         known = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "bytescale"),
             name=os.environ.get("WANDB_NAME", run.path.name),
-            id=run.wandb_id.read_text(encoding="ascii").strip(),
+            id=read_text(run.wandb_id).strip(),
             resume="allow" if online else None,
             dir=str(run.path),
             config=asdict(config),
