@@ -3,10 +3,10 @@
     PYTHONPATH=src:. python benchmarks/gpu.py                    # a GPU if there is one, else small sizes on the CPU
     PYTHONPATH=src:. python benchmarks/gpu.py --only loss,offload --out benchmarks/out/first.json
 
-It prints Markdown tables in the form of docs/benchmarks.md, row by row. It also writes every row to ``--out`` as soon
-as the row is measured. On an H200, each part takes at most ten minutes, and all parts together half an hour. A case
-that would not end within ``--seconds`` is left out, and its row says so. The row of a case that fails says why, and the
-next case runs.
+It prints Markdown tables in the form of docs/benchmarks/memory.md, row by row. It also writes every row to ``--out``
+as soon as the row is measured. On an H200, each part takes at most ten minutes, and all parts together half an hour.
+A case that would not end within ``--seconds`` is left out, and its row says so. The row of a case that fails says
+why, and the next case runs.
 
 It needs torch and NumPy, Triton on a GPU, and matplotlib for the picture of the profile. The loss is compared with
 ``torch.nn.functional.linear_cross_entropy`` and Liger where they exist (``liger-kernel`` is a wheel of pure Python;

@@ -5,7 +5,7 @@
     .venv/bin/python benchmarks/loader.py plan     # batches of 32M tokens for 1024 and 16384 ranks, planned by one
     .venv/bin/python benchmarks/loader.py start    # time until the first step, with and without a filled cache
 
-Each of them starts its own Ray on loopback and ends it. Results: docs/benchmarks.md, ``Remote dataloader``.
+Each of them starts its own Ray on loopback and ends it. Results: docs/benchmarks/data.md, ``Remote dataloader``.
 """
 
 from __future__ import annotations
