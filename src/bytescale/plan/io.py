@@ -36,8 +36,8 @@ def load_plan(path: Path) -> Plan:
             raise ValueError(f"it would unpack to more than {MOST_UNPACKED >> 20} MiB")
         with np.load(packed, allow_pickle=False) as stored:
             values = {spec.name: stored[spec.name] for spec in fields(Plan)}
-        for name, value in values.items():
-            if name not in _SCALARS and (value.ndim != 1 or value.dtype.kind not in "iuf"):
+        for name in values.keys() - _SCALARS.keys():
+            if (value := values[name]).ndim != 1 or value.dtype.kind not in "iuf":
                 raise ValueError(f"{name} is no list of numbers")
             if not (np.abs(value.astype(np.float64)) <= MOST_COUNT).all():
                 raise ValueError(f"{name} has a number beyond {MOST_COUNT}")
