@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bytescale.cli.options import Settings, read
+from bytescale.common.atomic import temporary_path
 from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
@@ -52,6 +53,9 @@ def run(arguments: Sequence[str]) -> int:
             fix="name a file in a folder that exists and can be written",
         )
     ranks = options.config.parallel.ranks
+    temporary = temporary_path(options.out)
+    temporary.touch()  # what cannot be written is told now, not when all is measured
+    temporary.unlink()
     if ranks > 1 and ranks_of_torchrun() is None:
         from bytescale.train.launch.torchrun import launch_ranks
 

@@ -13,6 +13,7 @@ import numpy as np
 from bytescale.common.atomic import whole_file
 from bytescale.common.errors import PlanError
 from bytescale.common.parsing import read_input
+from bytescale.common.units import MOST_COUNT
 from bytescale.plan.plan import Plan
 
 _SCALARS: dict[str, Any] = {"planner": str, "domain": int}
@@ -35,9 +36,11 @@ def load_plan(path: Path) -> Plan:
             raise ValueError(f"it would unpack to more than {MOST_UNPACKED >> 20} MiB")
         with np.load(packed, allow_pickle=False) as stored:
             values = {spec.name: stored[spec.name] for spec in fields(Plan)}
-        for name, value in values.items():
-            if name not in _SCALARS and (value.ndim != 1 or value.dtype.kind not in "iuf"):
+        for name in values.keys() - _SCALARS.keys():
+            if (value := values[name]).ndim != 1 or value.dtype.kind not in "iuf":
                 raise ValueError(f"{name} is no list of numbers")
+            if not (np.abs(value.astype(np.float64)) <= MOST_COUNT).all():
+                raise ValueError(f"{name} has a number beyond {MOST_COUNT}")
         scalars = {name: kind(values[name].item()) for name, kind in _SCALARS.items()}
     except (OSError, EOFError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
         raise PlanError(f"{path} is not a plan ({error})", fix="name a .npz file from a run folder's plans/") from error

@@ -185,7 +185,12 @@ def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
         rank, num_ranks = told("RANK", 0), told("WORLD_SIZE", 1)
         _RENDEZVOUS[place] = dist.FileStore(file, num_ranks), rank, num_ranks
     elif place not in _RENDEZVOUS:
-        _RENDEZVOUS[place] = next(dist.rendezvous("env://", timeout=timeout))
+        try:
+            _RENDEZVOUS[place] = next(dist.rendezvous("env://", timeout=timeout))
+        except ValueError as error:
+            raise ConfigError(
+                f"torchrun's variables do not say where to meet ({error})", fix="unset RANK"
+            ) from error
     store, rank, num_ranks = _RENDEZVOUS[place]
     store.set_timeout(timeout)
     return store, rank, num_ranks

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -120,7 +121,9 @@ def keep_until(path: Path, step: int) -> list[str]:
     Returns the lines that stay; none where there was no file.
     """
     kept = []
-    for line in read_input(path, 2**30).decode(errors="replace").splitlines() if path.exists() else ():
+    content = read_input(path, 2**30) if path.exists() else b""
+    for found in re.finditer(rb"[^\r\n]+", content):
+        line = found[0].decode(errors="replace")
         with suppress(ValueError, KeyError, TypeError):
             if parse_json(line)["step"] <= step:
                 kept.append(line)

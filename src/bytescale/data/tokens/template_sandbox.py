@@ -33,7 +33,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MOST_SECONDS, SECONDS_A_MESSAGE = 1.0, 0.02  # of CPU, for an answer: all renderings of the conversations asked for
+FIRST_SECONDS, SECONDS_A_MESSAGE, MOST_SECONDS = 1.0, 0.02, 8.0  # of CPU, for an answer: all renderings of a request
 MOST_BYTES, MOST_CHARACTERS = 2**29, 2**24  # of memory beyond that at the start; of a rendering
 START, STOP, OPEN, CLOSE = "\ufdd0\ufdd1\ufdd2\ufdd3"  # characters that Unicode promises never to use, as are sentinels
 HERE, BEFORE = ("\ufdd4", "\ufdd5", "\ufdd6"), ("\ufdd7", "\ufdd8", "\ufdd9")  # for thoughts, content and arguments
@@ -358,7 +358,8 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         num_messages = 0 if template is None else sum(len(conversation["messages"]) for conversation in request)
-        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS + SECONDS_A_MESSAGE * num_messages)  # until the next request
+        seconds = min(FIRST_SECONDS + SECONDS_A_MESSAGE * num_messages, MOST_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # it runs on afterwards, until the next request sets it again
         try:
             if template is None:
                 answers: Any = []

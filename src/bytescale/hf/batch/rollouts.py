@@ -86,6 +86,15 @@ def read_rollouts(*sources: str | Path) -> Iterator[Mapping[str, Any]]:
     kind, counts = RecordKind("rollouts", (), optional), ReadCounts()
     units = plan_units(expand_sources([str(source) for source in sources]), kind)
     records = [record for unit in units for record in iter_records(unit, kind, counts)]
+    for record in records:
+        try:
+            _tokens({name: value for name, value in record.values.items() if value is not None})
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise DataError(
+                f"{record.place()} has a prompt or tokens that are no list of numbers, or turns that are none",
+                so="its tokens are not known",
+                fix="write them as `bytescale.hf.batch.rollouts` says",
+            ) from error
     yield from whole_trajectories([record.values for record in records], lambda number: records[number].place())
 
 
