@@ -78,12 +78,15 @@ def test_the_simulator_counts_what_windows_reach(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "--parallel.tp", "2"], "parallel.tp = 2 with a model of type qwen3"),
-        (["simulate", "--parallel.ranks", "2", "--parallel.pp", "2"], "parallel.pp = 2 with a model of type qwen3"),
+        (["plan", "--parallel.ranks", "3", "--parallel.tp", "3"], "4 heads, which 3 ranks do not share evenly"),
+        (
+            ["simulate", "--parallel.ranks", "8", "--parallel.pp", "8"],
+            "it has 2 layers, and there are 8 pipeline stages",
+        ),
         (["plan", "--cost.profile", "case-study"], "is of another model: its hidden_size"),
     ],
 )
-def test_what_only_our_own_models_have(
+def test_what_a_model_cannot_have_is_refused_by_name(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = hf_folder(tmp_path / "qwen3", "qwen3")
