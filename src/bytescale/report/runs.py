@@ -144,7 +144,7 @@ def _lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str
             continue
         try:
             row = parse_json(line)
-            if not all(math.isfinite(float(row[name])) for name in needed) or not row.get("step_seconds", 1) > 0:
+            if not all(math.isfinite(float(row[name])) for name in needed) or not dict(row).get("step_seconds", 1) > 0:
                 raise ValueError("no step has such numbers")
             steps[int(row["step"])] = row
         except (ValueError, KeyError, TypeError, OverflowError):
