@@ -261,6 +261,28 @@ def test_what_is_no_small_file_is_refused_at_once(
     assert not any(complaints), "\n\n".join(filter(None, complaints))
 
 
+def test_what_is_no_file_is_not_written_over(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root could replace a device, such as /dev/null, by a file for everyone."""
+    monkeypatch.chdir(folder)
+    place = tmp_path / "fifo"
+    os.mkfifo(place)
+    drawn = ("plan", "--parallel.ranks", "4", "--batch.lengths", "lengths.txt")
+    for command in (
+        ("report", "run", "--out"),
+        ("simulate", "c.toml", "--trace"),
+        (*drawn, "--save"),
+        (*drawn, "--png"),
+        ("profile", "--out"),
+        ("init",),
+        ("convert", f"run/checkpoints/{STEP}"),
+        ("train", "c.toml", "--trainer.run-dir"),
+    ):
+        assert complaint((*command, str(place)), capsys) == ""
+        assert place.is_fifo(), command
+
+
 def test_a_dry_run_finds_what_training_would_find(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option in (("--checkpoint.folder", str(folder / "file")), ("--eval.sources", "nothing-*.txt")):
         command = ("train", str(folder / "c.toml"), "--trainer.run-dir", str(folder / "new"), "--dry-run", *option)

@@ -195,7 +195,7 @@ def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[st
     ("out", "message"),
     [
         ("missing/x.toml", "is not a writable folder. The measurements would be lost"),
-        (".", "is a folder"),
+        (".", "is no regular file"),
     ],
 )
 def test_a_place_where_nothing_can_be_written_is_refused_before_measuring(

@@ -162,7 +162,7 @@ def read_lengths(path: Path) -> IntArray:
     """Read ``[S]`` whole numbers of at least 1 from a .npy, .json or text file."""
     try:
         if path.suffix == ".npy":
-            values = np.load(io.BytesIO(read_input(path)), allow_pickle=False)
+            values = np.lib.format.read_array(io.BytesIO(read_input(path)), allow_pickle=False)
         elif path.suffix == ".json":
             values = np.array(parse_json(read_input(path)))
         else:

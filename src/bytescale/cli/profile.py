@@ -45,10 +45,11 @@ class ProfileOptions:
 def run(arguments: Sequence[str]) -> int:
     options = read(ProfileOptions, arguments, prog="bytescale profile", default=DEFAULTS)
     out, folder = options.out, options.out.parent
-    if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):  # told before a minute of measuring
+    is_other = out.exists() and not out.is_file()
+    if is_other or not folder.is_dir() or not os.access(folder, os.W_OK):  # told before a minute of measuring
+        what = "is no regular file" if is_other else f"cannot be written, because {folder} is not a writable folder"
         raise ConfigError(
-            f"--out {out} "
-            + ("is a folder" if out.is_dir() else f"cannot be written, because {folder} is not a writable folder"),
+            f"--out {out} {what}",
             so="the measurements would be lost",
             fix="name a file in a folder that exists and can be written",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import logging
@@ -56,13 +57,20 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def refuse_special(final: Path) -> None:
+    """Raise ``OSError`` for a device, a FIFO or a socket: root could replace it, and writing may never end."""
+    if final.exists() and not (final.is_file() or final.is_dir()):
+        raise OSError(errno.ENXIO, "it is no regular file", str(final))
+
+
 @contextmanager
 def whole_file(final: Path) -> Iterator[Path]:
     """Yield a path to write to, and rename that file to ``final`` at the end of the block.
 
     So ``final`` holds its old content, none, or all of the new, even if the process is killed. If the block raises, the
-    new content is deleted.
+    new content is deleted. Raises as ``refuse_special``.
     """
+    refuse_special(final)
     temporary = temporary_path(final)
     try:
         yield temporary

@@ -20,7 +20,7 @@ _REMEDIES = {
     errno.ENOTDIR: "a part of this path is a file: name another path",
     errno.EEXIST: "remove it, or name another path",
     errno.EFBIG: "name the file that is meant: no such file is as large",
-    errno.ENXIO: "name a file: a device, a FIFO or a socket may never end",
+    errno.ENXIO: "name a regular file in the place of this device, FIFO or socket",
     errno.EISDIR: "this is a folder: name a file",
     errno.ENOENT: "look for a spelling mistake, or make the folder first",
     errno.ENAMETOOLONG: "use a shorter name",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.atomic import refuse_special
 from bytescale.common.errors import BytescaleError, ConfigError
 from bytescale.common.units import format_seconds
 from bytescale.simulator.result import SimulatedStep
@@ -25,6 +26,7 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
     The colour shows the degree, which is the number of ranks that share the micro-batch. A title tells the step's time,
     beside that of the first one. Raises ``BytescaleError`` if matplotlib is not installed.
     """
+    refuse_special(path)
     pyplot, colors = _matplotlib()
     longest = max(step.step_seconds for step in steps.values())
     unit, name = next((u, n) for u, n in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")) if longest >= u or u == 1e-6)

@@ -69,7 +69,8 @@ def save_trace(step: SimulatedStep, path: Path, *, max_ranks: int = 64) -> None:
     ranks = spread_evenly(step.events.num_ranks, max_ranks)
     tracks = [track for rank in ranks for track in simulated_tracks(step, rank)]
     content = {"traceEvents": entries_of(tracks), "displayTimeUnit": "ms"}
-    path.write_text(json.dumps(content), encoding="utf-8")
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(content), encoding="utf-8")
 
 
 def save_step_trace(metadata: TraceMetadata, tracks: list[Track], path: Path) -> None:
