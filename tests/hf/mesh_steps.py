@@ -19,7 +19,7 @@ from bytescale.parity.compare import Document, StepNumbers, WideCasts, differenc
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.verify import verify
 from bytescale.planner import align
-from bytescale.runtime import Activations, Decoder, Executor, FlatParameters, Mesh, MeshShape
+from bytescale.runtime import Activations, Decoder, Executor, FlatParameters, Mesh, MeshShape, StepResult
 from bytescale.runtime.optimizer.zero import sum_replicas
 from bytescale.runtime.tied import TiedHead
 from tests.helpers.ranks import run_mesh
@@ -33,18 +33,19 @@ def compare_on_mesh(
 ) -> Comparison:
     """Loss, log-probabilities of a second pass, and every gradient, put together from the parts of all ranks."""
     reference = plain_step(copy.deepcopy(model), documents)
-    return difference(reference, mesh_step(model, documents, shape, seed, checkpointing))
+    plan = plan_of([len(document["tokens"]) for document in documents], shape, seed)
+    return difference(reference, mesh_step(model, documents, shape, plan, checkpointing))
 
 
 def mesh_step(
-    model: nn.Module, documents: list[Document], shape: MeshShape, seed: int, checkpointing: str
+    model: nn.Module, documents: list[Document], shape: MeshShape, plan: Plan, checkpointing: str = "none"
 ) -> StepNumbers:
     lengths = [len(document["tokens"]) for document in documents]
     total = float(sum(document["weights"].sum() for document in documents))
     batch = Batch(*([document[name] for document in documents] for name in ("tokens", "labels", "weights")))
-    plan, starts = plan_of(lengths, shape, seed), [0, *accumulate(lengths)]
+    starts = [0, *accumulate(lengths)]
 
-    def one_rank(mesh: Mesh) -> tuple[float, list[tuple[Tensor, Tensor]], Part]:
+    def one_rank(mesh: Mesh) -> tuple[StepResult, list[tuple[Tensor, Tensor]], Part]:
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
         data = [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches]
         with WideCasts():
@@ -58,15 +59,16 @@ def mesh_step(
             for micro_batch, own in zip(rank_plan.micro_batches, losses, strict=False)
         ]
         gradients = {entry.name: (entry.cut, flat.gradient_of(entry)) for entry in flat.entries}
-        return result.loss_sum, rows if mesh.tp.rank == 0 else [], gradients
+        return result, rows if mesh.tp.rank == 0 else [], gradients
 
     outcomes = run_mesh(shape, one_rank)
+    assert sum(result.num_targets for result, *_ in outcomes) == batch.num_targets
     logprobs = torch.zeros(sum(lengths), dtype=torch.float64)
     for _, rows, _ in outcomes:
         for places, values in rows:
             logprobs[places] = values.double()
     return StepNumbers(
-        loss=sum(loss for loss, *_ in outcomes) / total,
+        loss=sum(result.loss_sum for result, *_ in outcomes) / total,
         logprobs=list(logprobs.split(lengths)),
         gradients=put_together([part for *_, part in outcomes]),
     )

@@ -28,7 +28,7 @@ from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
 from bytescale.hf.model.token_rows import TokenRows
 from bytescale.parity import small_model
-from bytescale.parity.compare import difference, random_plan
+from bytescale.parity.compare import Document, difference, plain_step, random_plan
 from bytescale.parity.families import FAMILIES
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
@@ -37,9 +37,11 @@ from bytescale.runtime.loss import PlainHead
 from tests.helpers.effort import examples, one_in, one_of
 from tests.helpers.ranks import run_mesh, run_ranks
 
-from .cut_steps import LENGTHS, batch_of, cut_step, whole_plan, worst
+from .mesh_steps import mesh_step
+from .support import documents
 
 TOLERANCE = 1e-10
+LENGTHS = [9, 1, 14, 3, 6]
 WORDS = {"vocab_size": 68}
 """Which 2 and 4 ranks share. 67 words they do not: embedding and head stay whole."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -60,6 +62,31 @@ MESHES = [MeshShape(hdp=1, tp=2), MeshShape(hdp=1, tp=4), MeshShape(hdp=2, tp=2)
 
 def model_of(name: str) -> nn.Module:
     return small_model(name, **MODELS[name])
+
+
+def documents_of(lengths: Sequence[int]) -> list[Document]:
+    """With a fifth of the labels masked."""
+    found = []
+    for document in documents(lengths):
+        labels = torch.cat([document["tokens"][1:], torch.tensor([-100])])
+        labels[torch.rand(len(labels), generator=torch.Generator().manual_seed(len(labels))) < 0.2] = -100
+        found.append({**document, "labels": labels})
+    found[0]["labels"][0] = 5
+    return found
+
+
+def worst(shape: MeshShape, model: nn.Module, lengths: Sequence[int], plan: Plan, checkpointing: str = "none") -> float:
+    given = documents_of(lengths)
+    ours = mesh_step(model, given, shape, plan, checkpointing)
+    return difference(plain_step(copy.deepcopy(model), given), ours).worst
+
+
+def whole_plan(lengths: Sequence[int]) -> Plan:
+    """Two micro-batches on one rank; the first has a single token, fewer than there are tensor-parallel ranks."""
+    short = list(lengths).index(1)
+    rest = [number for number in range(len(lengths)) if number != short]
+    groups = [GroupSpec(sequences=[short], ranks=[0]), GroupSpec(sequences=rest, ranks=[0])]
+    return Plan.build(lengths=lengths, capacity_tokens=[sum(lengths)], groups=groups, schedule=[[[0], [1]]])
 
 
 def ring_plan(lengths: Sequence[int]) -> Plan:
@@ -128,7 +155,7 @@ def test_messages_travel_beside_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Rows that something else than products needs are gathered as a whole. The slow twin sends around regions."""
-    given, own, found = batch_of(LENGTHS)[1], model(), {}
+    given, own, found = documents_of(LENGTHS), model(), {}
     remember = BesideProducts.end
 
     def noting(self: BesideProducts, result: Tensor) -> bool:
@@ -137,11 +164,11 @@ def test_messages_travel_beside_products(
 
     with monkeypatch.context() as patch:
         patch.setattr(BesideProducts, "end", noting)
-        fast = cut_step(MESHES[0], own, given, whole_plan(LENGTHS), "full")
+        fast = mesh_step(own, given, MESHES[0], whole_plan(LENGTHS), "full")
     ways = {(region.gathers, region.scatters, len(region._first)) for region in found.values()}
     assert ways == {attention, feed_forward}
     monkeypatch.setattr(tensor_parallel._Plan, "_beside", lambda *_: None)
-    slow = cut_step(MESHES[0], own, given, whole_plan(LENGTHS), "full")
+    slow = mesh_step(own, given, MESHES[0], whole_plan(LENGTHS), "full")
     assert difference(slow, fast).worst <= 1e-14
 
 

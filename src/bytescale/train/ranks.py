@@ -83,8 +83,8 @@ class Ranks:
 
     def smallest_of_stage(self, own: Sequence[float]) -> list[float]:
         """The same over the ranks of this pipeline stage. Every rank calls it."""
-        told = self.world.share([float(self.mesh.stage), *own])
-        of_stage = (rest for stage, *rest in told if stage == self.mesh.stage)
+        everyone = self.world.share([float(self.mesh.stage), *own])
+        of_stage = (rest for stage, *rest in everyone if stage == self.mesh.stage)
         return [min(column) for column in zip(*of_stage, strict=True)]
 
     @property
@@ -188,9 +188,7 @@ def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
         try:
             _RENDEZVOUS[place] = next(dist.rendezvous("env://", timeout=timeout))
         except ValueError as error:
-            raise ConfigError(
-                f"torchrun's variables do not say where to meet ({error})", fix="unset RANK"
-            ) from error
+            raise ConfigError(f"torchrun's variables do not say where to meet ({error})", fix="unset RANK") from error
     store, rank, num_ranks = _RENDEZVOUS[place]
     store.set_timeout(timeout)
     return store, rank, num_ranks

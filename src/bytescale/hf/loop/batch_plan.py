@@ -117,9 +117,8 @@ class BatchToPlan:
         except DataError as found:
             error = found
         # A digest is counted once for its owner and once less for the rank before it: halves of it are exact in fp64.
-        difference = [
-            float(half(digests[0]) - half(digests[1])) for half in (lambda x: x // _HALF, lambda x: x % _HALF)
-        ]
+        halves = [divmod(digest, _HALF) for digest in digests]
+        difference = [float(ours - theirs) for ours, theirs in zip(*halves, strict=True)]
         failed, *sums = group.sum_of([float(error is not None), *difference, *totals])
         if failed:
             told = all_gather_json(None if error is None else str(error), group.group, group.device)
@@ -146,9 +145,7 @@ class BatchToPlan:
 
 def _numbers(rank_plan: RankPlan) -> list[int]:
     """The documents that a rank has, whole or in part."""
-    return (
-        np.unique(np.concatenate([[0][:0], *(own.sequences for own in rank_plan.micro_batches)])).astype(int).tolist()
-    )
+    return sorted({number for own in rank_plan.micro_batches for number in own.sequences.tolist()})
 
 
 def _counted(rank_plan: RankPlan) -> list[int]:

@@ -13,10 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bytescale.attention import PackedAttention, select_kernel
 from bytescale.common.cut import Cut
 from bytescale.hf.model.decoder import AttachedDecoder
-from bytescale.plan import MicroBatch
+from bytescale.hf.model.passes import documents_alone
 from bytescale.runtime import RankGroup
 from bytescale.runtime.loss import loss_sum
 from bytescale.runtime.token_shards import own_rows
@@ -43,12 +42,9 @@ def sample(decoder: AttachedDecoder, tp: RankGroup, cuts: dict[str, Cut], num_wo
     ``num_words``: of the whole model; tokens are of all of its parts.
     """
     weight = next(decoder.model.parameters())
-    micro_batch = MicroBatch.of_documents(0, _LENGTHS)
-    kernel = select_kernel("math", weight.device, weight.dtype)
-    attention = PackedAttention(micro_batch, kernel, RankGroup(device=weight.device).exchange)
-    tokens = torch.arange(1, 2 * micro_batch.num_tokens, 2) * num_words // (2 * micro_batch.num_tokens)
+    positions, attention = documents_alone(_LENGTHS, weight)
+    tokens = torch.arange(1, 2 * len(positions), 2) * num_words // (2 * len(positions))
     tokens = tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))]
-    positions = torch.as_tensor(micro_batch.position_ids())
     products: dict[str, Tensor] = {}
     norms: dict[str, float] = {}
 
@@ -67,7 +63,7 @@ def sample(decoder: AttachedDecoder, tp: RankGroup, cuts: dict[str, Cut], num_wo
     hooks = [parameter.register_post_accumulate_grad_hook(partial(note, name)) for name, parameter in trained.items()]
     try:
         with torch.enable_grad():
-            hidden = decoder(tokens.to(weight.device), positions.to(weight.device), attention)
+            hidden = decoder(tokens.to(weight.device), positions, attention)
             own = own_rows(len(tokens), tp) if decoder.splits_loss else range(len(tokens))
             loss = loss_sum(decoder.head, hidden, tokens.roll(-1)[own.start : own.stop])
             if trained:

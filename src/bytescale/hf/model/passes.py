@@ -5,7 +5,7 @@ Shape letters: T rows of a micro-batch, H heads, D, Dv widths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bytescale.attention import PackedAttention
+from bytescale.attention import PackedAttention, select_kernel
 from bytescale.attention.autocast import in_autocast
 from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.common.units import format_bytes
@@ -21,7 +21,9 @@ from bytescale.hf.model.blind import LayerRecurrence
 from bytescale.hf.model.head import ModelHead
 from bytescale.hf.model.interface import Call, Target, refusal
 from bytescale.hf.model.probe import LayerAttention, scale_of
+from bytescale.plan import MicroBatch
 from bytescale.recurrence import Cuts, GroupCuts
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import Head
 
 
@@ -174,6 +176,14 @@ class MicroBatchPass(Target):
 
     def _one_backward_less(self, gradient: Tensor) -> None:
         self._backwards_to_come -= 1
+
+
+def documents_alone(lengths: Sequence[int], like: Tensor) -> tuple[Tensor, PackedAttention]:
+    """Positions ``[T]``, and slow attention of whole documents on this rank alone; dtype and device as ``like``."""
+    micro_batch = MicroBatch.of_documents(0, lengths)
+    kernel, exchange = select_kernel("math", like.device, like.dtype), RankGroup(device=like.device).exchange
+    positions = torch.as_tensor(micro_batch.position_ids()).to(like.device)
+    return positions, PackedAttention(micro_batch, kernel, exchange)
 
 
 def _not_attached(module: nn.Module) -> ConfigError:

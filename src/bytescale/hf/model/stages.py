@@ -18,16 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bytescale.attention import PackedAttention, select_kernel
 from bytescale.common.errors import ConfigError
 from bytescale.cost.split import split_costs
 from bytescale.hf.model.costs import weights_of
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.interface import refusal
+from bytescale.hf.model.passes import documents_alone
 from bytescale.hf.model.stage import Stage, StageEnd
-from bytescale.plan import MicroBatch
-from bytescale.runtime.group import RankGroup
 
 _LENGTHS = [5, 1, 2]
 """Documents on which a stage is compared with the whole model."""
@@ -93,7 +91,9 @@ def _whole_pass(decoder: AttachedDecoder, layers: Sequence[nn.Module]) -> _Pass:
     def of_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if layer in seen.given:
             raise _refusal(names[layer], "it runs several times in a pass")
-        seen.given[layer] = _stream(args, kwargs, names[layer])
+        if not isinstance(given := _stream(args, kwargs), Tensor):
+            raise _refusal(names[layer], "it is not given hidden states")
+        seen.given[layer] = given
         seen.parts[layer] = len(out) if isinstance(out, tuple) else 0
 
     def of_rest(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -197,29 +197,23 @@ def _require_equal(
 def _run(decoder: AttachedDecoder, received: Tensor | None = None) -> Tensor:
     """What the decoder gives for a few documents. ``received``: from the stage before."""
     weight = next(p for p in decoder.model.parameters() if p.numel())
-    micro_batch = MicroBatch.of_documents(0, _LENGTHS)
+    positions, attention = documents_alone(_LENGTHS, weight)
     tokens = (7 * torch.arange(sum(_LENGTHS), device=weight.device) + 2) % 61
-    positions = torch.as_tensor(micro_batch.position_ids()).to(weight.device)
-    kernel = select_kernel("math", weight.device, weight.dtype)
-    attention = PackedAttention(micro_batch, kernel, RankGroup(device=weight.device).exchange)
     return decoder(tokens if received is None else received, positions, attention)
 
 
-def _stream(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
+def _stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The hidden states among a layer's inputs."""
-    hidden = args[0] if args else kwargs.get("hidden_states")
-    if not isinstance(hidden, Tensor):
-        raise _refusal(name, "it is not given hidden states")
-    return hidden
+    return args[0] if args else kwargs.get("hidden_states")
 
 
 def _hand_on(parts: int, *args: Any, **kwargs: Any) -> Any:
-    hidden = args[0] if args else kwargs["hidden_states"]
+    hidden = _stream(args, kwargs)
     return (hidden, *[None] * (parts - 1)) if parts else hidden
 
 
 def _end(*args: Any, **kwargs: Any) -> Any:
-    raise StageEnd(args[0] if args else kwargs["hidden_states"])
+    raise StageEnd(_stream(args, kwargs))
 
 
 def _nothing(zero: Tensor, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Tensor:
