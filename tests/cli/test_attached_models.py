@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import subprocess
+import sys
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from bytescale.attention import select_kernel
 from bytescale.cli.main import main
-from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml
+from bytescale.config import AttachedArchitecture, Config, MemoryConfig, ParallelConfig, config_to_toml
 from bytescale.cost import Cluster, Profile, load_profile
 from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.hf.model.costs import spec_of
@@ -20,6 +24,8 @@ from bytescale.parity import small_model
 from bytescale.planner import naive_plan
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.train.loop.dry_run import dry_run
+from bytescale.train.parts import rank_model
+from bytescale.train.parts.rank_model import describe_model
 from tests.helpers.effort import one_of
 from tests.train.runs import small_run, with_trainer, write_corpus
 
@@ -120,14 +126,75 @@ def test_a_profile_of_a_model_of_transformers_is_measured_and_taken(
 def test_models_that_cannot_be_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that cannot be attached, and one that this machine cannot hold."""
+    """One that cannot be attached, and one that this machine cannot hold and that shapes alone do not describe."""
     folder = hf_folder(tmp_path / "xlstm", "xlstm")
     assert main(["plan", "--model.preset", f"hf:{folder}"]) == 2
     assert "mixes tokens" in " ".join(capsys.readouterr().err.split())
-    folder = hf_folder(tmp_path / "qwen3", "qwen3")
-    monkeypatch.setattr("bytescale.train.parts.rank_model.machine_bytes", lambda: 1000.0)
-    assert main(["plan", "--model.preset", f"hf:{folder}"]) == 2
-    assert "this machine has 1000 B" in " ".join(capsys.readouterr().err.split())
+    folder = hf_folder(tmp_path / "gpt2", "gpt2")
+    monkeypatch.setattr(rank_model, "machine_bytes", lambda: 1000.0)
+    monkeypatch.setattr(rank_model, "FEW_PARAMETERS", 0)
+    assert main(["plan", "--model.preset", f"hf:{folder}", "--data.context-length", "128"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "this machine has 1000 B" in told
+    assert "Tensor.item() cannot be called on meta tensors" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("qwen3_moe", ParallelConfig(ranks=4, tp=2, pp=2)),
+        ("gemma3_text", ParallelConfig()),
+        pytest.param("deepseek_v3", ParallelConfig(pp=2, ranks=2), marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_next", ParallelConfig(), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_large_model_is_described_by_its_shapes(
+    name: str, parallel: ParallelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with weights: the same counts and states, and what a row takes within 2 %."""
+    config = Config(parallel=parallel, memory=MemoryConfig(offload="on"))
+    layers: dict[str, object] = {"num_hidden_layers": 6}
+    if name == "qwen3_next":
+        layers["layer_types"] = ["linear_attention", "full_attention"] * 3
+    architecture = AttachedArchitecture(content=small_model(name, **layers).config.to_dict())
+    cpu = torch.device("cpu")
+    described = []
+    for few in (10**8, 0):
+        monkeypatch.setattr(rank_model, "FEW_PARAMETERS", few)
+        if not few:
+            monkeypatch.setattr(rank_model, "machine_bytes", lambda: 0.0)  # weights would have no room
+        kernel = select_kernel("auto", cpu, torch.bfloat16)
+        described.append(describe_model(config, architecture, kernel, cpu, torch.bfloat16, num_ranks=1, kind="cuda"))
+    (spec, memory), (other_spec, other) = described
+    assert spec == other_spec
+    for own, same in zip((memory, *memory.other_stages), (other, *other.other_stages), strict=True):
+        assert own.states == same.states
+        for measured, by_shapes in zip(astuple(own.rows), astuple(same.rows), strict=True):
+            assert by_shapes == pytest.approx(measured, rel=0.02, abs=64)
+        assert same.rows.movable_per_token > 0
+        assert replace(own, rows=same.rows, other_stages=()) == replace(same, other_stages=())
+
+
+@pytest.mark.exhaustive
+def test_235_billion_parameters_are_planned_in_a_gibibyte(tmp_path: Path) -> None:
+    """A model of the sizes of Qwen3-235B-A22B."""
+    content = small_model("qwen3_moe").config.to_dict() | {
+        "num_hidden_layers": 94, "hidden_size": 4096, "moe_intermediate_size": 1536, "num_attention_heads": 64,
+        "num_key_value_heads": 4, "head_dim": 128, "num_local_experts": 128, "num_experts": 128,
+        "num_experts_per_tok": 8, "vocab_size": 151936, "max_position_embeddings": 2**20,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    code = (
+        "import resource, sys; from bytescale.cli.main import main; code = main(sys.argv[1:]);"
+        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)"
+    )
+    batch = ["--data.context-length", "256K", "--data.batch-tokens", "4M", "--parallel.capacity-tokens", "32K"]
+    command = ["plan", "--model.preset", f"hf:{tmp_path}", "--parallel.ranks", "64", *batch]
+    finished = subprocess.run(
+        [sys.executable, "-c", code, *command], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert "438 GiB" in finished.stdout  # parameters, two bytes each
+    assert int(finished.stdout.rpartition("peak")[2]) < 2**20
 
 
 def test_documents_longer_than_a_table_of_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,6 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     A copy from pageable memory makes the host wait until the device has done all its work. The pinned memory comes from
     PyTorch's caching allocator, which does not reuse it before the copy is done.
     """
-    if device.type == "cpu" or host.device.type != "cpu":
+    if device.type in ("cpu", "meta") or host.device.type != "cpu":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)

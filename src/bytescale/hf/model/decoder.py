@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bytescale.attention import PackedAttention
 from bytescale.common.errors import ConfigError
 from bytescale.cost.spec import ModelSpec
-from bytescale.hf.model.blind import LayerRecurrence
+from bytescale.hf.model.blind import NUM_ROWS, Blind, LayerRecurrence
 from bytescale.hf.model.changes import Snapshot
 from bytescale.hf.model.costs import experts_of, spec_of
 from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states, require_words
@@ -178,9 +178,11 @@ class AttachedDecoder(nn.Module):
     @cached_property
     def model_head(self) -> ModelHead:
         """From hidden states to logits, by the model's own code."""
-        two = torch.arange(2, device=next(self.model.parameters()).device)[None]
+        rows = torch.arange(NUM_ROWS, device=next(self.model.parameters()).device)[None] % 2
+        blind = Blind({module: layer.name for module, layer in self.attentions.items()})
         with torch.no_grad():
-            return hidden_states(self.model, {"input_ids": two, "position_ids": two, "use_cache": False})[1]
+            inputs = {"input_ids": rows, "position_ids": rows, "use_cache": False, KEYWORD: blind}
+            return hidden_states(self.model, inputs)[1]
 
     @cached_property
     def head(self) -> Head:

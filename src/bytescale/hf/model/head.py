@@ -39,6 +39,11 @@ def has_plain_head(head: ModelHead) -> bool:
         return False
     if any(parameter is not weight for parameter in head.parameters()):  # zero at first, as a LoRA's product is
         return False
+    if weight.is_meta:  # a few words with values stand for all
+        few = nn.Parameter(torch.randn(64, hidden_size, generator=torch.Generator().manual_seed(1)))
+        own = embeddings_of(head.model)[1]
+        with while_set([own], "_parameters", {**own._parameters, "weight": few}):
+            return has_plain_head(head)
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(4, hidden_size, generator=generator).to(weight)
     with torch.no_grad(), without_autocast(weight.device):

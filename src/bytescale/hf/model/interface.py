@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel, masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bytescale.common.errors import ConfigError
@@ -176,6 +176,11 @@ def while_set(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[N
 _pass: ContextVar[Target | None] = ContextVar("bytescale_pass", default=None)
 
 
+def _packed_sequences(position_ids: Tensor) -> Tensor | None:
+    """Outside of plans what transformers finds. In a plan documents are known: looking would make a GPU's host wait."""
+    return find_packed_sequence_indices(position_ids) if _pass.get() is None else None
+
+
 def running_pass() -> Target | None:
     """The pass that runs, also where a layer is computed again (``runtime.saved.checkpointing``)."""
     return _pass.get()
@@ -239,6 +244,7 @@ class Attachment:
         self._is_detached = False
         self.ran_plain_backward = False
         """Whether a backward came from a pass outside of plans, since somebody has set this to False."""
+        masking_utils.find_packed_sequence_indices = _packed_sequences
         self._before = [(part, part.config._attn_implementation) for part in self.parts]
         for part, name in self._before:
             original = (name or "sdpa").removeprefix(PREFIX)  # computes outside of plans

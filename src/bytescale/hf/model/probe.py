@@ -66,15 +66,20 @@ class ModelStructure:
 
 
 def probe(model: nn.Module) -> ModelStructure:
-    """Run an attached model. Raises ``ConfigError`` where a plan would change its results."""
+    """Run an attached model. Raises ``ConfigError`` where a plan would change its results.
+
+    A model on the meta device has shapes alone, and nothing is compared.
+    """
+    has_values = not next(model.parameters()).is_meta
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
     again = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     # Layers that run again in backward would be counted twice.
     with while_set(again, "gradient_checkpointing", False):
         with while_set(model.modules(), "training", True):
             blind, random_parts = _calls_and_randomness(model, names)
-        with while_set(model.modules(), "training", not random_parts):
-            _require_rows_alone(model, names)
+        if has_values:
+            with while_set(model.modules(), "training", not random_parts):
+                _require_rows_alone(model, names)
     if not blind.calls and not blind.mixed:
         raise refusal(
             type(model).__name__,
@@ -82,7 +87,8 @@ def probe(model: nn.Module) -> ModelStructure:
             so="documents of a micro-batch would see each other",
             fix="use a model type whose attention goes through transformers' AttentionInterface",
         )
-    _require_positions_are_followed(model, names)
+    if has_values:
+        _require_positions_are_followed(model, names)
     layers = tuple(layer_of(call, names[call.module]) for call in blind.calls)
     mixers = probe_mixers(model, names) if blind.mixed else ()
     return ModelStructure(layers=layers, random_parts=random_parts, mixers=mixers)

@@ -146,7 +146,7 @@ class _Pass:
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def enter_layer(self, index: int, staying: object) -> None:
-        storages = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(staying) if isinstance(leaf, Tensor)}
+        storages = {leaf.untyped_storage()._cdata for leaf in tree_leaves(staying) if isinstance(leaf, Tensor)}
         moves = index < self.owner._num_offloaded_layers
         self.current = self.layers[index] = _LayerPass(self, index, moves, storages)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.owner.pack, self.owner.unpack)
@@ -193,7 +193,7 @@ class _LayerPass:
         num_moved = (stop - start) * size * self.of.num_moved // self.of.num_tokens
         if num_moved == 0:
             return _Resident(self, tensor.detach())
-        region = (tensor.untyped_storage().data_ptr(), start * size, stop * size, tensor._version)
+        region = (tensor.untyped_storage()._cdata, start * size, stop * size, tensor._version)
         block = self._seen.get(region)
         if block is None:
             elements = tensor.detach().as_strided((stop - start,), (1,), start)
@@ -219,7 +219,7 @@ class _LayerPass:
             any(size % self.of.num_tokens == 0 or size == self.of.num_own_rows for size in tensor.shape)
             and tensor.numel() > 0
             and tensor.device.type == self.of.owner.device.type  # an index may be left out: "cuda" is not "cuda:0"
-            and tensor.untyped_storage().data_ptr() not in self._staying
+            and tensor.untyped_storage()._cdata not in self._staying
         )
 
     def _move(self, region: Tensor, num_moved: int) -> _Block:

@@ -155,12 +155,14 @@ def _whole_model(
         read_as = exact_dtype(folder, dtype)
         model = load_model(folder, content, read_as)
     else:
-        read_as = torch.promote_types(dtype, torch.float32)
-        model = make_model(content, read_as, seed=config.trainer.seed)
+        is_outline = device.type == "meta"
+        read_as = dtype if is_outline else torch.promote_types(dtype, torch.float32)
+        model = make_model(content, read_as, seed=config.trainer.seed, device="meta" if is_outline else "cpu")
         set_constants(model, architecture.buffers)
     if architecture.trained:
         train_a_part(model, architecture.trained, seed=config.trainer.seed)
-    architecture = replace(architecture, buffers=constants_of(model))
+    if device.type != "meta":
+        architecture = replace(architecture, buffers=constants_of(model))
     exact = {name: value.detach() for name, value in model.named_parameters()} if read_as != dtype else {}
     # Where ranks share whole layers, these stay in their files' pages until they are taken over.
     if mesh is None or mesh.domain.size == 1 or mesh.tp.size > 1:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 BYTES_PER_PARAMETER = 12
 """Of this machine's memory, while a model is built to be measured: weights, a copy in flat memory, gradients."""
+FEW_PARAMETERS = 10**8
+"""A model of so many is built with weights, which can be tried, too; a larger one has shapes alone if it can."""
 
 
 def build_rank_model(
@@ -76,37 +80,58 @@ def describe_model(
 ) -> tuple[ModelSpec, Architecture | MeasuredMemory]:
     """The counts of a model, and what ``MemoryModel.of_config`` takes for devices of a ``kind``, without ranks.
 
-    A model of transformers is built as one rank, stage by stage, to be measured. Raises ``ConfigError`` where it has no
-    room.
+    A model of transformers is built as one rank, stage by stage, to be measured: a large one without memory for its
+    weights, on the meta device. Raises ``ConfigError`` where it needs weights, and has no room for them.
     """
     if not isinstance(architecture, AttachedArchitecture):
         return ModelSpec.of(architecture), architecture
     check_attached(config, architecture)
     check_positions(config, architecture)
     from bytescale.hf.files.folder import parameters_of
-    from bytescale.train.parts.attached_model import build_attached_model
 
-    number = sum(value.numel() for value in parameters_of(architecture.content).values())
+    number, why = sum(value.numel() for value in parameters_of(architecture.content).values()), ""
+    describe = partial(_describe_attached, config, architecture, kernel, dtype, num_ranks, kind)
+    if number > FEW_PARAMETERS:
+        try:
+            return describe(torch.device("meta"))
+        except (RuntimeError, ConfigError) as error:  # an operator whose result depends on numbers, or a refusal
+            why = f"; by its shapes alone it cannot be described ({' '.join(str(error).split())[:300]})"
     needed, here = number * BYTES_PER_PARAMETER, machine_bytes()
     if needed > here:
         raise ConfigError(
             f"{config.model.preset} has {format_si(number)} parameters; it is built once to be planned for, which "
-            f"takes {format_bytes(needed)}, and this machine has {format_bytes(here)}",
+            f"takes {format_bytes(needed)}, and this machine has {format_bytes(here)}{why}",
             so="it cannot be attached and measured here",
             fix="plan on a machine with more memory, or name a preset of about the same shape, such as 70b",
         )
+    return describe(device)
+
+
+def _describe_attached(
+    config: Config,
+    architecture: AttachedArchitecture,
+    kernel: AttentionKernel,
+    dtype: torch.dtype,
+    num_ranks: int,
+    kind: DeviceKind,
+    device: torch.device,
+) -> tuple[ModelSpec, MeasuredMemory]:
+    from bytescale.hf.model.measure import OnMeta
+    from bytescale.train.parts.attached_model import build_attached_model
+
     count, memories = config.parallel.pp, []
     for stage in range(count):
-        model = build_attached_model(
-            config,
-            architecture,
-            kernel,
-            device=device,
-            dtype=dtype,
-            num_shards=1,
-            stage=(stage, count),
-            planned_parts=config.parallel.tp,
-        )
+        with OnMeta() if device.type == "meta" else nullcontext():
+            model = build_attached_model(
+                config,
+                architecture,
+                kernel,
+                device=device,
+                dtype=dtype,
+                num_shards=1,
+                stage=(stage, count),
+                planned_parts=config.parallel.tp,
+            )
         memories.append(asdict(model.memory(kind, num_ranks)))
     return model.spec, MeasuredMemory.of_stages(memories)
 
