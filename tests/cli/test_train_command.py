@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,8 @@ import pytest
 from bytescale.cli.main import main
 from bytescale.cli.options import _OTHER_WORDS
 from bytescale.cli.train import _prepare_data, read_options
-from bytescale.config import config_to_toml
+from bytescale.config import Config, config_to_toml, load_config
+from bytescale.config.removed import REMOVED
 from tests.cli.test_private_runs import LOOPBACK, listening
 from tests.train.runs import losses, metrics, on_ranks, small_run, write_corpus
 
@@ -178,6 +179,23 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path, capsys: pytest.Capture
     errors = capsys.readouterr().err
     assert "unknown key data.sorces" in errors
     assert "did you mean sources?" in errors
+
+
+def test_a_setting_that_is_gone_says_what_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a file and as an option. A file with the value that holds now, as older runs wrote it, is read."""
+    path = tmp_path / "c.toml"
+    path.write_text("[optimizer]\ndecay_share = 0.3\n", encoding="utf-8")
+    asked = [["train", str(path)], ["train", "--optimizer.decay-share", "0.3"], ["plan", "--optimizer.decay_share=0.3"]]
+    for arguments in asked:
+        assert main(arguments) == 2
+        told = " ".join(capsys.readouterr().err.split())
+        assert "decay" in told
+        assert "is a setting that is gone" in told
+        assert "To fix: leave it out: with wsd the rate falls over the last 0.2 of the steps" in told
+    path.write_text("[optimizer]\ndecay_share = 0.2\n[log]\nsave_plans = true\n", encoding="utf-8")
+    assert load_config(path) == Config()
+    known = {f"{section.name}.{own.name}" for section in fields(Config) for own in fields(section.default_factory)}  # type: ignore[arg-type]
+    assert not known & REMOVED.keys()
 
 
 @pytest.mark.parametrize(

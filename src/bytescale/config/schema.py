@@ -268,10 +268,8 @@ class OptimizerConfig:
     lr: float = field(default=3e-4, metadata=limits(above=0))
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
-    """How the learning rate falls after warm-up. wsd: it stays, and falls linearly over the last `decay_share`.
-    inverse-sqrt: as sqrt(warmup_steps / step), which does not depend on the number of steps."""
-    decay_share: float = field(default=0.2, metadata=limits(above=0, most=1))
-    """wsd only. The share of the steps after warm-up over which the learning rate falls."""
+    """How the learning rate falls after warm-up. wsd: it stays, and falls linearly over the last fifth of the
+    steps. inverse-sqrt: as sqrt(warmup_steps / step), which does not depend on the number of steps."""
     min_lr_ratio: float = 0.1
     """Lowest learning rate over the peak. A constant schedule stays above it."""
     warmup_steps: int = field(default=10, metadata=limits(least=0))
@@ -319,8 +317,6 @@ class TrainerConfig:
 class LogConfig:
     """What a run tells of itself: traces, trackers, plans."""
 
-    save_plans: bool = True
-    """Write every step's plan to the run folder (some KB a step)."""
     trace_steps: tuple[int, ...] = ()
     """Steps of which a trace is written to the run folder's traces/: what every rank did and when, beside what was
     predicted. Open it in https://ui.perfetto.dev."""

@@ -15,6 +15,9 @@ from bytescale.train.parts.job import Job
 from bytescale.train.reporting.metrics import RankFigures, SharedFigures, StepMetrics, check_finite, memory_bytes
 from bytescale.train.reporting.work import RankWork, StepRecorder
 
+_DECAY_SHARE = 0.2
+"""Of the steps after warm-up, in which the rate of ``wsd`` falls."""
+
 
 def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, record: StepRecorder) -> StepMetrics:
     """Take step number ``step``, counted from 1. ``record`` writes down when its parts ran.
@@ -142,7 +145,7 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
     - cosine: by ``(1 + cos(pi P)) / 2``
     - linear: by ``1 - P``
     - constant: not at all
-    - wsd (warm-up, stable, decay): linearly over the last ``decay_share``
+    - wsd (warm-up, stable, decay): linearly over the last 0.2 of P
     - inverse-sqrt: as ``sqrt(warmup_steps / step)``, whatever the number of steps; it stops at the floor
     """
     if step <= config.warmup_steps:
@@ -154,6 +157,6 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
         "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
         "linear": 1.0 - done,
         "constant": 1.0,
-        "wsd": min(1.0, (1.0 - done) / config.decay_share),
+        "wsd": min(1.0, (1.0 - done) / _DECAY_SHARE),
     }[config.schedule]
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * above_floor)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,10 +87,22 @@ def describe_model(
     check_attached(config, architecture)
     check_positions(config, architecture)
     from bytescale.hf.files.folder import parameters_of
+    from bytescale.hf.model.measure import OnMeta
+    from bytescale.train.parts.attached_model import build_attached_model
+
+    def describe(device: torch.device) -> tuple[ModelSpec, MeasuredMemory]:
+        parallel, memories = config.parallel, []
+        for stage in range(parallel.pp):
+            with OnMeta() if device.type == "meta" else nullcontext():
+                model = build_attached_model(
+                    config, architecture, kernel, device=device, dtype=dtype, num_shards=1,
+                    stage=(stage, parallel.pp), planned_parts=parallel.tp,
+                )  # fmt: skip
+            memories.append(asdict(model.memory(kind, num_ranks)))
+        return model.spec, MeasuredMemory.of_stages(memories)
 
     number, why = sum(value.numel() for value in parameters_of(architecture.content).values()), ""
-    describe = partial(_describe_attached, config, architecture, kernel, dtype, num_ranks, kind)
-    if number > FEW_PARAMETERS:
+    if number > FEW_PARAMETERS and not config.trainer.init:  # its weights are to be read, and checked
         try:
             return describe(torch.device("meta"))
         except (RuntimeError, ConfigError) as error:  # an operator whose result depends on numbers, or a refusal
@@ -105,35 +116,6 @@ def describe_model(
             fix="plan on a machine with more memory, or name a preset of about the same shape, such as 70b",
         )
     return describe(device)
-
-
-def _describe_attached(
-    config: Config,
-    architecture: AttachedArchitecture,
-    kernel: AttentionKernel,
-    dtype: torch.dtype,
-    num_ranks: int,
-    kind: DeviceKind,
-    device: torch.device,
-) -> tuple[ModelSpec, MeasuredMemory]:
-    from bytescale.hf.model.measure import OnMeta
-    from bytescale.train.parts.attached_model import build_attached_model
-
-    count, memories = config.parallel.pp, []
-    for stage in range(count):
-        with OnMeta() if device.type == "meta" else nullcontext():
-            model = build_attached_model(
-                config,
-                architecture,
-                kernel,
-                device=device,
-                dtype=dtype,
-                num_shards=1,
-                stage=(stage, count),
-                planned_parts=config.parallel.tp,
-            )
-        memories.append(asdict(model.memory(kind, num_ranks)))
-    return model.spec, MeasuredMemory.of_stages(memories)
 
 
 def check_positions(config: Config, shape: Architecture | AttachedArchitecture) -> None:

@@ -126,8 +126,7 @@ class RunLog:
         self._metrics.flush()
         for tracker in self._trackers:
             tracker.log(metrics.step, metrics.scalars())
-        if self.config.log.save_plans:
-            save_plan(data.plan, self.run.plan(metrics.step))
+        save_plan(data.plan, self.run.plan(metrics.step))
 
     def evaluated(self, metrics: EvaluationMetrics) -> None:
         """Write the result of an evaluation: two lines for people, and one of evaluations.jsonl for programs."""
