@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -130,19 +132,53 @@ def test_grpo_learns_on_four_ranks() -> None:
     assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.4
 
 
-def test_nano_hdp_checks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal to one process on 4 and 5 ranks; and its check finds a ring whose members take each other's rows."""
-    nano = example("nano_hdp")
+def test_nano_hdp_is_short_and_imports_nothing_of_ours() -> None:
     source = (EXAMPLES / "nano_hdp.py").read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 350
-    assert "import bytescale" not in source
-    assert "from bytescale" not in source
-    run_forked(4, lambda _: nano.main())
-    run_forked(5, lambda _: nano.main())
-    rows_of = nano.rows_of
-    monkeypatch.setattr(nano, "rows_of", lambda length, member, num: rows_of(length, max(member, num // 2), num))
-    with pytest.raises(AssertionError, match="is not that of one process"):
-        run_forked(4, lambda _: nano.main())
+    nodes = list(ast.walk(ast.parse(source)))
+    imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in imported} <= {"torch", *sys.stdlib_module_names}
+
+
+def test_nano_hdp_checks_itself() -> None:
+    run_forked(4, lambda _: example("nano_hdp").main(), timeout_seconds=60)
+
+
+def positions_in_the_piece(nano: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    right = nano.Rows.of
+    patch.setattr(nano.Rows, "of", lambda *of: replace(right(*of), positions=torch.arange(len(right(*of).positions))))
+
+
+def a_gradient_is_lost(nano: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    right = nano.RingAttention.backward
+
+    def loses_a_value(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        *others, d_value = right(ctx, d_out)
+        return *others, d_value.index_fill(0, torch.tensor([0]), 0.0)
+
+    patch.setattr(nano.RingAttention, "backward", loses_a_value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [(positions_in_the_piece, "the loss is"), (a_gradient_is_lost, "gradients of")]
+)
+def test_nano_hdp_finds_a_fault(
+    fault: Callable[[ModuleType, pytest.MonkeyPatch], None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three documents on two ranks: one on both, two packed."""
+    nano, lengths = example("nano_hdp"), (12, 5, 2)
+    planned = nano.plan(lengths, 2, 8)
+    assert {len(micro_batch.ranks) for micro_batch in planned} == {1, 2}
+
+    def one_rank(rank: int) -> str:
+        dist.init_process_group("gloo")
+        return nano.check(lengths, planned, rank)
+
+    run_forked(2, one_rank, timeout_seconds=60)
+    fault(nano, monkeypatch)
+    with pytest.raises(AssertionError, match=message):
+        run_forked(2, one_rank, timeout_seconds=60)
 
 
 def test_every_example_is_tested() -> None:
