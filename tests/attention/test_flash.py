@@ -178,6 +178,16 @@ def test_one_that_fails_or_computes_something_else_is_passed_over(installed: Cal
     assert reasons == ["is installed but computes something else (relative error 0.1 in a trial)"]
 
 
+def test_a_trial_within_a_run_leaves_the_runs_implementation(installed: Callable[..., None]) -> None:
+    """Two loops in one process: what the second one tries and gives back is not what the first one has."""
+    installed(fa3=StandIn().register, fa4=StandIn().register)
+    with flash.active(FASTEST_FIRST[0]):
+        assert current_flash_attention_impl() == "FA3"
+        assert choose(BLACKWELL)[0] == "fa4"
+        assert current_flash_attention_impl() == "FA3"
+    assert current_flash_attention_impl() is None
+
+
 def test_all_ranks_take_what_all_ranks_have(installed: Callable[..., None]) -> None:
     """FlashAttention 3 is missing on another rank, 4 is on all."""
     installed(fa3=StandIn().register, fa4=StandIn().register)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import bytescale
+from bytescale import HDP
+from bytescale.attention.flash import Heads
+from bytescale.common.errors import ConfigError
+from bytescale.hf.loop import micro_batch
 from bytescale.parity import Setup, compare
 from bytescale.parity.__main__ import TOLERANCE
 from tests.helpers.effort import one_of
@@ -142,3 +147,32 @@ def test_layers_compiled_around_attention(family: str, num_layers: int) -> None:
     for parameters in results:
         for name, parameter in reference.named_parameters():
             torch.testing.assert_close(parameters[name], parameter.detach(), rtol=0, atol=tolerance)
+
+
+def test_own_loops_take_the_fastest_attention_until_they_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the trainer does, for the heads that the probe has seen; all ranks are asked."""
+    opened: list[Any] = []
+
+    @contextmanager
+    def open_attention(name: str, device: torch.device, dtype: torch.dtype, heads: Heads, everywhere: Any) -> Any:
+        opened.append((name, heads, everywhere([1.0, -2.0])))
+        yield
+        opened.append("left")
+
+    monkeypatch.setattr(micro_batch, "open_attention", open_attention)
+    model = small_model("gemma2")
+    layers = HDP(model, capacity_tokens=64, kernel="fa3").structure.layers
+    heads = Heads(layers[0].num_heads, layers[0].num_kv_heads, layers[0].head_dim, windowed=True)
+    assert opened == [("fa3", heads, [1.0, -2.0])]
+    opened.clear()
+    hdp = HDP(small_model("mamba2"), capacity_tokens=64)  # it has no attention
+    hdp.detach()
+    assert not opened
+    hdp = HDP(small_model("llama"), capacity_tokens=64)
+    hdp.detach()
+    assert [opened[0][0], opened[-1]] == ["auto", "left"]
+
+
+def test_an_implementation_that_is_not_there_is_refused_by_own_loops() -> None:
+    with pytest.raises(ConfigError, match=r'"fa3", but it needs a GPU'):
+        HDP(small_model("llama"), capacity_tokens=64, kernel="fa3")

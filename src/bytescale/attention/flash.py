@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.nn.attention import (
     activate_flash_attention_impl,
+    current_flash_attention_impl,
     list_flash_attention_impls,
     register_flash_attention_impl,
     restore_flash_attention_impl,
@@ -176,7 +177,8 @@ def why_not(
 
 @contextmanager
 def active(implementation: FlashImplementation) -> Iterator[None]:
-    """Let PyTorch's flash operators run this implementation until the block ends."""
+    """Let PyTorch's flash operators run this implementation until the block ends, and then the one from before."""
+    before = current_flash_attention_impl()
     if implementation is FA4:
         register_flash_attention_impl(_OUR_FA4, register_fn=_register_fa4)
         activate_flash_attention_impl(_OUR_FA4)
@@ -185,7 +187,7 @@ def active(implementation: FlashImplementation) -> Iterator[None]:
     try:
         yield
     finally:
-        restore_flash_attention_impl()
+        restore_flash_attention_impl() if before is None else activate_flash_attention_impl(before)
 
 
 def trial_error(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, heads: Heads) -> float:

@@ -24,7 +24,7 @@ from bytescale.common.limits import check_limits
 from bytescale.common.units import parse_count
 from bytescale.config import HF_PREFIX, Config, ModelConfig, TrainerConfig, load_config
 from bytescale.config.load import nearest
-from bytescale.config.removed import refuse_removed
+from bytescale.config.removed import is_gone
 from bytescale.config.schema import CorpusConfig
 from bytescale.storage.hub import local_folder
 
@@ -142,7 +142,7 @@ def _check_names(arguments: Sequence[str], options: type) -> None:
         name, given, value = argument.partition("=")
         name = name.replace("_", "-")
         if name.startswith("--") and name not in (*known, "--", "--help") and not name.startswith("--tyro"):
-            refuse_removed(name.lstrip("-").replace("-", "_"), name)
+            is_gone(name.lstrip("-").replace("-", "_"), name)
             fix = _similar_option(name, list(known))
             raise ConfigError(f"unknown option {name}", so="the setting would have no effect", fix=fix)
         choices = typing.get_args(known[name]) if typing.get_origin(known.get(name)) is typing.Literal else ()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from bytescale.common.errors import ConfigError
 from bytescale.common.parsing import MOST_SETTINGS, parse_toml, read_text
 from bytescale.common.units import parse_count
-from bytescale.config.removed import is_ignored, refuse_removed
+from bytescale.config.removed import is_gone
 from bytescale.config.schema import Config
 
 Section = TypeVar("Section")
@@ -68,10 +68,9 @@ def from_dict(kind: type[Section], content: dict[str, Any], where: str, prefix: 
     hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     for name, value in content.items():
-        if is_ignored(prefix + name, value):
+        if is_gone(prefix + name, f"{where}: {prefix}{name}", value):
             continue
         if name not in specs:
-            refuse_removed(prefix + name, f"{where}: {prefix}{name}")
             what = "section" if not prefix and isinstance(value, dict) else "key"
             raise ConfigError(
                 f"{where}: unknown {what} {prefix}{name}",

@@ -22,12 +22,9 @@ REMOVED: dict[str, tuple[str, object]] = {
 """What to do now, and the value that asks for what happens anyway, with which files are read; None: there is none."""
 
 
-def is_ignored(name: str, value: object) -> bool:
-    """Whether ``name`` is gone and ``value`` asks for what happens anyway."""
-    return value is not None and name in REMOVED and REMOVED[name][1] == value
-
-
-def refuse_removed(name: str, where: str) -> None:
-    """Raise ``ConfigError`` if the setting ``name`` is gone."""
-    if name in REMOVED:
-        raise ConfigError(f"{where} is a setting that is gone", so="it would have no effect", fix=REMOVED[name][0])
+def is_gone(name: str, where: str, value: object = None) -> bool:
+    """Whether a setting is gone. Raises ``ConfigError`` then, unless ``value`` asks for what happens anyway."""
+    write, was = REMOVED.get(name, ("", None))
+    if write and (was is None or value != was):
+        raise ConfigError(f"{where} is a setting that is gone", so="it would have no effect", fix=write)
+    return bool(write)

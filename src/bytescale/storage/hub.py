@@ -47,10 +47,7 @@ def local_folder(model: str, *, weights: bool = True) -> str:
         cause = f"{model} is no folder here, and {hub} has no model {name} that may be read"
         raise ConfigError(cause, fix="correct the name; for a private model run `hf auth login`") from error
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
-        cause = f"{model} is no folder here, and it cannot be downloaded from {hub} ({_first_line(error)})"
+        first_line = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        cause = f"{model} is no folder here, and it cannot be downloaded from {hub} ({first_line})"
         fix = f"where there is a network, run `hf download {name} --local-dir FOLDER`, and name a copy of it instead"
         raise ConfigError(cause, so="there are no weights to begin with", fix=fix) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

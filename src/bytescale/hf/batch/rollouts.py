@@ -204,7 +204,8 @@ def _document(trajectory: Mapping[str, Any], number: int) -> dict[str, Any]:
         trained = bool(turn.get("trained", True))
         if trained and (given is None or len(given) != len(own) or not all(map(math.isfinite, given))):
             raise DataError(
-                f"a turn of trajectory {number} has {len(own)} tokens and the log-probabilities {_short(given)}",
+                f"a turn of trajectory {number} has {len(own)} tokens and the log-probabilities "
+                + ("None" if given is None else f"{list(given)[:4]}{'...' if len(given) > 4 else ''} ({len(given)})"),
                 so="the ratio to the policy that wrote it is not known",
                 fix="give one finite log-probability for each token, or trained: false for what it has only read",
             )
@@ -217,7 +218,3 @@ def _document(trajectory: Mapping[str, Any], number: int) -> dict[str, Any]:
         "old_logprobs": torch.tensor([*logprobs[1:], 0.0], dtype=torch.float64),
         "reward": float(reward),
     }
-
-
-def _short(values: Any) -> str:
-    return "None" if values is None else f"{list(values)[:4]}{'...' if len(values) > 4 else ''} ({len(values)})"

@@ -102,7 +102,8 @@ class HDP(Updates):
             longest_document: its tokens, fixed for good, where rotary positions depend on it (dynamic NTK, longrope).
             cost: what the planner is to believe of training; None: counted from the model.
             forward_only: whether plans are for passes without backward, as scoring and prefill have them.
-            kernel: ``auto``, or ``math`` for the slow reference.
+            kernel: ``auto``, the fastest flash attention that works on all ranks, until ``detach``; ``flash``, ``fa3``
+                or ``fa4``, one of them; or ``math`` for the slow reference.
             checkpointing: ``full`` or ``attention`` compute layers again in backward.
             host_gib: host memory of a rank for activations. With it, a rank may hold more of a long document than
                 ``capacity_tokens``: as much more as offloading makes room for (``memory.offload``).
@@ -118,7 +119,7 @@ class HDP(Updates):
         with ExitStack() as undo:
             undo.callback(decoder.undo)
             self.engine = Engine(decoder, self.group, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
-            undo.callback(self.engine.activations.remove)
+            undo.callback(self.engine.close)
             self._prepare(capacity_tokens, device_gib, planner, cost, forward_only)
             undo.pop_all()
 
@@ -184,7 +185,7 @@ class HDP(Updates):
         """
         for decoder in (self.engine.decoder, *self.engine.others):
             decoder.attachment.detach()
-        self.engine.activations.remove()
+        self.engine.close()
         if self._optimizer is not None:
             self._optimizer.leave(self.model)
 

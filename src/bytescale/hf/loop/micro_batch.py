@@ -12,7 +12,7 @@ Shape letters: T rows of a micro-batch, P of them of shared documents; D documen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from typing import Any, overload
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from bytescale.attention import Exchange, PackedAttention, RingBuffers, select_kernel
 from bytescale.attention.copies import to_device
+from bytescale.attention.flash import open_attention
 from bytescale.attention.rings.messages import Kind
 from bytescale.common.errors import DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
@@ -31,7 +32,7 @@ from bytescale.hf.batch.prefixes import of_documents
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
 from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
-from bytescale.hf.model.measure import check_widths, measure_rows, measured_memory
+from bytescale.hf.model.measure import check_widths, heads_of, measure_rows, measured_memory
 from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.plan import MicroBatch
 from bytescale.plan.rank_plan import SharedGroup, concatenated_ranges
@@ -322,15 +323,29 @@ class Engine:
     def __init__(
         self, decoder: AttachedDecoder, group: RankGroup, *, kernel: str, checkpointing: Checkpointing, host_gib: float
     ) -> None:
-        """Apply checkpointing and offloading to the layers. Raises ``ConfigError`` where they have no numbers."""
+        """Choose the kernel of attention, and apply checkpointing and offloading to the layers. Every rank calls it.
+
+        Raises ``ConfigError`` where the layers have no numbers, or the kernel does not exist.
+        """
         check_widths(decoder.structure, cuda_flash=group.device.type == "cuda" and kernel != "math")
+        layers = decoder.layers if host_gib or checkpointing != "none" else []
         self.decoder, self.group = decoder, group
-        self._kernel = cache(lambda dtype: select_kernel(kernel, group.device, dtype))
+        self.attention = ExitStack()
+        """While it is open, the process has the flash implementation that was chosen for the model."""
+        tried = torch.float16 if next(decoder.parameters()).dtype == torch.float16 else torch.bfloat16  # or by autocast
+        if heads := heads_of(decoder.structure):
+            self.attention.enter_context(open_attention(kernel, group.device, tried, heads, self._smallest))
+        name = "math" if kernel == "math" else "flash"
+        self._kernel = cache(lambda dtype: select_kernel(name, group.device, dtype))
         self.others: list[AttachedDecoder] = []
         self.host_bytes = int(host_gib * GIBI)
         self.pool = HostPool(self.host_bytes, pinned=group.device.type == "cuda") if host_gib else None
-        layers = decoder.layers if host_gib or checkpointing != "none" else []
         self.activations = Activations(layers, checkpointing=checkpointing, pool=self.pool, device=group.device)
+
+    def close(self) -> None:
+        """Give the layers and the process back what they had."""
+        self.activations.remove()
+        self.attention.close()
 
     def micro(self, plan: MicroBatch, fields: dict[str, Tensor], buffers: RingBuffers) -> Micro:
         """The micro-batch of a plan with its rows ``fields``."""
@@ -353,6 +368,10 @@ class Engine:
         own, *others = map(pass_of, (self.decoder, *self.others))
         return Micro(plan, fields, own, self.group, others)
 
+    def _smallest(self, values: Sequence[float]) -> list[float]:
+        """Of every number, the smallest on any rank."""
+        return [-value for value in self.group.max_of([-value for value in values])]
+
     def measured_memory(self) -> MeasuredMemory:
         """What a micro-batch needs, from what the layers were seen to keep. Gradients stay.
 
@@ -366,6 +385,6 @@ class Engine:
             rows = measure_rows(self.decoder, self._kernel(parameters[0].dtype), self.activations, self.group.device)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        rows = rows.of_all(lambda values: [-value for value in self.group.max_of([-value for value in values])])
+        rows = rows.of_all(self._smallest)
         kind: DeviceKind = "cuda" if self.group.device.type == "cuda" else "cpu"
         return measured_memory(self.decoder, rows, kind=kind, num_ranks=self.group.size)

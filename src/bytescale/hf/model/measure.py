@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import AttentionKernel, PackedAttention
+from bytescale.attention.flash import Heads
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, RingWidths, States, nccl_reserve_bytes
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.interface import refusal
@@ -163,6 +164,15 @@ def kernel_bytes_per_token(layers: tuple[LayerAttention, ...], device_type: str,
         ),
         default=0.0,
     )
+
+
+def heads_of(structure: ModelStructure) -> Heads | None:
+    """For which flash attention is tried: those of the widest layer; None: a model without attention."""
+    if not structure.layers:
+        return None
+    widest = max(structure.layers, key=lambda layer: layer.head_dim)
+    windowed = any(layer.rules.window is not None for layer in structure.layers)
+    return Heads(widest.num_heads, widest.num_kv_heads, widest.head_dim, windowed=windowed)
 
 
 def check_widths(structure: ModelStructure, *, cuda_flash: bool) -> None:

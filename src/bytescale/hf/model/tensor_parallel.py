@@ -187,7 +187,7 @@ class _Plan:
         count = ranks
         if layer is not None and style == "colwise":
             heads = layer.num_heads
-            if width := _kv_width(owner, layer):
+            if width := {"k_proj": layer.head_dim, "v_proj": layer.value_dim}.get(owner.rpartition(".")[2]):
                 heads = size // width
                 count = min(ranks, heads) if ranks % heads == 0 else ranks
             if heads % count:
@@ -280,11 +280,6 @@ def _without_bias(module: nn.Linear, rows: Tensor) -> Tensor:
 
 def _is_in(name: str, region: str) -> bool:
     return name == region or name.startswith(region + ".")
-
-
-def _kv_width(owner: str, layer: LayerAttention) -> int | None:
-    """The width of a head that keys or values alone have."""
-    return {"k_proj": layer.head_dim, "v_proj": layer.value_dim}.get(owner.rpartition(".")[2])
 
 
 def _divide_heads(module: nn.Module, layer: LayerAttention, num_ranks: int) -> None:

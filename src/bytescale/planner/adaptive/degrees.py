@@ -114,8 +114,11 @@ class DegreeGrid:
 
     def _try(self, lengths: list[int], fewest: IntArray) -> None:
         steps = (self.num_ranks / fewest) ** (np.arange(GRID) / (GRID - 1))[:, None]
-        columns = _columns(self.cost, self.num_ranks)[:, None, None]  # [C, 1, 1]
-        degrees = _multiples(np.round(fewest * steps).astype(np.int64), columns)  # [C, GRID, L]
+        # Numbers of columns that a group of at most R ranks may have, [C, 1, 1], and the next multiples of them, of at
+        # least two rows, [C, GRID, L]; rings have any number of ranks.
+        columns = np.array([one for one in self.cost.shapes if 2 * one <= max(self.num_ranks, 2)])[:, None, None]
+        degrees = np.round(fewest * steps).astype(np.int64)
+        degrees = np.maximum(-(-degrees // columns), np.where(columns > 1, 2, 1)) * columns
         degrees = np.minimum(degrees, self.num_ranks // columns * columns)
         taken = _shaped_seconds(self.cost, np.array(lengths, np.float64), degrees, columns)
         taken = np.where(degrees < fewest, np.inf, taken).reshape(-1, len(lengths))
@@ -160,16 +163,6 @@ def fastest_seconds(tried: DegreeGrid, length: int, fewest: int) -> float:
         return ring
     _, taken = tried.within(np.array([length]), np.array([fewest]), 0.0)
     return min(ring, float(taken[0]))
-
-
-def _columns(cost: CostModel, num_ranks: int) -> IntArray:
-    """Numbers of columns that a group of at most R ranks may have."""
-    return np.array([columns for columns in cost.shapes if 2 * columns <= max(num_ranks, 2)])
-
-
-def _multiples(degrees: IntArray, columns: IntArray) -> IntArray:
-    """The next multiples of ``columns``, of at least two rows; rings have any number of ranks."""
-    return np.maximum(-(-degrees // columns), np.where(columns > 1, 2, 1)) * columns
 
 
 def equal_blocks(tried: DegreeGrid, lengths: IntArray, fewest: IntArray, longest: float) -> Rectangles:
