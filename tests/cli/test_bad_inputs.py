@@ -289,6 +289,15 @@ def test_a_dry_run_finds_what_training_would_find(folder: Path, capsys: pytest.C
         assert complaint(command, capsys) == ""
 
 
+def test_blank_text_for_a_bpe(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before anything is trained: tests/data/test_tokenizer.py looks at what the library is given."""
+    (tmp_path / "blank.txt").write_text("\n" * 10_000)
+    options = ("--data.sources", str(tmp_path / "blank.txt"), "--data.tokenizer", "bpe")
+    assert (
+        complaint(("train", str(folder / "c.toml"), "--trainer.run-dir", str(tmp_path / "new"), *options), capsys) == ""
+    )
+
+
 def test_keys_of_many_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.toml").write_text("a" + ".a" * 100_000 + " = 1")
     assert complaint(("plan", str(tmp_path / "a.toml")), capsys) == ""

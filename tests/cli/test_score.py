@@ -20,6 +20,7 @@ from bytescale.hf.scoring.score_file import ScoreFile, _rows
 from bytescale.parity import small_model
 from tests.data.chats import chat_folder, conversations
 from tests.data.support import write_jsonl
+from tests.helpers.effort import one_of
 from tests.helpers.forks import run_forked
 from tests.hf.support import on_ranks
 
@@ -63,7 +64,7 @@ def rows_of(path: Path) -> list[dict]:
     return pyarrow.parquet.read_table(path).to_pylist()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", one_of([2, 3], 3))
 def test_scores_are_those_of_transformers(tmp_path: Path, folder: Path, num_ranks: int) -> None:
     records = token_records()
     wanted = options(folder, write_jsonl(tmp_path / "a.jsonl", records), tmp_path / "out.parquet", ranks=num_ranks)

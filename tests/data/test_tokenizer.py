@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -204,3 +205,24 @@ def test_a_bos_that_a_tokenizer_does_not_have(tmp_path: Path) -> None:
     made.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match=r'data.bos is "always", and .* names no bos_token'):
         load_tokenizer(str(tmp_path), None, "always")
+
+
+def test_blank_text_trains_no_bpe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newlines are one long word to the library, whose pairs it would merge for long: it is given none."""
+    given: list[str] = []
+
+    class Counting:
+        def __init__(self, *parts: object) -> None: ...
+
+        def train_from_iterator(self, texts: Iterable[list[str]], trainer: object) -> None:
+            given.extend(text for some in texts for text in some)
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", Counting)
+    (tmp_path / "blank.txt").write_text("\n \n" * 1000)
+    files = expand_sources([str(tmp_path / "blank.txt")])
+    with pytest.raises(DataError, match="hold no text to train a tokenizer on"):
+        train_bpe(files, DataConfig(), ignore_progress)
+    assert given == []
+    (tmp_path / "words.txt").write_text("a word")
+    train_bpe(expand_sources([str(tmp_path)]), DataConfig(), ignore_progress)
+    assert given == ["a word"]

@@ -31,9 +31,8 @@ def run_forked(
     """
     context = multiprocessing.get_context("fork")
     # A failed run leaves its gloo groups in the cycle of its exception. Their end waits for their threads, which a fork
-    # does not copy: so they end here, before it, and nothing else that is left is collected in a rank.
+    # does not copy: so they end here, before it, and nothing else is collected in a rank, which freezes it.
     gc.collect()
-    gc.freeze()
     reservation = reserve_port()
     port = reservation.getsockname()[1]
     processes, pipes = [], []
@@ -44,7 +43,6 @@ def run_forked(
         sender.close()
         processes.append(process)
         pipes.append(receiver)
-    gc.unfreeze()
     deadline = time.monotonic() + timeout_seconds
     first = _receive(pipes[0], deadline)
     if kill_with_first and first == DIED:
@@ -62,6 +60,7 @@ def run_forked(
 
 
 def _one_rank(rank: int, num_ranks: int, port: int, work: Callable[[int], Any], sender: Connection) -> None:
+    gc.freeze()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -20,6 +20,7 @@ import bytescale
 from bytescale.integrations.whole_batch import WholeBatch, word_columns
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
+from tests.helpers.effort import pairs
 
 from .support import documents, on_ranks, small_model
 
@@ -154,8 +155,7 @@ def test_rings_in_which_a_rank_has_no_rows(name: str) -> None:
     assert_close(gradients(3, LOOPS[name], batch, plan), wanted)
 
 
-@pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize("domain", [2, 4])
+@pytest.mark.parametrize(("name", "domain"), pairs(list(LOOPS), [2, 4]))
 def test_rounds_in_which_a_rank_has_no_documents(name: str, domain: int) -> None:
     batch = documents([20], reward=0.5)
     wanted = gradients(1, LOOPS[name], batch)

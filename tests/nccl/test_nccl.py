@@ -72,7 +72,7 @@ def assert_finishes(programs: list[list[Event]]) -> None:
             assert not stuck, f"{rules}:\n" + "\n".join(stuck)
 
 
-@examples(4, 24, phases=NO_SHRINKING)
+@examples(3, 24, phases=NO_SHRINKING)
 @given(
     planner=st.sampled_from(["static", "naive", "paper", "adaptive", "random"]),
     mesh=st.sampled_from(
@@ -207,7 +207,7 @@ def test_a_collective_that_one_rank_leaves_out_is_caught() -> None:
         Replay(programs, STREAMS_ONLY)
 
 
-@examples(4, 24, phases=NO_SHRINKING)
+@examples(3, 24, phases=NO_SHRINKING)
 @given(
     planner=st.sampled_from(["naive", "adaptive", "random"]),
     mesh=st.sampled_from(

@@ -10,7 +10,7 @@ from tests.helpers.effort import examples
 from tests.nccl.test_nccl import NO_SHRINKING, assert_finishes, plan_of, recorded
 
 
-@examples(4, 24, phases=NO_SHRINKING)
+@examples(2, 24, phases=NO_SHRINKING)
 @given(
     planner=st.sampled_from(["static", "naive", "paper", "adaptive", "random"]),
     mesh=st.sampled_from(

@@ -23,15 +23,14 @@ from bytescale.planner.adaptive.planner import pack_sizes, tried_in_pipeline
 from bytescale.planner.adaptive.target import Batch
 from bytescale.planner.adaptive.trial import trial_plan
 from bytescale.planner.batch import longest_first
-from tests.helpers.effort import examples, one_of
+from tests.helpers.effort import examples, one_of, pairs
 from tests.planner.helpers import COSTS, IDEAL, LINKS, cases, heavy_tailed
 
 SHORT = CostModel.from_work(linear_per_square=192)
 """Attention and the rest as for 64-token ranks what they are for 8K-token ranks in benchmarks/planners.py."""
 
 
-@pytest.mark.parametrize("num_ranks", [1, 5, 64, 96, 320, 1000])
-@pytest.mark.parametrize("exponent", [0.7, 1.2])
+@pytest.mark.parametrize(("num_ranks", "exponent"), pairs([1, 5, 64, 96, 320, 1000], [0.7, 1.2]))
 def test_everybody_ends_together_when_communication_is_free(num_ranks: int, exponent: float) -> None:
     """Within 1 % of all work spread evenly, at any number of ranks, on heavy tails up to the cluster's capacity."""
     cost = CostModel.from_work(linear_per_square=192)
@@ -45,7 +44,7 @@ def test_everybody_ends_together_when_communication_is_free(num_ranks: int, expo
 @pytest.mark.parametrize(
     ("num_ranks", "long"), [(15, [47581, 12608, 9564, 7510, 4500]), (66, [415494, 98633, 31747, 15723, 5000])]
 )
-@pytest.mark.parametrize("crumbs", [4000, 5000, 20_000])
+@pytest.mark.parametrize("crumbs", one_of([4000, 5000, 20_000], 5000))
 def test_the_number_of_short_sequences_does_not_matter(num_ranks: int, long: list[int], crumbs: int) -> None:
     """A batch that is hard because of five sequences is as hard with thousands of one token, which are no work."""
     cluster = Cluster.uniform(num_ranks, 8192)
@@ -75,7 +74,7 @@ def test_short_sequences_are_not_shared_where_each_block_of_attention_takes_long
     assert ends == pytest.approx([(1.5 + 0.6) * alone, 2 * alone])
 
 
-@pytest.mark.parametrize(("length", "number"), [(8192, 1025), (8192, 1536), (8191, 1944)])
+@pytest.mark.parametrize(("length", "number"), one_of([(8192, 1025), (8192, 1536), (8191, 1944)], (8191, 1944)))
 @pytest.mark.parametrize("copies", one_of([4, 16], 4))
 def test_copies_of_a_batch_on_as_many_more_ranks_end_no_later(length: int, number: int, copies: int) -> None:
     """Above 4,096 ranks too, where fewer trials are made: a 7B model on 1,024 ranks, and on as many times more."""

@@ -45,7 +45,9 @@ def run_ranks(
             errors[rank] = error
 
     threads = [threading.Thread(target=one_rank, args=(rank,), daemon=True) for rank in range(num_ranks)]
-    gc.freeze()  # a collection looks at all objects of all modules otherwise, which takes 0.25 s
+    frozen = gc.get_freeze_count() > 0  # what a caller has frozen stays so
+    if not frozen:
+        gc.freeze()  # a collection looks at all objects of all modules otherwise, which takes 0.25 s
     try:
         for thread in threads:
             thread.start()
@@ -66,7 +68,8 @@ def run_ranks(
         return [results[rank] for rank in range(num_ranks)]
     finally:
         gc.collect()  # groups that stand in reference cycles, before their store goes and before anybody forks
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 @functools.cache

@@ -366,11 +366,14 @@ def _texts_of(unit: WorkUnit, config: DataConfig) -> list[str]:
 
 
 def _training_texts(units: list[WorkUnit], config: DataConfig, progress: ProgressCallback) -> Iterator[list[str]]:
-    """Yield the texts of one unit at a time, because the library spreads the texts of one item over all cores."""
+    """Yield the texts of one unit at a time, because the library spreads the texts of one item over all cores.
+
+    Blank texts are left out: each is one word to the library, whose pairs it would merge for long.
+    """
     total_bytes = sum(unit.num_bytes for unit in units)
     done_bytes = num_documents = 0
     for unit in units:
-        texts = with_retries(partial(_texts_of, unit, config), config.read_retries)
+        texts = [text for text in with_retries(partial(_texts_of, unit, config), config.read_retries) if text.strip()]
         num_documents += len(texts)
         yield texts
         done_bytes += unit.num_bytes
