@@ -45,8 +45,7 @@ def run_ranks(
             errors[rank] = error
 
     threads = [threading.Thread(target=one_rank, args=(rank,), daemon=True) for rank in range(num_ranks)]
-    frozen = gc.get_freeze_count() > 0  # what a caller has frozen stays so
-    if not frozen:
+    if not (frozen := gc.get_freeze_count() > 0):  # what a caller has frozen stays so
         gc.freeze()  # a collection looks at all objects of all modules otherwise, which takes 0.25 s
     try:
         for thread in threads:
