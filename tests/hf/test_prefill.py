@@ -63,7 +63,7 @@ def plain(model: nn.Module, prompt: torch.Tensor) -> torch.Tensor:
     return found[0, len(prompt) :]
 
 
-@pytest.mark.parametrize("name", one_in(5, list(MODELS)))
+@pytest.mark.parametrize("name", one_in(8, list(MODELS)))
 @pytest.mark.parametrize("num_ranks", one_of([1, 2, 3], 2))
 def test_greedy_text_is_that_of_transformers(name: str, num_ranks: int) -> None:
     with WideCasts():  # recurrences cast to fp32

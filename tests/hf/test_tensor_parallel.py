@@ -99,7 +99,7 @@ def ring_plan(lengths: Sequence[int]) -> Plan:
 CASES = [(name, shape, mode) for mode in ("none", "full", "attention") for shape in MESHES for name in MODELS]
 
 
-@pytest.mark.parametrize(("name", "shape", "checkpointing"), one_in(13, CASES))
+@pytest.mark.parametrize(("name", "shape", "checkpointing"), one_in(21, CASES))
 def test_any_mesh_gives_the_numbers_of_one_process(name: str, shape: MeshShape, checkpointing: str) -> None:
     plan = whole_plan(LENGTHS) if shape.hdp == 1 else ring_plan(LENGTHS)
     assert worst(shape, model_of(name), LENGTHS, plan, checkpointing) <= TOLERANCE

@@ -145,6 +145,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@examples(6, 12)
 @given(
     edges=st.lists(st.integers(0, 20), max_size=5),
     tail=st.lists(st.integers(1, 4), max_size=2),

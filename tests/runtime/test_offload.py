@@ -30,7 +30,7 @@ from bytescale.runtime import (
 from bytescale.runtime.saved.host_pool import PageWriter
 from bytescale.runtime.saved.offload import offloaded_tokens
 from bytescale.train.parts.tensor_parallel import row_wise_parts
-from tests.helpers.effort import examples, one_in
+from tests.helpers.effort import examples, one_in, pairs
 from tests.helpers.lazy_lanes import use_lazy_lanes
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
@@ -117,8 +117,7 @@ def test_gradients_are_bitwise_those_without_offload_or_recomputation(
     assert same_bits(offloaded, plain)
 
 
-@pytest.mark.parametrize("head_groups", [1, 2])
-@pytest.mark.parametrize("checkpointing", ["full", "attention"])
+@pytest.mark.parametrize(("checkpointing", "head_groups"), pairs(["full", "attention"], [1, 2]))
 def test_recomputation_with_a_ring_is_exact_and_attention_mode_sends_nothing_twice(
     checkpointing: str, head_groups: int
 ) -> None:

@@ -59,7 +59,7 @@ def assert_same_bits(mesh: MeshShape, dtype: torch.dtype, lengths: list[int], **
     assert any(gradient.any() for gradient in plain.gradients.values())
 
 
-@pytest.mark.parametrize(("tp", "dtype", "checkpointing", "lengths"), one_in(11, CASES), ids=str)
+@pytest.mark.parametrize(("tp", "dtype", "checkpointing", "lengths"), one_in(17, CASES), ids=str)
 def test_overlap_keeps_the_bits(tp: int, dtype: torch.dtype, checkpointing: str, lengths: str) -> None:
     assert_same_bits(MeshShape(hdp=1, tp=tp), dtype, LENGTHS[lengths], checkpointing=checkpointing)
 
