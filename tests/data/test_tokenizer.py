@@ -208,7 +208,7 @@ def test_a_bos_that_a_tokenizer_does_not_have(tmp_path: Path) -> None:
 
 
 def test_blank_text_trains_no_bpe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newlines are one long word to the library, whose pairs it would merge for long: it is given none."""
+    """Newlines, or a text without any space, are one word to the library, whose pairs it would merge for minutes."""
     given: list[str] = []
 
     class Counting:
@@ -223,6 +223,8 @@ def test_blank_text_trains_no_bpe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(DataError, match="hold no text to train a tokenizer on"):
         train_bpe(files, DataConfig(), ignore_progress)
     assert given == []
-    (tmp_path / "words.txt").write_text("a word")
+    long = "a" * 600
+    (tmp_path / "words.txt").write_text(f"a word{' ' * 900}{long} b")
     train_bpe(expand_sources([str(tmp_path)]), DataConfig(), ignore_progress)
-    assert given == ["a word"]
+    (text,) = given
+    assert text == f"a word{' ' * 256}{long[:256]}\n{long[256:512]}\n{long[512:]} b"

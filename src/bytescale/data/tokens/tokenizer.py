@@ -315,13 +315,12 @@ def token_text(entry: Any) -> str | None:
 
 
 # A byte-level BPE tokenizer, which is trained on the sources and kept in the cache folder.
-
 BPE_EOS = "<|endoftext|>"
 TRAINING_BYTES = 256 * 1024**2
 """Bytes of text that training reads. More text changes the vocabulary little, and all word counts are in memory."""
-
 TRAINING_CHARACTERS = 2**22
 """Of one text, from its beginning: the library counts the words of a whole text at once."""
+_LONG_RUNS = re.compile(r"\S{257,}|\s{257,}")
 
 
 def cached_bpe(files: Sequence[SourceFile], config: DataConfig, progress: ProgressCallback) -> JsonTokenizer:
@@ -360,20 +359,21 @@ def train_bpe(files: Sequence[SourceFile], config: DataConfig, progress: Progres
 
 def _texts_of(unit: WorkUnit, config: DataConfig) -> list[str]:
     """Return the texts of a unit. Corrupt records are left out here; tokenising finds them again and counts them."""
-    counts = ReadCounts(max_corrupt=sys.maxsize)
-    records = iter_records(unit, kind_of(config), counts)
-    return [record.values[config.text_key][:TRAINING_CHARACTERS] for record in records]
+    records = iter_records(unit, kind_of(config), ReadCounts(max_corrupt=sys.maxsize))
+    texts = (record.values[config.text_key] for record in records)
+    return [_LONG_RUNS.sub(_pieces, text[:TRAINING_CHARACTERS]) for text in texts if text.strip()]
+
+
+def _pieces(run: re.Match[str]) -> str:
+    """A run in lines of 256 characters, of spaces one: the library would merge the pairs of one word for minutes."""
+    return "\n".join(run[0][start : start + 256] for start in range(0, 256 if run[0].isspace() else len(run[0]), 256))
 
 
 def _training_texts(units: list[WorkUnit], config: DataConfig, progress: ProgressCallback) -> Iterator[list[str]]:
-    """Yield the texts of one unit at a time, because the library spreads the texts of one item over all cores.
-
-    Blank texts are left out: each is one word to the library, whose pairs it would merge for long.
-    """
-    total_bytes = sum(unit.num_bytes for unit in units)
-    done_bytes = num_documents = 0
+    """Yield the texts of one unit at a time, because the library spreads the texts of one item over all cores."""
+    total_bytes, done_bytes, num_documents = sum(unit.num_bytes for unit in units), 0, 0
     for unit in units:
-        texts = [text for text in with_retries(partial(_texts_of, unit, config), config.read_retries) if text.strip()]
+        texts = with_retries(partial(_texts_of, unit, config), config.read_retries)
         num_documents += len(texts)
         yield texts
         done_bytes += unit.num_bytes
