@@ -97,10 +97,11 @@ def test_a_hostile_template_is_refused(name: str) -> None:
     ) as caught:
         raise_errors(template)
     assert len(str(caught.value)) < 1000
-    assert time.monotonic() - started < 30, "on a busy machine"
+    assert time.monotonic() - started < 60, "on a busy machine"
     assert time.process_time() - begun < 2, "of the reader itself"
     most_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    assert most_kib <= max(most_before, 1.5 * 2**20), "of all children so far, those of other tests included"
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # a child counts from what its parent had
+    assert most_kib <= max(most_before, own, 1.5 * 2**20), "of all children so far, those of other tests included"
     (found,) = ChatTemplate(CHATML).render([RECORD])
     assert isinstance(found, Rendered), "another template is not held up"
 
