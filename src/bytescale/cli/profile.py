@@ -84,7 +84,7 @@ def profile_command(options: ProfileOptions) -> None:
         trainer=TrainerConfig(device=given.trainer.device, dtype=given.trainer.dtype),
     )
     # This measures the implementation of flash attention that training will use.
-    with open_ranks(config) as ranks, open_kernels(config, ranks.device, ranks.dtype, ranks.smallest):
+    with open_ranks(config) as ranks, open_kernels(config, ranks.device, ranks.dtype, ranks.world.min_of):
         if ranks.is_first:
             print(
                 f"measuring layers of up to {format_count(given.data.context_length)} tokens for about "

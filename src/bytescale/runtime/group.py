@@ -144,6 +144,10 @@ class RankGroup:
         """The maximum over ranks of each of ``values`` (fp64, equally many on each rank)."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
+    def min_of(self, values: Sequence[float]) -> list[float]:
+        """The minimum over ranks of each of ``values`` (fp64, equally many on each rank)."""
+        return self._reduced(list(values), dist.ReduceOp.MIN)
+
     def gather_on_first(self, values: list[float]) -> list[list[float]]:
         """As ``share`` on the first rank; the other ranks get an empty list."""
         if self.group is None:

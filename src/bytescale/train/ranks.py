@@ -77,12 +77,8 @@ class Ranks:
         nodes = self.nodes()
         return max(1, min(nodes.count(node) for node in nodes) // self.mesh.shape.tp)
 
-    def smallest(self, own: Sequence[float]) -> list[float]:
-        """The minimum over ranks of each of these numbers. Every rank calls it, with equally many numbers."""
-        return [min(column) for column in zip(*self.world.share(list(own)), strict=True)]
-
     def smallest_of_stage(self, own: Sequence[float]) -> list[float]:
-        """The same over the ranks of this pipeline stage. Every rank calls it."""
+        """The minimum over the ranks of this pipeline stage of each of these numbers. Every rank calls it."""
         everyone = self.world.share([float(self.mesh.stage), *own])
         of_stage = (rest for stage, *rest in everyone if stage == self.mesh.stage)
         return [min(column) for column in zip(*of_stage, strict=True)]
@@ -263,10 +259,9 @@ def check_same_nccl_options(world: RankGroup, environment: Mapping[str, str] = o
     """Raise ``ConfigError`` on every rank where ranks have different numbers: both ends of a channel must agree."""
     given = [environment.get(name, "") for name in _NCCL_NUMBERS]
     own = [float(text) if text.isdigit() else -1.0 for text in given]  # NCCL ignores what is no number
-    largest, negated = world.max_of(own), world.max_of([-number for number in own])
-    for name, high, low in zip(_NCCL_NUMBERS, largest, negated, strict=True):
-        if high != -low:
-            values = " and ".join("unset" if number < 0 else f"{number:.0f}" for number in (-low, high))
+    for name, high, low in zip(_NCCL_NUMBERS, world.max_of(own), world.min_of(own), strict=True):
+        if high != low:
+            values = " and ".join("unset" if number < 0 else f"{number:.0f}" for number in (low, high))
             raise ConfigError(
                 f"{name} is {values} on different ranks",
                 so="their ends of a connection would not fit together, and messages would hang",

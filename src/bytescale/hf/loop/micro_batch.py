@@ -334,7 +334,7 @@ class Engine:
         """While it is open, the process has the flash implementation that was chosen for the model."""
         tried = torch.float16 if next(decoder.parameters()).dtype == torch.float16 else torch.bfloat16  # or by autocast
         if heads := heads_of(decoder.structure):
-            self.attention.enter_context(open_attention(kernel, group.device, tried, heads, self._smallest))
+            self.attention.enter_context(open_attention(kernel, group.device, tried, heads, group.min_of))
         name = "math" if kernel == "math" else "flash"
         self._kernel = cache(lambda dtype: select_kernel(name, group.device, dtype))
         self.others: list[AttachedDecoder] = []
@@ -368,10 +368,6 @@ class Engine:
         own, *others = map(pass_of, (self.decoder, *self.others))
         return Micro(plan, fields, own, self.group, others)
 
-    def _smallest(self, values: Sequence[float]) -> list[float]:
-        """Of every number, the smallest on any rank."""
-        return [-value for value in self.group.max_of([-value for value in values])]
-
     def measured_memory(self) -> MeasuredMemory:
         """What a micro-batch needs, from what the layers were seen to keep. Gradients stay.
 
@@ -385,6 +381,6 @@ class Engine:
             rows = measure_rows(self.decoder, self._kernel(parameters[0].dtype), self.activations, self.group.device)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        rows = rows.of_all(self._smallest)
+        rows = rows.of_all(self.group.min_of)
         kind: DeviceKind = "cuda" if self.group.device.type == "cuda" else "cpu"
         return measured_memory(self.decoder, rows, kind=kind, num_ranks=self.group.size)

@@ -52,11 +52,10 @@ class Room:
         limits, offload, host_bytes = None, None, 0.0
         if engine.pool is not None:
             times = ASSUMED[memory.kind].profile(engine.decoder.spec, bytes_per_element=memory.states.element_bytes)
-            host_bytes = -group.max_of([-float(engine.host_bytes)])[0]
+            (host_bytes,) = group.min_of([float(engine.host_bytes)])
             offload = memory.offload_rule(times, host_bytes)
         if auto or device_gib is not None:
-            room = usable_device_bytes(group.device, group.size, device_gib)
-            room = -group.max_of([-room])[0]
+            (room,) = group.min_of([usable_device_bytes(group.device, group.size, device_gib)])
             wanted = fitting_capacity(memory, wanted, room)
             limits = memory.limits(device_bytes=room, host_bytes=host_bytes)
         return Room(capacity_tokens=wanted, memory=memory, limits=limits, offload=offload)

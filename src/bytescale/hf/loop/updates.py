@@ -124,7 +124,7 @@ class Updates:
             on_host=True,
         )
         room = bytes_of_a_rank(HOST_SHARE_WITH_OPTIMIZER, self.group.size) - self.engine.host_bytes
-        host_bytes_left(states, -self.group.max_of([-room])[0])  # of the rank with the least, so that all ranks agree
+        host_bytes_left(states, self.group.min_of([room])[0])  # of the rank with the least, so that all ranks agree
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step. ``model.zero_grad()`` does the same once there is an optimizer."""

@@ -52,7 +52,7 @@ def train(
     screen = screen_of_stdout() if print_line is None else Screen(print_line)
     with (
         open_ranks(config) as ranks,
-        open_kernels(config, ranks.device, ranks.dtype, ranks.smallest) as kernels,
+        open_kernels(config, ranks.device, ranks.dtype, ranks.world.min_of) as kernels,
         RunLog(run, config, screen if ranks.is_first else None) as log,
         loader_of_run(config, ranks, log.write) as loader,
         stop or StopRequest() as stop,
