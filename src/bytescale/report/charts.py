@@ -45,8 +45,7 @@ class Series(NamedTuple):
 
 def line_chart(series: Sequence[Series], *, label: Label, from_zero: bool = False) -> Plot | None:
     """Lines over steps on one pair of axes; None without a point. ``label`` writes the numbers of the y axis."""
-    pairs = [[(x, y) for x, y in zip(own.xs, own.ys, strict=True) if math.isfinite(y or 0)] for own in series]
-    points = [_thinned(np.array([(x, y) for x, y in known if y is not None])) for known in pairs]
+    points = [_thinned(np.array([pair for pair in zip(one.xs, one.ys, strict=True) if _known(pair)])) for one in series]
     some = [line for line in points if len(line)]
     if not some:
         return None
@@ -126,6 +125,10 @@ class _Axis(NamedTuple):
 
 def _rectangle(x: float, y: float, width: float, height: float) -> str:
     return f"M{x:.2f} {y:.2f}h{width:.2f}v{height:.2f}H{x:.2f}z"
+
+
+def _known(point: tuple[float, float | None]) -> bool:
+    return point[1] is not None and math.isfinite(point[1])
 
 
 def _thinned(rows: FloatArray) -> FloatArray:

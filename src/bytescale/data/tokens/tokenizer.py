@@ -371,7 +371,8 @@ def _pieces(run: re.Match[str]) -> str:
 
 def _training_texts(units: list[WorkUnit], config: DataConfig, progress: ProgressCallback) -> Iterator[list[str]]:
     """Yield the texts of one unit at a time, because the library spreads the texts of one item over all cores."""
-    total_bytes, done_bytes, num_documents = sum(unit.num_bytes for unit in units), 0, 0
+    total_bytes = sum(unit.num_bytes for unit in units)
+    done_bytes = num_documents = 0
     for unit in units:
         texts = with_retries(partial(_texts_of, unit, config), config.read_retries)
         num_documents += len(texts)

@@ -68,9 +68,9 @@ def config_of(content: dict[str, Any]) -> Any:
         ) from error
 
 
-def make_model(content: dict[str, Any], dtype: torch.dtype, *, seed: int = 0, device: str = "cpu") -> nn.Module:
-    """A model with random weights that depend on ``seed`` alone, in ``dtype``; on the device "meta" without weights."""
-    with torch.random.fork_rng(devices=[]), torch.device(device), _causal_model_or_error(content):
+def make_model(content: dict[str, Any], dtype: torch.dtype, *, seed: int = 0) -> nn.Module:
+    """A model with random weights that depend on ``seed`` alone, in ``dtype``, on the CPU."""
+    with torch.random.fork_rng(devices=[]), _causal_model_or_error(content):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config_of(content), dtype=dtype, trust_remote_code=False)
     return _ready(model, dtype)

@@ -20,7 +20,7 @@ from bytescale.config.resolve import source_folder
 from bytescale.config.validate import may_offload
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
-from bytescale.hf.files.folder import constants_of, load_model, make_model, set_constants, train_a_part
+from bytescale.hf.files.folder import constants_of, empty_model, load_model, make_model, set_constants, train_a_part
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.measure import check_widths, measure_rows, measured_memory
 from bytescale.hf.model.parallelize import RankPart, parallelize
@@ -154,10 +154,11 @@ def _whole_model(
         folder = source_folder(source)
         read_as = exact_dtype(folder, dtype)
         model = load_model(folder, content, read_as)
+    elif device.type == "meta":
+        model, read_as = empty_model(content), dtype
     else:
-        is_outline = device.type == "meta"
-        read_as = dtype if is_outline else torch.promote_types(dtype, torch.float32)
-        model = make_model(content, read_as, seed=config.trainer.seed, device="meta" if is_outline else "cpu")
+        read_as = torch.promote_types(dtype, torch.float32)
+        model = make_model(content, read_as, seed=config.trainer.seed)
         set_constants(model, architecture.buffers)
     if architecture.trained:
         train_a_part(model, architecture.trained, seed=config.trainer.seed)

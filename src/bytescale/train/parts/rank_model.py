@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -93,18 +92,18 @@ def describe_model(
     def describe(device: torch.device) -> tuple[ModelSpec, MeasuredMemory]:
         parallel, memories = config.parallel, []
         for stage in range(parallel.pp):
-            with OnMeta() if device.type == "meta" else nullcontext():
-                model = build_attached_model(
-                    config, architecture, kernel, device=device, dtype=dtype, num_shards=1,
-                    stage=(stage, parallel.pp), planned_parts=parallel.tp,
-                )  # fmt: skip
+            model = build_attached_model(
+                config, architecture, kernel, device=device, dtype=dtype, num_shards=1, stage=(stage, parallel.pp),
+                planned_parts=parallel.tp,
+            )  # fmt: skip
             memories.append(asdict(model.memory(kind, num_ranks)))
         return model.spec, MeasuredMemory.of_stages(memories)
 
     number, why = sum(value.numel() for value in parameters_of(architecture.content).values()), ""
     if number > FEW_PARAMETERS and not config.trainer.init:  # its weights are to be read, and checked
         try:
-            return describe(torch.device("meta"))
+            with OnMeta():
+                return describe(torch.device("meta"))
         except (RuntimeError, ConfigError) as error:  # an operator whose result depends on numbers, or a refusal
             why = f"; by its shapes alone it cannot be described ({' '.join(str(error).split())[:300]})"
     needed, here = number * BYTES_PER_PARAMETER, machine_bytes()
