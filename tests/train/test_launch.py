@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
 from bytescale.cli.train import _how_to_go_on
 from bytescale.config import Config, ParallelConfig, TrainerConfig
-from bytescale.train.launch.torchrun import _wait, rank_failure
+from bytescale.train.launch.forked import Copies
+from bytescale.train.launch.torchrun import _processes, _wait, rank_failure
 from bytescale.train.loop.trainer import train
 from bytescale.train.parts.devices import fit_to_gpus
 from bytescale.train.stop import StopRequest
@@ -82,6 +87,52 @@ def test_ranks_that_the_launcher_ends_itself_have_not_failed(tmp_path: Path) -> 
     )
     failures = _wait(ranks, stop_seconds=1.0, silent_seconds=60.0)
     assert [(rank, failure.exitcode) for rank, failure in failures.items()] == [(0, 3)]
+
+
+def test_a_rank_that_is_a_copy_ends_as_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Exit codes, signals, what is left to be done at the end, and the environment are those of a new process."""
+
+    def run(arguments: tuple[str, ...]) -> int:
+        if arguments[0] == "ends":
+            atexit.register(print, f"at the end of rank {os.environ['RANK']}, with {torch.get_num_threads()} threads")
+            return 0
+        if arguments[0] == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if arguments[0] == "says why":
+            raise SystemExit("this is why")
+        raise KeyError(arguments[0])
+
+    monkeypatch.setattr("bytescale.cli.main.main", run)
+    deeds = ("ends", "is killed", "says why", "fails")
+    ranks = Copies(
+        name="rank",
+        entrypoint="",
+        args={rank: (deed,) for rank, deed in enumerate(deeds)},
+        envs={rank: {"RANK": str(rank), "OMP_NUM_THREADS": "3"} for rank in range(len(deeds))},
+        logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
+    )
+    ranks.start()
+    codes = [process.wait(60.0) for process in _processes(ranks).values()]
+    assert codes == [0, -signal.SIGKILL, 1, 1]
+    written = capfd.readouterr()
+    assert "at the end of rank 0, with 3 threads" in written.out
+    assert "this is why" in written.err and "KeyError: 'fails'" in written.err
+
+
+def test_a_process_with_threads_is_not_copied() -> None:
+    """What other threads hold, such as a lock, would be held for ever in the copy."""
+    code = """if True:
+        import threading, torch
+        from bytescale.train.launch.forked import can_be_copied, prepare_for_copies
+        prepare_for_copies()
+        alone = can_be_copied()
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        print(alone, can_be_copied())
+    """
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stdout.split() == (["False"] if torch.cuda.is_available() else ["True"]) + ["False"]
 
 
 @pytest.mark.parametrize(("steps", "early"), [(2, False), (3, True)])

@@ -58,10 +58,18 @@ def run(arguments: Sequence[str]) -> int:
     temporary.touch()  # what cannot be written is told now, not when all is measured
     temporary.unlink()
     if ranks > 1 and ranks_of_torchrun() is None:
+        from bytescale.train.launch.forked import prepare_for_copies
         from bytescale.train.launch.torchrun import launch_ranks
 
+        prepare_for_copies()
         again = f"begin again with `{shlex.join(['bytescale', 'profile', *arguments])}`"
-        launch_ranks(ranks, ["profile", *arguments], again=lambda: again, stop_seconds=10.0)
+        launch_ranks(
+            ranks,
+            ["profile", *arguments],
+            modules=["bytescale.train.parts.rank_model", "bytescale.train.profiling.profiler"],
+            again=lambda: again,
+            stop_seconds=10.0,
+        )
         return 0
     profile_command(options)
     return 0

@@ -72,6 +72,10 @@ def run(arguments: Sequence[str]) -> int:
         end_with_launcher()
         score_on_ranks(options)
         return 0
+    if options.ranks > 1:
+        from bytescale.train.launch.forked import prepare_for_copies
+
+        prepare_for_copies()
     prepare(options)
     if options.ranks == 1:
         score_on_ranks(options)
@@ -80,7 +84,13 @@ def run(arguments: Sequence[str]) -> int:
 
     print(f"starting {options.ranks} ranks ...", flush=True)
     again = f"continue with `{shlex.join(['bytescale', 'score', *arguments])}`"
-    launch_ranks(options.ranks, ["score", *arguments], again=lambda: again, stop_seconds=30.0)
+    launch_ranks(
+        options.ranks,
+        ["score", *arguments],
+        modules=["bytescale.hf.loop.hdp", "bytescale.hf.scoring.score_file"],
+        again=lambda: again,
+        stop_seconds=30.0,
+    )
     return 0
 
 

@@ -242,6 +242,7 @@ def prepare_and_start(options: TrainOptions) -> None:
 
     Whatever can fail without ranks fails here, before any rank is started.
     """
+    from bytescale.train.launch.forked import prepare_for_copies
     from bytescale.train.launch.supervise import supervise
     from bytescale.train.launch.torchrun import ranks_there
     from bytescale.train.parts.budget import check_room
@@ -249,6 +250,8 @@ def prepare_and_start(options: TrainOptions) -> None:
     from bytescale.train.parts.rank_model import check_host_room, check_positions
     from bytescale.train.reporting.trackers import check_trackers
 
+    if options.config.parallel.ranks > 1:
+        prepare_for_copies()
     check_trackers(options.config.log)
     config = fit_to_gpus(options.config)
     check_room(config.parallel.ranks)
@@ -346,12 +349,17 @@ def _start_ranks(config: Config, command: str) -> None:
     from bytescale.train.launch.torchrun import launch_ranks
 
     print(f"starting {config.parallel.ranks} ranks ...", flush=True)
+    shape = resolve_model(config.model)
     with TemporaryDirectory(prefix="bytescale-config-", ignore_cleanup_errors=True) as folder:
         resolved = Path(folder) / "config.toml"
         resolved.write_text(config_to_toml(config), encoding="utf-8")
         launch_ranks(
             config.parallel.ranks,
             [command, str(resolved)],
+            modules=[
+                "bytescale.train.loop.trainer",
+                *(["bytescale.train.parts.attached_model"] if isinstance(shape, AttachedArchitecture) else []),
+            ],
             again=partial(_how_to_go_on, config),
             stop_seconds=config.parallel.stop_seconds,
             silent_seconds=config.parallel.timeout_seconds,

@@ -7,6 +7,7 @@ others. A rank that hangs is noticed by its peers after ``parallel.timeout_secon
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import os
@@ -21,13 +22,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from bytescale.common.atomic import is_stopped
 from bytescale.common.errors import RankFailure, RanksRefused, keep_trace
 from bytescale.config import Config
+from bytescale.train.launch.forked import Copies, can_be_copied
 from bytescale.train.parts.budget import check_room
 from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE, TIMEOUT_SECONDS
 
@@ -39,15 +41,17 @@ def launch_ranks(
     num_ranks: int,
     arguments: Sequence[str],
     *,
+    modules: Sequence[str],
     again: Callable[[], str],
     stop_seconds: float,
     silent_seconds: float | None = None,
 ) -> None:
     """Run ``python -m bytescale <arguments>`` as ``num_ranks`` ranks on this machine and wait for them.
 
-    Ranks have ``stop_seconds`` to end by themselves after a signal arrived. ``again``: what to do to go on, for
-    messages, such as "continue with `...`"; it is asked when something has stopped. ``silent_seconds``: how long a rank
-    may be stopped; None: as long as a message may take by default.
+    ``modules``: what a rank imports, for ranks that are copies of this process (``launch.forked``). Ranks have
+    ``stop_seconds`` to end by themselves after a signal arrived. ``again``: what to do to go on, for messages, such as
+    "continue with `...`"; it is asked when something has stopped. ``silent_seconds``: how long a rank may be stopped;
+    None: as long as a message may take by default.
 
     Raises:
         ConfigError: this machine has no room for so many processes.
@@ -57,6 +61,8 @@ def launch_ranks(
     """
     check_room(num_ranks)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is reported once, below
+    for module in modules if can_be_copied() else ():
+        importlib.import_module(module)
     try:
         with TemporaryDirectory(prefix="bytescale-ranks-", ignore_cleanup_errors=True) as folder:
             limits = stop_seconds, silent_seconds or TIMEOUT_SECONDS["cpu"]
@@ -86,13 +92,15 @@ def _run(
     }
     ranks: PContext | None = None
     try:
-        ranks = start_processes(
+        words = tuple(arguments) if (copies := can_be_copied()) else ("-u", "-m", "bytescale", *arguments)
+        ranks = (Copies if copies else SubprocessContext)(
             name="rank",
             entrypoint=sys.executable,
-            args=dict.fromkeys(range(num_ranks), ("-u", "-m", "bytescale", *arguments)),
+            args=dict.fromkeys(range(num_ranks), words),
             envs={rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)},
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         )
+        ranks.start()
         failures = _wait(ranks, stop_seconds, silent_seconds)
         for each in (signal.SIGTERM, signal.SIGINT):  # a rank was asked, and all have stopped early (``StopRequest``)
             if failures and all(own.exitcode == 128 + each for own in failures.values()):
