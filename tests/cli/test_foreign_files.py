@@ -31,7 +31,7 @@ from bytescale.data.sources.files import expand_sources
 from bytescale.data.tokens.chat import load_template
 from bytescale.data.tokens.tokenizer import load_tokenizer
 from bytescale.hf.files.folder import empty_model
-from bytescale.models.hf_folder import stored_tensors
+from bytescale.hf.files.hf_folder import stored_tensors
 from bytescale.plan.io import load_plan
 from tests.data.support import write_jsonl
 

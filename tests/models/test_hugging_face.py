@@ -16,7 +16,7 @@ from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import PRESETS, Architecture, ModelConfig, resolve_model
 from bytescale.config.hugging_face import architecture_from_hf, hf_config_of, read_hf_config
 from bytescale.models import Llama, build_model
-from bytescale.models.hf_folder import INDEX, FolderWeights, hf_tensors, write_json, write_weights
+from bytescale.hf.files.hf_folder import INDEX, FolderWeights, hf_tensors, write_json, write_weights
 from tests.helpers.reference_attention import reference_attention
 from tests.helpers.steps import make_model, small_shape
 

@@ -28,7 +28,7 @@ from bytescale.data.loading.loader import Loader
 from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.hf.files.folder import load_model
 from bytescale.hf.model.measure import DOCUMENT_TOKENS, LiveBytes
-from bytescale.models.hf_folder import exact_dtype
+from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.parity import small_model
 from bytescale.plan import MicroBatch
 from bytescale.runtime import RankGroup

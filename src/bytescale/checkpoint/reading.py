@@ -164,9 +164,11 @@ def wanted_by(optimizer: ShardedOptimizer) -> list[Wanted]:
 
 def check_same_model(place: str | Place, there: dict[str, Any], here: dict[str, Any]) -> None:
     """Raise ``CheckpointError`` when two architectures differ, with what differs."""
+    if isinstance(there.get("config_json"), dict) and isinstance(here.get("config_json"), dict):
+        there, here = there | there["config_json"], here | here["config_json"]
     different = [
         f"{key} {there.get(key)} there, {here.get(key)} here"
-        for key in sorted({*there, *here})
+        for key in sorted({*there, *here} - {"config_json"})
         if there.get(key) != here.get(key)
     ]
     if different:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from bytescale.common.errors import ConfigError, typed_path
+from bytescale.common.errors import typed_path
 from bytescale.common.units import GIBI, format_bytes
-from bytescale.config import AttachedArchitecture, load_config
+from bytescale.config import load_config
 from bytescale.config.foreign_config import refuse_links_out
 
 
@@ -38,17 +37,16 @@ class ConvertOptions:
         settings, origin = run / "config.toml", run / "origin"
         run_config = load_config(settings) if settings.is_file() else None
         refuse_links_out(origin)
-        exporter = _exporter(self.source)
-        if self.base and exporter.__name__ == "export_checkpoint":
-            raise ConfigError(f"--base is {self.base!r}, and this run trained all weights", fix="leave --base out")
-        exporter(
+        from bytescale.hf.files.folder import export_attached  # takes seconds to import
+
+        export_attached(
             self.source,
             self.folder,
             dtype=self.dtype,
             shard_bytes=self.shard_bytes,
             run_config=run_config,
             origin=origin if origin.is_dir() else None,
-            **({"base": self.base} if self.base else {}),
+            base=self.base,
         )
         shards = list(self.folder.glob("*.safetensors"))
         size = sum(shard.stat().st_size for shard in shards)
@@ -62,14 +60,3 @@ class ConvertOptions:
             )
         print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(self.folder)!r})")
         return 0
-
-
-def _exporter(checkpoint: str) -> Callable[..., None]:
-    from bytescale.checkpoint.hugging_face import export_checkpoint
-    from bytescale.checkpoint.reading import CheckpointReader
-
-    if AttachedArchitecture.is_in(CheckpointReader(checkpoint).state.architecture):
-        from bytescale.hf.files.folder import export_attached
-
-        return export_attached
-    return export_checkpoint

@@ -7,9 +7,9 @@ kind on which the profile was measured, or GPUs in bf16 if nothing was measured.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -23,7 +23,9 @@ from bytescale.common.parsing import parse_json, read_input, read_text
 from bytescale.common.units import GIBI, KIBI, MOST_COUNT
 from bytescale.config import (
     AUTO_CAPACITY,
+    PRESETS,
     Architecture,
+    AttachedArchitecture,
     Config,
     DataConfig,
     MemoryConfig,
@@ -33,12 +35,14 @@ from bytescale.config import (
     resolve_model,
     sharing_domain,
 )
+from bytescale.config.hugging_face import hf_config_of
+from bytescale.config.resolve import preset_shape
 from bytescale.config.validate import check_sharing
 from bytescale.cost import Cluster, CostModel, Profile, load_profile
 from bytescale.cost.assumed import ASSUMED, Rates, times_of
 from bytescale.cost.curve import Curve
 from bytescale.cost.gradient_sync import round_seconds
-from bytescale.cost.memory import DeviceKind, DeviceMemory, MeasuredMemory, MemoryModel, fitting_capacity
+from bytescale.cost.memory import DeviceKind, DeviceMemory, MeasuredMemory, fitting_capacity
 from bytescale.cost.profile_file import warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
 from bytescale.cost.split import split_layers
@@ -201,8 +205,8 @@ class Costs:
     cluster: ClusterConfig
     profile: Profile
     """Without what checkpointing changes in memory (``checkpointed_profile``)."""
-    counted: Architecture | MeasuredMemory
-    """The shape whose memory is counted, or the memory of a model of transformers, which was measured."""
+    describe: Callable[[], tuple[ModelSpec, MeasuredMemory]]
+    """Builds the model to count it and to measure its memory."""
     device: tuple[DeviceKind, int]
     """The kind of device, and the bytes of a number in the compute dtype."""
 
@@ -227,16 +231,7 @@ class Costs:
     @cached_property
     def memory(self) -> DeviceMemory:
         """The memory of the fullest device of a rank: that of the pipeline's fullest stage."""
-        (kind, element_bytes), num_ranks, room = self.device, self.cluster.num_ranks, self.usable_bytes
-        return MemoryModel.of_config(
-            self.config,
-            self.counted,
-            kind,
-            element_bytes=element_bytes,
-            num_ranks=num_ranks,
-            device_bytes=room,
-            domain=self.domain,
-        ).fullest_stage(room)
+        return self.describe()[1].of_run(self.config, domain=self.domain).fullest_stage(self.usable_bytes)
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -272,7 +267,7 @@ class Costs:
     @cached_property
     def checkpointed_profile(self) -> Profile:
         """The profile with what a layer keeps under checkpointing. Profiles are measured without it."""
-        if self.config.memory.checkpointing == "none" and isinstance(self.counted, Architecture):
+        if self.config.memory.checkpointing == "none":
             return self.profile
         return replace(self.profile, activation_bytes=Curve(0.0, self.memory.layer_saved_bytes_per_token, 0.0))
 
@@ -298,12 +293,18 @@ def costs_of(options: CostOptions, *, longest: int, vocab_size: int | None = Non
     measured = load_profile(config.cost.profile) if config.cost.profile is not None else None
     warn_of_bad_fits(measured)
     device = _kind_and_precision(config, "" if measured is None else measured.device)
+    known = replace(config, data=replace(config.data, context_length=longest))  # rotary positions may depend on it
+    is_of_profile = measured is not None and not config.data.sources and config.model == DEFAULTS.model
+    if measured is not None and is_of_profile:
+        shape = AttachedArchitecture(content=hf_config_of(measured.architecture))
+    else:
+        shape = resolve_model(config.model, tokenizer_vocab_size=vocab_size)
+    describe = cache(partial(_described, known, shape, *device, num_ranks=cluster.num_ranks))
     model: Architecture | ModelSpec | None = None
-    counted: Architecture | MeasuredMemory | None = None
-    if measured is None or config.data.sources or config.model != DEFAULTS.model:
-        # Rotary positions may depend on the longest sequence.
-        known = replace(config, data=replace(config.data, context_length=longest))
-        model, counted = _described(known, vocab_size, *device, num_ranks=cluster.num_ranks)
+    if config.model.preset in PRESETS and not is_of_profile:
+        model = preset_shape(config.model, tokenizer_vocab_size=vocab_size)  # counted without torch
+    elif not is_of_profile:
+        model = describe()[0]
     rates, named = options.rates, "the rates of --rates"
     if rates == Rates() and device[0] == "cpu":
         rates, named = ASSUMED["cpu"], "the assumed rates of a CPU core (--trainer.device cuda: of an H100)"
@@ -312,8 +313,8 @@ def costs_of(options: CostOptions, *, longest: int, vocab_size: int | None = Non
     profile = times_of(config, model, measured, rates, bytes_per_element=device[1])
     profile = profile if measured else replace(profile, name=named)
     split_layers(profile.architecture, cluster.pp)  # refuses more stages than layers
-    check_sharing(config, model or profile.architecture, cluster.num_ranks)
-    costs = Costs(options, cluster, profile, counted or profile.architecture, device)
+    check_sharing(config, cluster.num_ranks)
+    costs = Costs(options, cluster, profile, describe, device)
     if parallel.experts == "parallel":
         domain, per_node = costs.domain, cluster.ranks_per_node
         profile = profile.with_parallel_experts(model or profile.architecture, domain=domain, ranks_per_node=per_node)
@@ -322,12 +323,9 @@ def costs_of(options: CostOptions, *, longest: int, vocab_size: int | None = Non
 
 
 def _described(
-    config: Config, vocab_size: int | None, kind: DeviceKind, element_bytes: int, *, num_ranks: int
-) -> tuple[Architecture | ModelSpec, Architecture | MeasuredMemory]:
-    """What a model's times and its memory follow from. Torch is needed for models of transformers alone."""
-    shape = resolve_model(config.model, tokenizer_vocab_size=vocab_size)
-    if isinstance(shape, Architecture):
-        return shape, shape
+    config: Config, shape: AttachedArchitecture, kind: DeviceKind, element_bytes: int, *, num_ranks: int
+) -> tuple[ModelSpec, MeasuredMemory]:
+    """What a model's times and its memory follow from."""
     import torch
 
     from bytescale.attention import select_kernel

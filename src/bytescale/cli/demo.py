@@ -19,8 +19,9 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import BytescaleError
 from bytescale.common.units import format_count, format_seconds
-from bytescale.config import Architecture, Config, ModelConfig, PlannerConfig, PlannerName, resolve_model
+from bytescale.config import Config, ModelConfig, PlannerConfig, PlannerName
 from bytescale.config.load import DEMO_CONFIG
+from bytescale.config.resolve import preset_shape
 from bytescale.cost import Cluster, Profile
 from bytescale.cost.assumed import Rates
 from bytescale.planner import make_planner
@@ -68,8 +69,7 @@ def simulate_at_scale(config: Config) -> None:
     context = GPUS[0] * CAPACITY_TOKENS
     times = -(-context // config.data.context_length)
     batches, vocab_size = corpus_batches(config.data, first=config.trainer.steps, number=GPUS[-1] // GPUS[0])
-    shape = resolve_model(ModelConfig(preset=_MODEL), tokenizer_vocab_size=vocab_size)
-    assert isinstance(shape, Architecture), "a preset is our own model"
+    shape = preset_shape(ModelConfig(preset=_MODEL), tokenizer_vocab_size=vocab_size)
     profile = Rates().profile(shape)
     console.print(
         f"scale   simulated: the same documents, but {times} times as long (the longest of {format_count(context)} "

@@ -20,7 +20,6 @@ from bytescale.common.errors import ConfigError, typed_path
 from bytescale.config import (
     CHECKPOINT_PREFIX,
     HF_PREFIX,
-    AttachedArchitecture,
     Config,
     ModelConfig,
     config_to_toml,
@@ -28,6 +27,7 @@ from bytescale.config import (
     validate,
 )
 from bytescale.config.architecture import Architecture
+from bytescale.config.resolve import source_folder
 from bytescale.config.validate import hdp_ranks, may_offload
 from bytescale.train.origin import with_its_tokenizer, with_kept_tokenizer
 from bytescale.train.stop import StopRequest, said_when_stopped
@@ -180,7 +180,8 @@ def _started_from(init: str | None, config: Config) -> Config:
         raise ConfigError(
             f"--init {init} is given, but trainer.init is {config.trainer.init}", fix="leave one of them out"
         )
-    void = [spec.name for spec in fields(Architecture) if getattr(config.model, spec.name) is not None]
+    names = [spec.name for spec in fields(Architecture) if spec.name != "router_aux_loss_weight"]
+    void = [name for name in names if getattr(config.model, name) is not None]
     if void:
         raise ConfigError(
             f"model.{void[0]} = {getattr(config.model, void[0])} is set, and --init {init} brings its own shape",
@@ -188,8 +189,8 @@ def _started_from(init: str | None, config: Config) -> Config:
             fix=f"leave it out (`bytescale init FILE.toml --from {init}` writes a config for that model); to change "
             f"the shape, write model.preset = {init!r} beside it and trainer.init = {init!r} in the place of --init",
         )
-    trained = {name: getattr(config.model, name) for name in ("lora_rank", "lora_alpha", "lora_targets", "freeze")}
-    model = ModelConfig(preset=init, **trained)
+    kept = ("lora_rank", "lora_alpha", "lora_targets", "freeze", "router_aux_loss_weight")
+    model = ModelConfig(preset=init, **{name: getattr(config.model, name) for name in kept})
     return replace(config, model=model, trainer=replace(config.trainer, init=init))
 
 
@@ -289,15 +290,20 @@ def _how_to_go_on(config: Config) -> str:
 
 
 def _check_initial_weights(config: Config) -> None:
-    if config.trainer.init:
-        from bytescale.checkpoint.initial_weights import check_initial_weights
+    """Raise what loading would raise, from the files' headers alone; nothing to do for random weights."""
+    source, shape = config.trainer.init, resolve_model(config.model)
+    if source.startswith(CHECKPOINT_PREFIX):
+        from bytescale.checkpoint.reading import CheckpointReader, check_same_model
 
-        check_initial_weights(config)
+        place = source.removeprefix(CHECKPOINT_PREFIX)
+        check_same_model(place, CheckpointReader(place).state.architecture, shape.as_dict())
+    elif source.startswith(HF_PREFIX):
+        from bytescale.hf.files.folder import check_sizes
+
+        check_sizes(source_folder(source), shape.content)
     if config.model.lora_rank or config.model.freeze:
         from bytescale.hf.files.folder import empty_model, train_a_part
 
-        shape = resolve_model(config.model)
-        assert isinstance(shape, AttachedArchitecture), "only models of transformers are trained in part"
         train_a_part(empty_model(shape.content), shape.trained, seed=0)
 
 
@@ -349,17 +355,13 @@ def _start_ranks(config: Config, command: str) -> None:
     from bytescale.train.launch.torchrun import launch_ranks
 
     print(f"starting {config.parallel.ranks} ranks ...", flush=True)
-    shape = resolve_model(config.model)
     with TemporaryDirectory(prefix="bytescale-config-", ignore_cleanup_errors=True) as folder:
         resolved = Path(folder) / "config.toml"
         resolved.write_text(config_to_toml(config), encoding="utf-8")
         launch_ranks(
             config.parallel.ranks,
             [command, str(resolved)],
-            modules=[
-                "bytescale.train.loop.trainer",
-                *(["bytescale.train.parts.attached_model"] if isinstance(shape, AttachedArchitecture) else []),
-            ],
+            modules=["bytescale.train.loop.trainer", "transformers.models.llama.modeling_llama"],
             again=partial(_how_to_go_on, config),
             stop_seconds=config.parallel.stop_seconds,
             silent_seconds=config.parallel.timeout_seconds,

@@ -1,7 +1,4 @@
-"""Models that run on transformers' own code (``bytescale.hf``): what config.json says of them. Free of torch.
-
-Llama and Mixtral are our own code (``Architecture``). Every other decoder is described by its whole config.json.
-"""
+"""The model: a decoder of transformers, described by its whole config.json. Free of torch."""
 
 from __future__ import annotations
 
@@ -24,11 +21,8 @@ class AttachedArchitecture:
     """Constants that belong to the weights and are not trained, such as a router's correction, as
     ``hf.files.folder.constants_of`` writes them. They are known once the model exists."""
     trained: dict[str, Any] = field(default_factory=dict)  # ``trained_of``; empty: every weight
-
-    @staticmethod
-    def is_in(stored: dict[str, Any]) -> bool:
-        """Whether a checkpoint's description is of such a model."""
-        return _KEY in stored
+    balance: float = 0.0
+    """Weight of the loss for even use of experts (``hf.model.balance``), which is the run's, not the model's."""
 
     @staticmethod
     def of_dict(stored: dict[str, Any]) -> AttachedArchitecture:
@@ -77,25 +71,21 @@ class AttachedArchitecture:
 
 
 def check_attached(config: Config, shape: AttachedArchitecture) -> None:
-    """Raise ``ConfigError`` for settings that only our own Llama and Mixtral have, and for changes of the model."""
-    changed = [spec.name for spec in fields(Architecture) if getattr(config.model, spec.name) is not None]
+    """Raise ``ConfigError`` for changes of a folder's model, and for a loss that would depend on the plan."""
+    of_folder = config.model.preset.startswith(("hf:", "checkpoint:"))
+    names = [spec.name for spec in fields(Architecture) if spec.name != "router_aux_loss_weight"] if of_folder else []
+    changed = [name for name in names if getattr(config.model, name) is not None]
     if changed:
         raise ConfigError(
             f"model.{changed[0]} is set, but the model of type {shape.model_type} is what its config.json says",
             so="the setting would have no effect",
             fix=f"leave it out, or change {shape.model_type}'s config.json",
         )
-    if config.kernels.compile:
-        raise ConfigError(
-            f"kernels.compile = true with a model of type {shape.model_type}, which runs on transformers' own code",
-            so="only our own Llama and Mixtral can do that",
-            fix="set kernels.compile to false; all that parallel and memory have works with every model",
-        )
     if shape.content.get("output_router_logits"):
         raise ConfigError(
             f"config.json of the {shape.model_type} model has output_router_logits = true",
             so="its loss for even use of experts would be that of a micro-batch, which depends on the plan",
-            fix="set it to false: the experts are then trained by cross-entropy alone",
+            fix="set it to false, and model.router_aux_loss_weight to the weight of such a loss over the global batch",
         )
 
 
@@ -109,9 +99,9 @@ def trained_of(model: ModelConfig) -> dict[str, Any]:
     return {**({"lora": lora} if model.lora_rank else {}), **({"freeze": list(model.freeze)} if model.freeze else {})}
 
 
-def check_trained(config: Config, shape: AttachedArchitecture | None) -> None:
+def check_trained(config: Config, shape: AttachedArchitecture) -> None:
     """Raise ``ConfigError`` where weights that are not trained would be random numbers."""
-    trained = trained_of(config.model) if shape is None else shape.trained
+    trained = shape.trained or trained_of(config.model)
     if trained and not config.trainer.init.startswith("hf:"):
         name = "model.lora_rank" if "lora" in trained else "model.freeze"
         raise ConfigError(

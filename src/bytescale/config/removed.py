@@ -7,6 +7,7 @@ from bytescale.common.errors import ConfigError
 _ENVIRONMENT = "leave it out, and set the variable {} of Weights & Biases"
 REMOVED: dict[str, tuple[str, object]] = {
     "data.verify": ('leave it out: data is checked when it is read ("bytescale data audit" checks a run)', None),
+    "kernels.compile": ("leave it out: nothing is compiled (on CPUs it gained nothing)", False),
     "log.save_plans": ("leave it out: the plan of every step is written to the run folder", True),
     "log.track_every": ("leave it out: trackers are given every step", 1),
     "log.wandb_entity": (_ENVIRONMENT.format("WANDB_ENTITY"), ""),

@@ -12,7 +12,7 @@ from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.attached import AttachedArchitecture, trained_of
 from bytescale.config.foreign_config import checked_config
-from bytescale.config.hugging_face import FAMILIES, architecture_from_hf, read_hf_config
+from bytescale.config.hugging_face import FAMILIES, hf_config_of, read_hf_config, refuse_quantised
 from bytescale.config.schema import ModelConfig
 
 HF_PREFIX = "hf:"
@@ -21,36 +21,42 @@ SEEN_WEIGHTS = "weights.json"
 """In ``origin/`` of a run that trains a part of a model: which weights the others are (``weights_fingerprint``)."""
 
 
-def resolve_model(
-    config: ModelConfig, *, tokenizer_vocab_size: int | None = None
-) -> Architecture | AttachedArchitecture:
-    """What is trained: our own Llama or Mixtral, or a decoder that runs on transformers' own code.
+def resolve_model(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> AttachedArchitecture:
+    """What is trained: a decoder that transformers has, by its config.json.
 
-    It is the preset with the section's own numbers put in. ``vocab_size``, when the section does not set it, is the
-    tokenizer's rounded up to a multiple of 64 if a tokenizer is known, else the preset's. A preset ``hf:FOLDER`` or
-    ``checkpoint:FOLDER`` is the shape of the model in that folder and keeps its vocabulary, which is that of its
-    weights. A folder whose model our own code has is our own, unless only a part of it is to be trained.
+    Of a preset, that is the one of ``preset_shape``. A preset ``hf:FOLDER`` or ``checkpoint:FOLDER`` is the model in
+    that folder and keeps its vocabulary, which is that of its weights.
 
     Raises ``ConfigError`` for an unknown preset and for shapes that contradict each other.
     """
-    is_folder = config.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX))
     if config.preset.startswith(HF_PREFIX):
-        base = _model_of_folder(source_folder(config.preset), trained_of(config))
-    elif is_folder:
-        base = _stored_architecture(config.preset.removeprefix(CHECKPOINT_PREFIX))
-    elif config.preset in PRESETS:
-        base = PRESETS[config.preset]
+        found = _model_of_folder(source_folder(config.preset), trained_of(config))
+    elif config.preset.startswith(CHECKPOINT_PREFIX):
+        found = _stored_architecture(config.preset.removeprefix(CHECKPOINT_PREFIX))
     else:
+        shape = preset_shape(config, tokenizer_vocab_size=tokenizer_vocab_size)
+        found = AttachedArchitecture(content=hf_config_of(shape), balance=shape.router_aux_loss_weight)
+    if config.router_aux_loss_weight is not None:
+        found = replace(found, balance=config.router_aux_loss_weight)
+    return found
+
+
+def preset_shape(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> Architecture:
+    """The preset with the section's own numbers put in.
+
+    ``vocab_size``, when the section does not set it, is the tokenizer's rounded up to a multiple of 64 if a tokenizer
+    is known, else the preset's. Raises ``ConfigError`` as ``resolve_model``.
+    """
+    if config.preset not in PRESETS:
         raise ConfigError(
             f"model.preset is {config.preset!r}, which does not exist",
             fix="use one of " + ", ".join(PRESETS) + ", hf:FOLDER or checkpoint:FOLDER",
         )
-    if isinstance(base, AttachedArchitecture):
-        return base
+    base = PRESETS[config.preset]
     given = {
         spec.name: getattr(config, spec.name) for spec in fields(Architecture) if getattr(config, spec.name) is not None
     }
-    if "vocab_size" not in given and tokenizer_vocab_size is not None and not is_folder:
+    if "vocab_size" not in given and tokenizer_vocab_size is not None:
         given["vocab_size"] = -(-tokenizer_vocab_size // 64) * 64
     if "head_dim" not in given and ("hidden_size" in given or "num_heads" in given):
         hidden = given.get("hidden_size", base.hidden_size)
@@ -62,11 +68,7 @@ def resolve_model(
             )
         given["head_dim"] = hidden // heads
     architecture = replace(base, **given)
-    try:
-        _check_architecture(architecture)
-    except TypeError as error:  # a size of the folder's is no number
-        raise ConfigError(f"{config.preset} describes no model ({error})", fix="use the config.json of its weights")\
-            from error  # fmt: skip
+    _check_architecture(architecture)
     return architecture
 
 
@@ -75,27 +77,23 @@ def source_folder(source: str) -> Path:
     return typed_path(source.removeprefix(HF_PREFIX))
 
 
-def _model_of_folder(folder: Path, trained: dict[str, Any]) -> Architecture | AttachedArchitecture:
+def _model_of_folder(folder: Path, trained: dict[str, Any]) -> AttachedArchitecture:
     content, where = read_hf_config(folder), str(folder / "config.json")
-    try:
-        own = None if trained else architecture_from_hf(content, where=where)
-    except ConfigError:
-        raise
-    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
-        raise ConfigError(
-            f"{where} describes no {content.get('model_type')} model ({type(error).__name__}: {error})",
-            fix="use the config.json that belongs to the weights",
-        ) from error
-    if own is None and "model_type" not in content:
-        raise ConfigError(
-            f"{where} does not say its model_type, and architectures has none of {', '.join(FAMILIES)}",
-            so="what its weights belong to is not known",
-            fix='name it, such as "model_type": "llama"',
-        )
-    return own or AttachedArchitecture(content=content, trained=trained)
+    refuse_quantised(content, where)
+    if "model_type" not in content:
+        named = content.get("architectures")
+        model_type = FAMILIES.get(str(named[0])) if isinstance(named, list) and named else None
+        if model_type is None:
+            raise ConfigError(
+                f"{where} does not say its model_type, and architectures has none of {', '.join(FAMILIES)}",
+                so="what its weights belong to is not known",
+                fix='name it, such as "model_type": "llama"',
+            )
+        content["model_type"] = model_type
+    return AttachedArchitecture(content=content, trained=trained)
 
 
-def _stored_architecture(folder: str) -> Architecture | AttachedArchitecture:
+def _stored_architecture(folder: str) -> AttachedArchitecture:
     """How a checkpoint describes its model. ``folder`` may be a URL."""
     from bytescale.storage.place import place_at, read_file  # imports fsspec
 
@@ -111,13 +109,16 @@ def _stored_architecture(folder: str) -> Architecture | AttachedArchitecture:
         ) from error
 
 
-def described_architecture(stored: dict[str, Any], where: str) -> Architecture | AttachedArchitecture:
+def described_architecture(stored: dict[str, Any], where: str) -> AttachedArchitecture:
     """The model that a checkpoint describes (``RunState.architecture``). Raises ``ConfigError`` if it is none."""
+    if "num_layers" in stored:
+        raise ConfigError(
+            f"{where} is of a Llama or Mixtral of an earlier version's own code",
+            so="its weights have other names",
+            fix="make a folder of it with the version that wrote it (`bytescale convert`), and begin with --init "
+            "hf:FOLDER",
+        )
     try:
-        if not AttachedArchitecture.is_in(stored):
-            own = Architecture(**stored)
-            _check_architecture(own)
-            return own
         attached = AttachedArchitecture.of_dict(stored)
         if not all(isinstance(own, dict) for own in (attached.content, attached.buffers, attached.trained)):
             raise TypeError("what should be an object is none")
@@ -148,10 +149,3 @@ def _check_architecture(shape: Architecture) -> None:
             so="a token could not be sent to that many experts",
             fix="use 1 to num_experts, or 0 for both (a dense model)",
         )
-    for name in ("hidden_size", "ffn_hidden_size"):
-        if getattr(shape, name) % 8:
-            raise ConfigError(
-                f"model.{name} is {getattr(shape, name)}, not a multiple of 8",
-                so="grouped matrix products need rows of whole 16 bytes",
-                fix=f"use {-(-getattr(shape, name) // 8) * 8}",
-            )

@@ -9,10 +9,10 @@ from typing import get_args
 from bytescale.common.errors import ConfigError, visible
 from bytescale.common.labels import RESERVED_FIELDS
 from bytescale.common.limits import check_limits
-from bytescale.config.architecture import Architecture
+from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.attached import AttachedArchitecture, check_attached, check_trained
 from bytescale.config.overrides import parse_override
-from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model
+from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, preset_shape, resolve_model
 from bytescale.config.schema import (
     AUTO_CAPACITY,
     Config,
@@ -34,12 +34,11 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     """
     check_limits(config)
     shape = resolve_model(config.model)
-    check_trained(config, shape if isinstance(shape, AttachedArchitecture) else None)
-    if isinstance(shape, AttachedArchitecture):
-        check_attached(config, shape)
-        check_ranks(config.parallel, config.parallel.ranks if num_ranks is None else num_ranks)
-    else:
-        check_mesh(config.parallel, shape, config.parallel.ranks if num_ranks is None else num_ranks)
+    check_trained(config, shape)
+    check_attached(config, shape)
+    check_ranks(config.parallel, config.parallel.ranks if num_ranks is None else num_ranks)
+    if config.model.preset in PRESETS:
+        _check_mesh(config.parallel, preset_shape(config.model))
     ranks, kind = hdp_ranks(config.parallel, num_ranks), kind_of_ranks(config.parallel)
     data, parallel, planner = config.data, config.parallel, config.planner
     if not data.sources:
@@ -55,7 +54,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
             f'least {-(-data.context_length // ranks)}, a shorter context, or memory.offload = "on"',
         )
     _check_optimizer(config)
-    check_sharing(config, shape, ranks)
+    check_sharing(config, ranks)
     if (config.eval.keep_best or config.eval.patience) and not config.eval.sources:
         name = "eval.keep_best" if config.eval.keep_best else "eval.patience"
         raise ConfigError(f"{name} is set, but eval.sources is empty", so="no loss would be lower than another",
@@ -129,27 +128,16 @@ def check_ranks(parallel: ParallelConfig, num_ranks: int) -> None:
         )
 
 
-def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) -> None:
-    """Raise ``ConfigError`` when ranks, heads, widths or layers do not divide as the mesh needs."""
+def _check_mesh(parallel: ParallelConfig, shape: Architecture) -> None:
+    """Raise ``ConfigError`` when heads, widths or layers do not divide as the mesh needs. Other models tell later."""
     tp, pp = parallel.tp, parallel.pp
-    check_ranks(parallel, num_ranks)
     if pp > shape.num_layers:
         raise ConfigError(
             f"parallel.pp = {pp} exceeds the model's {shape.num_layers} layers",
             so="a stage would have no layer",
             fix=f"use at most {shape.num_layers} stages",
         )
-    if pp > 1 and shape.tie_embeddings:
-        raise ConfigError(
-            f"parallel.pp is {pp}, and the model's embedding is its head, too",
-            so="two stages would have the same matrix",
-            fix="set model.tie_embeddings to false for a new model, or parallel.pp to 1 (parallel.tp may be any)",
-        )
-    for name, value in (
-        ("num_heads", shape.num_heads),
-        ("ffn_hidden_size", shape.ffn_hidden_size),
-        ("vocab_size", shape.vocab_size),
-    ):
+    for name, value in (("num_heads", shape.num_heads), ("ffn_hidden_size", shape.ffn_hidden_size)):
         if value % tp:
             raise ConfigError(
                 f"model.{name} = {value} is no multiple of parallel.tp = {tp}",
@@ -162,13 +150,6 @@ def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) ->
             f"neither of parallel.tp = {tp} and model.num_kv_heads = {heads} divides the other",
             so="key and value heads could be neither shared out nor repeated evenly",
             fix=f"use a divisor or a multiple of {heads}",
-        )
-    if shape.num_experts and shape.ffn_hidden_size // tp % 8:
-        raise ConfigError(
-            f"model.ffn_hidden_size = {shape.ffn_hidden_size} over parallel.tp = {tp} is "
-            f"{shape.ffn_hidden_size // tp} a rank, no multiple of 8",
-            so="grouped matrix products need rows of whole 16 bytes",
-            fix="use a smaller degree",
         )
 
 
@@ -249,10 +230,9 @@ def _check_weights(data: DataConfig) -> None:
         )
 
 
-def _check_prefixes(config: Config, shape: Architecture | AttachedArchitecture) -> None:
-    balance = getattr(shape, "router_aux_loss_weight", 0.0)
-    if config.data.share_prefixes and balance > 0:
-        raise ConfigError(f"data.share_prefixes is true, with model.router_aux_loss_weight = {balance}",
+def _check_prefixes(config: Config, shape: AttachedArchitecture) -> None:
+    if config.data.share_prefixes and shape.balance > 0:
+        raise ConfigError(f"data.share_prefixes is true, with model.router_aux_loss_weight = {shape.balance}",
                           so="rows are shared, and a balance loss would count each of them once",
                           fix="set the weight to 0, or leave data.share_prefixes out")  # fmt: skip
 
@@ -269,16 +249,15 @@ def check_experts(experts: str, shard: str) -> None:
         )
 
 
-def check_sharing(config: Config, shape: object, ranks: int) -> None:
-    """Raise ``ConfigError`` where ranks cannot share parameters as configured. ``shape``: of any kind of model."""
+def check_sharing(config: Config, ranks: int) -> None:
+    """Raise ``ConfigError`` where ranks cannot share parameters as configured."""
     parallel = config.parallel
     check_experts(parallel.experts, parallel.shard)
-    if parallel.experts == "parallel" and (parallel.tp > 1 or getattr(shape, "num_experts", 1) == 0):
+    if parallel.experts == "parallel" and parallel.tp > 1:
         raise ConfigError(
-            f'parallel.experts is "parallel" with parallel.tp = {parallel.tp} and {getattr(shape, "num_experts", "")} '
-            "experts in a layer",
+            f'parallel.experts is "parallel" with parallel.tp = {parallel.tp}',
             so="ranks have whole experts, and none of them a part of one",
-            fix="set parallel.tp to 1 and take a mixture of experts, or leave parallel.experts out",
+            fix="set parallel.tp to 1, or leave parallel.experts out",
         )
     domain = sharing_domain(parallel.shard, parallel.domain, ranks, ranks)
     if domain == 1:

@@ -3,7 +3,7 @@
 The runtime works with any ``nn.Module`` that fits ``executor.DecoderModule``; it never imports ``models``.
 """
 
-from bytescale.runtime.executor import Decoder, DecoderModule, Executor, HasBatchLoss, StepResult
+from bytescale.runtime.executor import BatchLoss, Decoder, DecoderModule, Executor, StepResult
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import IGNORE_INDEX
 from bytescale.runtime.mesh import Mesh, MeshShape
@@ -17,11 +17,11 @@ __all__ = [
     "DTYPES",
     "IGNORE_INDEX",
     "Activations",
+    "BatchLoss",
     "Decoder",
     "DecoderModule",
     "Executor",
     "FlatParameters",
-    "HasBatchLoss",
     "HostMemoryError",
     "HostPool",
     "Mesh",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -52,30 +52,22 @@ class DecoderModule(Protocol):
         ...
 
 
-@runtime_checkable
-class HasBatchLoss(Protocol):
-    """What a model offers that has a loss on sums over the global batch, as the load balance of experts is one.
+class BatchLoss(Protocol):
+    """A loss on sums over the global batch, as the load balance of experts is one (``hf.model.balance``).
 
-    Called once a step, by every rank. The gradients that ``batch_loss`` makes are summed over ranks with all others.
+    Called once a step, by every rank. The gradients that ``loss`` makes are summed over ranks with all others.
     """
 
-    def begin_batch(self) -> None:
+    def reset(self) -> None:
         """Forget the previous step. Called before the first forward."""
         ...
 
-    def batch_sums(self) -> Tensor | None:
-        """This rank's sums, fp64, of the same shape on every rank; a rank without tokens returns zeros.
-
-        None, on all ranks alike, means that the model has no such loss.
-        """
+    def sums(self) -> Tensor:
+        """This rank's sums, fp64, of the same shape on every rank of a stage; a rank without tokens returns zeros."""
         ...
 
-    def batch_loss(self, total: Tensor) -> Tensor:
-        """The loss, a scalar that is the same on every rank. ``total`` is the sum of all ranks' ``batch_sums``."""
-        ...
-
-    def batch_parameters(self) -> Sequence[nn.Parameter]:
-        """All parameters for which ``batch_loss`` has a gradient; empty when there is no such loss."""
+    def loss(self, total: Tensor) -> Tensor:
+        """The loss, a scalar that is the same on every rank. ``total`` is the sum of all ranks' ``sums``."""
         ...
 
 
@@ -116,6 +108,8 @@ class Decoder:
     """On the first and the last stage of a pipeline whose embedding is the head, too."""
     splits_loss: bool = False
     """Whether ``module`` gives a tensor-parallel rank its own rows alone (``own_rows``), and each counts these."""
+    batch_loss: BatchLoss | None = None
+    """Of the module's layers; None, on all ranks alike: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +151,8 @@ class Executor:
             raise ValueError(f"tokens of {len(micro_batches)} micro-batches, the plan has {count}")
         run = self._begin(rank_plan, micro_batches, num_global_targets)
         self.part.activations.begin_step(rank_plan.micro_batches)
-        if isinstance(self.part.module, HasBatchLoss):
-            self.part.module.begin_batch()
+        if self.part.batch_loss is not None:
+            self.part.batch_loss.reset()
 
         def step(action: Action, received: Tensor | None) -> Tensor | None:
             with around(action) if action[1] < count else nullcontext():
@@ -301,7 +295,7 @@ class _Run:
         return StepResult(
             loss_sum=float(torch.stack(self.losses).double().sum()) if self.losses and counts else 0.0,
             num_targets=self.num_targets if counts else 0,
-            batch_loss=finish_batch_loss(self.executor.part.module, self.executor.mesh),
+            batch_loss=finish_batch_loss(self.executor.part.batch_loss, self.executor.mesh),
         )
 
     def _loss(self, hidden: Tensor, data: MicroBatchTokens) -> Tensor:
@@ -317,15 +311,15 @@ class _Run:
         return to_device(torch.as_tensor(array), self.executor.mesh.hdp.device)
 
 
-def finish_batch_loss(model: object, mesh: Mesh) -> float:
+def finish_batch_loss(batch_loss: BatchLoss | None, mesh: Mesh) -> float:
     """Add the gradient of the batch loss to this rank's gradients. Called after a step's last backward.
 
     Returns the value of the loss; 0, without a collective, for a model that has none. At the routers every
     tensor-parallel rank has tokens of its own, so the sums are added up over tensor-parallel ranks too.
     """
-    if not isinstance(model, HasBatchLoss) or (sums := model.batch_sums()) is None:
+    if batch_loss is None:
         return 0.0
-    loss = model.batch_loss(mesh.tp.all_reduce(mesh.hdp.all_reduce(sums)))
+    loss = batch_loss.loss(mesh.tp.all_reduce(mesh.hdp.all_reduce(batch_loss.sums())))
     if loss.requires_grad:  # false on a rank without tokens
         loss.backward()
     return float(loss.detach())

@@ -112,7 +112,7 @@ def keep_origin(kept: Path, config: Config, tokenizer: str | None) -> None:
 
     ``tokenizer``: its name in the corpus (``CorpusMetadata``); None where the corpus has tokens alone.
     """
-    from bytescale.models.hf_folder import copy_companions, weights_fingerprint
+    from bytescale.hf.files.hf_folder import copy_companions, weights_fingerprint
 
     kept.mkdir()
     source, data = origin_of(config.trainer.init), config.data
@@ -131,7 +131,7 @@ def keep_origin(kept: Path, config: Config, tokenizer: str | None) -> None:
 
 def _keep_tokenizer(kept: Path, name: str, data: DataConfig) -> None:
     """Write the tokenizer as transformers loads it, with the end of a document that the run has trained with."""
-    from bytescale.models.hf_folder import copy_companions
+    from bytescale.hf.files.hf_folder import copy_companions
 
     path = typed_path(name)
     tokenizer = load_tokenizer(name, data.eos_token)

@@ -5,11 +5,7 @@ The runtime takes the same chunk sizes from here (``runtime.loss``, ``runtime.sa
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Literal
-
-from bytescale.config import Architecture
 
 DeviceKind = Literal["cpu", "cuda"]
 LOGITS_PER_CHUNK = {
@@ -29,44 +25,6 @@ A communicator for collectives takes about as much. There are 32 channels of 10 
 NCCL's log on 8 H100s (NVIDIA/nccl#1685). Peers on other nodes share one buffer.
 """
 _GPUS_PER_NODE = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelMemory:
-    """The kernels of a device. The defaults compute everything at once with plain PyTorch."""
-
-    fused_norm: bool = False
-    """Whether RMSNorm is one kernel, which saves neither the normalised rows nor copies in fp32."""
-    fused_attention: bool = False
-    """Whether attention is CUDA's flash kernel, whose backward has its gradients and fp32 sums beside them at once."""
-    fused_loss: bool = False
-    """Whether logits stay in the compute dtype (the Triton kernel for BF16)."""
-    loss_chunk_tokens: int = 1024
-    """Tokens whose logits exist at a time."""
-    head_chunk_numbers: float = math.inf
-    """Numbers of the head's gradient that are converted at a time."""
-    feed_forward_rows: float = math.inf
-    """Rows of the feed-forward part that exist at a time in backward, under checkpointing."""
-
-    @staticmethod
-    def of_device(
-        kind: DeviceKind, architecture: Architecture, *, element_bytes: int, tensor_parallel: int, attention: str
-    ) -> KernelMemory:
-        """Return what ``runtime`` uses on a device of this ``kind``. ``attention``: as ``kernels.attention``."""
-        on_gpu = kind == "cuda"
-        return KernelMemory(
-            fused_norm=on_gpu,
-            fused_attention=on_gpu and attention != "math",
-            fused_loss=on_gpu and element_bytes == 2,
-            loss_chunk_tokens=loss_chunk_tokens(-(-architecture.vocab_size // tensor_parallel), kind),
-            head_chunk_numbers=HEAD_NUMBERS_PER_CHUNK[kind],
-            feed_forward_rows=ROWS_PER_CHUNK[kind] if is_row_wise(architecture, tensor_parallel) else math.inf,
-        )
-
-
-def is_row_wise(architecture: Architecture, tensor_parallel: int) -> bool:
-    """Whether feed-forward parts treat every row alone. A mixture with tensor parallelism moves rows between ranks."""
-    return not (architecture.num_experts and tensor_parallel > 1)
 
 
 def loss_chunk_tokens(vocab_size: int, kind: str) -> int:

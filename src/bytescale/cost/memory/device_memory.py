@@ -93,14 +93,13 @@ class States:
 
 
 class DeviceMemory(ABC):
-    """The memory of one device: counted from a model's shape (``MemoryModel``), or measured (``MeasuredMemory``).
+    """The memory of one device.
 
     At any moment the device holds its states (parameters, gradient sums, its shard of the optimizer) and what the
     layers have saved for backward. One of the phases comes on top.
     """
 
     __slots__ = ()
-    head_groups: int
     nccl_bytes: int
 
     @property
@@ -165,8 +164,7 @@ class DeviceMemory(ABC):
             "activations": self.saved_bytes_per_token * tokens,
             phase.name: float(phase.bytes(tokens, shared)),
         }
-        groups = f"; attention in {self.head_groups} groups of heads" if self.head_groups > 1 else ""
-        return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items()) + groups
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
 
 
 def host_bytes_left(states: States, host_bytes: float, who: str = "a rank") -> float:

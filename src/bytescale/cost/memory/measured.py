@@ -1,4 +1,4 @@
-"""Peak memory of a model that is not ours: counted where counting is exact, and measured on a few rows elsewhere.
+"""Peak memory of a model: counted where counting is exact, and measured on a few rows elsewhere.
 
 States and logits follow from numbers of weights and words, and a ring's buffers from the widths of heads. What layers
 keep of a token, and what their backward needs beside it, is measured at two numbers of rows (``hf.costs.measure``).
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bytescale.common.errors import ConfigError
+from bytescale.config.schema import Config
 from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, DeviceKind, loss_chunk_tokens
 from bytescale.cost.memory.device_memory import DeviceMemory, States
 from bytescale.cost.memory.rows import RingWidths
@@ -51,7 +52,7 @@ class MeasuredRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory(DeviceMemory):
-    """The same for a measured model as ``MemoryModel`` is for ours, on one device: of the model, or of a stage."""
+    """The memory of one device: of the model, or of a pipeline stage."""
 
     states: States
     rows: MeasuredRows
@@ -69,7 +70,6 @@ class MeasuredMemory(DeviceMemory):
     nccl_bytes: int = 0
 
     num_layers: int = 1
-    head_groups: int = 1
     num_in_flight: int = 1
     """Micro-batches whose activations a pipeline stage holds at a time, each taken to be as large as the one in it."""
     has_head: bool = True
@@ -92,6 +92,12 @@ class MeasuredMemory(DeviceMemory):
             for own in told
         ]
         return replace(stages[0], other_stages=tuple(stages[1:]))
+
+    def of_run(self, config: Config, *, domain: int = 1) -> MeasuredMemory:
+        """The same in a run with these settings, whose layers' weights are shared by ``domain`` HDP ranks."""
+        in_parallel = config.parallel.experts == "parallel" and domain > 1
+        on_host = config.optimizer.offload
+        return self.with_states(domain=domain, experts_in_parallel=in_parallel, on_host=on_host)
 
     def with_states(self, **changes: Any) -> MeasuredMemory:
         """The same with other ``States``, on every stage."""
@@ -201,7 +207,7 @@ class MeasuredMemory(DeviceMemory):
         return replace(
             phase,
             bytes_per_shared_token=messages + 2 * ring.query + ring.keys,
-            # As in ``MemoryModel``: sums of the own keys' gradients, an output of the row's, and sums of its queries'.
+            # Sums of the own keys' gradients, an output of the row's, and sums of its queries'.
             bytes_per_grid_token=ring.own_message + 2 * ring.keys * wide,
             bytes_per_row_token=ring.row_buffers + ring.query * (1 + wide),
         )

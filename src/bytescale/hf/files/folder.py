@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import math
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,16 +24,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from bytescale.checkpoint.hugging_face import appearing
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import CheckpointError, ConfigError, typed_path
 from bytescale.common.parsing import parse_json, read_input
-from bytescale.config import AttachedArchitecture, Config
-from bytescale.config.hugging_face import refuse_quantised
+from bytescale.config import Config
+from bytescale.config.hugging_face import SPECIAL_TOKENS, refuse_quantised
 from bytescale.config.resolve import SEEN_WEIGHTS, described_architecture, source_folder
-from bytescale.hf.files.weight_stream import adapted_ties, untie
-from bytescale.hf.model.long_rope import longest_document_of
-from bytescale.models.hf_folder import (
+from bytescale.data.tokens.tokenizer import load_tokenizer
+from bytescale.hf.files.hf_folder import (
     copy_companions,
     finite,
     some,
@@ -40,6 +39,8 @@ from bytescale.models.hf_folder import (
     weights_fingerprint,
     write_json,
 )
+from bytescale.hf.files.weight_stream import adapted_ties, untie
+from bytescale.hf.model.long_rope import longest_document_of
 from bytescale.runtime import DTYPES
 from bytescale.storage.hub import local_folder
 from bytescale.storage.place import Place
@@ -117,7 +118,7 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
             names them.
     """
     refuse_quantised(content, str(folder / "config.json"))
-    _check_sizes(folder, content)
+    check_sizes(folder, content)
     with _causal_model_or_error(content), _quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -152,7 +153,7 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
     return model
 
 
-def _check_sizes(folder: Path, content: dict[str, Any]) -> None:
+def check_sizes(folder: Path, content: dict[str, Any]) -> None:
     """Raise ``CheckpointError`` for a config.json of a model far larger than its weights, before memory is filled."""
     stored, num_layers = stored_tensors(folder), content.get("num_hidden_layers")
     has, needs = f"{len(stored)} tensors", f"num_hidden_layers = {num_layers}"
@@ -301,7 +302,7 @@ def _with_adapters(model: nn.Module, lora: dict[str, Any], seed: int) -> nn.Modu
 
 
 def export_attached(
-    checkpoint: Place,
+    checkpoint: str | Place,
     target: Path,
     *,
     dtype: str = "fp32",
@@ -310,16 +311,19 @@ def export_attached(
     origin: Path | None = None,
     base: str = "",
 ) -> None:
-    """``checkpoint.hugging_face.export_checkpoint`` for an attached model. The process holds the whole model once.
+    """Write ``target`` with config.json, safetensors shards, and the tokenizer's files that the run has kept.
 
-    config.json is the one that the run began with, with the dtype of the weights that are written. What was not trained
-    is read from ``base``, or the folder that the run began with. Adapters are merged; as they are, they lie in
-    ``adapter/``. An adapter on a matrix that is embedding and head at once is for one of them alone, so they are two
-    matrices then.
+    The process holds the whole model once. ``target`` appears when it is complete. config.json is the one that the run
+    began with, with the dtype of the weights that are written. What was not trained is read from ``base``, or the
+    folder that the run began with. Adapters are merged; as they are, they lie in ``adapter/``. An adapter on a matrix
+    that is embedding and head at once is for one of them alone, so they are two matrices then.
+
+    Raises ``ConfigError`` if ``target`` exists; ``CheckpointError`` if ``checkpoint`` is none, or is incomplete.
     """
     stored, target_dtype = CheckpointReader(checkpoint), DTYPES[dtype]
     architecture = described_architecture(stored.state.architecture, str(stored.folder))
-    assert isinstance(architecture, AttachedArchitecture), "our own models have a function of their own"
+    if base and not architecture.trained:
+        raise ConfigError(f"--base is {base!r}, and this run trained all weights", fix="leave --base out")
     if architecture.trained:
         model = load_model(_base_of(run_config, origin, base), architecture.content, torch.float32)
         wrapped: Any = train_a_part(model, architecture.trained, seed=0)
@@ -349,9 +353,39 @@ def export_attached(
         with _quiet():
             model.save_pretrained(hidden, max_shard_size=shard_bytes)  # type: ignore[operator]
         written = {key: name for key in ("dtype", "torch_dtype") if key in content} or {"dtype": name}
-        write_json(hidden / "config.json", content | written)
+        new = _known_of_run(content, run_config, origin)
+        write_json(hidden / "config.json", content | written | new)
+        if "eos_token_id" in new:
+            write_json(hidden / "generation_config.json", {"eos_token_id": new["eos_token_id"]})
         if origin is not None:
             copy_companions(origin, hidden)
+
+
+def _known_of_run(content: dict[str, Any], run_config: Config | None, origin: Path | None) -> dict[str, Any]:
+    """What config.json of a model that began with random weights lacks: its context, and what ends a document."""
+    if run_config is None or not {*SPECIAL_TOKENS, "max_position_embeddings"} <= content.keys():
+        return {}
+    if run_config.model.preset.startswith(("hf:", "checkpoint:")) or run_config.trainer.init:
+        return {}
+    context = max(run_config.data.context_length, int(content["max_position_embeddings"]))
+    has_tokenizer = origin is not None and (origin / "tokenizer.json").is_file()
+    end = {"eos_token_id": load_tokenizer(str(origin)).eos_id} if has_tokenizer else {}
+    return {"max_position_embeddings": context, **end}
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A hidden folder that becomes ``target`` when the block has ended. Raises ``ConfigError`` if that exists."""
+    if target.exists():
+        raise ConfigError(f"{target} exists", so="it would be overwritten", fix="name a new folder")
+    hidden = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir(parents=True)
+    try:
+        yield hidden
+        hidden.replace(target)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _fill(parameter: nn.Parameter, value: torch.Tensor, name: str) -> None:

@@ -34,6 +34,7 @@ from bytescale.runtime.experts import num_experts_of
 from bytescale.runtime.loss import Head, PlainHead
 
 if TYPE_CHECKING:
+    from bytescale.hf.model.balance import BalanceLoss
     from bytescale.hf.model.token_rows import TokenRows
 
 
@@ -48,6 +49,7 @@ class AttachedDecoder(nn.Module):
         stage: which pipeline stage it is; None: the whole model.
         is_frozen: whether it is a second model, which runs without gradients.
         token_rows: which rows this rank has, where it has a part of the model (``tensor_parallel``).
+        balance: the loss for even use of experts; None: there is none.
     """
 
     def __init__(self, model: nn.Module, *, longest_document: int | None = None) -> None:
@@ -74,6 +76,7 @@ class AttachedDecoder(nn.Module):
         self.stage: Stage | None = None
         self.is_frozen = False
         self.token_rows: TokenRows | None = None
+        self.balance: BalanceLoss | None = None
         self._random = {name: modules.get(name, model) for name in self.structure.random_parts}
         self._plain_heads: dict[int, bool] = {}
         self._whole_sizes: dict[int, int] = {}
@@ -211,13 +214,15 @@ class AttachedDecoder(nn.Module):
         """Names of parameters whose gradients may change until the last backward ends: they are reduced after it.
 
         A layer's own gradients are complete when backward has left the layer, and an untied head's when it enters the
-        last one. All others may be used anywhere. So are parameters that several layers have.
+        last one. All others may be used anywhere, and a ``balance`` adds to those of routers at the end. So are
+        parameters late that several layers have.
         """
         uses: dict[int, int] = {}
         for layer in self.layers:
             for parameter in layer.parameters():
                 uses[id(parameter)] = uses.get(id(parameter), 0) + 1
         early = {key for key, count in uses.items() if count == 1}
+        early -= set(map(id, self.balance.parameters())) if self.balance else set()
         embedding, head = (getattr(module, "weight", None) for module in embeddings_of(self.model))
         if head is not None and head is not embedding:
             early.add(id(head))
@@ -227,6 +232,8 @@ class AttachedDecoder(nn.Module):
         """From now on this is a pipeline ``stage`` with these of the ``layers``."""
         inside = {module for layer in layers for module in layer.modules()}
         self.stage = stage
+        if self.balance is not None:
+            self.balance.keep(inside)
         vars(self)["layers"] = [layer for layer in self.layers if layer in inside]
         self.attentions = {module: layer for module, layer in self.attentions.items() if module in inside}
         self.mixers = {module: mixer for module, mixer in self.mixers.items() if module in inside}

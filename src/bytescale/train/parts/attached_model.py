@@ -1,8 +1,4 @@
-"""A decoder of transformers in the trainer: on our attention, in flat buffers, with its memory measured.
-
-It has tensor parallelism, pipelines, HDP, ZeRO-1 with overlap, checkpointing, offloading and checkpoints as our own
-models have.
-"""
+"""A decoder of transformers in the trainer: on our attention, in flat buffers, with its memory measured."""
 
 from __future__ import annotations
 
@@ -14,17 +10,18 @@ from torch import Tensor
 
 from bytescale.attention import AttentionKernel
 from bytescale.attention.kernels import CudaFlashKernel
-from bytescale.checkpoint.initial_weights import load_initial_weights
+from bytescale.checkpoint.reading import load_states
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config
 from bytescale.config.resolve import source_folder
 from bytescale.config.validate import may_offload
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.files.folder import constants_of, empty_model, load_model, make_model, set_constants, train_a_part
+from bytescale.hf.files.hf_folder import exact_dtype
+from bytescale.hf.model.balance import BalanceLoss
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.measure import check_widths, measure_rows, measured_memory
 from bytescale.hf.model.parallelize import RankPart, parallelize
-from bytescale.models.hf_folder import exact_dtype
 from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, Mesh, RankGroup, ShardedOptimizer
 from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.runtime.optimizer.lockstep import Units, shard_parts
@@ -78,11 +75,19 @@ class HFModel:
                 shard.master.copy_(own)
             self.masters.clear()
         if config.trainer.init.startswith(CHECKPOINT_PREFIX):
-            load_initial_weights(config.trainer.init, self.architecture, optimizer, ranks.checkpoint_group)
+            place = config.trainer.init.removeprefix(CHECKPOINT_PREFIX)
+            load_states(place, optimizer, self.architecture.as_dict(), ranks.checkpoint_group, only=["master"])
+            optimizer.finish_restore(0, {})
 
     def decoder(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> Decoder:
         part = self.part
-        return Decoder(module=part, activations=self.activations, head=part.head, splits_loss=part.splits_loss)
+        return Decoder(
+            module=part,
+            activations=self.activations,
+            head=part.head,
+            splits_loss=part.splits_loss,
+            batch_loss=part.balance,
+        )
 
     def tied(self, optimizer: ShardedOptimizer, mesh: Mesh) -> TiedHead | None:
         """What keeps a tied embedding one, if its two places are on two stages, and this is one of them."""
@@ -172,6 +177,8 @@ def _whole_model(
         model.to(device)
     part = AttachedDecoder(model.train(), longest_document=config.data.context_length)
     part.require_no_randomness()
+    if architecture.balance:
+        part.balance = BalanceLoss(part, architecture.balance)
     return architecture, part, exact
 
 
@@ -192,7 +199,11 @@ def _flat_buffers(
         if in_parallel := config.parallel.experts == "parallel":
             part.require_experts(mesh.domain.size)
         experts = part.experts if in_parallel else ()
-        named, shared, units = shard_parts(named, part.parts, mesh, dtype=dtype, cuts=own.cuts, experts=experts)
+        at_the_end = set(map(id, part.balance.parameters())) if part.balance else set()
+        late = {name for name, parameter in named if id(parameter) in at_the_end}
+        named, shared, units = shard_parts(
+            named, part.parts, mesh, dtype=dtype, late=late, cuts=own.cuts, experts=experts
+        )
         flat += shared
         for _, parameter in named:
             parameter.data = parameter.data.to(device, dtype)

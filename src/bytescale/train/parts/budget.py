@@ -10,14 +10,13 @@ import torch
 from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, bytes_of_a_rank, machine_bytes
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import GIBI, format_bytes, format_count
-from bytescale.config import Architecture, Config
+from bytescale.config import Config
 from bytescale.config.validate import kind_of_ranks, may_offload
 from bytescale.cost import Cluster, Profile
 from bytescale.cost.memory import (
     DeviceKind,
     DeviceMemory,
     MeasuredMemory,
-    MemoryModel,
     fitting_capacity,
     host_bytes_left,
 )
@@ -81,10 +80,9 @@ class MemoryBudget:
 
 def memory_budget(
     config: Config,
-    counted: Architecture | MeasuredMemory,
+    memory: MeasuredMemory,
     *,
     device: torch.device,
-    dtype: torch.dtype,
     devices: Devices,
     profile: Profile,
     domain: int = 1,
@@ -92,7 +90,7 @@ def memory_budget(
     """The budget of a run.
 
     Args:
-        counted: as ``MemoryModel.of_config`` takes it, the same on all ranks.
+        memory: of the model, the same on all ranks.
         devices: of all HDP ranks.
         profile: times for Eq. 3.
         domain: HDP ranks that share the weights of layers.
@@ -102,11 +100,9 @@ def memory_budget(
             into all ranks; or activations shall be offloaded, and none can be.
     """
     hdp, wanted = len(devices.of_ranks), config.parallel.capacity_tokens
-    rooms, kind = devices.device_bytes, kind_of(device)
+    rooms = devices.device_bytes
     least = min(rooms)
-    whole = MemoryModel.of_config(
-        config, counted, kind, element_bytes=dtype.itemsize, num_ranks=hdp, device_bytes=least, domain=domain
-    )
+    whole = memory.of_run(config, domain=domain)
     model = whole.fullest_stage(least)
     host = host_bytes_left(model.states, devices.host_bytes)
     cluster = Cluster.uniform(hdp, fitting_capacity(model, wanted, least, f"rank {devices.smallest}"))
@@ -115,7 +111,7 @@ def memory_budget(
         speeds = devices.speeds(profile.device)
         if len({*capacity}) > 1 or len({*speeds}) > 1:
             cluster = Cluster(capacity_tokens=np.array(capacity), speeds=np.array(speeds))
-    offloads = model.movable_bytes_per_token or (model is counted and config.memory.offload == "on")
+    offloads = model.movable_bytes_per_token or (not memory.other_stages and config.memory.offload == "on")
     if may_offload(config, device.type) and cluster.is_uniform and offloads:
         cluster = replace(cluster, offload=model.offload_rule(profile, host))
     host_bytes = host if cluster.offload else 0.0

@@ -9,7 +9,7 @@ import torch
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
-from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model, sharing_domain
+from bytescale.config import AttachedArchitecture, Config, resolve_model, sharing_domain
 from bytescale.cost import Profile, load_profile
 from bytescale.cost.assumed import ASSUMED, assumed_cost, times_of
 from bytescale.cost.calibration import Calibrator, lag_of
@@ -41,7 +41,7 @@ class Job:
 
     config: Config
     ranks: Ranks
-    architecture: Architecture | AttachedArchitecture
+    architecture: AttachedArchitecture
     spec: ModelSpec
     """Counts of the model."""
     loader: Loader
@@ -155,7 +155,7 @@ class Planning(NamedTuple):
 def plan_of_run(
     config: Config,
     spec: ModelSpec,
-    memory: Architecture | MeasuredMemory,
+    memory: MeasuredMemory,
     devices: Devices,
     *,
     device: torch.device,
@@ -190,7 +190,7 @@ def plan_of_run(
         optimizer_on_host=config.optimizer.offload,
     )
     times = StepTimes(profile=profile, devices=cluster, recompute=config.memory.checkpointing == "full")
-    budget = memory_budget(config, memory, device=device, dtype=dtype, devices=devices, profile=profile, domain=domain)
+    budget = memory_budget(config, memory, device=device, devices=devices, profile=profile, domain=domain)
     a_round = round_seconds(profile, domain=domain, ranks_per_node=ranks_per_node)
     planner = VerifiedPlanner(
         config.planner,

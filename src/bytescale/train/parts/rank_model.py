@@ -1,12 +1,8 @@
-"""One rank's part of a model, whoever has written its code: the trainer knows of the difference here alone.
-
-``OwnModel`` and ``HFModel`` offer the same: counts, parameters, layers, memory, initial weights and a decoder.
-"""
+"""One rank's part of the model, and what a model needs, without ranks."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict
 
 import torch
 
@@ -14,19 +10,18 @@ from bytescale.attention import AttentionKernel
 from bytescale.common.environment import machine_bytes
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes, format_si
-from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
+from bytescale.config import AttachedArchitecture, Config, resolve_model
 from bytescale.config.attached import check_attached
-from bytescale.config.validate import check_mesh, check_ranks, hdp_ranks
-from bytescale.cost.memory import DeviceKind, MeasuredMemory, ModelShare, States, host_bytes_left
+from bytescale.config.validate import check_ranks, hdp_ranks
+from bytescale.cost.memory import DeviceKind, MeasuredMemory, States, host_bytes_left
 from bytescale.cost.spec import ModelSpec
+from bytescale.hf.files.folder import make_model, parameters_of, require_positions, set_constants
+from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.measure import OnMeta
+from bytescale.train.parts.attached_model import HFModel, build_attached_model
 from bytescale.train.parts.budget import usable_host_bytes
-from bytescale.train.parts.own_model import OwnModel, build_own_model
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
-
-if TYPE_CHECKING:
-    from bytescale.hf.model.decoder import AttachedDecoder
-    from bytescale.train.parts.attached_model import HFModel
 
 BYTES_PER_PARAMETER = 12
 """Of this machine's memory, while a model is built to be measured: weights, a copy in flat memory, gradients."""
@@ -34,60 +29,41 @@ FEW_PARAMETERS = 10**8
 """A model of so many is built with weights, which can be tried, too; a larger one has shapes alone if it can."""
 
 
-def build_rank_model(
-    config: Config, architecture: Architecture | AttachedArchitecture, ranks: Ranks, kernels: Kernels
-) -> OwnModel | HFModel:
+def build_rank_model(config: Config, architecture: AttachedArchitecture, ranks: Ranks, kernels: Kernels) -> HFModel:
     """Make this rank's part and nothing else. Raises ``ConfigError`` where ``config`` asks for what it cannot have."""
-    if isinstance(architecture, AttachedArchitecture):
-        check_attached(config, architecture)
-        check_ranks(config.parallel, ranks.world.size)
-        from bytescale.train.parts.attached_model import build_attached_model  # imports transformers
-
-        return build_attached_model(
-            config,
-            architecture,
-            kernels.choice.kernel,
-            device=ranks.device,
-            dtype=ranks.dtype,
-            num_shards=ranks.mesh.hdp.size,
-            rank=ranks.mesh.hdp.rank,
-            smallest=ranks.smallest_of_stage,
-            mesh=ranks.mesh,
-            stage=(ranks.mesh.stage, ranks.mesh.shape.pp),
-        )
-    check_mesh(config.parallel, architecture, ranks.world.size)
-    return build_own_model(
+    check_attached(config, architecture)
+    check_ranks(config.parallel, ranks.world.size)
+    return build_attached_model(
+        config,
         architecture,
-        ranks.mesh,
+        kernels.choice.kernel,
+        device=ranks.device,
         dtype=ranks.dtype,
-        seed=config.trainer.seed,
-        bucket_bytes=int(config.parallel.gradient_bucket_mib * 2**20),
-        experts=config.parallel.experts,
+        num_shards=ranks.mesh.hdp.size,
+        rank=ranks.mesh.hdp.rank,
+        smallest=ranks.smallest_of_stage,
+        mesh=ranks.mesh,
+        stage=(ranks.mesh.stage, ranks.mesh.shape.pp),
     )
 
 
 def describe_model(
     config: Config,
-    architecture: Architecture | AttachedArchitecture,
+    architecture: AttachedArchitecture,
     kernel: AttentionKernel,
     device: torch.device,
     dtype: torch.dtype,
     *,
     num_ranks: int,
     kind: DeviceKind,
-) -> tuple[ModelSpec, Architecture | MeasuredMemory]:
-    """The counts of a model, and what ``MemoryModel.of_config`` takes for devices of a ``kind``, without ranks.
+) -> tuple[ModelSpec, MeasuredMemory]:
+    """The counts of a model, and its memory on devices of a ``kind``, without ranks.
 
-    A model of transformers is built as one rank, stage by stage, to be measured: a large one without memory for its
+    It is built as one rank, stage by stage, to be measured: a large one without memory for its
     weights, on the meta device. Raises ``ConfigError`` where it needs weights, and has no room for them.
     """
-    if not isinstance(architecture, AttachedArchitecture):
-        return ModelSpec.of(architecture), architecture
     check_attached(config, architecture)
     check_positions(config, architecture)
-    from bytescale.hf.files.folder import parameters_of
-    from bytescale.hf.model.measure import OnMeta
-    from bytescale.train.parts.attached_model import build_attached_model
 
     def describe(device: torch.device) -> tuple[ModelSpec, MeasuredMemory]:
         parallel, memories = config.parallel, []
@@ -117,13 +93,10 @@ def describe_model(
     return describe(device)
 
 
-def check_positions(config: Config, shape: Architecture | AttachedArchitecture) -> None:
+def check_positions(config: Config, shape: AttachedArchitecture) -> None:
     """Raise ``ConfigError`` if the model's table of positions is shorter than documents may be."""
-    if isinstance(shape, AttachedArchitecture):
-        from bytescale.hf.files.folder import require_positions
-
-        context = config.data.context_length
-        require_positions(shape.content, context, what="data.context_length is", fix="set data.context_length to {}")
+    context = config.data.context_length
+    require_positions(shape.content, context, what="data.context_length is", fix="set data.context_length to {}")
 
 
 def check_host_room(config: Config) -> None:
@@ -132,29 +105,18 @@ def check_host_room(config: Config) -> None:
     The vocabulary is the one that the model's section or its folder says. The ranks check it again with the corpus's.
     """
     shape, parallel = resolve_model(config.model), config.parallel
-    if not config.optimizer.offload or (isinstance(shape, AttachedArchitecture) and shape.trained):
+    if not config.optimizer.offload or shape.trained:
         return
-    if isinstance(shape, Architecture):
-        share = ModelShare(architecture=shape, tensor_parallel=parallel.tp, num_stages=parallel.pp)
-        number = max(replace(share, stage=stage).num_parameters for stage in range(parallel.pp))
-    else:
-        from bytescale.hf.files.folder import parameters_of
-
-        number = sum(value.numel() for value in parameters_of(shape.content).values())
+    number = sum(value.numel() for value in parameters_of(shape.content).values()) // (parallel.tp * parallel.pp)
     element = 8 if config.trainer.dtype == "fp64" else 4
     states = States(num_parameters=number, element_bytes=element, num_ranks=hdp_ranks(parallel), on_host=True)
     host_bytes_left(states, usable_host_bytes(config, parallel.ranks))
 
 
-def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) -> Architecture | AttachedDecoder:
-    """What ``profiling.Measurer`` takes: a shape, or a model of transformers with random weights on ``device``."""
+def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) -> AttachedDecoder:
+    """What ``profiling.Measurer`` takes: the model with random weights, on ``device``."""
     architecture = resolve_model(config.model)
-    if isinstance(architecture, Architecture):
-        return architecture
     check_attached(config, architecture)
-    from bytescale.hf.files.folder import make_model, set_constants
-    from bytescale.hf.model.decoder import AttachedDecoder
-
     model = make_model(architecture.content, dtype)
     set_constants(model, architecture.buffers)
     decoder = AttachedDecoder(model.to(device).train(), longest_document=config.data.context_length)

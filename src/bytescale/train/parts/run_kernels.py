@@ -1,6 +1,6 @@
-"""Which kernels a run computes with: the implementation of attention, and whether pointwise parts are compiled.
+"""Which kernels a run computes with: the implementation of attention.
 
-They are chosen and tried before any data is read, so a missing kernel is reported before any work is lost.
+It is chosen and tried before any data is read, so a missing kernel is reported before any work is lost.
 """
 
 from __future__ import annotations
@@ -13,20 +13,15 @@ import torch
 
 from bytescale.attention.flash import AttentionChoice, Heads, open_attention
 from bytescale.config import Config, resolve_model
-from bytescale.models.compiled import RowCompiler
 
 
 @dataclass(frozen=True)
 class Kernels:
     choice: AttentionChoice
-    compiler: RowCompiler | None
-    """The compiler of pointwise parts; None: nothing is compiled."""
 
     def lines(self) -> list[str]:
         """Lines for people: which kernels run, and why faster ones do not."""
-        parts = "compiled" if self.compiler is not None else "not compiled"
-        first = f"kernels attention {self.choice.name}; pointwise parts {parts}"
-        return [first, *(f"        {reason}" for reason in self.choice.passed_over)]
+        return [f"kernels attention {self.choice.name}", *(f"        {reason}" for reason in self.choice.passed_over)]
 
 
 @contextmanager
@@ -41,11 +36,8 @@ def open_kernels(
     ``smallest``: takes this rank's numbers and returns the smallest of any rank. Raises ``ConfigError`` where something
     that is asked for is not there.
     """
-    compiler = RowCompiler() if config.kernels.compile else None
-    if compiler is not None:
-        compiler.check(device)
     shape, tp = resolve_model(config.model), config.parallel.tp
     query_heads, key_heads, width = shape.heads
     heads = Heads(max(1, query_heads // tp), max(1, key_heads // tp), width, windowed=shape.has_windows)
     with open_attention(config.kernels.attention, device, dtype, heads, smallest) as choice:
-        yield Kernels(choice, compiler)
+        yield Kernels(choice)

@@ -5,29 +5,25 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bytescale.attention import AttentionKernel, AttentionRules, PackedAttention, select_kernel
 from bytescale.attention.blocks import causal_triangles
 from bytescale.attention.choose import kernel_for
 from bytescale.attention.kernels import OfQueries
 from bytescale.attention.rules import PLAIN
-from bytescale.config import Architecture
 from bytescale.cost.gradient_sync import UPDATE_BYTES
-from bytescale.cost.spec import ModelSpec
-from bytescale.models import build_model
-from bytescale.models.rope import rope_rotation
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import RankGroup
-from bytescale.runtime.loss import Head, PlainHead, loss_sum
+from bytescale.runtime.loss import loss_sum
 
 if TYPE_CHECKING:
     from bytescale.hf.model.decoder import AttachedDecoder
@@ -67,74 +63,13 @@ class LapTimer:
             torch.cuda.synchronize(self.device)
 
 
-Opened = tuple[Callable[[Callable[..., Tensor]], Tensor], Sequence[Tensor]]
-"""A forward of one document, from the layers' attention to ``[T, C]``; and tensors that all layers share, such as
-rotary angles."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is measured: some layers in a row, ours or transformers'."""
-
-    spec: ModelSpec  # of the whole model
-    num_layers: int  # that ``open`` runs
-    constants: Sequence[Tensor]  # parameters and buffers, which do not count as saved
-    open: Callable[[int], Opened]
-    head: Head  # from hidden states to losses
-    attentions: Sequence[tuple[int, int, int, int, AttentionRules]]
-    """Each layer's heads, key/value heads, widths of keys and of values, and rules."""
-
-
-def subject_of(model: Architecture | AttachedDecoder, device: torch.device, dtype: torch.dtype) -> Subject:
-    """One layer of our own model, with random weights; or all layers of a model of transformers."""
-    if not isinstance(model, Architecture):
-        layers = model.structure.layers
-
-        def open_decoder(tokens: int) -> Opened:
-            ids = torch.arange(tokens, device=device) % 61  # of any vocabulary; experts get different ones
-            positions = torch.arange(tokens, device=device)
-            return (lambda attention: model(ids, positions, attention)), [ids, positions]
-
-        return Subject(
-            spec=model.spec,
-            num_layers=len(layers),
-            constants=[*model.parameters(), *model.buffers()],
-            open=open_decoder,
-            head=model.head,
-            attentions=[(a.num_heads, a.num_kv_heads, a.head_dim, a.value_dim, a.rules) for a in layers],
-        )
-    own = build_model(replace(model, num_layers=1, vocab_size=64, tie_embeddings=True))
-    own.initialise(0)
-    layer: nn.Module = own.layers[0].to(device=device, dtype=dtype)
-
-    def open_layer(tokens: int) -> Opened:
-        rotation = rope_rotation(torch.arange(tokens, device=device), model, dtype)
-        hidden = torch.randn(tokens, model.hidden_size, device=device).to(dtype)
-
-        def run(attention: Callable[..., Tensor]) -> Tensor:
-            result: Tensor = layer(hidden.detach().requires_grad_(), rotation, attention)
-            return result
-
-        return run, rotation
-
-    head = (torch.randn(model.vocab_size, model.hidden_size, device=device) * 0.02).to(dtype)
-    return Subject(
-        spec=ModelSpec.of(model),
-        num_layers=1,
-        constants=list(layer.parameters()),
-        open=open_layer,
-        head=PlainHead(head.requires_grad_()),
-        attentions=[(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim, PLAIN)],
-    )
-
-
 class Measurer:
     """Measures one model on one device in one dtype."""
 
-    def __init__(self, model: Architecture | AttachedDecoder, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
-        self.subject = subject_of(model, device, dtype)
-        self.architecture = self.subject.spec.stack
+    def __init__(self, model: AttachedDecoder, device: torch.device, dtype: torch.dtype) -> None:
+        """``model``: as it is trained, on ``device``; some layers of it stand for all (``hf.model.twin``)."""
+        self.device, self.dtype, self.model = device, dtype, model
+        self.architecture = model.spec.stack
         self.watch = LapTimer(device)
         self.kernel: AttentionKernel = select_kernel("auto", device, dtype)
         self.sweeps: dict[tuple[str, int], list[float]] = {}  # of each (curve, tokens) a value per sweep
@@ -149,8 +84,9 @@ class Measurer:
 
     def activation_bytes(self, tokens: int) -> float:
         """Return the bytes that autograd saves in one layer, including attention."""
-        forward, shared = self.subject.open(tokens)
-        outside = {tensor.untyped_storage().data_ptr() for tensor in (*self.subject.constants, *shared)}
+        forward, inputs = self._open(tokens)
+        constants = (*self.model.parameters(), *self.model.buffers(), *inputs)
+        outside = {tensor.untyped_storage().data_ptr() for tensor in constants}
         saved: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -168,13 +104,21 @@ class Measurer:
         attention = PackedAttention(alone, self.kernel, RankGroup(device=self.device).exchange)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             forward(attention)
-        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / self.subject.num_layers
+        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / len(self.model.layers)
+
+    def _open(self, tokens: int) -> tuple[Callable[[Any], Tensor], list[Tensor]]:
+        """A forward of one document, from the layers' attention to ``[T, C]``, and its inputs."""
+        ids = torch.arange(tokens, device=self.device) % 61  # of any vocabulary; experts get different ones
+        positions = torch.arange(tokens, device=self.device)
+        return (lambda attention: self.model(ids, positions, attention)), [ids, positions]
 
     def _attention(self, name: str, lengths: list[int]) -> None:
         """The mean of all layers, without windows (``Profile.windows``)."""
         triangles, tokens = causal_triangles(lengths), sum(lengths)
         sums = np.zeros(2)
-        for (heads, kv_heads, width, value_width, rules), count in Counter(self.subject.attentions).items():
+        layers = self.model.structure.layers
+        kinds = Counter((a.num_heads, a.num_kv_heads, a.head_dim, a.value_dim, a.rules) for a in layers)
+        for (heads, kv_heads, width, value_width, rules), count in kinds.items():
             kernel = kernel_for(self.kernel, replace(rules, window=None))
             q, k = self.random(tokens, heads, width), self.random(tokens, kv_heads, width)
             v, scale = self.random(tokens, kv_heads, value_width), rules.scale_of(q)
@@ -183,17 +127,17 @@ class Measurer:
             forward = self.watch.seconds(partial(kernel.forward, q, k, v, triangles, scale))
             backward = self.watch.seconds(partial(kernel.backward, kept, k, v, triangles, scale))
             sums += count * np.array([forward, backward])
-        for way, seconds in zip(("forward", "backward"), sums / len(self.subject.attentions), strict=True):
+        for way, seconds in zip(("forward", "backward"), sums / len(layers), strict=True):
             self._add(f"{name}_{way}", tokens, float(seconds))
 
     def _rest(self, tokens: int) -> None:
-        (forward, _), gradient = self.subject.open(tokens), self.random(tokens, self.architecture.hidden_size)
+        (forward, _), gradient = self._open(tokens), self.random(tokens, self.architecture.hidden_size)
         outputs: list[Tensor] = []
 
         def run() -> None:
             outputs[:] = [forward(_no_attention)]
 
-        count = self.subject.num_layers
+        count = len(self.model.layers)
         self._add("rest_forward", tokens, self.watch.seconds(run, prepare=outputs.clear) / count)
         backward = self.watch.seconds(lambda: outputs[0].backward(gradient), prepare=run)
         self._add("rest_backward", tokens, backward / count)
@@ -204,7 +148,7 @@ class Measurer:
         losses: list[Tensor] = []
 
         def forward() -> None:
-            losses[:] = [loss_sum(self.subject.head, hidden, labels)]
+            losses[:] = [loss_sum(self.model.head, hidden, labels)]
 
         def prepare_backward() -> None:
             hidden.grad = None

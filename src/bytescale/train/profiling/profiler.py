@@ -54,7 +54,7 @@ def measure_profile(
         hdp: the ranks that measure together; None: this rank alone. Links are then taken to be ideal.
         nodes: the node of each of them, by any number; None: they share one.
     """
-    spec, device, dtype = measurer.subject.spec, measurer.device, measurer.dtype
+    spec, device, dtype = measurer.model.spec, measurer.device, measurer.dtype
     hdp = hdp or RankGroup(device=device)
     measure_lengths(measurer, hdp, max_tokens=max_tokens, seconds=seconds)
     medians = [statistics.median(values) for values in measurer.sweeps.values()]
