@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,12 +90,10 @@ def test_ranks_that_the_launcher_ends_itself_have_not_failed(tmp_path: Path) -> 
     assert [(rank, failure.exitcode) for rank, failure in failures.items()] == [(0, 3)]
 
 
-def test_a_rank_that_is_a_copy_ends_as_a_process_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_is_a_copy_ends_as_a_process_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Exit codes, signals, what is left to be done at the end, and the environment are those of a new process."""
 
-    def run(arguments: tuple[str, ...]) -> int:
+    def run(arguments: Sequence[str]) -> int:
         if arguments[0] == "ends":
             atexit.register(print, f"at the end of rank {os.environ['RANK']}, with {torch.get_num_threads()} threads")
             return 0
@@ -104,12 +103,11 @@ def test_a_rank_that_is_a_copy_ends_as_a_process_of_its_own(
             raise SystemExit("this is why")
         raise KeyError(arguments[0])
 
-    monkeypatch.setattr("bytescale.cli.main.main", run)
     deeds = ("ends", "is killed", "says why", "fails")
     ranks = Copies(
         name="rank",
-        entrypoint="",
-        args={rank: (deed,) for rank, deed in enumerate(deeds)},
+        entrypoint=run,  # type: ignore[arg-type]
+        args={rank: ([deed],) for rank, deed in enumerate(deeds)},
         envs={rank: {"RANK": str(rank), "OMP_NUM_THREADS": "3"} for rank in range(len(deeds))},
         logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
     )

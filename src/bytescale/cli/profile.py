@@ -58,6 +58,7 @@ def run(arguments: Sequence[str]) -> int:
     temporary.touch()  # what cannot be written is told now, not when all is measured
     temporary.unlink()
     if ranks > 1 and ranks_of_torchrun() is None:
+        from bytescale.cli.main import main
         from bytescale.train.launch.forked import prepare_for_copies
         from bytescale.train.launch.torchrun import launch_ranks
 
@@ -66,6 +67,7 @@ def run(arguments: Sequence[str]) -> int:
         launch_ranks(
             ranks,
             ["profile", *arguments],
+            main=main,
             modules=["bytescale.train.parts.rank_model", "bytescale.train.profiling.profiler"],
             again=lambda: again,
             stop_seconds=10.0,

@@ -80,6 +80,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.ranks == 1:
         score_on_ranks(options)
         return 0
+    from bytescale.cli.main import main
     from bytescale.train.launch.torchrun import launch_ranks
 
     print(f"starting {options.ranks} ranks ...", flush=True)
@@ -87,6 +88,7 @@ def run(arguments: Sequence[str]) -> int:
     launch_ranks(
         options.ranks,
         ["score", *arguments],
+        main=main,
         modules=["bytescale.hf.loop.hdp", "bytescale.hf.scoring.score_file"],
         again=lambda: again,
         stop_seconds=30.0,

@@ -352,6 +352,7 @@ def _ray_if_needed(config: Config) -> Iterator[None]:
 
 
 def _start_ranks(config: Config, command: str) -> None:
+    from bytescale.cli.main import main
     from bytescale.train.launch.torchrun import launch_ranks
 
     print(f"starting {config.parallel.ranks} ranks ...", flush=True)
@@ -361,6 +362,7 @@ def _start_ranks(config: Config, command: str) -> None:
         launch_ranks(
             config.parallel.ranks,
             [command, str(resolved)],
+            main=main,
             modules=["bytescale.train.loop.trainer", "transformers.models.llama.modeling_llama"],
             again=partial(_how_to_go_on, config),
             stop_seconds=config.parallel.stop_seconds,

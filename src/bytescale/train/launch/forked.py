@@ -7,7 +7,6 @@ PyTorch computes. Nor may it have used a GPU. Elsewhere every rank is a new proc
 from __future__ import annotations
 
 import atexit
-import importlib
 import os
 import signal
 import subprocess
@@ -15,13 +14,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 _LOOK_SECONDS = 0.02
+Main = Callable[[Sequence[str]], int]
+"""A program: takes the words of a command, and returns its exit code."""
 
 
 def prepare_for_copies() -> None:
@@ -37,15 +38,12 @@ def can_be_copied() -> bool:
 
 
 class Copies(SubprocessContext):
-    """torch's context of processes, which here are copies of this one that call ``bytescale.cli.main.main``.
-
-    ``args``: the words of each rank's command, after those of an interpreter for a new process.
-    """
+    """torch's context of processes, which here are copies of this one that call ``entrypoint``
+    with what ``args`` has for them."""
 
     def _start(self) -> None:
-        importlib.import_module("bytescale.cli.main")
         self.subprocess_handlers = {
-            rank: _Handler(self.args[rank], self.envs[rank])  # type: ignore[misc]
+            rank: _Handler(self.entrypoint, self.args[rank][0], self.envs[rank])  # type: ignore[misc, arg-type]
             for rank in range(self.nprocs)
         }
 
@@ -53,8 +51,8 @@ class Copies(SubprocessContext):
 class _Handler:
     """Of one rank: the part of torch's ``SubprocessHandler`` that its context uses."""
 
-    def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
-        self.proc = _Process(arguments, environment)
+    def __init__(self, main: Main, arguments: Sequence[str], environment: dict[str, str]) -> None:
+        self.proc = _Process(main, arguments, environment)
 
     def close(self, death_sig: signal.Signals) -> None:
         os.killpg(self.proc.pid, death_sig)
@@ -63,13 +61,13 @@ class _Handler:
 class _Process:
     """A copy of this process: the part of ``subprocess.Popen`` that launchers use."""
 
-    def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(self, main: Main, arguments: Sequence[str], environment: dict[str, str]) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # otherwise both processes would write what waits there
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _become_rank(arguments, environment)
+            _become_rank(main, arguments, environment)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -91,7 +89,7 @@ class _Process:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _become_rank(arguments: Sequence[str], environment: dict[str, str]) -> NoReturn:
+def _become_rank(main: Main, arguments: Sequence[str], environment: dict[str, str]) -> NoReturn:
     """Run a command as a new process would; nothing of what the launcher has begun is ended here."""
     code: Any = 1
     try:
@@ -104,8 +102,6 @@ def _become_rank(arguments: Sequence[str], environment: dict[str, str]) -> NoRet
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
-        from bytescale.cli.main import main
-
         code = main(arguments)
     except SystemExit as ended:
         code = ended.code

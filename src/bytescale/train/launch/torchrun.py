@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from bytescale.common.atomic import is_stopped
 from bytescale.common.errors import RankFailure, RanksRefused, keep_trace
 from bytescale.config import Config
-from bytescale.train.launch.forked import Copies, can_be_copied
+from bytescale.train.launch.forked import Copies, Main, can_be_copied
 from bytescale.train.parts.budget import check_room
 from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE, TIMEOUT_SECONDS
 
@@ -41,6 +41,7 @@ def launch_ranks(
     num_ranks: int,
     arguments: Sequence[str],
     *,
+    main: Main,
     modules: Sequence[str],
     again: Callable[[], str],
     stop_seconds: float,
@@ -48,7 +49,8 @@ def launch_ranks(
 ) -> None:
     """Run ``python -m bytescale <arguments>`` as ``num_ranks`` ranks on this machine and wait for them.
 
-    ``modules``: what a rank imports, for ranks that are copies of this process (``launch.forked``). Ranks have
+    ``main, modules``: for ranks that are copies of this process (``launch.forked``), the program, and what it imports.
+    Ranks have
     ``stop_seconds`` to end by themselves after a signal arrived. ``again``: what to do to go on, for messages, such as
     "continue with `...`"; it is asked when something has stopped. ``silent_seconds``: how long a rank may be stopped;
     None: as long as a message may take by default.
@@ -66,7 +68,7 @@ def launch_ranks(
     try:
         with TemporaryDirectory(prefix="bytescale-ranks-", ignore_cleanup_errors=True) as folder:
             limits = stop_seconds, silent_seconds or TIMEOUT_SECONDS["cpu"]
-            failures = _run(Path(folder), num_ranks, arguments, limits, again)
+            failures = _run(Path(folder), num_ranks, main, arguments, limits, again)
     finally:
         if sys.stdout.isatty():
             Console().show_cursor()  # a rank that was killed while drawing its bar leaves it hidden
@@ -75,7 +77,12 @@ def launch_ranks(
 
 
 def _run(
-    folder: Path, num_ranks: int, arguments: Sequence[str], limits: tuple[float, float], again: Callable[[], str]
+    folder: Path,
+    num_ranks: int,
+    main: Main,
+    arguments: Sequence[str],
+    limits: tuple[float, float],
+    again: Callable[[], str],
 ) -> dict[int, ProcessFailure]:
     """Start the ranks and wait until all have ended. Returns the failures by rank. Raises as ``launch_ranks``.
 
@@ -92,10 +99,11 @@ def _run(
     }
     ranks: PContext | None = None
     try:
-        words = tuple(arguments) if (copies := can_be_copied()) else ("-u", "-m", "bytescale", *arguments)
-        ranks = (Copies if copies else SubprocessContext)(
+        are_copies = can_be_copied()
+        words = (list(arguments),) if are_copies else ("-u", "-m", "bytescale", *arguments)
+        ranks = (Copies if are_copies else SubprocessContext)(
             name="rank",
-            entrypoint=sys.executable,
+            entrypoint=main if are_copies else sys.executable,  # type: ignore[arg-type]
             args=dict.fromkeys(range(num_ranks), words),
             envs={rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)},
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
