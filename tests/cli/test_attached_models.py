@@ -25,7 +25,7 @@ from bytescale.parity import small_model
 from bytescale.planner import naive_plan
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.train.loop.dry_run import dry_run
-from bytescale.train.parts import rank_model
+from bytescale.train.parts import large_model, rank_model
 from bytescale.train.parts.rank_model import describe_model
 from tests.helpers.effort import one_of
 from tests.train.runs import small_run, with_trainer, write_corpus
@@ -133,7 +133,7 @@ def test_models_that_cannot_be_planned(
     assert "mixes tokens" in " ".join(capsys.readouterr().err.split())
     folder = hf_folder(tmp_path / "gpt2", "gpt2")
     monkeypatch.setattr(rank_model, "machine_bytes", lambda: 1000.0)
-    monkeypatch.setattr(rank_model, "FEW_PARAMETERS", 0)
+    monkeypatch.setattr(large_model, "FEW_PARAMETERS", 0)
     assert main(["plan", "--model.preset", f"hf:{folder}", "--data.context-length", "128"]) == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "this machine has 1000 B" in told
@@ -161,7 +161,7 @@ def test_a_large_model_is_described_by_its_shapes(
     cpu = torch.device("cpu")
     described = []
     for few in (10**8, 0):
-        monkeypatch.setattr(rank_model, "FEW_PARAMETERS", few)
+        monkeypatch.setattr(large_model, "FEW_PARAMETERS", few)
         if not few:
             monkeypatch.setattr(rank_model, "machine_bytes", lambda: 0.0)  # weights would have no room
         kernel = select_kernel("auto", cpu, torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from transformers import AutoModelForCausalLM
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
-from bytescale.config import AUTO_CAPACITY, Config
+from bytescale.config import AUTO_CAPACITY, Config, ModelConfig
 from bytescale.runtime.tied import TiedHead
 from bytescale.train.loop.dry_run import dry_run
 from bytescale.train.loop.trainer import train
+from bytescale.train.parts import large_model
 from tests.helpers.effort import one_of
 from tests.helpers.forks import run_forked
-from tests.train.runs import interrupt, losses, run, with_trainer, write_corpus
+from tests.train.runs import interrupt, losses, run, small_run, with_trainer, write_corpus
 
 from .test_attached_models import hf_folder, plain_curve, run_from
 
@@ -78,6 +80,45 @@ def test_a_mesh_has_the_losses_of_one_process(corpus: Path, tmp_path: Path, name
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32 if narrow else torch.float64).train()
     curve = plain_curve(model, config)
     assert run(on_mesh(config, **mesh)) == pytest.approx(curve, rel=1e-4 if narrow else 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("qwen3", {"tp": 2, "pp": 2}),
+        *(
+            pytest.param(name, mesh, marks=pytest.mark.exhaustive)
+            for name, mesh in product(FAMILIES, [{}, {"hdp": 2, "domain": 2}, *MESHES])
+            if "tp" not in mesh or name not in ("gpt2", "falcon_h1")
+        ),
+    ],
+)
+def test_a_rank_that_makes_its_part_alone_has_the_losses_of_one_process(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mesh: dict[str, int]
+) -> None:
+    """What a large model does: its first layers are compared, and no rank has the whole on its device."""
+    monkeypatch.setattr(large_model, "FEW_PARAMETERS", 0)
+    folder = hf_folder(tmp_path / name, name, **FAMILIES[name])
+    narrow = name in ("qwen3_moe", "qwen3_next")
+    config = run_from(folder, corpus, tmp_path / "run", 1, steps=3, dtype="fp32" if narrow else "fp64")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32 if narrow else torch.float64).train()
+    curve = plain_curve(model, config)
+    assert run(on_mesh(config, **mesh)) == pytest.approx(curve, rel=1e-4 if narrow else 1e-8)
+
+
+@pytest.mark.parametrize("preset", ["tiny", pytest.param("tiny-moe", marks=pytest.mark.exhaustive)])
+def test_first_values_depend_on_the_seed_alone(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
+) -> None:
+    """Each rank makes the values of its own part, a layer at a time; a run on one rank makes all of them."""
+    monkeypatch.setattr(large_model, "FEW_PARAMETERS", 0)
+    curves = []
+    for number, mesh in enumerate([{}, {"tp": 2, "pp": 2}, {"hdp": 2, "domain": 2}]):
+        config = small_run(corpus, tmp_path / str(number), ranks=1, steps=2)
+        config = replace(config, model=ModelConfig(preset=preset), trainer=replace(config.trainer, dtype="fp32"))
+        curves.append(run(on_mesh(config, **mesh)))
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    assert curves[2] == pytest.approx(curves[0], rel=1e-5)
 
 
 @pytest.mark.exhaustive

@@ -86,11 +86,15 @@ class RankGroup:
         if self.group is None:
             return full
         shard = full.new_empty(full.shape[0] // self.size, *full.shape[1:])
+        if full.is_meta:  # a tensor of a shape alone, here and below
+            return shard
         self.timed(lambda: _reduce_scatter(shard, full, group=self.group))
         return shard
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         """Fill ``full [size * n, ...]`` with every rank's ``shard [n, ...]``, in rank order."""
+        if full.is_meta:
+            return
         if self.group is None:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
@@ -107,7 +111,7 @@ class RankGroup:
 
     def start_reduce_scatter(self, full: Tensor) -> PendingCollective:
         """Start to sum ``full [size * n]`` over ranks, in place; only this rank's part ``[n]`` is defined then."""
-        if self.group is None:
+        if self.group is None or full.is_meta:
             return PendingCollective(self, None)
         if self.device.type == "cuda":
             return self._start(lambda: _reduce_scatter(self._own(full), full, group=self.group, async_op=True))
@@ -116,7 +120,7 @@ class RankGroup:
 
     def start_all_gather(self, full: Tensor, own: Tensor | None = None) -> PendingCollective:
         """Start to fill ``full [size * n]`` with every rank's ``own [n]``; None: its own part of ``full``."""
-        if self.group is None:
+        if self.group is None or full.is_meta:
             return PendingCollective(self, None)
         part = self._own(full) if own is None else own
         return self._start(lambda: _all_gather(full, part, group=self.group, async_op=True))

@@ -71,15 +71,15 @@ def config_of(content: dict[str, Any]) -> Any:
 
 def make_model(content: dict[str, Any], dtype: torch.dtype, *, seed: int = 0) -> nn.Module:
     """A model with random weights that depend on ``seed`` alone, in ``dtype``, on the CPU."""
-    with torch.random.fork_rng(devices=[]), _causal_model_or_error(content):
+    with torch.random.fork_rng(devices=[]), causal_model_or_error(content):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config_of(content), dtype=dtype, trust_remote_code=False)
-    return _ready(model, dtype)
+    return ready(model, dtype)
 
 
 def empty_model(content: dict[str, Any]) -> nn.Module:
     """A model without memory for its weights. Raises ``ConfigError`` where no causal model can be made."""
-    with torch.device("meta"), _causal_model_or_error(content):
+    with torch.device("meta"), causal_model_or_error(content):
         model: nn.Module = AutoModelForCausalLM.from_config(config_of(content), trust_remote_code=False)
         return model
 
@@ -106,7 +106,7 @@ def require_positions(content: dict[str, Any], longest: int, *, what: str, fix: 
 
 def load_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     """``read_model``, ready to be trained: all parameters trainable and of one dtype."""
-    return _ready(read_model(folder, content, dtype), dtype)
+    return ready(read_model(folder, content, dtype), dtype)
 
 
 def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -119,7 +119,7 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
     """
     refuse_quantised(content, str(folder / "config.json"))
     check_sizes(folder, content)
-    with _causal_model_or_error(content), _quiet():
+    with causal_model_or_error(content), _quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config_of(content),
@@ -172,7 +172,7 @@ def check_sizes(folder: Path, content: dict[str, Any]) -> None:
         )
 
 
-def _ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """All parameters trainable and of one dtype. Constants keep theirs, as the angles of rotary positions in fp32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -198,7 +198,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _causal_model_or_error(content: dict[str, Any]) -> Iterator[None]:
+def causal_model_or_error(content: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except (ConfigError, CheckpointError):

@@ -89,8 +89,13 @@ def twin_of(decoder: AttachedDecoder, content: dict[str, Any], dtype: torch.dtyp
         config.get_text_config().num_hidden_layers = number
     values = InitialValues(content, dtype, 0, [names[layer] for layer in layers])
     for name, parameter in list(twin.named_parameters()):
-        parameter.data = values(name, Cut(shape=tuple(parameter.shape))).clone()
+        give_memory(parameter, values(name, Cut(shape=tuple(parameter.shape))).clone())
     return twin
+
+
+def give_memory(parameter: Tensor, value: Tensor) -> None:
+    """Put ``value`` in the place of a parameter's shape alone. Whoever holds the parameter still holds it."""
+    torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
 
 def _kind(decoder: AttachedDecoder, layer: nn.Module) -> tuple[object, ...]:
@@ -110,9 +115,8 @@ def _parameters_on_meta() -> Iterator[None]:
         if parameter is not None:
             self._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-

@@ -97,6 +97,11 @@ def unfix_rope(fixed: list[tuple[nn.Module, object]]) -> None:
         delattr(module, _FIXED)
 
 
+def depends_on_pass(model: nn.Module) -> bool:
+    """Whether some angles depend on the longest position of a pass."""
+    return any(_kinds(module) for module in model.modules())
+
+
 def _kinds(module: nn.Module) -> dict[str | None, str]:
     """Of a module with rotary positions, the kinds that depend on the pass, by type of layer (None: all layers)."""
     rope_type = getattr(module, "rope_type", None)

@@ -38,29 +38,28 @@ class RankPart:
 
 
 def parallelize(
-    decoder: AttachedDecoder, mesh: Mesh | None, *, stage: int = 0, num_stages: int = 1, planned_parts: int = 1
+    decoder: AttachedDecoder, mesh: Mesh | None, *, stage: tuple[int, int] | None = None, planned_parts: int = 1
 ) -> RankPart:
     """Reduce a whole decoder to this rank's part, in place (steps 1 and 2). All ranks of ``mesh`` call it together.
 
-    ``stage``, ``num_stages``, ``planned_parts``: without a mesh, what to look at. Then tensor parallelism is planned
-    alone, and nothing but a stage is made.
+    ``stage``: its number, and the number of stages; None: those of the mesh. ``planned_parts``: without a mesh,
+    tensor-parallel parts that are planned alone: nothing but a stage is made.
 
     Raises ``ConfigError`` for a model that cannot be cut so, by name, and for a stage that has nothing to train.
     """
-    if mesh is not None:
-        stage, num_stages = mesh.stage, mesh.shape.pp
+    number, count = stage or ((0, 1) if mesh is None else (mesh.stage, mesh.shape.pp))
     named = list(decoder.model.named_parameters())
     cuts = {name: Cut(shape=tuple(parameter.shape)) for name, parameter in named}
     planned = planned_cuts(decoder, planned_parts) if planned_parts > 1 else cuts
     if mesh is not None and mesh.tp.size > 1:
         cuts = apply_tensor_parallelism(decoder, TokenShards(mesh.tp))
-    if num_stages > 1:
-        cut_to_stage(decoder, stage, num_stages)
+    if count > 1:
+        cut_to_stage(decoder, number, count)
     here = None if decoder.stage is None else decoder.stage.names
     named = [(name, own) for name, own in decoder.model.named_parameters() if here is None or name in here]
     if decoder.stage is not None and not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(
-            f"pipeline stage {stage} of {num_stages} has no parameter that is trained",
+            f"pipeline stage {number} of {count} has no parameter that is trained",
             so="its ranks would have nothing to update",
             fix="use fewer stages (parallel.pp), or train more of the model",
         )

@@ -173,7 +173,7 @@ def _cut(
         layer.forward = _end
     if not stage.is_first:
         for module, made in seen.before.items():
-            module.forward = partial(_nothing, made.new_zeros(()), tuple(made.shape))
+            module.forward = partial(_nothing, made.dtype, tuple(made.shape))
         own[0].register_forward_pre_hook(partial(_receive, stage), with_kwargs=True)
     for parameter in absent:
         parameter.requires_grad = False
@@ -217,10 +217,11 @@ def _end(*args: Any, **kwargs: Any) -> Any:
     raise StageEnd(_stream(args, kwargs))
 
 
-def _nothing(zero: Tensor, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Tensor:
+def _nothing(dtype: torch.dtype, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Tensor:
     """Zeros in place of an embedding's rows, for as many rows as there are."""
-    rows = max((given.shape[1] for given in args if isinstance(given, Tensor) and given.dim() > 1), default=shape[1])
-    return zero.new_zeros(shape[0], rows, *shape[2:])
+    given = [own for own in (*args, *kwargs.values()) if isinstance(own, Tensor)]
+    rows = max((own.shape[1] for own in given if own.dim() > 1), default=shape[1])
+    return torch.zeros(shape[0], rows, *shape[2:], dtype=dtype, device=given[0].device if given else None)
 
 
 def _receive(stage: Stage, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

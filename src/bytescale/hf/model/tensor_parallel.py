@@ -57,7 +57,8 @@ def apply_tensor_parallelism(decoder: AttachedDecoder, shards: TokenShards) -> d
     Returns the cut of every parameter, by its name in ``decoder.model``. ``decoder.head`` is then the head to use, and
     ``decoder.splits_loss`` says whether each rank has the loss of its own rows.
 
-    It is compared in single precision, if its weights have less: rounding would hide most faults.
+    It is compared in single precision, if its weights have less: rounding would hide most faults. A model of shapes
+    alone is cut and not compared.
 
     Raises ``ConfigError`` with what is in the way: before anything is changed where the plan shows it, and afterwards
     where the cut model does not compute what the whole one did.
@@ -67,7 +68,9 @@ def apply_tensor_parallelism(decoder: AttachedDecoder, shards: TokenShards) -> d
     cuts = plan.cuts()
     round_again = _widen(decoder.model)
     num_words = min(len(module.weight) for module in embeddings_of(decoder.model) if module is not None)
-    before = sample(decoder, shards.tp, {name: Cut(shape=cut.shape) for name, cut in cuts.items()}, num_words)
+    is_hollow = next(decoder.model.parameters()).is_meta
+    whole = {name: Cut(shape=cut.shape) for name, cut in cuts.items()}
+    before = None if is_hollow else sample(decoder, shards.tp, whole, num_words)
     plan.replace_parameters(cuts)
     rows = decoder.token_rows = TokenRows(shards, splits_loss=not plan.cuts_words)
     if isinstance(decoder.head, PlainHead):
@@ -75,10 +78,10 @@ def apply_tensor_parallelism(decoder: AttachedDecoder, shards: TokenShards) -> d
     plan.add_messages(rows, cuts)
     try:
         decoder.note_heads(_heads(decoder))
-        after = sample(decoder, shards.tp, cuts, num_words)
+        after = None if is_hollow else sample(decoder, shards.tp, cuts, num_words)
     except (ConfigError, RuntimeError) as error:
         raise _refused(decoder, f"the cut model fails ({' '.join(str(error).split())})") from error
-    if found := difference(before, after, shards.tp):
+    if before is not None and after is not None and (found := difference(before, after, shards.tp)):
         raise _refused(decoder, f"as its plan cuts it, it differs in {found}")
     round_again()
     decoder.begin_training()
@@ -294,9 +297,10 @@ def _heads(decoder: AttachedDecoder) -> Iterator[LayerAttention]:
     """Every layer's attention as this rank computes it."""
     assert decoder.token_rows is not None, "it has been cut"
     blind = Blind({module: layer.name for module, layer in decoder.attentions.items()})
-    tokens = decoder.token_rows.tokens(torch.ones(NUM_ROWS, dtype=torch.int64))
+    device = next(decoder.model.parameters()).device
+    tokens = decoder.token_rows.tokens(torch.ones(NUM_ROWS, dtype=torch.int64, device=device))
     with torch.no_grad():
-        run_blind(decoder.model, blind, torch.arange(NUM_ROWS), tokens)
+        run_blind(decoder.model, blind, torch.arange(NUM_ROWS, device=device), tokens)
     return (layer_of(call, decoder.attentions[call.module].name) for call in blind.calls)
 
 

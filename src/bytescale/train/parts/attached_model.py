@@ -24,10 +24,12 @@ from bytescale.hf.model.measure import check_widths, measure_rows, measured_memo
 from bytescale.hf.model.parallelize import RankPart, parallelize
 from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, Mesh, RankGroup, ShardedOptimizer
 from bytescale.runtime.optimizer.buckets import Chunk
+from bytescale.runtime.optimizer.flat import Entry
 from bytescale.runtime.optimizer.lockstep import Units, shard_parts
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.runtime.tied import TiedHead
 from bytescale.train.parts.budget import MemoryBudget, usable_host_bytes
+from bytescale.train.parts.large_model import Initial, can_be_made_in_parts, part_of_large
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
 
@@ -120,12 +122,18 @@ def build_attached_model(
     Raises ``ConfigError`` if the model cannot be attached, or has no weights that can be read; ``CheckpointError`` if
     weights are missing, have other shapes or no place.
     """
-    architecture, part, exact = _whole_model(config, architecture, mesh, device=device, dtype=dtype)
-    check_widths(part.structure, cuda_flash=isinstance(kernel, CudaFlashKernel))
-    own = parallelize(part, mesh, stage=stage[0], num_stages=stage[1], planned_parts=planned_parts)
+    flash = isinstance(kernel, CudaFlashKernel)
+    initial: Initial | None = None
+    if mesh is not None and can_be_made_in_parts(architecture):
+        architecture, part, own, initial, exact = part_of_large(config, architecture, mesh, device=device, dtype=dtype)
+        check_widths(part.structure, cuda_flash=flash)
+    else:
+        architecture, part, exact = _whole_model(config, architecture, mesh, device=device, dtype=dtype)
+        check_widths(part.structure, cuda_flash=flash)
+        own = parallelize(part, mesh, stage=stage if mesh is None else None, planned_parts=planned_parts)
 
     # Flat buffers, in the order in which the model names its parameters.
-    flat, units = _flat_buffers(config, part, own, mesh, num_shards, device=device, dtype=dtype)
+    flat, units = _flat_buffers(config, part, own, mesh, num_shards, initial, device=device, dtype=dtype)
     masters = [shard for own in flat for shard in shard_of(exact, own, rank)]
     exact.clear()
 
@@ -188,11 +196,20 @@ def _flat_buffers(
     own: RankPart,
     mesh: Mesh | None,
     num_shards: int,
+    initial: Initial | None,
     *,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[list[FlatParameters], Units | None]:
-    """Move what is trained into flat buffers, and where ranks share layers also the rest of these."""
+    """Move what is trained into flat buffers, and where ranks share layers also the rest of these.
+
+    ``initial``: the values of a parameter's part; None: those that parameters have.
+    """
+
+    def value_of(entry: Entry) -> Tensor:
+        assert initial is not None, "asked where parameters have no values"
+        return initial(entry.name, entry.cut)
+
     named, flat, units = own.named, list[FlatParameters](), None
     if mesh is not None and mesh.domain.size > 1:
         _ = part.head  # found by a pass
@@ -202,7 +219,14 @@ def _flat_buffers(
         at_the_end = set(map(id, part.balance.parameters())) if part.balance else set()
         late = {name for name, parameter in named if id(parameter) in at_the_end}
         named, shared, units = shard_parts(
-            named, part.parts, mesh, dtype=dtype, late=late, cuts=own.cuts, experts=experts
+            named,
+            part.parts,
+            mesh,
+            dtype=dtype,
+            late=late,
+            cuts=own.cuts,
+            initial=value_of if initial else None,
+            experts=experts,
         )
         flat += shared
         for _, parameter in named:
@@ -212,6 +236,8 @@ def _flat_buffers(
         bucket_bytes = int(config.parallel.gradient_bucket_mib * 2**20)
         late = part.late_parameters()
         flat.insert(0, FlatParameters(named, num_shards, own.cuts, bucket_bytes=bucket_bytes, late=late))
+        for entry in flat[0].entries if initial else ():
+            flat[0].value_of(entry).copy_(value_of(entry))
     return flat, units
 
 

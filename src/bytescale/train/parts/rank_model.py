@@ -15,18 +15,18 @@ from bytescale.config.attached import check_attached
 from bytescale.config.validate import check_ranks, hdp_ranks
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, States, host_bytes_left
 from bytescale.cost.spec import ModelSpec
-from bytescale.hf.files.folder import make_model, parameters_of, require_positions, set_constants
+from bytescale.hf.files.folder import empty_model, make_model, parameters_of, require_positions, set_constants
+from bytescale.hf.files.large import twin_of
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.measure import OnMeta
 from bytescale.train.parts.attached_model import HFModel, build_attached_model
 from bytescale.train.parts.budget import usable_host_bytes
+from bytescale.train.parts.large_model import is_large
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
 
 BYTES_PER_PARAMETER = 12
 """Of this machine's memory, while a model is built to be measured: weights, a copy in flat memory, gradients."""
-FEW_PARAMETERS = 10**8
-"""A model of so many is built with weights, which can be tried, too; a larger one has shapes alone if it can."""
 
 
 def build_rank_model(config: Config, architecture: AttachedArchitecture, ranks: Ranks, kernels: Kernels) -> HFModel:
@@ -76,7 +76,7 @@ def describe_model(
         return model.spec, MeasuredMemory.of_stages(memories)
 
     number, why = sum(value.numel() for value in parameters_of(architecture.content).values()), ""
-    if number > FEW_PARAMETERS and not config.trainer.init:  # its weights are to be read, and checked
+    if is_large(architecture) and not config.trainer.init:  # its weights are to be read, and checked
         try:
             with OnMeta():
                 return describe(torch.device("meta"))
@@ -114,11 +114,19 @@ def check_host_room(config: Config) -> None:
 
 
 def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) -> AttachedDecoder:
-    """What ``profiling.Measurer`` takes: the model with random weights, on ``device``."""
-    architecture = resolve_model(config.model)
+    """What ``profiling.Measurer`` takes: the model with random weights, on ``device``; of a large one, some layers."""
+    architecture, longest = resolve_model(config.model), config.data.context_length
     check_attached(config, architecture)
-    model = make_model(architecture.content, dtype)
-    set_constants(model, architecture.buffers)
-    decoder = AttachedDecoder(model.to(device).train(), longest_document=config.data.context_length)
+    whole: AttachedDecoder | None = None
+    if is_large(architecture):
+        with OnMeta():
+            whole = AttachedDecoder(empty_model(architecture.content).train(), longest_document=longest)
+            model = twin_of(whole, architecture.content, dtype).to(dtype)
+    else:
+        model = make_model(architecture.content, dtype)
+        set_constants(model, architecture.buffers)
+    decoder = AttachedDecoder(model.to(device).train(), longest_document=longest)
     decoder.require_no_randomness()
+    if whole is not None:
+        vars(decoder)["spec"] = whole.spec
     return decoder

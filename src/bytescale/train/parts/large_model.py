@@ -1,0 +1,115 @@
+"""One rank's part of a model that is large: no rank ever has the whole of it.
+
+1. The model's shapes alone are attached and cut, on the meta device.
+2. Its first layers, one of each kind, are made with numbers, and cut in the same way: what the attachment and the cuts
+   find by comparing numbers, they find there (``hf.files.large.twin_of``).
+3. The rank's parameters get memory and values in its flat buffers: read from a folder, whose files are mapped into
+   host memory, or made a layer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bytescale.common.cut import Cut
+from bytescale.config import HF_PREFIX, AttachedArchitecture, Config
+from bytescale.config.resolve import source_folder
+from bytescale.hf.files.folder import constants_of, empty_model, load_model, parameters_of, set_constants
+from bytescale.hf.files.hf_folder import exact_dtype
+from bytescale.hf.files.large import InitialValues, give_memory, hollow_model, twin_of
+from bytescale.hf.model.balance import BalanceLoss
+from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.long_rope import depends_on_pass
+from bytescale.hf.model.measure import OnMeta
+from bytescale.hf.model.parallelize import RankPart, parallelize
+from bytescale.runtime import Mesh
+
+FEW_PARAMETERS = 10**8
+"""A model of so many is built as a whole, with all of its weights; a larger one in parts, or by its shapes alone."""
+Initial = Callable[[str, Cut], Tensor]
+"""The values of a part of a parameter, by its name in the whole model."""
+
+
+class LargePart(NamedTuple):
+    architecture: AttachedArchitecture  # with the constants that belong to the weights
+    decoder: AttachedDecoder
+    part: RankPart
+    initial: Initial
+    exact: dict[str, Tensor]  # weights by name, where the parameters are rounded
+
+
+def is_large(architecture: AttachedArchitecture) -> bool:
+    return sum(value.numel() for value in parameters_of(architecture.content).values()) > FEW_PARAMETERS
+
+
+def can_be_made_in_parts(architecture: AttachedArchitecture) -> bool:
+    """Whether ``part_of_large`` makes it. Adapters, frozen parts, angles of the longest position need the whole."""
+    return (
+        not architecture.trained and is_large(architecture) and not depends_on_pass(empty_model(architecture.content))
+    )
+
+
+def part_of_large(
+    config: Config, architecture: AttachedArchitecture, mesh: Mesh, *, device: torch.device, dtype: torch.dtype
+) -> LargePart:
+    """Make it. Parameters of the part have shapes, and no memory until ``initial`` fills flat buffers.
+
+    Raises as ``build_attached_model``.
+    """
+    content, longest = architecture.content, config.data.context_length
+    # 1. Shapes.
+    with OnMeta():
+        decoder = AttachedDecoder(empty_model(content).to(dtype).train(), longest_document=longest)
+        layers = [name for name, module in decoder.model.named_modules() if module in set(decoder.layers)]
+        # 2. What numbers tell.
+        stage = None if mesh.shape.pp == 1 else (min(mesh.stage, 1), 2)
+        model = twin_of(decoder, content, dtype, least=1 if stage is None else 2)
+    twin = AttachedDecoder(model.to(device).train(), longest_document=longest)
+    twin.require_no_randomness()
+    parallelize(twin, mesh, stage=stage)
+    del twin, model
+    with OnMeta():
+        if architecture.balance:
+            decoder.balance = BalanceLoss(decoder, architecture.balance)
+        part = parallelize(decoder, mesh)
+
+    # 3. Constants, and memory for parameters.
+    source, exact = config.trainer.init, dict[str, Tensor]()
+    initial: Initial
+    if source.startswith(HF_PREFIX):
+        folder = source_folder(source)
+        read_as = exact_dtype(folder, dtype)
+        whole = load_model(folder, content, read_as)
+        read = {name: value.detach() for name, value in whole.named_parameters()}
+        exact = read if read_as != dtype else exact
+
+        def initial(name: str, cut: Cut) -> Tensor:
+            return cut.of(read[name])
+
+    else:
+        whole = hollow_model(content, dtype)
+        set_constants(whole, architecture.buffers)
+        initial = InitialValues(content, dtype, config.trainer.seed, layers)
+    _take_constants(decoder.model, whole, device)
+    for parameter in decoder.model.parameters():
+        empty = torch.empty((), dtype=dtype, device=device)
+        give_memory(parameter, empty.expand(parameter.shape) if parameter.numel() else empty.new_empty(0))
+    if decoder.stage is not None and decoder.stage.tied is not None and not decoder.stage.is_first:
+        tied = decoder.stage.tied
+        name = next(name for name, own in decoder.model.named_parameters() if own is tied)
+        tied.data = initial(name, part.cuts[name]).to(device, dtype)
+    return LargePart(replace(architecture, buffers=constants_of(whole)), decoder, part, initial, exact)
+
+
+def _take_constants(model: nn.Module, source: nn.Module, device: torch.device) -> None:
+    """Put the buffers of ``source`` in the place of those of ``model``, which have shapes alone."""
+    buffers = dict(source.named_buffers())
+    for name, module in model.named_modules():
+        for key, own in module._buffers.items():
+            if own is not None:
+                module._buffers[key] = buffers[f"{name}.{key}" if name else key].to(device)
