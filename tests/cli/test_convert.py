@@ -10,9 +10,9 @@ import fsspec
 import pytest
 import torch
 import transformers
+from bytescale.checkpoint.initial_weights import check_initial_weights
 from safetensors.torch import load_file, save_file
 
-from bytescale.checkpoint.initial_weights import check_initial_weights
 from bytescale.cli.main import main
 from bytescale.cli.train import read_options
 from bytescale.common.errors import CheckpointError, ConfigError

@@ -27,8 +27,8 @@ from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Loader
 from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.hf.files.folder import load_model
-from bytescale.hf.model.measure import DOCUMENT_TOKENS, LiveBytes
 from bytescale.hf.files.hf_folder import exact_dtype
+from bytescale.hf.model.measure import DOCUMENT_TOKENS, LiveBytes
 from bytescale.parity import small_model
 from bytescale.plan import MicroBatch
 from bytescale.runtime import RankGroup

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bytescale.checkpoint.hugging_face import export_checkpoint
 
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
-from bytescale.checkpoint.hugging_face import export_checkpoint
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, ModelConfig, validate
 from tests.helpers.effort import one_of, pairs

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import AttentionKernel, PackedAttention
@@ -81,6 +81,38 @@ def _slopes(run: Callable[[int, float], _Bytes], ratio: float) -> tuple[_Bytes, 
     rows = [number * DOCUMENT_TOKENS for number in NUM_DOCUMENTS]
     saved, peak, moved = ((b - a) / (rows[1] - rows[0]) for a, b in zip(few, many, strict=True))
     return (saved, peak, moved), max(0.0, few[1] - peak * rows[0])
+
+
+def row_wise_parts(decoder: AttachedDecoder) -> list[tuple[nn.Module, str]]:
+    """Feed-forward parts of the layers, with the name of the method that treats every row alone: linear layers around
+    pointwise functions, and no others. A mixture of experts is none.
+    """
+    found = []
+    for layer in decoder.layers:
+        for part in layer.children():
+            inside = list(part.modules())
+            leaves = [module for module in inside if not list(module.children())]
+            is_plain = all(type(leaf) is nn.Linear or not [*leaf.parameters(), *leaf.buffers()] for leaf in leaves)
+            has_own = any(module._parameters for module in inside if module not in leaves)
+            mixes = any(module in decoder.attentions or module in decoder.mixers for module in inside)
+            linears = [leaf for leaf in leaves if isinstance(leaf, nn.Linear)]
+            if is_plain and not has_own and not mixes and len(linears) > 1 and _is_row_wise(part, linears[0]):
+                found.append((part, "forward"))
+    return found
+
+
+def _is_row_wise(part: nn.Module, first: nn.Linear) -> bool:
+    """Whether the rows of ``[1, T, C]`` are computed one by one, to rows of as many numbers."""
+    weight = first.weight
+    rows = torch.linspace(-1, 1, 3 * weight.shape[1], device=weight.device).to(weight.dtype).view(1, 3, -1)
+    try:
+        with torch.no_grad():
+            whole, apart = part(rows), torch.cat([part(row) for row in rows.split(1, 1)], 1)
+    except (TypeError, RuntimeError):
+        return False
+    if not isinstance(whole, Tensor) or whole.shape != rows.shape:
+        return False
+    return whole.is_meta or torch.allclose(whole, apart, rtol=1e-2, atol=1e-3)
 
 
 def measured_memory(

@@ -92,7 +92,7 @@ def apply_checkpointing(layers: Sequence[nn.Module], mode: Checkpointing, kept: 
 
 
 def apply_row_chunks(owner: nn.Module, method: str, chunk_rows: int) -> None:
-    """Make ``owner.method``, ``[T, C] -> [T, C]``, which treats rows independently, process ``chunk_rows`` at a time.
+    """Make ``owner.method``, ``[.., T, C] -> [.., T, C]``, which treats rows alone, process ``chunk_rows`` at a time.
 
     The method keeps its input and computes each chunk again in backward. Inputs of at most ``chunk_rows`` rows are
     processed as before. A recomputation of a layer that ends with the method skips it (``save_now``).
@@ -100,13 +100,12 @@ def apply_row_chunks(owner: nn.Module, method: str, chunk_rows: int) -> None:
     function: Callable[[Tensor], Tensor] = getattr(owner, method)
 
     def chunked(rows: Tensor) -> Tensor:
-        if len(rows) <= chunk_rows:
+        if rows.shape[-2] <= chunk_rows:
             return function(rows)
         saved, ticket = save_now(rows)
         result: Tensor = _RowChunks.apply(rows, ticket, saved, function, chunk_rows)
         return result
 
-    chunked.rows_at_once = chunk_rows  # type: ignore[attr-defined]  # tensor parallelism gathers more of them before
     setattr(owner, method, chunked)
 
 
@@ -146,7 +145,7 @@ class _RowChunks(torch.autograd.Function):
     ) -> Tensor:
         ctx.saved, ctx.function, ctx.chunk_rows = saved, function, chunk_rows
         out = torch.empty_like(rows)
-        for chunk, place in zip(rows.split(chunk_rows), out.split(chunk_rows), strict=True):
+        for chunk, place in zip(rows.split(chunk_rows, -2), out.split(chunk_rows, -2), strict=True):
             place.copy_(function(chunk))
         return out
 
@@ -154,7 +153,7 @@ class _RowChunks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (rows,) = ctx.saved()
         total = torch.empty_like(rows)
-        parts = (tensor.split(ctx.chunk_rows) for tensor in (rows, gradients[0], total))
+        parts = (tensor.split(ctx.chunk_rows, -2) for tensor in (rows, gradients[0], total))
         for chunk, gradient, place in zip(*parts, strict=True):
             own = chunk.detach().requires_grad_()
             with torch.enable_grad():

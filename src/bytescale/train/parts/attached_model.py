@@ -20,7 +20,7 @@ from bytescale.hf.files.folder import constants_of, empty_model, load_model, mak
 from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.model.balance import BalanceLoss
 from bytescale.hf.model.decoder import AttachedDecoder
-from bytescale.hf.model.measure import check_widths, measure_rows, measured_memory
+from bytescale.hf.model.measure import check_widths, measure_rows, measured_memory, row_wise_parts
 from bytescale.hf.model.parallelize import RankPart, parallelize
 from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, Mesh, RankGroup, ShardedOptimizer
 from bytescale.runtime.optimizer.buckets import Chunk
@@ -255,7 +255,15 @@ def _measured_activations(
     pool = None
     if may_offload(config, device.type):
         pool = HostPool(int(usable_host_bytes(config, num_ranks)), pinned=device.type == "cuda")
-    activations = Activations(part.layers, checkpointing=config.memory.checkpointing, pool=pool, device=device, tp=tp)
+    alone = tp is None or tp.size == 1  # otherwise messages run beside the products of all rows
+    activations = Activations(
+        part.layers,
+        checkpointing=config.memory.checkpointing,
+        pool=pool,
+        device=device,
+        tp=tp,
+        row_wise=row_wise_parts(part) if alone and config.memory.checkpointing != "none" else (),
+    )
     rows = measure_rows(part, kernel, activations, device)
     for own in flat:
         own.zero_gradients()
