@@ -33,7 +33,8 @@ from bytescale.runtime.saved.activations import Activations
 from bytescale.train.loop.trainer import train
 from tests.helpers.plans import random_plan
 from tests.helpers.reference_attention import reference_attention
-from tests.helpers.steps import make_model, random_batch, reference_step, slice_batch, small_shape, worst_relative_error
+from tests.helpers.steps import random_batch, reference_step, slice_batch, worst_relative_error
+from tests.models.own import make_model, small_shape
 from tests.runtime.test_mesh_parity import MIXTURE, mesh_step
 from tests.train.runs import losses, small_run, write_corpus
 

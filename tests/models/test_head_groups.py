@@ -17,7 +17,7 @@ from bytescale.models.rope import rope_rotation
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import RankGroup
-from tests.helpers.steps import small_shape
+from tests.models.own import small_shape
 
 LENGTHS = [30, 1, 17]
 

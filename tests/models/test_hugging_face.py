@@ -18,7 +18,7 @@ from bytescale.config.hugging_face import architecture_from_hf, hf_config_of, re
 from bytescale.models import Llama, build_model
 from bytescale.models.hf_folder import INDEX, FolderWeights, hf_tensors, write_json, write_weights
 from tests.helpers.reference_attention import reference_attention
-from tests.helpers.steps import make_model, small_shape
+from tests.models.own import make_model, small_shape
 
 LLAMA3 = {"rope_scaling": "llama3", "rope_scaling_factor": 4.0, "rope_original_context": 16, "rope_theta": 500.0}
 MIXTURE = {"num_experts": 4, "experts_per_token": 2, "router_aux_loss_weight": 0.02}

@@ -10,7 +10,7 @@ from bytescale.cost import flops
 from bytescale.models import build_model
 from bytescale.models.rope import apply_rope, rope_frequencies, rope_rotation
 from tests.helpers.reference_attention import reference_attention
-from tests.helpers.steps import make_model, small_shape
+from tests.models.own import make_model, small_shape
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

@@ -14,7 +14,7 @@ from bytescale.models import Llama, Mixtral, build_model
 from bytescale.models.balance import count_tokens
 from bytescale.models.moe import ExpertProducts, expert_products, grouped_products, looped_products, route
 from tests.helpers.reference_attention import reference_attention
-from tests.helpers.steps import make_model, small_shape
+from tests.models.own import make_model, small_shape
 
 MIXTURE = {"num_experts": 4, "experts_per_token": 2}
 COUNTS = {"mixed": [5, 0, 7, 1], "one expert": [0, 0, 9, 0], "no token": [0, 0, 0, 0], "first and last": [3, 0, 0, 4]}
