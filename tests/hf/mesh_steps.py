@@ -19,7 +19,7 @@ from bytescale.parity.compare import Document, StepNumbers, WideCasts, differenc
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.verify import verify
 from bytescale.planner import align
-from bytescale.runtime import Activations, Decoder, Executor, FlatParameters, Mesh, MeshShape, StepResult
+from bytescale.runtime import Activations, Decoder, Executor, FlatParameters, HostPool, Mesh, MeshShape, StepResult
 from bytescale.runtime.optimizer.zero import sum_replicas
 from bytescale.runtime.tied import TiedHead
 from tests.helpers.ranks import run_mesh
@@ -38,8 +38,15 @@ def compare_on_mesh(
 
 
 def mesh_step(
-    model: nn.Module, documents: list[Document], shape: MeshShape, plan: Plan, checkpointing: str = "none"
+    model: nn.Module,
+    documents: list[Document],
+    shape: MeshShape,
+    plan: Plan,
+    checkpointing: str = "none",
+    *,
+    offload: bool = False,
 ) -> StepNumbers:
+    """The numbers of one step, and of an evaluation, put together from all ranks. ``offload``: with host memory."""
     lengths = [len(document["tokens"]) for document in documents]
     total = float(sum(document["weights"].sum() for document in documents))
     batch = Batch(*([document[name] for document in documents] for name in ("tokens", "labels", "weights")))
@@ -49,7 +56,7 @@ def mesh_step(
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
         data = [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches]
         with WideCasts():
-            executor, flat = part_of(model, mesh, checkpointing)
+            executor, flat = part_of(model, mesh, checkpointing, offload=offload)
             result = executor.run(rank_plan, data, num_global_targets=total)
             sum_replicas(flat, mesh.tp)
             losses = executor.evaluate(rank_plan, data)
@@ -74,16 +81,19 @@ def mesh_step(
     )
 
 
-def part_of(model: nn.Module, mesh: Mesh, checkpointing: str) -> tuple[Executor, FlatParameters]:
+def part_of(
+    model: nn.Module, mesh: Mesh, checkpointing: str, *, offload: bool = False
+) -> tuple[Executor, FlatParameters]:
     """This rank's part of a copy of ``model``, as the trainer makes it."""
     decoder = AttachedDecoder(copy.deepcopy(model).train())
     own = parallelize(decoder, mesh)
     flat, tied = FlatParameters(own.named, 1, own.cuts), None
     if decoder.stage is not None and decoder.stage.tied is not None:
         tied = TiedHead(mesh, decoder.stage.tied, flat, lambda: None)
+    pool = HostPool(2**24, pinned=False) if offload else None
     part = Decoder(
         module=decoder,
-        activations=Activations(decoder.layers, checkpointing=checkpointing, tp=mesh.tp),  # type: ignore[arg-type]
+        activations=Activations(decoder.layers, checkpointing=checkpointing, pool=pool, tp=mesh.tp),  # type: ignore[arg-type]
         head=decoder.head,
         splits_loss=decoder.splits_loss,
         tied=tied,

@@ -35,8 +35,9 @@ from tests.helpers.plans import random_plan
 from tests.helpers.reference_attention import reference_attention
 from tests.helpers.steps import random_batch, reference_step, slice_batch, worst_relative_error
 from tests.models.own import make_model, small_shape
-from tests.runtime.test_mesh_parity import MIXTURE, mesh_step
 from tests.train.runs import losses, small_run, write_corpus
+
+from .own_mesh import MIXTURE, mesh_step
 
 LENGTHS = [37, 1, 8, 3, 2, 21, 12]
 # Formulas are written out, and sums are taken in another order than in PyTorch's own backward.
