@@ -11,16 +11,11 @@ from torch import Tensor, nn
 from bytescale.attention import AttentionRules, PackedAttention, select_kernel
 from bytescale.attention.kernels import AttentionKernel, MathKernel
 from bytescale.common.errors import ConfigError
-from bytescale.models.head_groups import apply_head_groups
-from bytescale.models.llama import Attention
-from bytescale.models.rope import rope_rotation
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Activations, RankGroup
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_attention import reference_attention
-from tests.helpers.rules import apply_rules
-from tests.helpers.steps import small_shape
 
 LENGTH = 41
 RULES = AttentionRules(scale=0.4, window=7, soft_cap=2.0)
@@ -81,36 +76,6 @@ def test_checkpointing_changes_no_bit(num_ranks: int) -> None:
             results, bytes_sent = found[mode]
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, plain, strict=True))
             assert bytes_sent == sent * share  # fp64: keys forward, keys backward and gradients are of one size
-
-
-@pytest.mark.parametrize("rules", [RULES, AttentionRules(window=7), AttentionRules(soft_cap=2.0)], ids=str)
-def test_groups_of_heads_give_the_numbers_of_all_heads_at_once(rules: AttentionRules) -> None:
-    shape = small_shape(num_heads=4, num_kv_heads=2)
-    plan = shared_by(2)
-    torch.manual_seed(0)
-    weights = Attention(shape).double().state_dict()
-    rows = torch.randn(LENGTH, shape.hidden_size, dtype=torch.float64)
-
-    def one_rank(hdp: RankGroup) -> list[list[Tensor]]:
-        (micro_batch,) = RankPlan.of(plan, hdp.rank).micro_batches
-        places = torch.as_tensor(micro_batch.position_ids())
-        kernel = select_kernel("auto", torch.device("cpu"), torch.float64)
-        found = []
-        for num_groups in (1, 2):
-            module = Attention(shape).double()
-            module.load_state_dict(weights)
-            apply_head_groups(module, num_groups)
-            apply_rules(module, rules)
-            hidden = rows[places].requires_grad_()
-            rotation = rope_rotation(places, shape, torch.float64)
-            out = module(hidden, rotation, PackedAttention(micro_batch, kernel, hdp.exchange))
-            out.square().sum().backward()
-            found.append([out.detach(), hidden.grad, *(weight.grad for weight in module.parameters())])
-        return found
-
-    for at_once, by_groups in run_ranks(2, one_rank):
-        for ours, theirs in zip(by_groups, at_once, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
 def transformers_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, sinks: Tensor | None) -> Tensor:

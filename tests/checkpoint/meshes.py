@@ -2,37 +2,77 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.reading import Wanted, wanted_by
-from bytescale.config import Architecture, CheckpointConfig, OptimizerConfig
-from bytescale.runtime import Mesh, MeshShape, ShardedOptimizer
-from bytescale.train.parts.own_model import build_own_model
+from bytescale.common.cut import Cut
+from bytescale.config import AttachedArchitecture, CheckpointConfig, OptimizerConfig
+from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.parallelize import parallelize
+from bytescale.parity import small_model
+from bytescale.runtime import FlatParameters, Mesh, MeshShape, ShardedOptimizer
 from tests.helpers.ranks import run_mesh
-from tests.helpers.steps import small_shape
 
 Result = TypeVar("Result")
 STATES = ("master", "exp_avg", "exp_avg_sq")
-SHAPE = small_shape(vocab_size=64, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_hidden_size=24)
 
 
-def make_optimizer(mesh: Mesh, shape: Architecture = SHAPE, bucket_bytes: int = 1500) -> ShardedOptimizer:
-    model = build_own_model(
-        shape,
-        mesh,
-        dtype=torch.float32,
-        seed=0,
-        bucket_bytes=bucket_bytes if mesh.hdp.size > 1 else 0,
-    )
-    optimizer = ShardedOptimizer.of_config(model.parameters, OptimizerConfig(), mesh)
+@dataclass(frozen=True)
+class Family:
+    """A small decoder of transformers."""
+
+    name: str
+    tied: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a checkpoint says of the model."""
+        return AttachedArchitecture(content=_content_of(self)).as_dict()
+
+    def model(self) -> Any:
+        sizes = {"vocab_size": 64, "hidden_size": 16, "head_dim": 4, "intermediate_size": 24}
+        return small_model(self.name, dtype=torch.float32, tie_word_embeddings=self.tied, **sizes)
+
+
+SHAPE, TIED, MIXTURE = Family("llama"), Family("llama", tied=True), Family("mixtral")
+
+
+@cache
+def _content_of(shape: Family) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(shape.model().config.to_json_string(use_diff=False))
+    return content
+
+
+@cache
+def cuts_of(shape: Family, tp: int, pp: int) -> dict[tuple[int, int], dict[str, Cut]]:
+    """Which parts of which parameters a rank of a stage has, by stage and tensor-parallel rank."""
+    model = shape.model()
+
+    def one_rank(mesh: Mesh) -> tuple[tuple[int, int], dict[str, Cut]]:
+        own = parallelize(AttachedDecoder(copy.deepcopy(model)), mesh)
+        return (mesh.stage, mesh.tp.rank), {name: own.cuts[name] for name, _ in own.named}
+
+    return dict(run_mesh(MeshShape(1, tp=tp, pp=pp), one_rank))
+
+
+def make_optimizer(mesh: Mesh, shape: Family = SHAPE, bucket_bytes: int = 1500) -> ShardedOptimizer:
+    """Of parameters that are zero. ``cuts_of`` is to be called before, outside of ranks."""
+    cuts = cuts_of(shape, mesh.tp.size, mesh.shape.pp)[mesh.stage, mesh.tp.rank]
+    named = [(name, nn.Parameter(torch.zeros(cut.part_shape))) for name, cut in cuts.items()]
+    bucket_bytes = bucket_bytes if mesh.hdp.size > 1 else 0
+    parameters = FlatParameters(named, mesh.hdp.size, cuts, bucket_bytes=bucket_bytes)
+    optimizer = ShardedOptimizer.of_config(parameters, OptimizerConfig(), mesh)
     optimizer.require_states()
     return optimizer
 
@@ -62,7 +102,7 @@ def assert_states(optimizer: ShardedOptimizer, step: int) -> None:
         assert torch.equal(part.target, expected(optimizer, part, step)), (part.state, part.parameter, part.box)
 
 
-def run_state(step: int, shape: Architecture = SHAPE) -> RunState:
+def run_state(step: int, shape: Family = SHAPE) -> RunState:
     return RunState(step=step, sampler={"place": step * 7}, architecture=shape.as_dict(), mesh={"hdp": 1})
 
 
@@ -72,10 +112,11 @@ def with_checkpointer(
     work: Callable[[Checkpointer, ShardedOptimizer], Result],
     /,
     *,
-    shape: Architecture = SHAPE,
+    shape: Family = SHAPE,
     **config: object,
 ) -> list[Result]:
     """``work`` on every rank of a mesh of threads."""
+    cuts_of(shape, mesh.tp, mesh.pp)
 
     def one_rank(own: Mesh) -> Result:
         settings = CheckpointConfig(**{"background": False, **config})  # type: ignore[arg-type]
@@ -85,7 +126,7 @@ def with_checkpointer(
     return run_mesh(mesh, one_rank, timeout_seconds=60)
 
 
-def save(mesh: MeshShape, folder: Path, *steps: int, shape: Architecture = SHAPE, **options: object) -> None:
+def save(mesh: MeshShape, folder: Path, *steps: int, shape: Family = SHAPE, **options: object) -> None:
     """Checkpoints after these steps, by all ranks of a mesh."""
 
     def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
@@ -97,7 +138,7 @@ def save(mesh: MeshShape, folder: Path, *steps: int, shape: Architecture = SHAPE
     with_checkpointer(mesh, folder, work, shape=shape, **options)  # type: ignore[arg-type]
 
 
-def restore(mesh: MeshShape, folder: Path, shape: Architecture = SHAPE, name: str = "") -> int:
+def restore(mesh: MeshShape, folder: Path, shape: Family = SHAPE, name: str = "") -> int:
     """The newest checkpoint (or ``name``) on every rank of a mesh, compared bit for bit. Returns its step."""
 
     def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> int:

@@ -1,55 +1,32 @@
-"""Attention rules and recurrences for our own models, whose modules know none."""
+"""Attention rules and recurrences for the plain decoder, whose modules know none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bytescale.attention import AttentionRules, PackedAttention
-from bytescale.models.llama import Attention
 from bytescale.recurrence import GroupCuts
 
-
-@dataclass(frozen=True)
-class Ruled:
-    """``PackedAttention`` whose every call has the same rules; also on some heads at a time, outside of autograd."""
-
-    attention: PackedAttention
-    rules: AttentionRules
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attention(q, k, v, self.rules)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.attention.forward(q, k, v, self.rules)
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.attention.backward(dout, q, k, v, out, lse, self.rules)
-
-    def remembered(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        return self.attention.remembered(compute)
+from .decoder import Rotation
 
 
-def apply_rules(module: Attention, rules: AttentionRules) -> None:
-    """Give ``module``'s attention callable these rules. Apply it after head groups and before checkpointing."""
+def apply_rules(module: nn.Module, rules: AttentionRules) -> None:
+    """Give the attention callable of ``module``, a layer's attention, these rules. Apply it before checkpointing."""
     inner = module.forward
 
-    def forward(hidden: Tensor, rotation: tuple[Tensor, Tensor], attention: PackedAttention) -> Tensor:
-        return inner(hidden, rotation, Ruled(attention, rules))  # type: ignore[arg-type]
+    def forward(hidden: Tensor, rotation: Rotation, attention: PackedAttention) -> Tensor:
+        result: Tensor = inner(hidden, rotation, lambda q, k, v: attention(q, k, v, rules))
+        return result
 
-    module.forward = forward  # type: ignore[assignment,method-assign]
+    module.forward = forward
 
 
-def apply_recurrence(module: Attention, *, matrix: bool) -> None:
+def apply_recurrence(module: nn.Module, *, matrix: bool) -> None:
     """Send a halo and states of ``module``'s input before its attention. Apply it before checkpointing."""
     inner = module.forward
 
-    def forward(hidden: Tensor, rotation: tuple[Tensor, Tensor], attention: PackedAttention) -> Tensor:
+    def forward(hidden: Tensor, rotation: Rotation, attention: PackedAttention) -> Tensor:
         cuts = GroupCuts(attention)
         rows, arrived, _ = cuts.halo(hidden, 3)
         rows = rows + arrived.sum()
@@ -57,6 +34,7 @@ def apply_recurrence(module: Attention, *, matrix: bool) -> None:
             states = torch.stack([rows[part].sum() * rows.new_ones(2, 3, 4) for part in cuts.fragments])
             rows, entry = cuts.entry(rows, states[..., :3] if matrix else states[..., :1, :1], states)
             rows = rows + entry.sum()
-        return inner(rows, rotation, attention)
+        result: Tensor = inner(rows, rotation, attention)
+        return result
 
-    module.forward = forward  # type: ignore[assignment,method-assign]
+    module.forward = forward

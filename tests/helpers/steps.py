@@ -9,34 +9,25 @@ import torch
 from torch import Tensor
 
 from bytescale.attention import select_kernel
-from bytescale.config import Architecture
-from bytescale.models import Llama, build_model
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.runtime import IGNORE_INDEX, Decoder, Executor, FlatParameters, Mesh, MeshShape
+from tests.helpers.decoder import PlainDecoder, Sizes
 from tests.helpers.reference_attention import reference_attention
 from tests.helpers.reference_loss import reference_cross_entropy
 
 from .ranks import run_mesh
 
 
-def small_shape(**changes: object) -> Architecture:
-    """A Llama that runs in milliseconds, with grouped-query attention."""
-    numbers = {
-        "vocab_size": 61,
-        "num_layers": 2,
-        "hidden_size": 24,
-        "num_heads": 6,
-        "num_kv_heads": 2,
-        "head_dim": 4,
-        "ffn_hidden_size": 40,
-    }
-    return Architecture(**{**numbers, **changes})  # type: ignore[arg-type]
-
-
-def make_model(shape: Architecture, dtype: torch.dtype, seed: int = 0) -> Llama:
-    model = build_model(shape).to(dtype)
-    model.initialise(seed)
-    return model
+def make_model(sizes: Sizes, dtype: torch.dtype, seed: int = 0) -> PlainDecoder:
+    """With random weights of 0.02, smaller where they write to the residual stream. Norms are ones."""
+    generator = torch.Generator().manual_seed(seed)
+    model = PlainDecoder(sizes)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                parameter.normal_(0.0, 0.02 / (2 * sizes.num_layers if residual else 1) ** 0.5, generator=generator)
+    return model.to(dtype)
 
 
 @dataclass
@@ -107,7 +98,7 @@ class StepOutcome:
     batch_loss: float = 0.0
 
 
-def reference_step(model: Llama, batch: Batch) -> StepOutcome:
+def reference_step(model: PlainDecoder, batch: Batch) -> StepOutcome:
     """Every document on its own through SDPA, all logits at once: no packing, no ring, no chunks."""
     total = torch.zeros((), dtype=torch.float64)
     model.zero_grad()
@@ -123,7 +114,7 @@ def reference_step(model: Llama, batch: Batch) -> StepOutcome:
 
 
 def planned_step(
-    make: Callable[[], Llama], batch: Batch, plan: Plan, kernel: str = "auto", nodes: Sequence[int] | None = None
+    make: Callable[[], PlainDecoder], batch: Batch, plan: Plan, kernel: str = "auto", nodes: Sequence[int] | None = None
 ) -> StepOutcome:
     """The same step under ``plan``, one thread per rank; gradients as the reduce-scatter sums them."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
-from bytescale.attention import select_kernel
+from bytescale.attention import AttentionKernel, select_kernel
 from bytescale.common.cut import Cut
 from bytescale.cost import Cluster, CostModel
 from bytescale.hf.model.decoder import AttachedDecoder
@@ -19,7 +20,9 @@ from bytescale.parity.compare import Document, StepNumbers, WideCasts, differenc
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.verify import verify
 from bytescale.planner import align
-from bytescale.runtime import Activations, Decoder, Executor, FlatParameters, Mesh, MeshShape, StepResult
+from bytescale.runtime import Activations, Decoder, Executor, FlatParameters, HostPool, Mesh, MeshShape, StepResult
+from bytescale.runtime.optimizer.buckets import Chunk
+from bytescale.runtime.optimizer.lockstep import Units, shard_parts
 from bytescale.runtime.optimizer.zero import sum_replicas
 from bytescale.runtime.tied import TiedHead
 from tests.helpers.ranks import run_mesh
@@ -38,8 +41,15 @@ def compare_on_mesh(
 
 
 def mesh_step(
-    model: nn.Module, documents: list[Document], shape: MeshShape, plan: Plan, checkpointing: str = "none"
+    model: nn.Module,
+    documents: list[Document],
+    shape: MeshShape,
+    plan: Plan,
+    checkpointing: str = "none",
+    *,
+    offload: bool = False,
 ) -> StepNumbers:
+    """The numbers of one step, and of an evaluation, put together from all ranks. ``offload``: with host memory."""
     lengths = [len(document["tokens"]) for document in documents]
     total = float(sum(document["weights"].sum() for document in documents))
     batch = Batch(*([document[name] for document in documents] for name in ("tokens", "labels", "weights")))
@@ -49,7 +59,9 @@ def mesh_step(
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
         data = [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches]
         with WideCasts():
-            executor, flat = part_of(model, mesh, checkpointing)
+            own, pool = rank_model(model, mesh), HostPool(2**24, pinned=False) if offload else None
+            flat, kernel = own.parameters, select_kernel("math", torch.device("cpu"), own.parameters.values.dtype)
+            executor = own.executor(mesh, kernel, checkpointing=checkpointing, pool=pool)
             result = executor.run(rank_plan, data, num_global_targets=total)
             sum_replicas(flat, mesh.tp)
             losses = executor.evaluate(rank_plan, data)
@@ -74,22 +86,57 @@ def mesh_step(
     )
 
 
-def part_of(model: nn.Module, mesh: Mesh, checkpointing: str) -> tuple[Executor, FlatParameters]:
-    """This rank's part of a copy of ``model``, as the trainer makes it."""
+@dataclass(frozen=True, kw_only=True)
+class RankModel:
+    """One rank's part of a decoder, as the trainer makes it."""
+
+    decoder: AttachedDecoder
+    parameters: FlatParameters
+    more: Sequence[FlatParameters] = ()  # further ones, where ranks share layers
+    units: Units | None = None  # open these layers
+
+    @property
+    def layers(self) -> Chunk:
+        return self.decoder, self.decoder.layers
+
+    def executor(
+        self,
+        mesh: Mesh,
+        kernel: AttentionKernel,
+        *,
+        checkpointing: str = "none",
+        pool: HostPool | None = None,
+        wait_for_parameters: Callable[[], None] = lambda: None,
+    ) -> Executor:
+        """``wait_for_parameters``: where an optimizer gathers them (``TiedHead``)."""
+        decoder, tied = self.decoder, None
+        if decoder.stage is not None and decoder.stage.tied is not None:
+            tied = TiedHead(mesh, decoder.stage.tied, self.parameters, wait_for_parameters)
+        part = Decoder(
+            module=decoder,
+            activations=Activations(decoder.layers, checkpointing=checkpointing, pool=pool, tp=mesh.tp),  # type: ignore[arg-type]
+            head=decoder.head,
+            splits_loss=decoder.splits_loss,
+            tied=tied,
+        )
+        return Executor(part=part, kernel=kernel, mesh=mesh, units=self.units)
+
+
+def rank_model(model: nn.Module, mesh: Mesh, *, bucket_bytes: int = 0, experts: str = "gathered") -> RankModel:
+    """This rank's part of a copy of ``model``. Ranks of a domain share its layers; ``experts``: and experts so."""
     decoder = AttachedDecoder(copy.deepcopy(model).train())
     own = parallelize(decoder, mesh)
-    flat, tied = FlatParameters(own.named, 1, own.cuts), None
-    if decoder.stage is not None and decoder.stage.tied is not None:
-        tied = TiedHead(mesh, decoder.stage.tied, flat, lambda: None)
-    part = Decoder(
-        module=decoder,
-        activations=Activations(decoder.layers, checkpointing=checkpointing, tp=mesh.tp),  # type: ignore[arg-type]
-        head=decoder.head,
-        splits_loss=decoder.splits_loss,
-        tied=tied,
-    )
-    kernel = select_kernel("math", torch.device("cpu"), flat.values.dtype)
-    return Executor(part=part, kernel=kernel, mesh=mesh), flat
+    named, more, units = own.named, list[FlatParameters](), None
+    if mesh.domain.size > 1:
+        _ = decoder.head  # found by a pass
+        if experts == "parallel":
+            decoder.require_experts(mesh.domain.size)
+        mixtures = decoder.experts if experts == "parallel" else ()
+        named, shared, units = shard_parts(named, decoder.parts, mesh, cuts=own.cuts, experts=mixtures)
+        more += shared
+    late = decoder.late_parameters()
+    parameters = FlatParameters(named, mesh.hdp.size, own.cuts, bucket_bytes=bucket_bytes, late=late)
+    return RankModel(decoder=decoder, parameters=parameters, more=more, units=units)
 
 
 def plan_of(lengths: list[int], shape: MeshShape, seed: int) -> Plan:

@@ -16,34 +16,27 @@ from torch import Tensor, nn
 
 from bytescale.attention import select_kernel
 from bytescale.attention.rings.exchange import Exchange, Transfer
-from bytescale.config import Architecture, OptimizerConfig
+from bytescale.config import OptimizerConfig
+from bytescale.parity import small_model
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.last_message import last_backward_is_silent, silent_last_backwards
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import (
-    Activations,
-    Decoder,
-    Executor,
-    FlatParameters,
-    Mesh,
-    MeshShape,
-    RankGroup,
-    ShardedOptimizer,
-)
+from bytescale.runtime import FlatParameters, Mesh, MeshShape, RankGroup, ShardedOptimizer
 from bytescale.runtime.group import PendingCollective
 from bytescale.runtime.optimizer.buckets import BucketCollectives, Overlap
 from bytescale.runtime.optimizer.flat import ALIGNMENT
-from bytescale.train.parts.own_model import build_own_model
+from tests.helpers.decoder import Sizes
 from tests.helpers.effort import one_of, pairs
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_mesh
-from tests.helpers.steps import Batch, make_model, random_batch, slice_batch, small_shape
-from tests.runtime.test_mesh_parity import MIXTURE, mesh_shape, runnable_plan
+from tests.helpers.steps import Batch, make_model, random_batch, slice_batch
+from tests.hf.mesh_steps import plan_of, rank_model
 
 LENGTHS = [33, 5, 18, 1, 9, 27, 2]
 CLIPPING = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad_norm=1e-3)
-SEVERAL_BUCKETS = 6 * 1024  # bytes; a stage has 30 to 150 KB of gradients
-FAMILIES = {"llama": {}, "tied": {"tie_embeddings": True}, "mixtral": MIXTURE}
+SEVERAL_BUCKETS = 12 * 1024  # bytes; a stage has 70 to 300 KB of gradients
+WORDS = 68  # which 2 and 4 ranks share
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "tied": {"tie_word_embeddings": True}, "mixtral": {}}
 
 
 @dataclass
@@ -58,29 +51,34 @@ class Steps:
 
 def train(
     mesh_of: MeshShape,
-    shape: Architecture,
+    family: str,
     plans: list[Plan],
     batch: Batch,
     *,
     bucket_bytes: int,
     checkpointing: str = "none",
-    dtype: torch.dtype = torch.float32,
 ) -> Steps:
     """One step per plan on a mesh of threads; ``bucket_bytes`` 0 is the slow twin."""
+    numbers = {"num_hidden_layers": 4, "vocab_size": WORDS, **FAMILIES[family]}
+    whole = small_model("llama" if family == "tied" else family, dtype=torch.float32, **numbers)
 
     def one_rank(mesh: Mesh) -> tuple[list, list, list, dict]:
-        model = build_own_model(shape, mesh, dtype=dtype, seed=0, bucket_bytes=bucket_bytes)
+        model = rank_model(whole, mesh, bucket_bytes=bucket_bytes)
         optimizer = ShardedOptimizer.of_config(model.parameters, CLIPPING, mesh)
         if bucket_bytes:
             assert mesh.hdp.size == 1 or len(model.parameters.buckets) > 2
             optimizer.zeros[0].overlap_with(model.layers)
-        activations = Activations(list(model.module.layers), checkpointing=checkpointing)  # type: ignore[arg-type]
-        part = Decoder(module=model.module, activations=activations)
+        executor = model.executor(
+            mesh,
+            select_kernel("auto", torch.device("cpu"), torch.float32),
+            checkpointing=checkpointing,
+            wait_for_parameters=optimizer.zeros[0].collectives.wait_for_parameters,
+        )
         losses, norms, gradients = [], [], []
         for plan in plans:
             own = RankPlan.of(plan, mesh.hdp.rank)
             optimizer.begin_step(own)
-            result = Executor(part=part, kernel=select_kernel("auto", torch.device("cpu"), dtype), mesh=mesh).run(
+            result = executor.run(
                 own,
                 [slice_batch(batch, micro_batch) for micro_batch in own.micro_batches],
                 num_global_targets=batch.num_targets,
@@ -141,7 +139,7 @@ def assert_same(ours: Steps, twin: Steps, num_ranks: int) -> None:
 
 def plans_of(mesh: MeshShape) -> list[Plan]:
     """Three steps whose ranks end at different times, some of them without a micro-batch."""
-    return [runnable_plan(LENGTHS, mesh, seed) for seed in (1, 5, 11)]
+    return [plan_of(LENGTHS, mesh, seed) for seed in (1, 5, 11)]
 
 
 MESHES = [
@@ -154,26 +152,21 @@ MESHES = [
 
 
 def check(mesh: MeshShape, family: str, *, checkpointing: str = "none") -> None:
-    shape = mesh_shape(**FAMILIES[family])
-    batch = random_batch(LENGTHS, shape.vocab_size, seed=3)
+    batch = random_batch(LENGTHS, WORDS, seed=3)
     plans = plans_of(mesh)
-    twin = train(mesh, shape, plans, batch, bucket_bytes=0, checkpointing=checkpointing)
+    twin = train(mesh, family, plans, batch, bucket_bytes=0, checkpointing=checkpointing)
     with late_results():
-        ours = train(mesh, shape, plans, batch, bucket_bytes=SEVERAL_BUCKETS, checkpointing=checkpointing)
+        ours = train(mesh, family, plans, batch, bucket_bytes=SEVERAL_BUCKETS, checkpointing=checkpointing)
     assert_same(ours, twin, mesh.hdp)
 
 
 @pytest.mark.parametrize(
     ("mesh", "family"),
-    [case for case in pairs(MESHES[1:4], list(FAMILIES)) if case.values[0].pp == 1 or case.values[1] != "tied"],
+    pairs(MESHES[1:4], list(FAMILIES)),
     ids=str,
 )
 def test_buckets_give_the_numbers_of_one_reduction(mesh: MeshShape, family: str) -> None:
-    check(mesh, family)
-
-
-def test_stages_and_recomputation() -> None:
-    check(MeshShape(hdp=2, pp=2), "llama", checkpointing="full")
+    check(mesh, family, checkpointing="none" if mesh.pp == 1 else "full")
 
 
 MANY = [
@@ -181,7 +174,6 @@ MANY = [
     for mesh in (*MESHES, MeshShape(hdp=4), MeshShape(hdp=4, pp=2), MeshShape(hdp=3, pp=2))
     for family in FAMILIES
     for checkpointing in ("none", "full", "attention")
-    if mesh.pp == 1 or family != "tied"
 ]
 
 
@@ -193,9 +185,8 @@ def test_every_mesh_and_family(mesh: MeshShape, family: str, checkpointing: str)
 
 
 def test_the_same_bits_in_every_run() -> None:
-    shape, mesh = mesh_shape(), MeshShape(hdp=3)
-    batch = random_batch(LENGTHS, shape.vocab_size, seed=3)
-    first, second = (train(mesh, shape, plans_of(mesh), batch, bucket_bytes=SEVERAL_BUCKETS) for _ in range(2))
+    mesh, batch = MeshShape(hdp=3), random_batch(LENGTHS, WORDS, seed=3)
+    first, second = (train(mesh, "llama", plans_of(mesh)[:2], batch, bucket_bytes=SEVERAL_BUCKETS) for _ in range(2))
     assert first.losses == second.losses
     assert all(torch.equal(first.parameters[key], second.parameters[key]) for key in first.parameters)
 
@@ -262,11 +253,10 @@ def recorded_events() -> Iterator[dict[int, list[tuple[str, Any]]]]:
     ids=str,
 )
 def test_no_reduction_before_the_last_message_and_one_order_on_all_ranks(mesh: MeshShape) -> None:
-    shape = mesh_shape()
-    batch = random_batch(LENGTHS, shape.vocab_size, seed=3)
+    batch = random_batch(LENGTHS, WORDS, seed=3)
     for plan in plans_of(mesh):
         with recorded_events() as events:
-            train(mesh, shape, [plan], batch, bucket_bytes=SEVERAL_BUCKETS)
+            train(mesh, "llama", [plan], batch, bucket_bytes=SEVERAL_BUCKETS)
         orders = set()
         early = 0
         for own in events.values():
@@ -297,9 +287,7 @@ def test_the_rule_by_plan_and_by_rank() -> None:
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("bucket_bytes", [0, 1, 4096, 10**9])
 def test_buckets_cut_the_buffers_into_equal_parts(num_shards: int, bucket_bytes: int) -> None:
-    flat = FlatParameters(
-        make_model(small_shape(), torch.float32).named_parameters(), num_shards, bucket_bytes=bucket_bytes
-    )
+    flat = FlatParameters(make_model(Sizes(), torch.float32).named_parameters(), num_shards, bucket_bytes=bucket_bytes)
     sizes = [bucket.stop - bucket.start for bucket in flat.buckets]
     assert [bucket.start for bucket in flat.buckets] == np.cumsum([0, *sizes[:-1]]).tolist()
     assert len(sizes) <= 64

@@ -21,15 +21,17 @@ from bytescale.attention import Exchange, blocks, copies
 from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, LOGITS_PER_CHUNK
 from bytescale.hf.loop import micro_batch
 from bytescale.hf.loop.micro_batch import Micro
+from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.head import ModelHead
-from bytescale.models import build_model
-from bytescale.models.head_groups import apply_head_groups
+from bytescale.parity import small_model
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Activations, Decoder, FlatParameters, Mesh, RankGroup, loss
-from bytescale.train.parts.tensor_parallel import row_wise_parts
+from bytescale.runtime.loss import PlainHead
+from tests.helpers.decoder import PlainDecoder, Sizes
+from tests.helpers.effort import one_of
 from tests.helpers.reference_loss import linear_cross_entropy
-from tests.helpers.steps import random_batch, slice_batch, small_shape
+from tests.helpers.steps import random_batch, slice_batch
 from tests.nccl.recorder import Log, RecordedGroup, ZeroKernel, batching
 
 META = torch.device("meta")
@@ -77,46 +79,49 @@ def two_micro_batches() -> Plan:
     )
 
 
-def run_on_meta(monkeypatch: pytest.MonkeyPatch, *, checkpointing: str, head_groups: int, **changes: object) -> None:
-    plan, shape = two_micro_batches(), small_shape(**changes)
-    batch = random_batch(plan.lengths.tolist(), shape.vocab_size, 0)
-    log = Log(0)
-    hdp = RankGroup(RecordedGroup(log, "HDP", [0, 1]), device=META)
+def run_on_meta(part: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = two_micro_batches()
+    batch = random_batch(plan.lengths.tolist(), 61, 0)
+    hdp = RankGroup(RecordedGroup(Log(0), "HDP", [0, 1]), device=META)
     hdp.exchange = Exchange(hdp.group, 0, batched=True)
     monkeypatch.setattr("bytescale.attention.rings.exchange.dist", batching())
     monkeypatch.setattr(executor._Run, "result", lambda self: None)  # the one place where the host reads a number
-    with META:
-        model = build_model(shape).to(torch.bfloat16)
-    FlatParameters(model.named_parameters(), 2)
-    for layer in model.layers:
-        apply_head_groups(layer.self_attn, head_groups)
-    activations = Activations(
-        list(model.layers),
-        checkpointing=checkpointing,  # type: ignore[arg-type]
-        row_wise=row_wise_parts(model, 1),
-        chunk_rows=8,
-    )
     rank_plan = RankPlan.of(plan, 0)
+    data = [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches]
     with NoPageableCopies():
-        executor.Executor(
-            part=Decoder(module=model, activations=activations), kernel=ZeroKernel(), mesh=Mesh.of_hdp(hdp)
-        ).run(
-            rank_plan,
-            [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
-            num_global_targets=batch.num_targets,
-        )
+        run = executor.Executor(part=part, kernel=ZeroKernel(), mesh=Mesh.of_hdp(hdp))
+        run.run(rank_plan, data, num_global_targets=batch.num_targets)
 
 
-MIXTURE = {"num_experts": 4, "experts_per_token": 2, "router_aux_loss_weight": 0.5}
-
-
-@pytest.mark.parametrize("mixture", [False, True])
-@pytest.mark.parametrize(("checkpointing", "head_groups"), [("none", 1), ("full", 1), ("attention", 2)])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "attention"])
 def test_a_step_never_waits_for_the_device(
-    checkpointing: str, head_groups: int, mixture: bool, on_meta: list[int], monkeypatch: pytest.MonkeyPatch
+    checkpointing: str, on_meta: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = {**(MIXTURE if mixture else {}), "ffn_hidden_size": 32, "hidden_size": 32, "head_dim": 8}
-    run_on_meta(monkeypatch, checkpointing=checkpointing, head_groups=head_groups, **changes)
+    with META:
+        model = PlainDecoder(Sizes(hidden_size=32, head_dim=8, ffn_hidden_size=32)).to(torch.bfloat16)
+    FlatParameters(model.named_parameters(), 2)
+    activations = Activations(list(model.layers), checkpointing=checkpointing)  # type: ignore[arg-type]
+    run_on_meta(Decoder(module=model, activations=activations), monkeypatch)
+    assert on_meta, "tokens were copied"
+
+
+@pytest.mark.parametrize("checkpointing", one_of(["none", "full", "attention"], "full"))
+@pytest.mark.parametrize("name", one_of(["llama", "mixtral", "qwen3_moe", "gpt_oss"], "mixtral"))
+def test_a_step_of_a_decoder_of_transformers_never_waits_for_the_device(
+    name: str, checkpointing: str, on_meta: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mixtures compute with grouped products, whose sizes the device alone knows."""
+    model: Any = small_model(name, dtype=torch.bfloat16)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("grouped_mm")
+    decoder = AttachedDecoder(model)
+    assert isinstance(decoder.head, PlainHead)
+    assert len(decoder.layers) == 2  # both found by passes on the CPU
+    model.to(META)
+    FlatParameters(model.named_parameters(), 2)
+    activations = Activations(decoder.layers, checkpointing=checkpointing)  # type: ignore[arg-type]
+    part = Decoder(module=decoder, activations=activations, head=PlainHead(decoder.head_weight))
+    run_on_meta(part, monkeypatch)
     assert on_meta, "tokens were copied"
 
 

@@ -21,7 +21,8 @@ from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_attention import reference_attention
 from tests.helpers.reference_loss import reference_cross_entropy
-from tests.helpers.steps import Batch, make_model, random_batch, slice_batch, small_shape, worst_relative_error
+from tests.helpers.steps import Batch, random_batch, slice_batch, worst_relative_error
+from tests.models.own import make_model, small_shape
 
 # fp64 differs only in the order of sums; fp32 keeps 24 bits and sums some hundred terms.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

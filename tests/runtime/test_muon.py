@@ -15,9 +15,10 @@ from bytescale.config import OptimizerConfig, validate
 from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedOptimizer
 from bytescale.runtime.optimizer.flat import Entry
 from bytescale.runtime.optimizer.muon import deal, is_hidden_matrix, orthogonalised
+from tests.helpers.decoder import Sizes
 from tests.helpers.effort import one_of
 from tests.helpers.ranks import run_ranks
-from tests.helpers.steps import make_model, small_shape
+from tests.helpers.steps import make_model
 from tests.train.runs import interrupt, on_ranks, run, small_run, with_trainer, write_corpus
 
 from .test_zero import STEPS, gradients_of
@@ -43,7 +44,7 @@ def test_a_matrix_becomes_orthogonal(shape: tuple[int, int], dtype: torch.dtype)
 def reference_parameters(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """torch.optim.Muon and AdamW on whole parameters. Torch would orthogonalise in BF16; here it is FP64, as ours."""
     monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", lambda grad, *_: orthogonalised(grad, torch.float64))
-    model = make_model(small_shape(), torch.float64)
+    model = make_model(Sizes(), torch.float64)
     named = dict(model.named_parameters())
     muon = torch.optim.Muon(
         [p for name, p in named.items() if is_hidden_matrix(name, p)],
@@ -70,7 +71,7 @@ def reference_parameters(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> dic
 @pytest.mark.parametrize(("num_ranks", "bucket_bytes"), one_of([(1, 0), (2, 0), (3, 4096), (5, 20_000)], (3, 4096)))
 def test_sharded_updates_equal_torchs_muon(num_ranks: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def one_rank(hdp: RankGroup) -> dict[str, torch.Tensor]:
-        model = make_model(small_shape(), torch.float64)
+        model = make_model(Sizes(), torch.float64)
         flat = FlatParameters(model.named_parameters(), hdp.size, bucket_bytes=bucket_bytes)
         optimizer = ShardedOptimizer.of_config(flat, CONFIG, Mesh.of_hdp(hdp))
         for step in range(STEPS):

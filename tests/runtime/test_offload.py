@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from bytescale.attention import PackedAttention, select_kernel
 from bytescale.common.errors import PlanError
-from bytescale.models.head_groups import apply_head_groups
-from bytescale.models.llama import FeedForward
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import (
@@ -29,13 +27,13 @@ from bytescale.runtime import (
 )
 from bytescale.runtime.saved.host_pool import PageWriter
 from bytescale.runtime.saved.offload import offloaded_tokens
-from bytescale.train.parts.tensor_parallel import row_wise_parts
-from tests.helpers.effort import examples, one_in, pairs
+from tests.helpers.decoder import FeedForward, Sizes
+from tests.helpers.effort import examples, one_in
 from tests.helpers.lazy_lanes import use_lazy_lanes
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_loss import linear_cross_entropy
-from tests.helpers.steps import Batch, make_model, random_batch, slice_batch, small_shape
+from tests.helpers.steps import Batch, make_model, random_batch, slice_batch
 
 LIMIT = 2**24
 
@@ -54,14 +52,11 @@ def flat_gradients(
     offload: bool = False,
     steps: int = 1,
     layers: int = 5,
-    head_groups: int = 1,
 ) -> list[torch.Tensor]:
     """Each rank's own gradient sums after the last step; asserts that the pool is empty and within its limit."""
 
     def one_rank(hdp: RankGroup) -> torch.Tensor:
-        model = make_model(small_shape(num_layers=layers), torch.float32)
-        for layer in model.layers:
-            apply_head_groups(layer.self_attn, head_groups)
+        model = make_model(Sizes(num_layers=layers), torch.float32)
         flat = FlatParameters(model.named_parameters(), hdp.size)
         pool = HostPool(LIMIT, pinned=False, page_bytes=1024) if offload else None
         activations = Activations(model.layers, checkpointing=checkpointing, pool=pool)  # type: ignore[arg-type]
@@ -96,7 +91,6 @@ def same_bits(ours: list[torch.Tensor], reference: list[torch.Tensor]) -> bool:
     ratios=st.lists(st.sampled_from([0.0, 0.3, 0.5, 0.77, 1.0]), min_size=1, max_size=3),
     checkpointing=st.sampled_from(["none", "full", "attention"]),
     layers=st.sampled_from([2, 3, 5]),
-    head_groups=st.sampled_from([1, 2]),
 )
 def test_gradients_are_bitwise_those_without_offload_or_recomputation(
     lengths: list[int],
@@ -105,33 +99,26 @@ def test_gradients_are_bitwise_those_without_offload_or_recomputation(
     ratios: list[float],
     checkpointing: str,
     layers: int,
-    head_groups: int,
 ) -> None:
     plan = random_plan(lengths, num_ranks, seed, weighted=seed % 3 == 0)
     batch = random_batch(lengths, 61, seed)
     batch.labels[0][0] = 1
-    plain = flat_gradients(batch, plan, layers=layers, head_groups=head_groups)
-    offloaded = flat_gradients(
-        batch, with_ratios(plan, ratios), checkpointing, offload=True, layers=layers, head_groups=head_groups
-    )
+    plain = flat_gradients(batch, plan, layers=layers)
+    offloaded = flat_gradients(batch, with_ratios(plan, ratios), checkpointing, offload=True, layers=layers)
     assert same_bits(offloaded, plain)
 
 
-@pytest.mark.parametrize(("checkpointing", "head_groups"), pairs(["full", "attention"], [1, 2]))
-def test_recomputation_with_a_ring_is_exact_and_attention_mode_sends_nothing_twice(
-    checkpointing: str, head_groups: int
-) -> None:
+@pytest.mark.parametrize("checkpointing", ["full", "attention"])
+def test_recomputation_with_a_ring_is_exact_and_attention_mode_sends_nothing_twice(checkpointing: str) -> None:
     lengths = [42, 6]  # equal slices, so that every member sends as much as the others
     plan = everybody(lengths, 3)
     batch = random_batch(lengths, 61, 0)
-    ours = flat_gradients(batch, plan, checkpointing, head_groups=head_groups)
-    assert same_bits(ours, flat_gradients(batch, plan, head_groups=head_groups))
+    ours = flat_gradients(batch, plan, checkpointing)
+    assert same_bits(ours, flat_gradients(batch, plan))
 
-    def bytes_sent(mode: str, head_groups: int) -> list[int]:
+    def bytes_sent(mode: str) -> list[int]:
         def one_rank(hdp: RankGroup) -> int:
-            model = make_model(small_shape(), torch.float32)
-            for layer in model.layers:
-                apply_head_groups(layer.self_attn, head_groups)
+            model = make_model(Sizes(), torch.float32)
             rank_plan = RankPlan.of(plan, hdp.rank)
             Executor(
                 part=Decoder(module=model, activations=Activations(model.layers, checkpointing=mode)),  # type: ignore[arg-type]
@@ -146,7 +133,7 @@ def test_recomputation_with_a_ring_is_exact_and_attention_mode_sends_nothing_twi
 
         return run_ranks(3, one_rank)
 
-    plain, sent_by_ours = bytes_sent("none", 1), bytes_sent(checkpointing, head_groups)
+    plain, sent_by_ours = bytes_sent("none"), bytes_sent(checkpointing)
     # Forward sends K and V (1 part), backward K, V and their fp32 gradients (2 parts); a second forward sends 1 more.
     assert [3 * sent for sent in sent_by_ours] == [(4 if checkpointing == "full" else 3) * sent for sent in plain]
 
@@ -162,10 +149,9 @@ def test_what_recomputation_need_not_compute(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(FeedForward, "forward", counted)
     lengths, batch = [30], random_batch([30], 61, 0)
-    model = make_model(small_shape(num_layers=2), torch.float32)
-    activations = Activations(
-        list(model.layers), checkpointing="full", row_wise=row_wise_parts(model, 1), chunk_rows=16
-    )
+    model = make_model(Sizes(num_layers=2), torch.float32)
+    row_wise = [(layer, "feed_forward") for layer in model.layers]
+    activations = Activations(list(model.layers), checkpointing="full", row_wise=row_wise, chunk_rows=16)
     micro_batch = RankPlan.of(local_plan(lengths, [0.0]), 0).micro_batches[0]
     data = slice_batch(batch, micro_batch)
     kernel = select_kernel("auto", torch.device("cpu"), torch.float32)
@@ -196,22 +182,19 @@ def local_plan(lengths: list[int], ratios: list[float]) -> Plan:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # a block's end may be what finds it
 @pytest.mark.parametrize(
-    ("order", "checkpointing", "head_groups", "lazy"),
+    ("order", "checkpointing", "lazy"),
     one_in(
         5,
         list(
             product(
                 ["f0 f1 b0 f2 b1 b2", "f0 f1 f2 b2 b1 b0", "f0 f1 f2 b0 b1 b2"],
                 ["none", "full", "attention"],
-                [1, 2],
                 [False, True],
             )
         ),
     ),
 )
-def test_interleaved_micro_batches(
-    order: str, checkpointing: str, head_groups: int, lazy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interleaved_micro_batches(order: str, checkpointing: str, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards and backwards as a pipeline mixes them; ``lazy``: copies come as late as events allow, as on CUDA."""
     if lazy:
         use_lazy_lanes(monkeypatch)
@@ -219,9 +202,7 @@ def test_interleaved_micro_batches(
     batch = random_batch(lengths, 61, 0)
 
     def gradients(**options: object) -> torch.Tensor:
-        model = make_model(small_shape(num_layers=5), torch.float32)
-        for layer in model.layers:
-            apply_head_groups(layer.self_attn, head_groups)
+        model = make_model(Sizes(num_layers=5), torch.float32)
         flat = FlatParameters(model.named_parameters(), 1)
         activations = Activations(model.layers, **options)  # type: ignore[arg-type]
         micro_batches = RankPlan.of(plan, 0).micro_batches
@@ -255,7 +236,7 @@ def test_interleaved_micro_batches(
 def test_two_hundred_steps_neither_leak_nor_grow() -> None:
     lengths, plan = [30, 17], local_plan([30, 17], [1.0, 0.4])
     batch = random_batch(lengths, 61, 0)
-    model = make_model(small_shape(num_layers=3), torch.float32)
+    model = make_model(Sizes(num_layers=3), torch.float32)
     pool = HostPool(LIMIT, pinned=False, page_bytes=2**14)
     activations = Activations(model.layers, checkpointing="attention", pool=pool)
     rank_plan = RankPlan.of(plan, 0)
@@ -275,8 +256,8 @@ def test_two_hundred_steps_neither_leak_nor_grow() -> None:
 def test_what_is_left_on_the_device() -> None:
     """Of the layers before the last two, only what all layers share stays; a tensor saved twice moves once."""
     tokens, layers = 64, 5
-    shape = small_shape(num_layers=layers)
-    model = make_model(shape, torch.float32)
+    sizes = Sizes(num_layers=layers)
+    model = make_model(sizes, torch.float32)
     FlatParameters(model.named_parameters(), 1)
     pool = HostPool(LIMIT, pinned=False, page_bytes=256)
     activations = Activations(model.layers, pool=pool)
@@ -293,7 +274,7 @@ def test_what_is_left_on_the_device() -> None:
         hidden, query, kv, ffn = 24, 24, 8, 40
         # Each norm's input, scale, normalised (unless fused) and output; q, k, v, attention's output and LSE; gate, up,
         # silu(gate) and their product. Nothing twice: attention's output is also the input of o_proj.
-        norms, rest = 2 * (2 * hidden + 1), 2 * query + 2 * kv + shape.num_heads + 4 * ffn
+        norms, rest = 2 * (2 * hidden + 1), 2 * query + 2 * kv + sizes.num_heads + 4 * ffn
         moved = activations.offload.bytes_moved / (4 * tokens * (layers - 2))
         assert moved in (norms + rest, norms + rest + 2 * hidden)
         assert pool.bytes_in_use >= activations.offload.bytes_moved
@@ -305,7 +286,7 @@ def test_a_device_may_be_named_without_its_index() -> None:
     """As in ``torch.device("cuda")``, which does not equal the ``cuda:0`` of its tensors."""
     moved = []
     for device in (torch.device("cpu"), torch.device("cpu", 0)):
-        model = make_model(small_shape(num_layers=4), torch.float32)
+        model = make_model(Sizes(num_layers=4), torch.float32)
         activations = Activations(model.layers, pool=HostPool(LIMIT, pinned=False), device=device)
         rank_plan = RankPlan.of(local_plan([30], [0.5]), 0)
         Executor(
@@ -320,7 +301,7 @@ def test_a_device_may_be_named_without_its_index() -> None:
 
 def test_host_memory_ends() -> None:
     lengths, plan = [40], local_plan([40], [1.0])
-    model = make_model(small_shape(num_layers=4), torch.float32)
+    model = make_model(Sizes(num_layers=4), torch.float32)
     pool = HostPool(4100, pinned=False, page_bytes=1024)
     rank_plan = RankPlan.of(plan, 0)
     batch = random_batch(lengths, 61, 0)
@@ -373,8 +354,8 @@ def test_pages_are_there_before_the_first_forward(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_step_prepares_the_pages_of_its_largest_micro_batch() -> None:
-    shape = small_shape(num_layers=5)
-    model = make_model(shape, torch.float32)
+    sizes = Sizes(num_layers=5)
+    model = make_model(sizes, torch.float32)
     FlatParameters(model.named_parameters(), 1)
     pool = HostPool(LIMIT, pinned=False, page_bytes=256, token_bytes=1000.0)
     activations = Activations(model.layers, pool=pool)
@@ -388,12 +369,12 @@ def test_a_step_prepares_the_pages_of_its_largest_micro_batch() -> None:
 def test_on_a_gpu_gradients_are_bitwise_equal_and_memory_is_saved(checkpointing: str) -> None:
     """Pinned pages and two side streams; kernels that are deterministic, every token id once (embedding gradients)."""
     tokens, device = 4096, torch.device("cuda")
-    shape = small_shape(
+    sizes = Sizes(
         num_layers=8, vocab_size=tokens, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_hidden_size=1536
     )
 
     def step(ratio: float) -> tuple[torch.Tensor, int]:
-        model = make_model(shape, torch.bfloat16).to(device)
+        model = make_model(sizes, torch.bfloat16).to(device)
         flat = FlatParameters(model.named_parameters(), 1)
         pool = HostPool(2**31, pinned=True, page_bytes=2**20) if ratio else None
         activations = Activations(list(model.layers), checkpointing=checkpointing, pool=pool, device=device)  # type: ignore[arg-type]

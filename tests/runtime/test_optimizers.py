@@ -16,9 +16,10 @@ from bytescale.cost.memory import States
 from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedOptimizer
 from bytescale.runtime.optimizer.take_over import require_elementwise
 from bytescale.train.parts.rank_model import check_host_room
+from tests.helpers.decoder import Sizes
 from tests.helpers.lazy_lanes import use_lazy_lanes
 from tests.helpers.ranks import run_ranks
-from tests.helpers.steps import make_model, small_shape
+from tests.helpers.steps import make_model
 from tests.train.runs import interrupt, on_ranks, run, small_run, with_trainer, write_corpus
 
 from .test_zero import STEPS, gradients_of
@@ -40,7 +41,7 @@ def options_of(name: str, parameter: torch.Tensor) -> tuple[float, float]:
 
 def reference_parameters(num_ranks: int) -> dict[str, torch.Tensor]:
     """The update rule written out, on whole parameters."""
-    model = make_model(small_shape(), torch.float64)
+    model = make_model(Sizes(), torch.float64)
     moments = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
     with torch.no_grad():
         for step in range(STEPS):
@@ -56,7 +57,7 @@ def reference_parameters(num_ranks: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_sharded_updates_follow_the_rule(num_ranks: int) -> None:
     def one_rank(hdp: RankGroup) -> dict[str, torch.Tensor]:
-        model = make_model(small_shape(), torch.float64)
+        model = make_model(Sizes(), torch.float64)
         flat = FlatParameters(model.named_parameters(), hdp.size)
         optimizer = ShardedOptimizer.of_config(flat, config_of("sgd"), Mesh.of_hdp(hdp))
         for step in range(STEPS):
@@ -84,7 +85,7 @@ def test_updates_in_host_memory_are_those_of_the_device(
     use_lazy_lanes(monkeypatch)
 
     def train(hdp: RankGroup, on_host: bool, steps: range, state: Any = None) -> ShardedOptimizer:
-        model = make_model(small_shape(), dtype)
+        model = make_model(Sizes(), dtype)
         flat = FlatParameters(model.named_parameters(), hdp.size, bucket_bytes=4096)
         optimizer = ShardedOptimizer.of_config(flat, replace(config_of(name), offload=on_host), Mesh.of_hdp(hdp))
         if state is not None:
@@ -139,7 +140,7 @@ def test_a_run_is_the_same_on_any_ranks(tmp_path: Path, name: str) -> None:
 
 
 def test_overrides_that_fit_nothing() -> None:
-    model = make_model(small_shape(), torch.float64)
+    model = make_model(Sizes(), torch.float64)
     flat, overrides = FlatParameters(model.named_parameters(), 1), ("*.nothing.*: lr_ratio=2",)
     with pytest.raises(ConfigError, match="which no trained parameter matches"):
         ShardedOptimizer.of_config(flat, replace(config_of("sgd"), overrides=overrides), Mesh.of_hdp(RankGroup()))

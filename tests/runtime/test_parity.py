@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan, static_plan
+from tests.helpers.decoder import Sizes
 from tests.helpers.effort import examples, pairs
 from tests.helpers.plans import random_plan
 from tests.helpers.steps import (
@@ -22,7 +24,6 @@ from tests.helpers.steps import (
     planned_step,
     random_batch,
     reference_step,
-    small_shape,
     worst_relative_error,
 )
 
@@ -37,14 +38,14 @@ def assert_parity(
     *,
     seed: int = 0,
     nodes: Sequence[int] | None = None,
-    **shape: object,
+    **changes: Any,
 ) -> None:
-    architecture = small_shape(**shape)
-    batch = random_batch(lengths, architecture.vocab_size, seed, real_weights=seed % 2 == 1)
+    sizes = Sizes(**changes)
+    batch = random_batch(lengths, sizes.vocab_size, seed, real_weights=seed % 2 == 1)
     if batch.num_targets == 0:
         batch.labels[0][0] = 1
-    reference = reference_step(make_model(architecture, dtype), batch)
-    ours = planned_step(lambda: make_model(architecture, dtype), batch, plan, nodes=nodes)
+    reference = reference_step(make_model(sizes, dtype), batch)
+    ours = planned_step(lambda: make_model(sizes, dtype), batch, plan, nodes=nodes)
     assert ours.loss == pytest.approx(reference.loss, rel=TOLERANCE[dtype], abs=TOLERANCE[dtype])
     assert worst_relative_error(ours.gradients, reference.gradients) <= TOLERANCE[dtype]
 
@@ -137,13 +138,13 @@ def test_ranks_without_work_take_part_in_the_reduction() -> None:
 def test_a_slice_without_any_valid_target() -> None:
     """Only the first token has a target: every other member's slice has none, as in long prompts with masks."""
     lengths = [40]
-    architecture = small_shape()
-    batch = random_batch(lengths, architecture.vocab_size, seed=0)
+    sizes = Sizes()
+    batch = random_batch(lengths, sizes.vocab_size, seed=0)
     batch.labels[0][1:] = -100
     batch.labels[0][0] = 7
     plan = one_group_plan(lengths, 4)
-    reference = reference_step(make_model(architecture, torch.float64), batch)
-    ours = planned_step(lambda: make_model(architecture, torch.float64), batch, plan)
+    reference = reference_step(make_model(sizes, torch.float64), batch)
+    ours = planned_step(lambda: make_model(sizes, torch.float64), batch, plan)
     assert ours.loss == pytest.approx(reference.loss, rel=1e-12)
     # Gradients of later keys are exact zeros in the reference, hence the absolute comparison.
     for name, gradient in reference.gradients.items():
@@ -152,20 +153,20 @@ def test_a_slice_without_any_valid_target() -> None:
 
 def test_the_slow_kernel_agrees_with_the_fast_one() -> None:
     lengths = [29, 4, 17]
-    architecture = small_shape()
-    batch = random_batch(lengths, architecture.vocab_size, seed=3)
+    sizes = Sizes()
+    batch = random_batch(lengths, sizes.vocab_size, seed=3)
     plan = one_group_plan(lengths, 3)
-    fast = planned_step(lambda: make_model(architecture, torch.float64), batch, plan)
-    slow = planned_step(lambda: make_model(architecture, torch.float64), batch, plan, kernel="math")
+    fast = planned_step(lambda: make_model(sizes, torch.float64), batch, plan)
+    slow = planned_step(lambda: make_model(sizes, torch.float64), batch, plan, kernel="math")
     assert worst_relative_error(fast.gradients, slow.gradients) <= 1e-12
 
 
 def test_bf16_stays_close_to_fp32() -> None:
     """bf16 keeps 8 bits: gradients of a two-layer model agree with fp32's to a few per cent, whatever the plan."""
     lengths = [50, 20, 9]
-    architecture = small_shape(head_dim=8, hidden_size=48)
-    batch = random_batch(lengths, architecture.vocab_size, seed=5)
-    reference = reference_step(make_model(architecture, torch.float32), batch)
-    ours = planned_step(lambda: make_model(architecture, torch.bfloat16), batch, one_group_plan(lengths, 4))
+    sizes = Sizes(head_dim=8, hidden_size=48)
+    batch = random_batch(lengths, sizes.vocab_size, seed=5)
+    reference = reference_step(make_model(sizes, torch.float32), batch)
+    ours = planned_step(lambda: make_model(sizes, torch.bfloat16), batch, one_group_plan(lengths, 4))
     assert ours.loss == pytest.approx(reference.loss, rel=1e-2)
     assert worst_relative_error(ours.gradients, reference.gradients) <= 0.05

@@ -1,122 +1,144 @@
-"""Tensor parallelism whose messages travel beside products gives the bits of its slow twin."""
+"""Tensor parallelism whose messages travel beside products gives the bits of its slow twin, and one process's numbers.
+
+``tests/hf/test_tensor_parallel.py`` has the parts of models that it is applied to.
+"""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from bytescale.runtime import MeshShape, RankGroup, TokenShards
-from bytescale.train.parts import own_model
-from tests.helpers.effort import one_in, one_of, pairs
-from tests.helpers.steps import StepOutcome, random_batch, worst_relative_error
-from tests.nccl.recorder import Compute, Post, Wait
-from tests.nccl.steps import uneven
-from tests.nccl.test_nccl import recorded
-from tests.runtime import test_mesh_parity
-from tests.runtime.test_mesh_parity import MIXTURE, mesh_shape, mesh_step, runnable_plan
+from bytescale.runtime import Mesh, MeshShape, RankGroup, TokenShards
+from bytescale.runtime.saved.checkpointing import KeptAttention, apply_checkpointing
+from bytescale.runtime.token_shards import own_rows
+from tests.helpers.decoder import FeedForward, Sizes
+from tests.helpers.ranks import run_ranks
+from tests.nccl.recorder import Compute, Post, Wait, record
 
-LENGTHS = {"uneven": [33, 5, 18, 1, 9], "fewer tokens than ranks": [1, 2, 3], "even": [64]}
-CASES = [
-    (tp, dtype, checkpointing, lengths)
-    for tp in (2, 4)
-    for dtype in (torch.float32, torch.float64)
-    for checkpointing in ("none", "full", "attention")
-    for lengths in LENGTHS
-]
-
-
+ROWS = {"uneven": 66, "fewer rows than ranks": 3, "even": 64}
 SLICED, WHOLE = 8, 10**9
-"""Rows per slice: up to four slices of the lengths above, or none."""
+"""Rows per slice: up to four slices of the rows above, or none."""
 
 
-def step(
-    overlap: bool,
-    mesh: MeshShape,
-    dtype: torch.dtype,
-    lengths: list[int],
-    *,
-    rows_per_slice: int = SLICED,
-    **options: Any,
-) -> StepOutcome:
-    shape = mesh_shape(**options.pop("shape", {}))
-    plan, batch = runnable_plan(lengths, mesh, seed=mesh.size), random_batch(lengths, shape.vocab_size, 0)
+class Block(FeedForward):
+    """A feed-forward part on the residual stream; ``shards``: of which this rank has a part of every matrix."""
 
-    def shards(tp: RankGroup) -> TokenShards:
-        return TokenShards(tp, overlap=overlap, rows_per_slice=rows_per_slice)
+    def __init__(self, sizes: Sizes, shards: TokenShards | None = None) -> None:
+        super().__init__(sizes)
+        self.shards = shards
 
-    with patch.object(test_mesh_parity, "TokenShards", shards):
-        return mesh_step(mesh, shape, dtype, batch, plan, **options)
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.shards is None:
+            return rows + super().forward(rows)
+        gate, up = self.shards.gather_and_project(rows, (self.gate_proj, self.up_proj))
+        return rows + self.shards.project_and_scatter(nn.functional.silu(gate) * up, self.down_proj)
 
 
-def assert_same_bits(mesh: MeshShape, dtype: torch.dtype, lengths: list[int], **options: Any) -> None:
-    plain, overlapped = (step(overlap, mesh, dtype, lengths, **options) for overlap in (False, True))
-    assert plain.loss == overlapped.loss
-    for name, gradient in plain.gradients.items():
-        assert torch.equal(gradient, overlapped.gradients[name]), name
-    assert any(gradient.any() for gradient in plain.gradients.values())
+def blocks_of(dtype: torch.dtype, parts: int = 1, part: int = 0, shards: TokenShards | None = None) -> list[Block]:
+    """Two blocks, or one of ``parts`` of each."""
+    generator, blocks = torch.Generator().manual_seed(0), []
+    for _ in range(2):
+        block = Block(Sizes(hidden_size=12, ffn_hidden_size=16 // parts), shards)
+        for name, parameter in block.named_parameters():
+            whole = torch.randn((12, 16) if name.startswith("down") else (16, 12), generator=generator)
+            own = whole.chunk(parts, dim=1 if name.startswith("down") else 0)[part]
+            parameter.data = (0.3 * own).to(dtype)
+        blocks.append(block)
+    return blocks
 
 
-@pytest.mark.parametrize(("tp", "dtype", "checkpointing", "lengths"), one_in(17, CASES), ids=str)
-def test_overlap_keeps_the_bits(tp: int, dtype: torch.dtype, checkpointing: str, lengths: str) -> None:
-    assert_same_bits(MeshShape(hdp=1, tp=tp), dtype, LENGTHS[lengths], checkpointing=checkpointing)
+def numbers_of(blocks: list[Block], rows: Tensor, upstream: Tensor) -> list[Tensor]:
+    """Result, gradient of the rows and of every weight."""
+    rows = rows.requires_grad_()
+    out = blocks[1](blocks[0](rows))
+    out.backward(upstream)
+    gradients = [rows.grad, *(parameter.grad for block in blocks for parameter in block.parameters())]
+    return [out.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        (MeshShape(tp=2, pp=2, hdp=2), {"offload": True, "checkpointing": "attention"}),
-        (MeshShape(hdp=1, tp=2), {"head_groups": 2, "shape": {"num_heads": 8, "num_kv_heads": 4}}),
-        *one_of(
-            [(MeshShape(tp=n, hdp=2), {"shape": MIXTURE}) for n in (2, 4)], (MeshShape(tp=2, hdp=2), {"shape": MIXTURE})
-        ),
-        (MeshShape(hdp=1, tp=2), {"shape": {"tie_embeddings": True}}),
-    ],
-    ids=str,
-)
-def test_overlap_keeps_the_bits_with_everything_else(mesh: MeshShape, options: dict[str, Any]) -> None:
-    assert_same_bits(mesh, torch.float32, LENGTHS["uneven"], **options)
+def inputs_of(num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(num_rows, 12, generator=generator).to(dtype) for _ in range(2))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("tp", "lengths"), pairs([2, 4], list(LENGTHS)))
-def test_slices_give_the_numbers_of_whole_messages(tp: int, lengths: str) -> None:
-    mesh = MeshShape(hdp=1, tp=tp)
-    sliced, whole = (
-        step(True, mesh, torch.float64, LENGTHS[lengths], rows_per_slice=rows, checkpointing="full")
-        for rows in (SLICED, WHOLE)
-    )
-    assert sliced.loss == pytest.approx(whole.loss, rel=1e-13)
-    assert worst_relative_error(sliced.gradients, whole.gradients) < 1e-12
+Case = tuple[str, torch.dtype, str, bool, int]
+"""Rows, dtype, checkpointing, whether messages overlap, rows per slice."""
 
 
-def collectives_beside_computation(mesh: MeshShape, rows_per_slice: int, overlap: bool = True, **options: Any) -> int:
+def steps(tp: int, cases: list[Case]) -> dict[Case, list[list[Tensor]]]:
+    """The numbers of every rank, in all cases."""
+
+    def one_rank(group: RankGroup) -> dict[Case, list[Tensor]]:
+        found = {}
+        for case in cases:
+            name, dtype, mode, overlap, rows_per_slice = case
+            shards = TokenShards(group, overlap=overlap, rows_per_slice=rows_per_slice)
+            shards.begin(ROWS[name])
+            own = own_rows(ROWS[name], group)
+            blocks = blocks_of(dtype, tp, group.rank, shards)
+            apply_checkpointing(blocks, mode, KeptAttention())  # type: ignore[arg-type]
+            rows, upstream = (given[own.start : own.stop].clone() for given in inputs_of(ROWS[name], dtype))
+            found[case] = numbers_of(blocks, rows, upstream)
+        return found
+
+    ranks = run_ranks(tp, one_rank)
+    return {case: [found[case] for found in ranks] for case in cases}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_overlap_keeps_the_bits(tp: int) -> None:
+    twins = list(product(ROWS, (torch.float32, torch.float64), ("none", "full")))
+    found = steps(tp, [(*twin, overlap, SLICED) for twin in twins for overlap in (False, True)])
+    for twin in twins:
+        for ours, theirs in zip(found[*twin, True, SLICED], found[*twin, False, SLICED], strict=True):
+            assert len(ours) == len(theirs) == 2 + 6
+            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_slices_give_the_numbers_of_one_process(tp: int) -> None:
+    cases: list[Case] = [(name, torch.float64, "none", True, size) for name in ROWS for size in (SLICED, WHOLE)]
+    for (name, *_), found in steps(tp, cases).items():
+        out, d_rows, *weights = numbers_of(blocks_of(torch.float64), *inputs_of(ROWS[name], torch.float64))
+        for place, whole in enumerate((out, d_rows)):
+            torch.testing.assert_close(torch.cat([own[place] for own in found]), whole, rtol=1e-12, atol=1e-12)
+        for place, whole in enumerate(weights):
+            parts = torch.cat([own[2 + place] for own in found], dim=1 if place % 3 == 2 else 0)
+            torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+
+
+def collectives_beside_computation(rows_per_slice: int, mode: Any, *, overlap: bool = True) -> int:
     """How many collectives of rank 0 have computation between their start and the wait for them."""
 
-    def shards(tp: RankGroup) -> TokenShards:
-        return TokenShards(tp, overlap=overlap, rows_per_slice=rows_per_slice)
+    def one_rank(mesh: Mesh) -> None:
+        shards = TokenShards(mesh.tp, overlap=overlap, rows_per_slice=rows_per_slice)
+        shards.begin(8)
+        blocks = blocks_of(torch.float32, 2, mesh.tp.rank, shards)
+        apply_checkpointing(blocks, mode, KeptAttention())
+        numbers_of(blocks, *inputs_of(4, torch.float32))
 
-    with patch.object(own_model, "TokenShards", shards):
-        events = recorded(uneven([1], [8]), mesh, **options)[0]
+    events = record(MeshShape(hdp=1, tp=2), one_rank)[0]
     started = {event.number: place for place, event in enumerate(events) if isinstance(event, Post)}
     waits = [(started[event.number], place) for place, event in enumerate(events) if isinstance(event, Wait)]
     return sum(any(isinstance(event, Compute) for event in events[first:last]) for first, last in waits)
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "rows_per_slice", "expected"),
+    ("mode", "rows_per_slice", "expected"),
     [
-        ("none", WHOLE, 2),  # the sums of gradients alone, behind the gradients of weights
-        # Two slices, two blocks: the second gather, in both directions, and both sums, although the last one has only
-        # the copy of the first one's result beside it.
-        ("none", 4, 2 + 2 * (1 + 1 + 2)),
-        ("full", 4, 2 + 2 * (1 + 1 + 2) + 1 + 2 + 1),  # forward once more, up to the sum behind the feed-forward part
+        ("none", WHOLE, 1),  # the sum of gradients alone, behind the gradients of weights
+        # Two slices: the second gather, in both directions, and both sums, although the last one has only the copy of
+        # the first one's result beside it.
+        ("none", 4, 1 + 1 + 1 + 2),
+        ("full", 4, 1 + 1 + 1 + 2 + 1),  # forward once more, up to the sum behind the last product
     ],
 )
-def test_messages_travel_beside_products(checkpointing: str, rows_per_slice: int, expected: int) -> None:
+def test_messages_travel_beside_products(mode: str, rows_per_slice: int, expected: int) -> None:
     """Or else the comparison of bits would compare the slow twin with itself."""
-    mesh, num_layers = MeshShape(hdp=1, tp=2), 2
-    options = {"rows_per_slice": rows_per_slice, "checkpointing": checkpointing}
-    assert collectives_beside_computation(mesh, **options) == expected * num_layers
-    assert collectives_beside_computation(mesh, overlap=False, **options) == 0
+    num_blocks = 2
+    assert collectives_beside_computation(rows_per_slice, mode) == expected * num_blocks
+    assert collectives_beside_computation(rows_per_slice, mode, overlap=False) == 0

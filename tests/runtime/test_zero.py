@@ -7,9 +7,10 @@ import torch
 
 from bytescale.config import OptimizerConfig
 from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedOptimizer
+from tests.helpers.decoder import Sizes
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.ranks import run_ranks
-from tests.helpers.steps import make_model, small_shape
+from tests.helpers.steps import make_model
 
 STEPS = 4
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.2, clip_grad_norm=0.5)
@@ -21,7 +22,7 @@ def gradients_of(model: torch.nn.Module, step: int, rank: int) -> list[torch.Ten
 
 
 def reference_parameters(num_ranks: int) -> dict[str, torch.Tensor]:
-    model = make_model(small_shape(), torch.float64)
+    model = make_model(Sizes(), torch.float64)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     adam = torch.optim.AdamW(
@@ -54,7 +55,7 @@ def test_flat_parameters_take_six_bytes_at_the_peak() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_sharded_updates_equal_adamw(num_ranks: int) -> None:
     def one_rank(hdp: RankGroup) -> dict[str, torch.Tensor]:
-        model = make_model(small_shape(), torch.float64)
+        model = make_model(Sizes(), torch.float64)
         flat = FlatParameters(model.named_parameters(), hdp.size)
         optimizer = ShardedOptimizer.of_config(flat, CONFIG, Mesh.of_hdp(hdp))
         for step in range(STEPS):
@@ -74,7 +75,7 @@ def test_sharded_updates_equal_adamw(num_ranks: int) -> None:
 
 def test_bf16_parameters_keep_fp32_master_weights() -> None:
     """A thousand updates far below bf16's resolution must add up, as they do in fp32."""
-    model = make_model(small_shape(), torch.bfloat16)
+    model = make_model(Sizes(), torch.bfloat16)
     flat = FlatParameters(model.named_parameters(), 1)
     optimizer = ShardedOptimizer.of_config(
         flat, OptimizerConfig(lr=1e-5, weight_decay=0.0, clip_grad_norm=0.0), Mesh.of_hdp(RankGroup())
@@ -100,8 +101,7 @@ def test_gradients_of_low_precision_micro_batches_are_summed_in_fp32() -> None:
 
 def test_layout_does_not_depend_on_the_number_of_shards() -> None:
     layouts = [
-        FlatParameters(make_model(small_shape(), torch.float32).named_parameters(), shards).entries
-        for shards in (1, 3, 7)
+        FlatParameters(make_model(Sizes(), torch.float32).named_parameters(), shards).entries for shards in (1, 3, 7)
     ]
     assert layouts[0] == layouts[1] == layouts[2]
 
