@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from bytescale.config import PRESETS, Architecture
+from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.models import build_model
 from bytescale.models.compiled import RowCompiler, apply_compiled
 from bytescale.models.rope import rope_rotation

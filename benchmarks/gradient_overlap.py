@@ -35,10 +35,14 @@ import torch
 import torch.distributed as dist
 
 from bytescale.attention import select_kernel
-from bytescale.config import ModelConfig, OptimizerConfig, resolve_model
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import ModelConfig, OptimizerConfig
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Decoder, Executor, Mesh, RankGroup, ShardedOptimizer
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.train.parts.own_model import build_own_model
 
 NUM_RANKS = 2

@@ -33,11 +33,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import bytescale
 from bytescale.attention import AttentionRules, PackedAttention, RingBuffers, select_kernel
-from bytescale.config import ModelConfig, OptimizerConfig, resolve_model
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import ModelConfig, OptimizerConfig
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Activations, Decoder, Executor, FlatParameters, Mesh, RankGroup, ShardedOptimizer
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+from bytescale.runtime.saved.activations import Activations
 from bytescale.train.parts.own_model import build_own_model
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 4096, 256, 4, 8, 4, 768

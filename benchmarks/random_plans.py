@@ -32,14 +32,17 @@ from tests.helpers.steps import Batch, make_model, random_batch, reference_step,
 from tests.runtime.test_mesh_parity import mesh_shape, part_of, put_together
 
 from bytescale.attention import select_kernel
-from bytescale.config import Architecture
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.architecture import Architecture
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.parity.compare import random_plan
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.verify import verify
-from bytescale.planner import align
-from bytescale.runtime import Decoder, Executor, FlatParameters, Mesh, MeshShape
+from bytescale.planner.adaptive.aligned import align
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.optimizer.zero import sum_replicas
 from bytescale.runtime.saved.activations import Activations
 from bytescale.train.parts.tensor_parallel import row_wise_parts

@@ -55,7 +55,7 @@ from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.states import chain_is_faster, holder
 from bytescale.recurrence import KERNELS, Cuts, GroupCuts, OneProcessCuts
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 
 PORT, SECONDS = 29587, 560
 HEADS, WIDTH, HIDDEN, KERNEL = 16, 32, 256, 4

@@ -33,11 +33,10 @@ import torch.nn.functional as F
 from benchmarks.cluster.network import Link, Network, Node, missing
 from torch import Tensor
 
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.models.llama import Llama
-from bytescale.runtime import RankGroup, TokenShards
-from bytescale.runtime.group import PendingCollective
-from bytescale.runtime.token_shards import ROWS_PER_SLICE
+from bytescale.runtime.group import PendingCollective, RankGroup
+from bytescale.runtime.token_shards import ROWS_PER_SLICE, TokenShards
 from bytescale.train.parts.tensor_parallel import apply_tensor_parallelism
 
 SHAPE = Architecture(

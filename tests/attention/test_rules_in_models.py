@@ -16,7 +16,8 @@ from bytescale.models.llama import Attention
 from bytescale.models.rope import rope_rotation
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Activations, RankGroup
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.saved.activations import Activations
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_attention import reference_attention
 from tests.helpers.rules import apply_rules

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from bytescale.attention.blocks import BlockSet
 from bytescale.attention.trees import blocks_between, own_blocks
 from bytescale.common.errors import PlanError
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.hf.batch.planning import make_planner
 from bytescale.parity.compare import random_plan
 from bytescale.plan import Plan, RankPlan

@@ -13,8 +13,10 @@ from torch import Tensor
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.reading import Wanted, wanted_by
-from bytescale.config import Architecture, CheckpointConfig, OptimizerConfig
-from bytescale.runtime import Mesh, MeshShape, ShardedOptimizer
+from bytescale.config.architecture import Architecture
+from bytescale.config.schema import CheckpointConfig, OptimizerConfig
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.train.parts.own_model import build_own_model
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import small_shape

@@ -20,8 +20,8 @@ from bytescale.checkpoint.layout import Layout, LayoutEntry, boxes_of, intersect
 from bytescale.checkpoint.manifest import layout_from_json, layout_to_json, read_manifest
 from bytescale.checkpoint.reading import CheckpointReader, wanted_by
 from bytescale.checkpoint.verify import problems_of
-from bytescale.config import Architecture
-from bytescale.runtime import MeshShape
+from bytescale.config.architecture import Architecture
+from bytescale.runtime.mesh import MeshShape
 from bytescale.storage.place import read_into
 from tests.checkpoint.meshes import SHAPE, STATES, make_optimizer, restore, save, whole_state
 from tests.helpers.effort import examples, one_of

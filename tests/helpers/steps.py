@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from bytescale.attention import select_kernel
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.models import Llama, build_model
 from bytescale.plan import MicroBatch, Plan, RankPlan
-from bytescale.runtime import IGNORE_INDEX, Decoder, Executor, FlatParameters, Mesh, MeshShape
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.loss import IGNORE_INDEX
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.flat import FlatParameters
 from tests.helpers.reference_attention import reference_attention
 from tests.helpers.reference_loss import reference_cross_entropy
 

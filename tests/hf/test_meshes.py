@@ -7,7 +7,7 @@ import torch
 
 from bytescale.parity import Setup, small_model
 from bytescale.parity.compare import random_documents
-from bytescale.runtime import MeshShape
+from bytescale.runtime.mesh import MeshShape
 from tests.helpers.effort import pairs
 
 from .mesh_steps import compare_on_mesh

@@ -21,15 +21,17 @@ from torch._dynamo.utils import counters
 
 from bytescale.attention.kernels import MathKernel
 from bytescale.common.errors import ConfigError
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.models import build_model
 from bytescale.models.compiled import RowCompiler, apply_compiled
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Decoder, Executor, HostPool, MeshShape, RankGroup
-from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.saved.activations import Activations
+from bytescale.runtime.saved.host_pool import HostPool
 from bytescale.train.loop.trainer import train
 from tests.helpers.plans import random_plan
 from tests.helpers.reference_attention import reference_attention

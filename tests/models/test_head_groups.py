@@ -10,13 +10,13 @@ from torch import Tensor
 
 from bytescale.attention import PackedAttention, select_kernel
 from bytescale.attention.kernels import CpuFlashKernel
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.llama import Attention
 from bytescale.models.rope import rope_rotation
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from tests.helpers.steps import small_shape
 
 LENGTHS = [30, 1, 17]

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config import PRESETS, Architecture, ModelConfig, resolve_model
+from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.hugging_face import architecture_from_hf, hf_config_of, read_hf_config
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import ModelConfig
 from bytescale.models import Llama, build_model
 from bytescale.models.hf_folder import INDEX, FolderWeights, hf_tensors, write_json, write_weights
 from tests.helpers.reference_attention import reference_attention

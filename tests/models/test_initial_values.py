@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bytescale.common.cut import Cut
-from bytescale.config import PRESETS
+from bytescale.config.architecture import PRESETS
 from bytescale.models import initial_values as module
 from bytescale.models.initial_values import initial_values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytescale.config import PRESETS
+from bytescale.config.architecture import PRESETS
 from bytescale.cost import flops
 from bytescale.models import build_model
 from bytescale.models.rope import apply_rope, rope_frequencies, rope_rotation

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import PRESETS, ModelConfig, resolve_model
+from bytescale.config.architecture import PRESETS
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import ModelConfig
 from bytescale.models import Llama, Mixtral, build_model
 from bytescale.models.balance import count_tokens
 from bytescale.models.moe import ExpertProducts, expert_products, grouped_products, looped_products, route

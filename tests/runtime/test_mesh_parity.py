@@ -14,8 +14,10 @@ from torch import Tensor
 
 from bytescale.attention import select_kernel
 from bytescale.common.cut import Cut
-from bytescale.config import Architecture, PlannerConfig
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.architecture import Architecture
+from bytescale.config.schema import PlannerConfig
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.cost.split import split_layers
 from bytescale.models import Llama, build_model
 from bytescale.models.compiled import RowCompiler, apply_compiled
@@ -23,11 +25,16 @@ from bytescale.models.head_groups import apply_head_groups
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
-from bytescale.planner import align, make_planner
-from bytescale.runtime import Decoder, Executor, FlatParameters, HostPool, Mesh, MeshShape, TokenShards
+from bytescale.planner.adaptive.aligned import align
+from bytescale.planner.make import make_planner
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.optimizer.zero import sum_replicas
 from bytescale.runtime.pipeline import StageLinks
 from bytescale.runtime.saved.activations import Activations
+from bytescale.runtime.saved.host_pool import HostPool
+from bytescale.runtime.token_shards import TokenShards
 from bytescale.train.parts.tensor_parallel import apply_tensor_parallelism, row_wise_parts
 from tests.helpers.effort import examples, one_in
 from tests.helpers.plans import random_plan

@@ -17,17 +17,12 @@ from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.llama import FeedForward
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import (
-    Activations,
-    Decoder,
-    Executor,
-    FlatParameters,
-    HostMemoryError,
-    HostPool,
-    Mesh,
-    RankGroup,
-)
-from bytescale.runtime.saved.host_pool import PageWriter
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.saved.activations import Activations
+from bytescale.runtime.saved.host_pool import HostMemoryError, HostPool, PageWriter
 from bytescale.runtime.saved.offload import offloaded_tokens
 from bytescale.train.parts.tensor_parallel import row_wise_parts
 from tests.helpers.effort import examples, one_in, pairs

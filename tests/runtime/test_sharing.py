@@ -10,12 +10,17 @@ import torch
 
 from bytescale.attention import select_kernel
 from bytescale.common.cut import Cut
-from bytescale.config import Architecture, Experts, OptimizerConfig
-from bytescale.cost.memory import MemoryModel, ModelShare
+from bytescale.config.architecture import Architecture
+from bytescale.config.schema import Experts, OptimizerConfig
+from bytescale.cost.memory.model import MemoryModel
+from bytescale.cost.memory.rows import ModelShare
 from bytescale.parity.compare import random_plan
 from bytescale.plan import Plan, RankPlan
-from bytescale.runtime import Activations, Decoder, Executor, Mesh, MeshShape, ShardedOptimizer
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.optimizer.zero import sum_replicas
+from bytescale.runtime.saved.activations import Activations
 from bytescale.train.parts.own_model import OwnModel, build_own_model
 from bytescale.train.parts.tensor_parallel import row_wise_parts
 from tests.helpers.ranks import run_mesh

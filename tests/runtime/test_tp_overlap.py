@@ -8,7 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from bytescale.runtime import MeshShape, RankGroup, TokenShards
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import MeshShape
+from bytescale.runtime.token_shards import TokenShards
 from bytescale.train.parts import own_model
 from tests.helpers.effort import one_in, one_of, pairs
 from tests.helpers.steps import StepOutcome, random_batch, worst_relative_error

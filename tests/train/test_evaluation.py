@@ -13,7 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, EvalConfig, ModelConfig, ParallelConfig, resolve_model, validate
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config, EvalConfig, ModelConfig, ParallelConfig
+from bytescale.config.validate import validate
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import batches_once
 from bytescale.models import build_model

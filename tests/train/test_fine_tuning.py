@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config import Config, ModelConfig, resolve_model
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config, ModelConfig
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import BatchSampler
 from bytescale.models import build_model

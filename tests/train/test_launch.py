@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
 from bytescale.cli.train import _how_to_go_on
-from bytescale.config import Config, ParallelConfig, TrainerConfig
+from bytescale.config.schema import Config, ParallelConfig, TrainerConfig
 from bytescale.train.launch.torchrun import _wait, rank_failure
 from bytescale.train.loop.trainer import train
 from bytescale.train.parts.devices import fit_to_gpus

@@ -11,12 +11,13 @@ from typing import Any
 from bytescale.checkpoint.initial_weights import parameters_of
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import ConfigError
-from bytescale.config import Architecture, Config
+from bytescale.config.architecture import Architecture
 from bytescale.config.hugging_face import SPECIAL_TOKENS, hf_config_of, read_hf_config
 from bytescale.config.resolve import described_architecture
+from bytescale.config.schema import Config
 from bytescale.data.tokens.tokenizer import load_tokenizer
 from bytescale.models.hf_folder import copy_companions, hf_tensors, write_json, write_weights
-from bytescale.runtime import DTYPES
+from bytescale.runtime.optimizer.flat import DTYPES
 from bytescale.storage.place import Place
 
 

@@ -11,11 +11,13 @@ from torch import nn
 from bytescale.checkpoint.agree import together
 from bytescale.checkpoint.layout import Box, intersection
 from bytescale.checkpoint.reading import CheckpointReader, check_same_model, load_states, slices_in, wanted_by
-from bytescale.config import CHECKPOINT_PREFIX, Architecture, AttachedArchitecture, Config, resolve_model
-from bytescale.config.resolve import source_folder
+from bytescale.config.architecture import Architecture
+from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.resolve import CHECKPOINT_PREFIX, resolve_model, source_folder
+from bytescale.config.schema import Config
 from bytescale.models import build_model
 from bytescale.models.hf_folder import FolderWeights, hf_tensors
-from bytescale.runtime import ShardedOptimizer
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 
 
 def check_initial_weights(config: Config) -> None:

@@ -30,7 +30,7 @@ from bytescale.checkpoint.manifest import (
 from bytescale.common.atomic import write_atomically
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.common.parsing import parse_json
-from bytescale.config import CheckpointConfig
+from bytescale.config.schema import CheckpointConfig
 from bytescale.storage.place import Place, Url, file_sizes, place_at, read_file
 from bytescale.storage.retry import in_a_thread
 

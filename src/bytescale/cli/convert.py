@@ -12,8 +12,9 @@ import tyro
 
 from bytescale.common.errors import ConfigError, typed_path
 from bytescale.common.units import GIBI, format_bytes
-from bytescale.config import AttachedArchitecture, load_config
+from bytescale.config.attached import AttachedArchitecture
 from bytescale.config.foreign_config import refuse_links_out
+from bytescale.config.load import load_config
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bytescale.common.limits import limits
-from bytescale.config import Architecture, Config, Experts
+from bytescale.config.architecture import Architecture
+from bytescale.config.schema import Config, Experts
 from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel

@@ -11,7 +11,7 @@ from typing import Any
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.cost import flops
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links

@@ -13,8 +13,8 @@ from bytescale.common.atomic import whole_file
 from bytescale.common.errors import ConfigError, typed_path
 from bytescale.common.limits import check_limits
 from bytescale.common.parsing import MOST_SETTINGS, parse_toml, read_text
-from bytescale.config import Architecture, config_to_toml
-from bytescale.config.load import from_dict
+from bytescale.config.architecture import Architecture
+from bytescale.config.load import config_to_toml, from_dict
 from bytescale.cost.curve import relative_errors
 from bytescale.cost.profile import Profile
 

@@ -1,6 +1,6 @@
 """Layer 3: decoder models as plain mathematics on tokens, positions and an attention callable, without ranks."""
 
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.models.llama import Llama
 from bytescale.models.mixtral import Mixtral
 

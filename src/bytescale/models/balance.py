@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 
 
 def count_tokens(chosen: Tensor, num_experts: int) -> Tensor:

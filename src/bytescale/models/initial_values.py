@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bytescale.common.cut import Cut
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 
 TILE_NUMBERS = 2**20
 TILE_COLUMNS = 1024

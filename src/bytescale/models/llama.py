@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bytescale.common.cut import Cut
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.models.initial_values import initial_values
 from bytescale.models.rope import Rotate, Rotation, apply_rope, rope_rotation, rotate
 

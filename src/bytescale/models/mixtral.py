@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.models.balance import BalanceLoss
 from bytescale.models.llama import Llama
 from bytescale.models.moe import MixtureOfExperts

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.models.balance import BalanceSums, count_tokens
 from bytescale.models.llama import SwiGLU, swiglu
 

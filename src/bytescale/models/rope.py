@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of every token's angles, ``[T, 1, D / 2]``."""

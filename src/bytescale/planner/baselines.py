@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import PlanError
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import offsets_of, segment_sums
 from bytescale.plan.rank_plan import concatenated_ranges

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.cost import Cluster
+from bytescale.cost.cluster import Cluster
 from bytescale.plan import Plan
 from bytescale.plan.plan import offsets_of
 from bytescale.plan.rank_plan import concatenated_ranges

@@ -29,7 +29,7 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import PlanError
-from bytescale.cost import CostModel
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import offsets_of, segment_sums
 from bytescale.plan.slices import member_places, micro_batch_tokens

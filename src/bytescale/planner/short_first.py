@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.cost import CostModel
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import offsets_of
 from bytescale.plan.rank_plan import concatenated_ranges

@@ -9,13 +9,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bytescale.config import PlannerConfig
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.schema import PlannerConfig
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.limits import MemoryLimits
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.verify import verify
-from bytescale.planner import evaluate, make_planner
+from bytescale.planner.evaluate import evaluate
+from bytescale.planner.make import make_planner
 from bytescale.planner.together import plan_together
 
 

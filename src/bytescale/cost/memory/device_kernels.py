@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 
 DeviceKind = Literal["cpu", "cuda"]
 LOGITS_PER_CHUNK = {

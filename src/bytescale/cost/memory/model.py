@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from bytescale.config import Architecture, Config
+from bytescale.config.architecture import Architecture
+from bytescale.config.schema import Config
 from bytescale.config.validate import may_offload
 from bytescale.cost import flops
 from bytescale.cost.memory.device_kernels import DeviceKind, KernelMemory, nccl_reserve_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.cost import flops
 from bytescale.cost.memory.device_kernels import KernelMemory
 from bytescale.cost.split import split_layers

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import get_args
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import PlannerConfig, PlannerName
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.schema import PlannerConfig, PlannerName
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.plan.limits import MemoryLimits
 from bytescale.planner.verified import VerifiedPlanner

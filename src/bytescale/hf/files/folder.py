@@ -27,9 +27,10 @@ from bytescale.checkpoint.hugging_face import appearing
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import CheckpointError, ConfigError, typed_path
 from bytescale.common.parsing import parse_json, read_input
-from bytescale.config import AttachedArchitecture, Config
+from bytescale.config.attached import AttachedArchitecture
 from bytescale.config.hugging_face import refuse_quantised
 from bytescale.config.resolve import SEEN_WEIGHTS, described_architecture, source_folder
+from bytescale.config.schema import Config
 from bytescale.hf.files.weight_stream import adapted_ties, untie
 from bytescale.hf.model.long_rope import longest_document_of
 from bytescale.models.hf_folder import (
@@ -40,7 +41,7 @@ from bytescale.models.hf_folder import (
     weights_fingerprint,
     write_json,
 )
-from bytescale.runtime import DTYPES
+from bytescale.runtime.optimizer.flat import DTYPES
 from bytescale.storage.hub import local_folder
 from bytescale.storage.place import Place
 

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 
 from bytescale.common.environment import ranks_here
 from bytescale.common.errors import ConfigError, PlanError
-from bytescale.config import DataConfig, Experts, PlannerName, Shard, sharing_domain
-from bytescale.config.validate import check_experts
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.schema import DataConfig, Experts, PlannerName, Shard
+from bytescale.config.validate import check_experts, sharing_domain
 from bytescale.cost.assumed import assumed_cost
-from bytescale.cost.memory import DeviceKind
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.memory.device_kernels import DeviceKind
+from bytescale.cost.model import CostModel
 from bytescale.hf.batch.documents import Batch, RankBatch
 from bytescale.hf.batch.planning import make_planner
 from bytescale.hf.loop.alike import WEIGHTS_EVERY, digest_of, require_alike, weight_sums
@@ -46,7 +47,7 @@ from bytescale.hf.model.decoder import AttachedDecoder, second_model
 from bytescale.hf.model.probe import ModelStructure
 from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.saved.checkpointing import Checkpointing
 
 

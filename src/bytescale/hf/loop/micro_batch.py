@@ -27,7 +27,8 @@ from bytescale.attention.rings.messages import Kind
 from bytescale.common.errors import DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.units import GIBI
-from bytescale.cost.memory import DeviceKind, MeasuredMemory
+from bytescale.cost.memory.device_kernels import DeviceKind
+from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.hf.batch.prefixes import of_documents
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
@@ -36,9 +37,11 @@ from bytescale.hf.model.measure import check_widths, heads_of, measure_rows, mea
 from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.plan import MicroBatch
 from bytescale.plan.rank_plan import SharedGroup, concatenated_ranges
-from bytescale.runtime import Activations, HostPool, RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import loss_sum
+from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.saved.checkpointing import Checkpointing
+from bytescale.runtime.saved.host_pool import HostPool
 
 
 class Micro:

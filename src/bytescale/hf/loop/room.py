@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import AUTO_CAPACITY, Experts
+from bytescale.config.schema import AUTO_CAPACITY, Experts
 from bytescale.cost.assumed import ASSUMED
-from bytescale.cost.memory import MeasuredMemory, fitting_capacity
+from bytescale.cost.memory.device_memory import fitting_capacity
+from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.hf.loop.micro_batch import Engine
 from bytescale.plan.limits import MemoryLimits

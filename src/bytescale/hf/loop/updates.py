@@ -17,15 +17,16 @@ from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.checkpoint.manifest import RunState, read_manifest, step_name, step_of
 from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, bytes_of_a_rank
 from bytescale.common.errors import CheckpointError, ConfigError, NonFiniteError
-from bytescale.config import CheckpointConfig, Experts
-from bytescale.cost.memory import States, host_bytes_left
+from bytescale.config.schema import CheckpointConfig, Experts
+from bytescale.cost.memory.device_memory import States, host_bytes_left
 from bytescale.hf.files.weight_stream import named_weights
 from bytescale.hf.loop.micro_batch import Engine
 from bytescale.hf.loop.planned_batch import PendingPasses
-from bytescale.runtime import RankGroup, ShardedOptimizer, Update
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.optimizer.optimizers import GroupOptions
 from bytescale.runtime.optimizer.parking import Parking
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer, Update
 from bytescale.runtime.optimizer.take_over import take_over
 
 

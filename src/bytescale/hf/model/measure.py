@@ -17,14 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import AttentionKernel, PackedAttention
 from bytescale.attention.flash import Heads
-from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, RingWidths, States, nccl_reserve_bytes
+from bytescale.cost.memory.device_kernels import DeviceKind, nccl_reserve_bytes
+from bytescale.cost.memory.device_memory import States
+from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
+from bytescale.cost.memory.rows import RingWidths
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.interface import refusal
 from bytescale.hf.model.probe import LayerAttention, ModelStructure
 from bytescale.plan import MicroBatch
-from bytescale.runtime import Activations, RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import PlainHead
 from bytescale.runtime.optimizer.lockstep import units_of
+from bytescale.runtime.saved.activations import Activations
 
 DOCUMENT_TOKENS = 32
 """Short enough for any model's positions."""

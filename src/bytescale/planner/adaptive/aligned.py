@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.nodes import alignment
 from bytescale.plan.plan import segment_sums

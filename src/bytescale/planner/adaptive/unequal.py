@@ -10,7 +10,8 @@ from bisect import bisect_left
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan.nodes import crossings
 from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.plan.tiles import shares_of

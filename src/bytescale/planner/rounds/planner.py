@@ -32,7 +32,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import offsets_of
 from bytescale.plan.rank_plan import concatenated_ranges

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config import OptimizerConfig
+from bytescale.config.schema import OptimizerConfig
 from bytescale.plan import RankPlan
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Overlap

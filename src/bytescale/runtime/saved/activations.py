@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bytescale.common.errors import PlanError
-from bytescale.cost.memory import ROWS_PER_CHUNK
+from bytescale.cost.memory.device_kernels import ROWS_PER_CHUNK
 from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.saved.checkpointing import Checkpointing, KeptAttention, apply_checkpointing, apply_row_chunks

@@ -11,25 +11,23 @@ from torch import Tensor, nn
 
 from bytescale.checkpoint.initial_weights import load_initial_weights
 from bytescale.common.cut import Cut
-from bytescale.config import Architecture, Config, Experts
-from bytescale.cost.memory import DeviceKind
+from bytescale.config.architecture import Architecture
+from bytescale.config.schema import Config, Experts
+from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.spec import ModelSpec
 from bytescale.cost.split import split_layers
 from bytescale.models import Llama, build_model, moe
 from bytescale.models.compiled import apply_compiled
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.initial_values import initial_values
-from bytescale.runtime import (
-    Activations,
-    Decoder,
-    FlatParameters,
-    HasBatchLoss,
-    Mesh,
-    ShardedOptimizer,
-    TokenShards,
-)
+from bytescale.runtime.executor import Decoder, HasBatchLoss
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Chunk
+from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.optimizer.lockstep import Units, shard_parts
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+from bytescale.runtime.saved.activations import Activations
+from bytescale.runtime.token_shards import TokenShards
 from bytescale.train.parts.budget import MemoryBudget
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.parts.tensor_parallel import apply_tensor_parallelism, row_wise_parts

@@ -14,10 +14,15 @@ from bytescale.attention import AttentionKernel
 from bytescale.common.environment import machine_bytes
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes, format_si
-from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
-from bytescale.config.attached import check_attached
+from bytescale.config.architecture import Architecture
+from bytescale.config.attached import AttachedArchitecture, check_attached
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config
 from bytescale.config.validate import check_mesh, check_ranks, hdp_ranks
-from bytescale.cost.memory import DeviceKind, MeasuredMemory, ModelShare, States, host_bytes_left
+from bytescale.cost.memory.device_kernels import DeviceKind
+from bytescale.cost.memory.device_memory import States, host_bytes_left
+from bytescale.cost.memory.measured import MeasuredMemory
+from bytescale.cost.memory.rows import ModelShare
 from bytescale.cost.spec import ModelSpec
 from bytescale.train.parts.budget import usable_host_bytes
 from bytescale.train.parts.own_model import OwnModel, build_own_model

@@ -33,10 +33,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bytescale.common.cut import Cut
-from bytescale.cost.memory import is_row_wise
+from bytescale.cost.memory.device_kernels import is_row_wise
 from bytescale.models.llama import Attention, FeedForward, Llama, project_in, project_out
 from bytescale.models.moe import MixtureOfExperts
-from bytescale.runtime import TokenShards
+from bytescale.runtime.token_shards import TokenShards
 
 
 def apply_tensor_parallelism(model: Llama, shards: TokenShards) -> dict[str, Cut]:

@@ -19,14 +19,14 @@ from bytescale.attention.blocks import causal_triangles
 from bytescale.attention.choose import kernel_for
 from bytescale.attention.kernels import OfQueries
 from bytescale.attention.rules import PLAIN
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.cost.gradient_sync import UPDATE_BYTES
 from bytescale.cost.spec import ModelSpec
 from bytescale.models import build_model
 from bytescale.models.rope import rope_rotation
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import Head, PlainHead, loss_sum
 
 if TYPE_CHECKING:
