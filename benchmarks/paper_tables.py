@@ -32,7 +32,7 @@ from bytescale.cost.offload_rule import OffloadRule
 from bytescale.cost.profile import Profile
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan
-from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.plan import concatenated_ranges
 from bytescale.planner.adaptive.aligned import align
 from bytescale.planner.adaptive.planner import adaptive_plan
 from bytescale.planner.baselines import naive_plan, paper_plan

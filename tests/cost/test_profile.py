@@ -14,10 +14,9 @@ from bytescale.cost.curve import Curve, fit_curve, relative_errors
 from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel
-from bytescale.cost.profile import Profile
+from bytescale.cost.profile import Profile, require_model
 from bytescale.cost.profile_file import (
     load_profile,
-    require_model,
     save_profile,
     shipped_profiles,
     worst_residual,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bytescale.attention import AttentionRules, PackedAttention
 from bytescale.models.llama import Attention
-from bytescale.recurrence import GroupCuts
+from bytescale.recurrence.cuts import GroupCuts
 
 
 @dataclass(frozen=True)

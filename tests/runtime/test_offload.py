@@ -23,7 +23,6 @@ from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.saved.host_pool import HostMemoryError, HostPool, PageWriter
-from bytescale.runtime.saved.offload import offloaded_tokens
 from bytescale.train.parts.tensor_parallel import row_wise_parts
 from tests.helpers.effort import examples, one_in, pairs
 from tests.helpers.lazy_lanes import use_lazy_lanes
@@ -72,7 +71,7 @@ def flat_gradients(
         if pool is not None and activations.offload is not None:
             assert pool.bytes_in_use == 0
             assert pool.peak_bytes <= pool.bytes_allocated <= LIMIT
-            moves = any(offloaded_tokens(micro_batch) for micro_batch in rank_plan.micro_batches)
+            moves = any(micro_batch.offloaded_tokens for micro_batch in rank_plan.micro_batches)
             assert (activations.offload.bytes_moved > 0) == (moves and layers > 2)
         return flat.gradients.clone()
 

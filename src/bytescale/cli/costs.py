@@ -32,7 +32,8 @@ from bytescale.config.schema import (
     ParallelConfig,
     PlannerName,
 )
-from bytescale.config.validate import check_sharing, sharing_domain
+from bytescale.config.sharing import sharing_domain
+from bytescale.config.validate import check_sharing
 from bytescale.cost.assumed import ASSUMED, Rates, times_of
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.curve import Curve

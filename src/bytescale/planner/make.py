@@ -45,34 +45,31 @@ def make_planner(
             fix="use a divisor of the number of ranks",
         )
     if config.name not in get_args(PlannerName):
-        known = ", ".join(get_args(PlannerName))
-        raise ConfigError(f"there is no planner {config.name!r}", fix=f"use one of {known}")
+        raise ConfigError(f"there is no planner {config.name!r}", fix=f"use one of {', '.join(get_args(PlannerName))}")
     if config.name == "adaptive" and not config.grids:
         cost = replace(cost, row_bytes_per_token=None)
     planner: Callable[..., Plan]
-    if config.name != "adaptive":
-        planner = _baseline(config, pipeline=num_stages > 1 or domain > 1, context_length=context_length)
-    elif domain > 1:
+    if config.name == "adaptive" and domain > 1:
         from bytescale.planner.rounds.planner import rounds_plan
 
         planner = partial(rounds_plan, domain=domain, num_stages=num_stages, context=context_length)
-    else:
+    elif config.name == "adaptive":
         from bytescale.planner.adaptive.planner import adaptive_plan
 
         planner = partial(adaptive_plan, num_stages=num_stages, context=context_length, step_seconds=step_seconds)
+    else:
+        from bytescale.planner import baselines
+        from bytescale.planner.adaptive.aligned import aligned
+
+        pipeline = num_stages > 1 or domain > 1
+        planners: dict[str, Callable[..., Plan]] = {
+            "paper": partial(baselines.paper_plan, pipeline=pipeline),
+            "greedy": baselines.greedy_plan,
+            "naive": baselines.naive_plan,
+            "static": partial(baselines.static_plan, cp=config.static_cp, context=context_length),
+        }
+        planner = planners[config.name]
+        if pipeline and config.name != "static":
+            planner = aligned(planner)
     planner = partial(planner, cluster=cluster, cost=cost)
     return planner if domain == 1 else lambda lengths: replace(planner(lengths), domain=domain)
-
-
-def _baseline(config: PlannerConfig, *, pipeline: bool, context_length: int) -> Callable[..., Plan]:
-    from bytescale.planner.adaptive.aligned import aligned
-    from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan, static_plan
-
-    if config.name == "static":
-        return partial(static_plan, cp=config.static_cp, context=context_length)
-    planners: dict[str, Callable[..., Plan]] = {
-        "paper": partial(paper_plan, pipeline=pipeline),
-        "greedy": greedy_plan,
-        "naive": naive_plan,
-    }
-    return aligned(planners[config.name]) if pipeline else planners[config.name]

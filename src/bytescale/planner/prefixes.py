@@ -116,9 +116,7 @@ class Prefixes:
 
 
 def plan_prefixes(
-    planner: VerifiedPlanner,
-    prefixes: Prefixes,
-    labels: Sequence[Hashable] | None = None,
+    planner: VerifiedPlanner, prefixes: Prefixes, labels: Sequence[Hashable] | None = None
 ) -> tuple[Plan, Forest | None]:
     """The plan that ends first, and the trees that are its sequences; None: no document shares anything.
 

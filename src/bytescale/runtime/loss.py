@@ -34,6 +34,9 @@ from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, loss_ch
 if TYPE_CHECKING:
     from bytescale.runtime.loss_kernel import TritonRows
 
+AT_ONCE = "is_differentiated_at_once"
+"""An attribute of a head whose gradients are computed in forward (``Head.add_loss``), when no backward runs."""
+
 
 class Head(Protocol):
     """From hidden states to the losses of a chunk (``PlainHead``, or ``hf.model.head.ModelHead``)."""

@@ -26,7 +26,7 @@ from torch.distributed.elastic.utils.store import barrier
 from bytescale.common.environment import ranks_of_torchrun, told
 from bytescale.common.errors import ConfigError, foreseen
 from bytescale.config.schema import Config
-from bytescale.config.validate import sharing_domain
+from bytescale.config.sharing import sharing_domain
 from bytescale.runtime.group import RankGroup, lost_ranks
 from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.flat import DTYPES

@@ -33,14 +33,7 @@ from bytescale.config.resolve import SEEN_WEIGHTS, described_architecture, sourc
 from bytescale.config.schema import Config
 from bytescale.hf.files.weight_stream import adapted_ties, untie
 from bytescale.hf.model.long_rope import longest_document_of
-from bytescale.models.hf_folder import (
-    copy_companions,
-    finite,
-    some,
-    stored_tensors,
-    weights_fingerprint,
-    write_json,
-)
+from bytescale.models.hf_folder import copy_companions, finite, some, stored_tensors, weights_fingerprint, write_json
 from bytescale.runtime.optimizer.flat import DTYPES
 from bytescale.storage.hub import local_folder
 from bytescale.storage.place import Place

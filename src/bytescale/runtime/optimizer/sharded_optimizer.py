@@ -210,6 +210,10 @@ class ShardedOptimizer:
         self.num_updates += 1
         return Update(num_updates=self.num_updates, grad_norm=grad_norm)
 
+    def skip(self, grad_norm: float) -> Update:
+        """An update that is left out, because the gradients are not numbers."""
+        return Update(num_updates=self.num_updates, grad_norm=grad_norm, skipped=True)
+
     def _update_on_host(self, host: HostTransfers) -> None:
         """Bucket by bucket, while neighbouring ones travel."""
         self.torch_optimizer.zero_grad()

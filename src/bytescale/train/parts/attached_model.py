@@ -24,8 +24,9 @@ from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.files.folder import constants_of, empty_model, load_model, make_model, set_constants, train_a_part
 from bytescale.hf.model.decoder import AttachedDecoder
-from bytescale.hf.model.measure import check_widths, measure_rows, measured_memory
+from bytescale.hf.model.measure import measure_rows, measured_memory
 from bytescale.hf.model.parallelize import RankPart, parallelize
+from bytescale.hf.model.probe import check_widths
 from bytescale.models.hf_folder import exact_dtype
 from bytescale.runtime.executor import Decoder
 from bytescale.runtime.group import RankGroup

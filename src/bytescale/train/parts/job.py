@@ -13,7 +13,7 @@ from bytescale.config.architecture import Architecture
 from bytescale.config.attached import AttachedArchitecture
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config
-from bytescale.config.validate import sharing_domain
+from bytescale.config.sharing import sharing_domain
 from bytescale.cost.assumed import ASSUMED, assumed_cost, times_of
 from bytescale.cost.calibration import Calibrator, lag_of
 from bytescale.cost.gradient_sync import round_seconds
