@@ -32,6 +32,11 @@ def test_the_door_loads_few_files() -> None:
     assert len(loaded) <= MOST_FILES_OF_HDP, "\n".join(loaded)
 
 
+@pytest.mark.parametrize("name", bytescale.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(bytescale, name).__name__ == name
+
+
 def name_of(path: Path) -> str:
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -30,7 +30,7 @@ _PLACES = {
     "HDP": "bytescale.hf.loop.hdp",
     "PlannedBatch": "bytescale.hf.loop.planned_batch",
     "RankBatch": "bytescale.hf.batch.documents",
-    "Update": "bytescale.runtime",
+    "Update": "bytescale.runtime.optimizer.sharded_optimizer",
     "cut": "bytescale.hf.batch.documents",
     "Micro": "bytescale.hf.loop.micro_batch",
     "make_planner": "bytescale.hf.batch.planning",
