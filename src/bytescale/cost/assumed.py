@@ -136,7 +136,7 @@ def assumed_cost(
     cost = replace(profile.cost_model(), micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[device])
     if domain == 1:
         return cost
-    from bytescale.cost.gradient_sync import round_seconds
+    from bytescale.cost.gradient_sync import round_seconds  # of lockstep domains alone
 
     a_round = round_seconds(profile, domain=domain, ranks_per_node=cost.ranks_per_node)
     return replace(cost, gather_seconds=sum(a_round))

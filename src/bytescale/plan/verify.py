@@ -276,7 +276,7 @@ def _check_lockstep(plan: Plan) -> None:
 
 def _check_pipeline(plan: Plan, num_stages: int) -> None:
     """Rule 10."""
-    from bytescale.plan.pipeline_order import find_cycle
+    from bytescale.plan.pipeline_order import find_cycle  # of pipelines alone
 
     cycle = find_cycle(plan, num_stages)
     if cycle:

@@ -58,7 +58,7 @@ class VerifiedPlanner:
         return self._planner(self.config)
 
     def _planner(self, config: PlannerConfig) -> Callable[[ArrayLike], Plan]:
-        from bytescale.planner.make import make_planner
+        from bytescale.planner.make import make_planner  # planners, when there is a batch
 
         return make_planner(
             config,
@@ -80,7 +80,7 @@ class VerifiedPlanner:
         ``together``: labels ``[S]``; sequences of one label come into one micro-batch of one group. None: no matter.
         """
         if together is not None:
-            from bytescale.planner.together import plan_together
+            from bytescale.planner.together import plan_together  # with labels alone
 
             plan = plan_together(self._plan, np.asarray(lengths, dtype=np.int64), together, self.check)
         else:
@@ -99,7 +99,7 @@ class VerifiedPlanner:
         narrow = narrowed(plan, limits)
         if narrow is plan:
             return plan
-        from bytescale.planner.evaluate import evaluate
+        from bytescale.planner.evaluate import evaluate  # with limits alone
 
         rings = self._planner(replace(self.config, grids=False))
 

@@ -69,7 +69,7 @@ class BatchToPlan:
         planner = self.hdp.planner_of(capacity_tokens)
         if self.per_document is None:
             return planner(np.array(self.lengths), labels), None
-        from bytescale.hf.batch.prefixes import shared_plan
+        from bytescale.hf.batch.prefixes import shared_plan  # with share_prefixes alone
 
         return shared_plan(self.all_documents, planner, labels=labels, per_document=self.per_document)
 
@@ -93,7 +93,7 @@ class BatchToPlan:
         hdp.agree(what, rank_plan.digest ^ self.documents.digest(range(len(self.lengths))))
         if forest is None:
             return PlannedBatch(hdp, RankBatch.of(rank_plan, self.documents), last=last)
-        from bytescale.hf.batch.prefixes import part_of_trees
+        from bytescale.hf.batch.prefixes import part_of_trees  # with share_prefixes alone
 
         dtype = next(hdp.model.parameters()).dtype
         part = part_of_trees(rank_plan, self.documents, forest, self.per_document or (), dtype)

@@ -258,7 +258,7 @@ class HDP(Updates):
         Raises as ``plan``; ``PlanError`` where one pass is asked for and no plan keeps a label's documents together;
         ``NonFiniteError`` if a loss is not a number. The gradients are then zero, where this object has an optimizer.
         """
-        from bytescale.hf.loop.coupled import backward_of
+        from bytescale.hf.loop.coupled import backward_of  # few loops have such losses
 
         labels = [0] * len(batch) if together is None else list(together)
         given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=() if share_prefixes else None)
@@ -315,7 +315,7 @@ class HDP(Updates):
         Every rank calls it. ``ready`` is called on the rank that has a prompt's last token as soon as its logits are
         known. Raises as ``plan``, and ``ConfigError`` for a model that cannot generate.
         """
-        from bytescale.hf.loop.prefill import prefill
+        from bytescale.hf.loop.prefill import prefill  # few loops generate
 
         return prefill(self, prompts, ready)
 

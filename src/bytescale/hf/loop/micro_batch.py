@@ -347,7 +347,7 @@ class Engine:
         self.host_bytes = int(host_gib * GIBI)
         self.pool: HostPool | None = None
         if host_gib:
-            from bytescale.runtime.saved.host_pool import HostPool
+            from bytescale.runtime.saved.host_pool import HostPool  # with offloading alone
 
             self.pool = HostPool(self.host_bytes, pinned=group.device.type == "cuda")
         self.activations = Activations(layers, checkpointing=checkpointing, pool=self.pool, device=group.device)
@@ -383,7 +383,7 @@ class Engine:
 
         Every rank calls it, and gets the same.
         """
-        from bytescale.hf.model.measure import measure_rows, measured_memory
+        from bytescale.hf.model.measure import measure_rows, measured_memory  # where memory is limited
 
         parameters = list(self.decoder.parameters())
         gradients = [parameter.grad for parameter in parameters]

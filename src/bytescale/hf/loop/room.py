@@ -48,7 +48,7 @@ class Room:
         if not (auto or device_gib is not None or engine.pool):
             return Room(capacity_tokens=wanted)
         from bytescale.cost.memory.device_memory import fitting_capacity
-        from bytescale.runtime.usable import usable_device_bytes
+        from bytescale.runtime.usable import usable_device_bytes  # where memory is limited
 
         memory, group = engine.measured_memory(), engine.group
         states = replace(memory.states, domain=domain, experts_in_parallel=experts == "parallel")

@@ -63,7 +63,7 @@ class Updates(Session):
         Raises ``ConfigError`` if nothing is trainable, ``cls`` is not elementwise or has no room, or there is one.
         """
         from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
-        from bytescale.runtime.optimizer.take_over import take_over
+        from bytescale.runtime.optimizer.take_over import take_over  # scoring has no optimizer
 
         if self._optimizer is not None:
             raise ConfigError(
@@ -96,7 +96,7 @@ class Updates(Session):
         return self._optimizer.torch_optimizer
 
     def _require_host_room(self) -> None:
-        from bytescale.cost.memory.device_memory import States, host_bytes_left
+        from bytescale.cost.memory.device_memory import States, host_bytes_left  # with offload alone
 
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         states = States(
@@ -191,7 +191,7 @@ class Updates(Session):
 
         Raises ``CheckpointError`` if it cannot be written.
         """
-        from bytescale.hf.loop.checkpoints import save
+        from bytescale.hf.loop.checkpoints import save  # writers of files and stores
 
         return save(self, Path(folder), extra or {}, keep)
 
@@ -201,7 +201,7 @@ class Updates(Session):
         Every rank calls it, after ``adamw`` or ``optimizer``. Raises ``CheckpointError`` if there is none, or if it is
         of another model.
         """
-        from bytescale.hf.loop.checkpoints import load
+        from bytescale.hf.loop.checkpoints import load  # readers of files and stores
 
         return load(self, Path(path))
 
@@ -257,7 +257,7 @@ class Updates(Session):
         tensors; None: the model's. Without it a tensor may be the model's own memory. Every rank may call it alone,
         unless ranks share the parameters. Raises ``ConfigError`` for adapters that are not added to a weight.
         """
-        from bytescale.hf.files.weight_stream import named_weights
+        from bytescale.hf.files.weight_stream import named_weights  # for inference engines
 
         self.require_at_home("weights")
         return named_weights(self.model, dtype, self.units)

@@ -41,7 +41,7 @@ class Blind(Target):
         return call.value.new_zeros(batch, rows, heads, call.value.shape[-1])
 
     def mix(self, mixer: nn.Module, plain: Callable[[], Any], cut: Callable[[Cuts], Any]) -> Any:
-        from bytescale.recurrence.cuts import OneProcessCuts
+        from bytescale.recurrence.cuts import OneProcessCuts  # few models have mixers
 
         cuts = self.cuts or OneProcessCuts([0], [slice(row, row + 1) for row in range(NUM_ROWS)])
         cuts.numbers = [0, 0]

@@ -161,7 +161,7 @@ class AttachedDecoder(nn.Module):
                 so="no token could travel to another rank's experts",
                 fix='leave experts = "parallel" out',
             )
-        from bytescale.runtime.experts import num_experts_of
+        from bytescale.runtime.experts import num_experts_of  # of mixtures in parallel
 
         for module in self.experts:
             num_experts_of(module, domain)

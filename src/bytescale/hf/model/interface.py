@@ -63,7 +63,7 @@ def _forward(function: FunctionType, names: set[str]) -> Callable[..., Any]:
     if names == {_LIGHTNING}:
         cut_forward: Callable[..., Any] = _lightning
     else:
-        from bytescale.recurrence.kernels import KERNELS
+        from bytescale.recurrence.kernels import KERNELS  # few models have mixers
 
         ours = {name: partial(_carried, KERNELS[name], function.__globals__[name]) for name in names - {_LIGHTNING}}
         cut_forward = FunctionType(
@@ -108,7 +108,7 @@ def _carried(kernel: Callable[..., Any], stock: Callable[..., Any], *args: Any, 
 def _lightning(mixer: nn.Module, hidden_states: Any, *_: Any, **__: Any) -> Any:
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
-    from bytescale.recurrence.kernels import lightning_mixer
+    from bytescale.recurrence.kernels import lightning_mixer  # of MiniMax
 
     return lightning_mixer(_cuts.get(), mamba2_chunk_scan, mixer, hidden_states)
 
@@ -244,7 +244,7 @@ class Attachment:
             )
         mixers = {module: name for name, module in model.named_modules() if _kernels(module)}
         for mixer, name in mixers.items():
-            from bytescale.recurrence.kernels import require_known_kernel
+            from bytescale.recurrence.kernels import require_known_kernel  # few models have mixers
 
             called = inspect.unwrap(type(mixer).forward).__globals__
             for kernel in sorted(_kernels(mixer) & STOCK_KERNELS):

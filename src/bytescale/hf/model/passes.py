@@ -136,7 +136,7 @@ class MicroBatchPass(Target):
         """The output of a recurrent layer, whose documents are cut as the plan says."""
         if mixer not in self.decoder.mixers:
             raise _not_attached(mixer)
-        from bytescale.recurrence.cuts import GroupCuts
+        from bytescale.recurrence.cuts import GroupCuts  # few models have mixers
 
         attention = self._attention_of(in_autocast(next(mixer.parameters())).dtype)
         cuts = self._cuts.get(id(attention)) or self._cuts.setdefault(id(attention), GroupCuts(attention))

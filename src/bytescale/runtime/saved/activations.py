@@ -59,7 +59,7 @@ class Activations:
         self.attention_memory = kept if checkpointing == "attention" else None
         self.offload: ActivationOffload | None = None
         if pool is not None:
-            from bytescale.runtime.saved.offload import ActivationOffload
+            from bytescale.runtime.saved.offload import ActivationOffload  # with offloading alone
 
             self.offload = ActivationOffload(layers, pool, device or torch.device("cpu"), tp)
         if self.attention_memory is not None and self.offload is not None:
