@@ -29,14 +29,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import Manifest, RunState, StoredFile, layout_to_json
 from bytescale.checkpoint.writing import RankStates, layout_of
-from bytescale.config import (
-    PRESETS,
-    Architecture,
-    CheckpointConfig,
-    OptimizerConfig,
-    ParallelConfig,
-)
-from bytescale.runtime import FlatParameters, Mesh, MeshShape, Range, RankGroup, ShardedOptimizer
+from bytescale.config.architecture import PRESETS, Architecture
+from bytescale.config.schema import CheckpointConfig, OptimizerConfig, ParallelConfig
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.flat import FlatParameters, Range
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.train.parts import own_model
 
 GIB = 2**30

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
-
-from bytescale.config import PRESETS, Architecture
 from bytescale.models import build_model
 from bytescale.models.compiled import RowCompiler, apply_compiled
 from bytescale.models.rope import rope_rotation
+from torch import Tensor, nn
+
+from bytescale.config.architecture import PRESETS, Architecture
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-from bytescale.config import PRESETS, Architecture
 from bytescale.models import moe
 from bytescale.models.moe import MixtureOfExperts
-from bytescale.runtime import RankGroup
+from torch import Tensor, nn
+
+from bytescale.config.architecture import PRESETS, Architecture
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.optimizer.take_over import take_over
 
 GIB = 2**30

@@ -41,32 +41,31 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import numpy as np
 import torch
 import torch.nn.functional as F
+from bytescale.cost.memory.model import MemoryModel
+from bytescale.models import Llama
+from bytescale.models.head_groups import apply_head_groups
 from torch import Tensor
 
 from bytescale.attention import AttentionKernel, select_kernel
 from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.kernels import OfQueries
-from bytescale.config import PRESETS, Architecture, OptimizerConfig
-from bytescale.cost import flops, save_profile
-from bytescale.cost.memory import MemoryModel, ModelShare
-from bytescale.cost.profile_file import fit_warnings
+from bytescale.config.architecture import PRESETS, Architecture
+from bytescale.config.schema import OptimizerConfig
+from bytescale.cost import flops
+from bytescale.cost.memory.rows import ModelShare
+from bytescale.cost.profile_file import fit_warnings, save_profile
 from bytescale.cost.spec import ModelSpec
-from bytescale.models import Llama
-from bytescale.models.head_groups import apply_head_groups
+from bytescale.hf.model.measure import row_wise_parts
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import (
-    Activations,
-    Decoder,
-    Executor,
-    FlatParameters,
-    HostPool,
-    Mesh,
-    RankGroup,
-    ShardedOptimizer,
-)
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import PlainHead, loss_sum
-from bytescale.train.parts.tensor_parallel import row_wise_parts
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+from bytescale.runtime.saved.activations import Activations
+from bytescale.runtime.saved.host_pool import HostPool
 
 GIB = 2**30
 LONG_SECONDS = 100.0

@@ -33,13 +33,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from bytescale.train.parts.own_model import build_own_model
 
 from bytescale.attention import select_kernel
-from bytescale.config import ModelConfig, OptimizerConfig, resolve_model
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import ModelConfig, OptimizerConfig
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Decoder, Executor, Mesh, RankGroup, ShardedOptimizer
-from bytescale.train.parts.own_model import build_own_model
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 
 NUM_RANKS = 2
 TOKENS = 384  # of a micro-batch, which has three sequences

@@ -35,12 +35,14 @@ from rich.table import Table
 
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
 from bytescale.attention.kernels import OfQueries
-from bytescale.config import PRESETS
-from bytescale.cost import Links, Profile, flops
+from bytescale.config.architecture import PRESETS
+from bytescale.cost import flops
 from bytescale.cost.curve import Curve
+from bytescale.cost.links import Links
+from bytescale.cost.profile import Profile
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.train.profiling.links import ring_rate
 

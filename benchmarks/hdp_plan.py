@@ -14,7 +14,7 @@ import torch
 
 import bytescale
 from bytescale.parity import small_model
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 
 CAPACITY = 8192
 

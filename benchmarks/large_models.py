@@ -13,8 +13,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-from bytescale.config import AUTO_CAPACITY, PRESETS, Config, Experts
-from bytescale.cost.memory import MemoryModel
+from bytescale.cost.memory.model import MemoryModel
+
+from bytescale.config.architecture import PRESETS
+from bytescale.config.schema import AUTO_CAPACITY, Config, Experts
 
 GIB = 2**30
 NUM_GPUS, USABLE_BYTES = 8, 0.92 * 79.1 * GIB  # of an H100 with 80 GB

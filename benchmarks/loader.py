@@ -28,8 +28,10 @@ import numpy as np
 import psutil
 
 from bytescale.common.atomic import write_atomically
-from bytescale.config import PRESETS, DataConfig, PlannerConfig
-from bytescale.cost import Cluster, Profile
+from bytescale.config.architecture import PRESETS
+from bytescale.config.schema import DataConfig, PlannerConfig
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.profile import Profile
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Reader

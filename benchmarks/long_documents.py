@@ -20,10 +20,16 @@ from typing import Any
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.config import ModelConfig, resolve_model
-from bytescale.cost import Cluster, CostModel, Links, Profile
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import ModelConfig
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.links import Links
+from bytescale.cost.model import CostModel
+from bytescale.cost.profile import Profile
 from bytescale.plan import Plan
-from bytescale.planner import adaptive_plan, evaluate, static_plan
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines import static_plan
+from bytescale.planner.evaluate import evaluate
 from bytescale.planner.short_first import short_first
 
 VOCABULARY = 8192

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.nccl.replay import ALL_RULES, EVERYTHING, Mismatch, Replay
 from tests.nccl.test_nccl import plan_of, recorded
 
-from bytescale.runtime import MeshShape
+from bytescale.runtime.mesh import MeshShape
 
 KINDS = ("HDP alone", "pipeline", "tensor parallel", "pipeline and tensor parallel")
 PLANNERS = ("static", "naive", "paper", "adaptive", "random")

@@ -28,17 +28,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bytescale.train.parts.own_model import build_own_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import bytescale
 from bytescale.attention import AttentionRules, PackedAttention, RingBuffers, select_kernel
-from bytescale.config import ModelConfig, OptimizerConfig, resolve_model
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import ModelConfig, OptimizerConfig
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Activations, Decoder, Executor, FlatParameters, Mesh, RankGroup, ShardedOptimizer
-from bytescale.train.parts.own_model import build_own_model
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+from bytescale.runtime.saved.activations import Activations
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 4096, 256, 4, 8, 4, 768
 CPU = torch.device("cpu")

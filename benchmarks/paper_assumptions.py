@@ -43,9 +43,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bytescale.config import PRESETS, Architecture
-from bytescale.cost import Profile, flops, load_profile
+from bytescale.config.architecture import PRESETS, Architecture
+from bytescale.cost import flops
 from bytescale.cost.gradient_sync import GRADIENT_BYTES
+from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import load_profile
 
 KIBI = 1024
 BATCH_TOKENS = 32 * KIBI**2

@@ -26,12 +26,16 @@ from rich.table import Table
 import paper_assumptions as paper
 from bytescale.common.arrays import IntArray
 from bytescale.common.units import format_count
-from bytescale.cost import Cluster, CostModel, Profile
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.cost.offload_rule import OffloadRule
+from bytescale.cost.profile import Profile
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan
-from bytescale.plan.rank_plan import concatenated_ranges
-from bytescale.planner import adaptive_plan, align, naive_plan, paper_plan
+from bytescale.plan.plan import concatenated_ranges
+from bytescale.planner.adaptive.aligned import align
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines import naive_plan, paper_plan
 from bytescale.planner.draft import Draft, assemble
 from bytescale.simulator import ClusterConfig, simulate
 

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from bytescale.train.parts.own_model import build_own_model
 from rich.console import Console
 from rich.table import Table
 from tests.helpers.forks import run_forked
@@ -39,16 +40,21 @@ from torch import Tensor, nn
 
 import paper_assumptions as paper
 from bytescale.attention import select_kernel
-from bytescale.config import resolve_model
+from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import ModelConfig
-from bytescale.cost import Cluster, CostModel, Profile
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
+from bytescale.cost.profile import Profile
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.planner import adaptive_plan, align, aligned, paper_plan
-from bytescale.runtime import Decoder, Executor, Mesh, MeshShape, RankGroup
+from bytescale.planner.adaptive.aligned import align, aligned
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines import paper_plan
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.simulator import ClusterConfig, simulate
-from bytescale.train.parts.own_model import build_own_model
 from bytescale.train.reporting.work import named_clocks
 
 TOKENS = 512

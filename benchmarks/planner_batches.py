@@ -8,7 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.cost import Cluster, CostModel, Profile, load_profile
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
+from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import load_profile
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.simulator import ClusterConfig
 

@@ -27,9 +27,11 @@ from typing import Any
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, evaluate
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.evaluate import evaluate
 from planner_batches import cost_model, random_batch, random_small_batch, random_wide_batch, sample
 
 Case = tuple[str, IntArray, Cluster, CostModel, int]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.cost import CostModel
+from bytescale.cost.model import CostModel
 
 FloatArray = NDArray[np.float64]
 

@@ -36,11 +36,15 @@ from functools import partial
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.config import PlannerConfig
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.schema import PlannerConfig
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, evaluate, greedy_plan, make_planner, paper_plan, static_plan
+from bytescale.planner.adaptive.planner import adaptive_plan
 from bytescale.planner.adaptive.target import Batch
+from bytescale.planner.baselines import greedy_plan, paper_plan, static_plan
+from bytescale.planner.evaluate import evaluate
+from bytescale.planner.make import make_planner
 from bytescale.simulator import simulate
 from planner_batches import cost_model, random_batch, random_grid_batch, random_small_batch, sample
 

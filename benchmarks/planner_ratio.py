@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bytescale.cost import Cluster
-from bytescale.planner import adaptive_plan
+from bytescale.cost.cluster import Cluster
+from bytescale.planner.adaptive.planner import adaptive_plan
 from planner_batches import cost_model, sample
 from planner_peers import load_megatron, megatron_end
 

@@ -17,11 +17,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from bytescale.config import PRESETS
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.architecture import PRESETS
 from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, align, evaluate, rounds_plan, static_plan
+from bytescale.planner.adaptive.aligned import align
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines import static_plan
+from bytescale.planner.evaluate import evaluate
+from bytescale.planner.rounds.planner import rounds_plan
 from planner_batches import random_batch, sample
 
 CAPACITY, NODE = 8192, 8

@@ -13,11 +13,13 @@ from collections.abc import Callable
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.config import PRESETS
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.architecture import PRESETS
 from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.data.length_distributions import sample_lengths
-from bytescale.planner import adaptive_plan, evaluate
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.evaluate import evaluate
 
 CAPACITY = 8192
 CONTEXT = 2**18

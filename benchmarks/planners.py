@@ -27,10 +27,13 @@ from typing import Any
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.units import parse_count
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.integrations.megatron import AdaptiveCPScheduler
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, evaluate, greedy_plan, naive_plan, paper_plan, static_plan
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan, static_plan
+from bytescale.planner.evaluate import evaluate
 from planner_batches import cost_model, sample
 from planner_peers import karmarkar_karp_end, load_megatron, megatron_end
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bytescale.cost import load_profile
+from bytescale.cost.profile_file import load_profile
 from bytescale.plan.io import load_plan
 from bytescale.simulator import ClusterConfig, simulate
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from bytescale.config import PRESETS
+from bytescale.config.architecture import PRESETS
 from bytescale.cost import flops
 from bytescale.cost.curve import Curve, fit_curve
 from bytescale.cost.links import Links

@@ -27,22 +27,25 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bytescale.models.head_groups import apply_head_groups
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import Batch, make_model, random_batch, reference_step, slice_batch, worst_relative_error
 from tests.runtime.test_mesh_parity import mesh_shape, part_of, put_together
 
 from bytescale.attention import select_kernel
-from bytescale.config import Architecture
-from bytescale.cost import Cluster, CostModel
-from bytescale.models.head_groups import apply_head_groups
+from bytescale.config.architecture import Architecture
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
+from bytescale.hf.model.measure import row_wise_parts
 from bytescale.parity.compare import random_plan
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.verify import verify
-from bytescale.planner import align
-from bytescale.runtime import Decoder, Executor, FlatParameters, Mesh, MeshShape
+from bytescale.planner.adaptive.aligned import align
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.optimizer.zero import sum_replicas
 from bytescale.runtime.saved.activations import Activations
-from bytescale.train.parts.tensor_parallel import row_wise_parts
 
 DTYPE, TOLERANCE = torch.float64, 1e-10
 BLOCK = 100

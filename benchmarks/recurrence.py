@@ -26,7 +26,7 @@ from bytescale.parity.thread_ranks import run_ranks
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.states import chain_is_faster
-from bytescale.recurrence import GroupCuts
+from bytescale.recurrence.cuts import GroupCuts
 
 WAYS = ("scan", "chain", "all-gather")
 

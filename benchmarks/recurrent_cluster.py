@@ -54,8 +54,9 @@ from bytescale.parity import small_model
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.states import chain_is_faster, holder
-from bytescale.recurrence import KERNELS, Cuts, GroupCuts, OneProcessCuts
-from bytescale.runtime import RankGroup
+from bytescale.recurrence.cuts import Cuts, GroupCuts, OneProcessCuts
+from bytescale.recurrence.kernels import KERNELS
+from bytescale.runtime.group import RankGroup
 
 PORT, SECONDS = 29587, 560
 HEADS, WIDTH, HIDDEN, KERNEL = 16, 32, 256, 4

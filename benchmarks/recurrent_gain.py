@@ -33,13 +33,17 @@ import paper_assumptions as paper
 from bytescale.attention import AttentionRules
 from bytescale.common.arrays import IntArray
 from bytescale.common.units import format_si, parse_count
-from bytescale.cost import Cluster, Profile, flops, load_profile
+from bytescale.cost import flops
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import load_profile
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.hf.model.blind import LayerRecurrence
 from bytescale.hf.model.costs import spec_of
 from bytescale.hf.model.probe import LayerAttention, ModelStructure
-from bytescale.planner import adaptive_plan, static_plan
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines import static_plan
 from bytescale.simulator import ClusterConfig, simulate
 
 CELLS = ("64:256K", "256:1M", "512:2M", "1024:2M", "4096:2M")

@@ -18,7 +18,7 @@ from dataclasses import fields
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.train.reporting.metrics import RankFigures
 
 

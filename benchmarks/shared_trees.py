@@ -31,8 +31,8 @@ import torch.distributed as dist
 from benchmarks.grpo import CAPACITY, VOCABULARY, make_model, measure
 
 import bytescale
-from bytescale.cost import CostModel
 from bytescale.cost.assumed import Rates
+from bytescale.cost.model import CostModel
 from bytescale.hf.batch.documents import Documents
 from bytescale.planner.prefixes import Prefixes, cost_of_trees
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import bytescale
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from own_loop import documents, llama, seconds_of
 
 Step = Callable[[list[dict[str, Any]]], float]

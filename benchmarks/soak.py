@@ -32,7 +32,7 @@ import psutil
 
 from bytescale.checkpoint.verify import problems_of
 from bytescale.common.errors import DataError
-from bytescale.config import load_config
+from bytescale.config.load import load_config
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
 from bytescale.data.loading.record import check_record, read_record
 from bytescale.data.order.epoch import epoch_order

@@ -40,10 +40,12 @@ import paper_assumptions as paper
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.common.units import format_count, parse_count
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan
-from bytescale.planner import adaptive_plan, evaluate
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.evaluate import evaluate
 from paper_tables import Setting
 
 RANKS = (512, 1024, 2048, 4096, 8192, 16384)

@@ -31,14 +31,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from benchmarks.cluster.network import Link, Network, Node, missing
+from bytescale.models.llama import Llama
 from torch import Tensor
 
-from bytescale.config import Architecture
-from bytescale.models.llama import Llama
-from bytescale.runtime import RankGroup, TokenShards
-from bytescale.runtime.group import PendingCollective
-from bytescale.runtime.token_shards import ROWS_PER_SLICE
-from bytescale.train.parts.tensor_parallel import apply_tensor_parallelism
+from bytescale.config.architecture import Architecture
+from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
+from bytescale.runtime.group import PendingCollective, RankGroup
+from bytescale.runtime.token_shards import ROWS_PER_SLICE, TokenShards
 
 SHAPE = Architecture(
     vocab_size=1024, num_layers=4, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, ffn_hidden_size=1536

@@ -20,7 +20,8 @@ import tyro
 from bytescale.cli.main import COMMANDS
 from bytescale.cli.options import attribute_texts
 from bytescale.common.units import format_count
-from bytescale.config import PRESETS, Config
+from bytescale.config.architecture import PRESETS
+from bytescale.config.schema import Config
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

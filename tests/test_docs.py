@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 
 from bytescale.cli import options as cli_options
 from bytescale.cli.options import parse
-from bytescale.config import Config
+from bytescale.config.schema import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -30,8 +30,9 @@ from benchmarks.cluster.network import Network
 from benchmarks.cluster.runs import told
 from benchmarks.cluster.tables import KIBI, Setting, measured_rate, plan_of, simulated, train, write_corpus
 
-from bytescale.cost import Profile, load_profile, save_profile
 from bytescale.cost.curve import Curve
+from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import load_profile, save_profile
 
 LEARNED = 15
 ABSORBED = 10

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bytescale.config import PRESETS
-from bytescale.cost import Profile, flops, load_profile
+from bytescale.config.architecture import PRESETS
+from bytescale.cost import flops
+from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import load_profile
 
 KIBI = 1024
 

@@ -33,12 +33,15 @@ from benchmarks.cluster.runs import told, torchrun
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError
-from bytescale.cost import Cluster, Profile, load_profile
+from bytescale.cost.cluster import Cluster
 from bytescale.cost.gradient_sync import stage_parameters
+from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import load_profile
 from bytescale.data.length_distributions import distribution_names, sample_lengths
 from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
-from bytescale.planner import adaptive_plan, naive_plan, paper_plan
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines import naive_plan, paper_plan
 from bytescale.simulator import ClusterConfig, SimulatedStep, simulate
 
 PLANNERS = {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bytescale.hf.loop.planned_batch import PlannedBatch
     from bytescale.hf.scoring.score_file import score
     from bytescale.plan import Plan
-    from bytescale.runtime import Update
+    from bytescale.runtime.optimizer.sharded_optimizer import Update
 
 __version__ = "0.2.0"
 
@@ -30,7 +30,7 @@ _PLACES = {
     "HDP": "bytescale.hf.loop.hdp",
     "PlannedBatch": "bytescale.hf.loop.planned_batch",
     "RankBatch": "bytescale.hf.batch.documents",
-    "Update": "bytescale.runtime",
+    "Update": "bytescale.runtime.optimizer.sharded_optimizer",
     "cut": "bytescale.hf.batch.documents",
     "Micro": "bytescale.hf.loop.micro_batch",
     "make_planner": "bytescale.hf.batch.planning",

@@ -22,7 +22,7 @@ from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.flash import FA4, FASTEST_FIRST, FlashImplementation, Heads
 from bytescale.attention.kernels import CpuFlashKernel, MathKernel, OfQueries
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, DataConfig, KernelsConfig
+from bytescale.config.schema import Config, DataConfig, KernelsConfig
 from bytescale.train.parts.run_kernels import open_kernels
 
 CPU, FP32 = torch.device("cpu"), torch.float32

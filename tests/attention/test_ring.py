@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from bytescale.attention import PackedAttention, RingBuffers, select_kernel
 from bytescale.common.errors import ConfigError
-from bytescale.config import PRESETS
+from bytescale.config.architecture import PRESETS
 from bytescale.cost import flops
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks

@@ -14,7 +14,7 @@ from torch import Tensor
 from bytescale.attention import AttentionRules, PackedAttention, RingBuffers, select_kernel
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from tests.helpers.effort import examples, one_in
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks

@@ -13,7 +13,8 @@ from bytescale.attention.kernels import AttentionKernel, MathKernel
 from bytescale.common.errors import ConfigError
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Activations, RankGroup
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.saved.activations import Activations
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_attention import reference_attention
 

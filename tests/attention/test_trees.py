@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from bytescale.attention.blocks import BlockSet
 from bytescale.attention.trees import blocks_between, own_blocks
 from bytescale.common.errors import PlanError
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.hf.batch.planning import make_planner
 from bytescale.parity.compare import random_plan
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.plan.trees import Forest, with_trees
+from bytescale.plan.trees import Forest
 from bytescale.plan.verify import verify
 from bytescale.planner.evaluate import evaluate
 from bytescale.planner.prefixes import Prefixes, cost_of_trees, plan_prefixes, with_equal_work
@@ -102,9 +103,9 @@ def test_rows_and_pairs_are_those_of_the_paths(seed: int, limit: int) -> None:
         assert forest.sequence_lengths.sum() == len(starts)
     plan = RankPlan.of(random_plan(forest.sequence_lengths.tolist(), 1, 0), 0)
     for micro_batch in plan.micro_batches:
-        own = with_trees(micro_batch, forest).trees
+        own = micro_batch.with_trees(forest).trees
         assert own is not None
-        triangles, nodes = own_blocks(with_trees(micro_batch, forest), own)
+        triangles, nodes = own_blocks(micro_batch.with_trees(forest), own)
         counts = np.zeros((micro_batch.num_tokens,) * 2, dtype=int)
         for blocks in (triangles, *nodes):
             add_pairs(counts, blocks, np.arange(len(counts)), np.arange(len(counts)))

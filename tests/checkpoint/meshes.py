@@ -18,11 +18,14 @@ from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.reading import Wanted, wanted_by
 from bytescale.common.cut import Cut
-from bytescale.config import AttachedArchitecture, CheckpointConfig, OptimizerConfig
+from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.schema import CheckpointConfig, OptimizerConfig
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.parallelize import parallelize
 from bytescale.parity import small_model
-from bytescale.runtime import FlatParameters, Mesh, MeshShape, ShardedOptimizer
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from tests.helpers.ranks import run_mesh
 
 Result = TypeVar("Result")

@@ -18,7 +18,7 @@ from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.checkpoint.verify import problems_of
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError
-from bytescale.runtime import MeshShape
+from bytescale.runtime.mesh import MeshShape
 from tests.checkpoint.meshes import SHAPE, restore, save, whole_state, with_checkpointer
 from tests.helpers.effort import examples
 

@@ -20,7 +20,7 @@ from bytescale.checkpoint.layout import Layout, LayoutEntry, boxes_of, intersect
 from bytescale.checkpoint.manifest import layout_from_json, layout_to_json, read_manifest
 from bytescale.checkpoint.reading import CheckpointReader, wanted_by
 from bytescale.checkpoint.verify import problems_of
-from bytescale.runtime import MeshShape
+from bytescale.runtime.mesh import MeshShape
 from bytescale.storage.place import read_into
 from tests.checkpoint.meshes import (
     MIXTURE,

@@ -28,8 +28,9 @@ from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.folder_of_run import complete_checkpoints, to_delete
 from bytescale.checkpoint.verify import problems_of
 from bytescale.common.errors import CheckpointError
-from bytescale.config import CheckpointConfig
-from bytescale.runtime import MeshShape, ShardedOptimizer
+from bytescale.config.schema import CheckpointConfig
+from bytescale.runtime.mesh import MeshShape
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from tests.checkpoint.meshes import SHAPE, assert_states, restore, run_state, save, set_states, with_checkpointer
 from tests.helpers.effort import one_of
 from tests.helpers.forks import run_forked

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-
 from bytescale.checkpoint.hugging_face import export_checkpoint
+
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, load_config
+from bytescale.config.load import load_config
+from bytescale.config.schema import Config
 from bytescale.train.loop.trainer import train
 from bytescale.train.origin import keep_origin
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus

@@ -19,7 +19,8 @@ from bytescale.checkpoint.upload import Store
 from bytescale.checkpoint.verify import problems_of
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError
-from bytescale.runtime import MeshShape, ShardedOptimizer
+from bytescale.runtime.mesh import MeshShape
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.storage import retry
 from bytescale.storage.place import folders_in, place_at
 from bytescale.storage.retry import tried

@@ -15,14 +15,18 @@ import torch
 
 from bytescale.attention import select_kernel
 from bytescale.cli.main import main
-from bytescale.config import AttachedArchitecture, Config, MemoryConfig, ParallelConfig, config_to_toml
-from bytescale.cost import Cluster, Profile, load_profile
+from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.load import config_to_toml
+from bytescale.config.schema import Config, MemoryConfig, ParallelConfig
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import load_profile
 from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.hf.model.costs import spec_of
 from bytescale.hf.model.interface import Attachment
 from bytescale.hf.model.probe import probe
 from bytescale.parity import small_model
-from bytescale.planner import naive_plan
+from bytescale.planner.baselines import naive_plan
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.train.loop.dry_run import dry_run
 from bytescale.train.parts import large_model, rank_model

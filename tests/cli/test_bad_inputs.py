@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bytescale.cli.main import main
-from bytescale.config import config_to_toml
+from bytescale.config.load import config_to_toml
 from bytescale.report.runs import NEEDED
 from tests.helpers.effort import REST
 from tests.train.runs import on_ranks, small_run, write_corpus

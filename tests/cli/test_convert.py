@@ -16,7 +16,10 @@ from safetensors.torch import load_file, save_file
 from bytescale.cli.main import main
 from bytescale.cli.train import read_options
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config import PRESETS, Config, ModelConfig, config_to_toml, resolve_model
+from bytescale.config.architecture import PRESETS
+from bytescale.config.load import config_to_toml
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config, ModelConfig
 from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.train.loop.trainer import train
 from tests.helpers.forks import run_forked

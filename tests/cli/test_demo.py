@@ -14,9 +14,12 @@ from bytescale.cli.demo import GPUS, DemoOptions, simulated_steps
 from bytescale.cli.main import main
 from bytescale.cli.train import read_options
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, ModelConfig, load_config, resolve_model, validate
-from bytescale.config.load import DEMO_CONFIG, from_dict
-from bytescale.cost import Links, Profile
+from bytescale.config.load import DEMO_CONFIG, from_dict, load_config
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config, ModelConfig
+from bytescale.config.validate import validate
+from bytescale.cost.links import Links
+from bytescale.cost.profile import Profile
 from tests.train.runs import metrics, write_corpus
 
 COMPARED = re.compile(r"^ {10}(static|naive|adaptive) +(\d+\.\d+) +\S+ +\d+% +\S+ \S+ +(.*)$", re.MULTILINE)

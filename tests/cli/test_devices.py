@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from bytescale.cost.memory.model import MemoryModel
 
 from bytescale.cli import plan, simulate
-from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml, resolve_model
+from bytescale.config.load import config_to_toml
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config, MemoryConfig, ParallelConfig
 from bytescale.config.validate import hdp_ranks
-from bytescale.cost import Profile
 from bytescale.cost.assumed import ASSUMED
-from bytescale.cost.memory import MemoryModel
+from bytescale.cost.profile import Profile
 from bytescale.plan import Plan
 from bytescale.runtime.usable import usable_device_bytes
 from bytescale.train.loop.dry_run import dry_run

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.cli.main import main
-from bytescale.config import load_config
+from bytescale.config.load import load_config
 from bytescale.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from bytescale.hf.files.weight_stream import named_weights
 from bytescale.parity import small_model

@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 
 from bytescale.cli.main import main
 from bytescale.common.errors import BytescaleError, ConfigError, DataError, PlanError
-from bytescale.config import ModelConfig, resolve_model
 from bytescale.config.attached import AttachedArchitecture
 from bytescale.config.foreign_config import refuse_links_out
 from bytescale.config.hugging_face import read_hf_config
 from bytescale.config.load import load_config
-from bytescale.config.schema import DataConfig
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import DataConfig, ModelConfig
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.sources import parquet, records

@@ -22,7 +22,8 @@ import torch
 from huggingface_hub import constants
 
 from bytescale.cli.main import main
-from bytescale.config import ModelConfig, config_to_toml, load_config
+from bytescale.config.load import config_to_toml, load_config
+from bytescale.config.schema import ModelConfig
 from bytescale.parity import small_model
 from tests.data.remote_files import LOOK_SECONDS
 from tests.data.support import write_jsonl

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import bytescale
-from bytescale.config import config_to_toml
+from bytescale.config.load import config_to_toml
 from tests.train.runs import losses, on_ranks, small_run, write_corpus
 
 COMMAND = [sys.executable, "-m", "bytescale", "train"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bytescale.runtime import MeshShape
+from bytescale.runtime.mesh import MeshShape
 from tests.checkpoint.meshes import save
 
 PROGRAM = """

@@ -19,8 +19,9 @@ import pytest
 from bytescale.cli.main import main
 from bytescale.cli.options import _OTHER_WORDS
 from bytescale.cli.train import _prepare_data, read_options
-from bytescale.config import Config, config_to_toml, load_config
+from bytescale.config.load import config_to_toml, load_config
 from bytescale.config.removed import REMOVED
+from bytescale.config.schema import Config
 from tests.cli.test_private_runs import LOOPBACK, listening
 from tests.train.runs import losses, metrics, on_ranks, small_run, write_corpus
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bytescale.cost import CostModel
 from bytescale.cost.calibration import TERMS, Calibrator, RankCounts, State
+from bytescale.cost.model import CostModel
 
 TRUE = CostModel(
     attention_seconds_per_pair=3e-8,

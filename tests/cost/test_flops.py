@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from bytescale.config import PRESETS, Architecture
+from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.cost import flops
 from bytescale.cost.spec import ModelSpec
 

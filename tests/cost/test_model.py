@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from bytescale.common.errors import ConfigError
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 
 MODEL = CostModel(
     attention_seconds_per_pair=2.0,

@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import PRESETS, config_to_toml
-from bytescale.cost import CostModel, Links, flops
+from bytescale.config.architecture import PRESETS
+from bytescale.config.load import config_to_toml
+from bytescale.cost import flops
 from bytescale.cost.curve import Curve, fit_curve, relative_errors
 from bytescale.cost.gradient_sync import round_seconds
-from bytescale.cost.profile import Profile
+from bytescale.cost.links import Links
+from bytescale.cost.model import CostModel
+from bytescale.cost.profile import Profile, require_model
 from bytescale.cost.profile_file import (
     load_profile,
-    require_model,
     save_profile,
     shipped_profiles,
     worst_residual,

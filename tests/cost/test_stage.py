@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bytescale.config import PRESETS
+from bytescale.config.architecture import PRESETS
 from bytescale.cost.curve import Curve
 from bytescale.cost.gradient_sync import (
     bucket_seconds,

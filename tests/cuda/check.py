@@ -23,6 +23,10 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from bytescale.models import build_model
+from bytescale.models.head_groups import apply_head_groups
+from bytescale.models.llama import Attention
+from bytescale.models.rope import rope_rotation
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.nn.attention import _fa3, _fa4
@@ -33,19 +37,22 @@ from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.kernels import CudaFlashKernel, OfQueries
 from bytescale.attention.rings.exchange import Message
 from bytescale.attention.trees import blocks_between
-from bytescale.config import PRESETS, Architecture, OptimizerConfig
-from bytescale.models import build_model
-from bytescale.models.head_groups import apply_head_groups
-from bytescale.models.llama import Attention
-from bytescale.models.rope import rope_rotation
+from bytescale.config.architecture import PRESETS, Architecture
+from bytescale.config.schema import OptimizerConfig
+from bytescale.hf.model.measure import row_wise_parts
+from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
 from bytescale.plan import MicroBatch, Plan, RankPlan, SharedGroup
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.trees import Forest
-from bytescale.runtime import FlatParameters, HostPool, Mesh, RankGroup, ShardedOptimizer, TokenShards
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import accumulated_at_once
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer import zero
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.saved.activations import Activations
-from bytescale.train.parts.tensor_parallel import apply_tensor_parallelism, row_wise_parts
+from bytescale.runtime.saved.host_pool import HostPool
+from bytescale.runtime.token_shards import TokenShards
 from tests.cuda import fake
 from tests.cuda.recurrences import fla_packs
 from tests.helpers.reference_loss import linear_cross_entropy

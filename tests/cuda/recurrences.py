@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bytescale.recurrence import KERNELS, OneProcessCuts
+from bytescale.recurrence.cuts import OneProcessCuts
+from bytescale.recurrence.kernels import KERNELS
 from tests.cuda import fake
 from tests.recurrence.reference import gated_delta_rule
 

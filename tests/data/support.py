@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data.loading.assemble import Segments, labelled
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
 from bytescale.data.loading.loader import Loader, StepData

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data.order.batches import BatchSampler, GlobalBatch
 from bytescale.data.order.epoch import epoch_order
 from tests.data.support import memory_corpus, sampler_of

@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 
 from bytescale.common.errors import ConfigError, DataError
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.sources.records import Record
 from bytescale.data.tokens.chat import ChatTemplate, Rendered, load_template

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import check_vocabulary, plan_shards, prepare_corpus
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.order.epoch import SampleStream

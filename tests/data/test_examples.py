@@ -16,7 +16,7 @@ import pytest
 from bytescale.cli.main import run
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
 from bytescale.data.loading.loader import Loader
 from bytescale.data.order.batches import batches_once

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
 from bytescale.data.loading.loader import Loader, PrefetchedSteps, StepData
 from bytescale.data.order.batches import BatchSampler

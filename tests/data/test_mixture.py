@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from bytescale.common.errors import CheckpointError, ConfigError, DataError
-from bytescale.config import Config, DataConfig, validate
+from bytescale.config.schema import Config, DataConfig
+from bytescale.config.validate import validate
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.order.epoch import epoch_order

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import DataError
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import expand_sources
 from bytescale.data.sources.records import ReadCounts, iter_records, kind_of, plan_units
 from tests.data.support import write_jsonl

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bytescale.common.errors import ConfigError, DataError
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import expand_sources, fingerprint_files
 from bytescale.data.sources.records import ReadCounts, iter_records, kind_of, plan_units
 

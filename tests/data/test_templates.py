@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from bytescale.common.errors import DataError
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data.sources.records import Record
 from bytescale.data.tokens.chat import ChatTemplate, Rendered
 from bytescale.data.tokens.examples import Example, examples_of

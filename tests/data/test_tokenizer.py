@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from bytescale.common.errors import ConfigError, DataError
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.config.validate import check_batches
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.sources.files import expand_sources

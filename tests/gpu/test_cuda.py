@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import gpu
+from bytescale.models.head_groups import apply_head_groups
+from bytescale.models.llama import Attention
+from bytescale.models.rope import rope_rotation
 
 from bytescale.attention import PackedAttention
 from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.flash import FASTEST_FIRST, FlashImplementation, Heads, active, why_not
 from bytescale.attention.kernels import CudaFlashKernel, MathKernel, OfQueries
 from bytescale.attention.trees import blocks_between
-from bytescale.config import PRESETS
-from bytescale.models.head_groups import apply_head_groups
-from bytescale.models.llama import Attention
-from bytescale.models.rope import rope_rotation
+from bytescale.config.architecture import PRESETS
 from bytescale.plan import SharedGroup
 from bytescale.plan.trees import Forest
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from tests.train.runs import losses, small_run, with_trainer, write_corpus
 
 pytestmark = pytest.mark.gpu

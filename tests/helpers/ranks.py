@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from bytescale.parity import thread_ranks as threads
-from bytescale.runtime import Mesh, MeshShape, RankGroup
-from bytescale.runtime.group import gloo_group
+from bytescale.runtime.group import RankGroup, gloo_group
+from bytescale.runtime.mesh import Mesh, MeshShape
 
 Result = TypeVar("Result")
 

@@ -7,8 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bytescale.runtime import IGNORE_INDEX
-from bytescale.runtime.loss import PlainHead, _sum
+from bytescale.runtime.loss import IGNORE_INDEX, PlainHead, _sum
 
 
 def linear_cross_entropy(

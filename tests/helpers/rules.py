@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.attention import AttentionRules, PackedAttention
-from bytescale.recurrence import GroupCuts
+from bytescale.recurrence.cuts import GroupCuts
 
 from .decoder import Rotation
 

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from bytescale.attention import select_kernel
+from bytescale.common.labels import IGNORE_INDEX
 from bytescale.plan import MicroBatch, Plan, RankPlan
-from bytescale.runtime import IGNORE_INDEX, Decoder, Executor, FlatParameters, Mesh, MeshShape
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.flat import FlatParameters
 from tests.helpers.decoder import PlainDecoder, Sizes
 from tests.helpers.reference_attention import reference_attention
 from tests.helpers.reference_loss import reference_cross_entropy

@@ -12,18 +12,23 @@ from torch import Tensor, nn
 
 from bytescale.attention import AttentionKernel, select_kernel
 from bytescale.common.cut import Cut
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.parallelize import parallelize
 from bytescale.parity import Comparison
 from bytescale.parity.compare import Document, StepNumbers, WideCasts, difference, plain_step, random_plan
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.verify import verify
-from bytescale.planner import align
-from bytescale.runtime import Activations, Decoder, Executor, FlatParameters, HostPool, Mesh, MeshShape, StepResult
+from bytescale.planner.adaptive.aligned import align
+from bytescale.runtime.executor import Decoder, Executor, StepResult
+from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.buckets import Chunk
+from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.optimizer.lockstep import Units, shard_parts
 from bytescale.runtime.optimizer.zero import sum_replicas
+from bytescale.runtime.saved.activations import Activations
+from bytescale.runtime.saved.host_pool import HostPool
 from bytescale.runtime.tied import TiedHead
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import Batch, slice_batch

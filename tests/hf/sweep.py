@@ -28,7 +28,7 @@ from bytescale.hf.model.tensor_parallel import planned_cuts
 from bytescale.parity import FAMILIES, Setup, compare, small_model
 from bytescale.parity.compare import plain_step, random_documents
 from bytescale.parity.families import USUAL
-from bytescale.runtime import MeshShape
+from bytescale.runtime.mesh import MeshShape
 
 from .mesh_steps import compare_on_mesh
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import bytescale
 from bytescale.common.errors import ConfigError, RankFailure
-from bytescale.hf.loop import hdp as hdp_module
+from bytescale.hf.loop import session
 from bytescale.hf.model.changes import Snapshot
 
 from .support import documents, on_ranks, small_model
@@ -150,7 +150,7 @@ def test_weights_of_one_rank_alone_are_named(batches: int) -> None:
         with pytest.raises(RankFailure, match=r"Rank 1 of 3 has other weights than the others; model\.norm\.weight"):
             three_batches(hdp, model)
 
-    with patch.object(hdp_module, "WEIGHTS_EVERY", 3):
+    with patch.object(session, "WEIGHTS_EVERY", 3):
         on_ranks(3, small_model("qwen3"), work)
 
 

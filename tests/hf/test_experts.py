@@ -17,7 +17,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.parity.compare import Setup, compare
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from tests.helpers.effort import one_of
 
 from .support import documents, on_ranks, printed_loop, small_model

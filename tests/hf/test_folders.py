@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config import Architecture, AttachedArchitecture, resolve_model
+from bytescale.config.architecture import Architecture
+from bytescale.config.attached import AttachedArchitecture
 from bytescale.config.hugging_face import architecture_from_hf, read_hf_config
+from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import ModelConfig
 from bytescale.hf.files import folder as folders
 from bytescale.hf.files.folder import load_model as load_for_training

@@ -17,7 +17,7 @@ from torch import nn
 from bytescale import HDP
 from bytescale.cli.main import run
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import BatchSampler
 from bytescale.parity import small_model

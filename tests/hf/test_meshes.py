@@ -14,15 +14,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bytescale.config import PlannerConfig
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.schema import PlannerConfig
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.parity import Setup, small_model
 from bytescale.parity.compare import difference, plain_step, random_documents
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
-from bytescale.planner import make_planner
-from bytescale.runtime import MeshShape
+from bytescale.planner.make import make_planner
+from bytescale.runtime.mesh import MeshShape
 from bytescale.runtime.pipeline import StageLinks
 from tests.helpers.effort import examples, pairs
 

@@ -24,7 +24,7 @@ from bytescale.common.units import format_bytes
 from bytescale.hf.model.head import require_words
 from bytescale.parity import Setup, compare, small_model
 from bytescale.parity.compare import StepNumbers, WideCasts, difference, plain_step, random_documents
-from bytescale.recurrence import GroupCuts
+from bytescale.recurrence.cuts import GroupCuts
 from tests.helpers.effort import examples, one_of
 from tests.hf.sweep import COMPOSITE
 from tests.recurrence import packages

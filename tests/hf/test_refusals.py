@@ -15,8 +15,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 import bytescale
 from bytescale.attention import AttentionRules
 from bytescale.common.errors import ConfigError, DataError
-from bytescale.hf.model.measure import check_widths
-from bytescale.hf.model.probe import LayerAttention, ModelStructure
+from bytescale.hf.model.probe import LayerAttention, ModelStructure, check_widths
 from bytescale.parity import small_model
 from bytescale.parity.families import USUAL
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import bytescale
 from bytescale.common.errors import ConfigError, DataError, RankFailure
-from bytescale.runtime.optimizer.parking import Parking
+from bytescale.runtime.parking import Parking
 
 from .support import documents, on_ranks, parameters_of, printed_loop, small_model
 

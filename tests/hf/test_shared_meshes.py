@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from bytescale.attention import select_kernel
 from bytescale.common.cut import Cut
-from bytescale.config import OptimizerConfig
-from bytescale.cost.memory import MeasuredRows, States
+from bytescale.config.schema import OptimizerConfig
+from bytescale.cost.memory.device_memory import States
+from bytescale.cost.memory.measured import MeasuredRows
 from bytescale.hf.model.measure import measured_memory
 from bytescale.parity import Setup, small_model
 from bytescale.parity.compare import Document, WideCasts, plain_step, random_documents, random_plan
 from bytescale.plan import Plan, RankPlan
-from bytescale.runtime import Mesh, MeshShape, ShardedOptimizer
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.optimizer.zero import sum_replicas
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import Batch, slice_batch, worst_relative_error

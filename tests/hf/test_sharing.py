@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import bytescale
 from bytescale.common.errors import ConfigError, PlanError
-from bytescale.cost.memory import MeasuredRows, States
+from bytescale.cost.memory.device_memory import States
+from bytescale.cost.memory.measured import MeasuredRows
 from bytescale.hf.model.measure import measured_memory
 from bytescale.parity.compare import Setup, WideCasts, compare, random_plan
 from tests.helpers.effort import one_of

@@ -21,7 +21,7 @@ from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.reading import CheckpointReader, wanted_by
 from bytescale.common.errors import ConfigError
-from bytescale.config import CheckpointConfig, OptimizerConfig
+from bytescale.config.schema import CheckpointConfig, OptimizerConfig
 from bytescale.hf.model import tensor_parallel
 from bytescale.hf.model.beside_products import BesideProducts
 from bytescale.hf.model.decoder import AttachedDecoder
@@ -32,8 +32,12 @@ from bytescale.parity.compare import Document, difference, plain_step, random_pl
 from bytescale.parity.families import FAMILIES
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import FlatParameters, Mesh, MeshShape, RankGroup, ShardedOptimizer, TokenShards
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import PlainHead
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+from bytescale.runtime.token_shards import TokenShards
 from tests.helpers.effort import examples, one_in, one_of
 from tests.helpers.ranks import run_mesh, run_ranks
 

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bytescale.attention import AttentionRules
 from bytescale.attention.blocks import BlockSet
 from bytescale.attention.kernels import OfQueries, lse_dtype
-from bytescale.runtime import Mesh, MeshShape, RankGroup
 from bytescale.runtime.executor import _Run
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh, MeshShape
 
 SEND, RECEIVE = "send", "receive"
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from bytescale.models.head_groups import apply_head_groups
+from bytescale.train.parts.own_model import build_own_model
 
 from bytescale.attention import AttentionRules
-from bytescale.config import Architecture, OptimizerConfig
-from bytescale.models.head_groups import apply_head_groups
+from bytescale.config.architecture import Architecture
+from bytescale.config.schema import OptimizerConfig
+from bytescale.hf.model.measure import row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Decoder, Executor, Mesh, ShardedOptimizer
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.saved.activations import Activations
-from bytescale.train.parts.own_model import build_own_model
-from bytescale.train.parts.tensor_parallel import row_wise_parts
 from tests.helpers.rules import apply_recurrence, apply_rules
 from tests.helpers.steps import random_batch, slice_batch, small_shape
 from tests.nccl.recorder import ZeroKernel

@@ -11,7 +11,8 @@ import bytescale
 from bytescale.parity import small_model
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Mesh, MeshShape, ShardedOptimizer
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from tests.nccl.recorder import Event, ZeroKernel, record
 from tests.nccl.replay import STREAMS_ONLY, Replay
 from tests.nccl.steps import uneven

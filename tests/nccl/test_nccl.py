@@ -15,14 +15,16 @@ from torch import Tensor
 
 from bytescale.attention import Exchange
 from bytescale.attention.rings.exchange import Message
-from bytescale.config import PlannerConfig
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.schema import PlannerConfig
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan, SharedGroup
 from bytescale.plan.last_message import last_backward_is_silent
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
-from bytescale.planner import align, make_planner
-from bytescale.runtime import Mesh, MeshShape
+from bytescale.planner.adaptive.aligned import align
+from bytescale.planner.make import make_planner
+from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.pipeline import StageLinks
 from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan

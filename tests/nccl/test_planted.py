@@ -13,7 +13,9 @@ import pytest
 from torch import Tensor
 
 from bytescale.plan import RankPlan
-from bytescale.runtime import Mesh, MeshShape, RankGroup, token_shards
+from bytescale.runtime import token_shards
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.buckets import Bucket, BucketCollectives
 from tests.nccl.recorder import Event, Log, RecordedGroup
 from tests.nccl.steps import uneven

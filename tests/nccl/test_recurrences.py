@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.attention.rings.exchange import Exchange
-from bytescale.runtime import MeshShape
+from bytescale.runtime.mesh import MeshShape
 from tests.helpers.effort import examples
 from tests.nccl.replay import Mismatch
 from tests.nccl.test_nccl import NO_SHRINKING, assert_finishes, plan_of, recorded

@@ -12,14 +12,16 @@ import torch
 
 import bytescale
 from bytescale.attention import RingBuffers
-from bytescale.cost import CostModel
+from bytescale.cost.model import CostModel
 from bytescale.parity import small_model
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
-from bytescale.runtime import Decoder, Executor, Mesh, MeshShape, RankGroup, ShardedOptimizer
-from bytescale.runtime.executor import _Run
+from bytescale.runtime.executor import Decoder, Executor, _Run
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.lockstep import Units
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.optimizer.units import Unit
 from tests.helpers.effort import one_of
 from tests.helpers.steps import random_batch, slice_batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.runtime import MeshShape
+from bytescale.runtime.mesh import MeshShape
 from tests.helpers.effort import examples
 from tests.nccl.test_nccl import NO_SHRINKING, assert_finishes, plan_of, recorded
 

@@ -11,9 +11,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from bytescale.common.arrays import IntArray
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
-from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan, rounds_plan, static_plan
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan, static_plan
+from bytescale.planner.rounds.planner import rounds_plan
 
 Planner = Callable[..., Plan]
 

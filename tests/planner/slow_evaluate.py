@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 
 

@@ -10,19 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.config import PRESETS
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.architecture import PRESETS
 from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, align, evaluate, greedy_plan, is_aligned, static_plan
 from bytescale.planner.adaptive import planner
+from bytescale.planner.adaptive.aligned import align, is_aligned
 from bytescale.planner.adaptive.effort import LOOKS
 from bytescale.planner.adaptive.free import FreeTime
-from bytescale.planner.adaptive.planner import pack_sizes, tried_in_pipeline
+from bytescale.planner.adaptive.planner import adaptive_plan, pack_sizes, tried_in_pipeline
 from bytescale.planner.adaptive.target import Batch
 from bytescale.planner.adaptive.trial import trial_plan
+from bytescale.planner.baselines import greedy_plan, static_plan
 from bytescale.planner.batch import longest_first
+from bytescale.planner.evaluate import evaluate
 from tests.helpers.effort import examples, one_of, pairs
 from tests.planner.helpers import COSTS, IDEAL, LINKS, cases, heavy_tailed
 

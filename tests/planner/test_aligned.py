@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.cost import Cluster
+from bytescale.cost.cluster import Cluster
 from bytescale.plan.pipeline_order import find_cycle
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, align, aligned, greedy_plan, is_aligned, naive_plan, paper_plan
+from bytescale.planner.adaptive.aligned import align, aligned, is_aligned
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan
 from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.planner.helpers import COSTS, IDEAL, cases, heavy_tailed

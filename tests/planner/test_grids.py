@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import PRESETS, PlannerConfig
-from bytescale.cost import Cluster, CostModel, Profile, load_profile
-from bytescale.cost.model import Pass
+from bytescale.config.architecture import PRESETS
+from bytescale.config.schema import PlannerConfig
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel, Pass
+from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import load_profile
 from bytescale.cost.stage import stage_times
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import RankPlan, SharedGroup
@@ -20,10 +23,12 @@ from bytescale.plan.limits import MemoryLimits, Phase
 from bytescale.plan.nodes import alignment, crossings
 from bytescale.plan.tiles import shares_of
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, evaluate, static_plan
 from bytescale.planner.adaptive.degrees import DegreeGrid
 from bytescale.planner.adaptive.effort import MANY
+from bytescale.planner.adaptive.planner import adaptive_plan
 from bytescale.planner.adaptive.unequal import last_end, shares, unequal_blocks
+from bytescale.planner.baselines import static_plan
+from bytescale.planner.evaluate import evaluate
 from bytescale.planner.verified import VerifiedPlanner, narrowed
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.simulator.events import events_of

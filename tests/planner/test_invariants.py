@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError, PlanError
-from bytescale.config import PlannerConfig, PlannerName
-from bytescale.cost import Cluster
+from bytescale.config.schema import PlannerConfig, PlannerName
+from bytescale.cost.cluster import Cluster
 from bytescale.plan import Plan
 from bytescale.plan.verify import verify
-from bytescale.planner import evaluate, make_planner
+from bytescale.planner.evaluate import evaluate
+from bytescale.planner.make import make_planner
 from tests.helpers.effort import examples, one_in
 from tests.helpers.plans import random_plan
 from tests.planner.helpers import COSTS, GRIDS, LINKS, PLANNERS, cases, heavy_tailed

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError
-from bytescale.cost import CostModel
+from bytescale.cost.model import CostModel
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.integrations.megatron import AdaptiveCPScheduler
 

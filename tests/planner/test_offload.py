@@ -6,20 +6,28 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bytescale.cost.memory.model import MemoryModel
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError, PlanError
-from bytescale.config import PRESETS, PlannerConfig
-from bytescale.cost import Cluster, CostModel, Links, Profile
+from bytescale.config.architecture import PRESETS
+from bytescale.config.schema import PlannerConfig
 from bytescale.cost.calibration import Calibrator
+from bytescale.cost.cluster import Cluster
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import KernelMemory, MemoryModel, ModelShare
+from bytescale.cost.links import Links
+from bytescale.cost.memory.device_kernels import KernelMemory
+from bytescale.cost.memory.rows import ModelShare
+from bytescale.cost.model import CostModel
 from bytescale.cost.offload_rule import OffloadRule
+from bytescale.cost.profile import Profile
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan, rounds_plan
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan
 from bytescale.planner.calibrated import CalibratedPlanner
+from bytescale.planner.rounds.planner import rounds_plan
 from bytescale.planner.verified import VerifiedPlanner
 
 MODEL = MemoryModel(

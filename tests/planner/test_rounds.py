@@ -11,15 +11,20 @@ from hypothesis import strategies as st
 
 from bytescale.common.arrays import FloatArray
 from bytescale.common.errors import ConfigError
-from bytescale.config import PRESETS, PlannerConfig
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.architecture import PRESETS
+from bytescale.config.schema import PlannerConfig
 from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
-from bytescale.planner import align, evaluate, make_planner, rounds_plan, static_plan
-from bytescale.planner.evaluate import run_rounds
+from bytescale.planner.adaptive.aligned import align
+from bytescale.planner.baselines import static_plan
+from bytescale.planner.evaluate import evaluate, run_rounds
+from bytescale.planner.make import make_planner
+from bytescale.planner.rounds.planner import rounds_plan
 from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.planner.helpers import COSTS, IDEAL, LINKS, cases, heavy_tailed

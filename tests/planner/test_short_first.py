@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.cost import Cluster
+from bytescale.cost.cluster import Cluster
 from bytescale.parity.compare import random_plan
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, evaluate
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.evaluate import evaluate
 from bytescale.planner.short_first import LEAST_WORK, backwards, cut_packs, short_first
 from tests.helpers.effort import examples
 from tests.planner.helpers import GRIDS, LINKS, heavy_tailed

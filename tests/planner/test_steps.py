@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.arrays import IntArray
-from bytescale.cost import Cluster, CostModel
-from bytescale.planner import greedy_plan, naive_plan, paper_plan
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.planner.adaptive.degrees import DegreeGrid, Rectangles, block_seconds, degrees_within, equal_blocks
 from bytescale.planner.adaptive.fill import deal, into_holes
 from bytescale.planner.adaptive.free import FreeTime, Placement
 from bytescale.planner.adaptive.place import reserve, share_low, stack
 from bytescale.planner.adaptive.target import Batch, target_seconds
 from bytescale.planner.adaptive.unequal import shares
+from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan
 from bytescale.planner.batch import longest_first, rising
 from bytescale.planner.packing import best_fit, micro_batches
 from tests.helpers.effort import examples

@@ -22,8 +22,8 @@ from bytescale.common.errors import ConfigError
 from bytescale.parity.compare import WideCasts
 from bytescale.plan.plan import offsets_of
 from bytescale.plan.trees import Forest
-from bytescale.recurrence import KERNELS, Cuts, OneProcessCuts, require_known_kernel
-from bytescale.recurrence.kernels import mamba2
+from bytescale.recurrence.cuts import Cuts, OneProcessCuts
+from bytescale.recurrence.kernels import KERNELS, mamba2, require_known_kernel
 from tests.attention.test_trees import forest_of, random_tree
 from tests.helpers.effort import examples
 

@@ -16,7 +16,7 @@ from bytescale.attention import Exchange, PackedAttention, select_kernel
 from bytescale.parity.thread_ranks import run_ranks
 from bytescale.plan import Plan, RankPlan, states
 from bytescale.plan.plan import GroupSpec
-from bytescale.recurrence import Cuts, GroupCuts, OneProcessCuts
+from bytescale.recurrence.cuts import Cuts, GroupCuts, OneProcessCuts
 from tests.helpers.effort import examples, one_of
 
 WIDTH = 3

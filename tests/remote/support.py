@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from bytescale.config import PRESETS, DataConfig, PlannerConfig
-from bytescale.cost import Cluster, Profile
+from bytescale.config.architecture import PRESETS
+from bytescale.config.schema import DataConfig, PlannerConfig
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.profile import Profile
 from bytescale.data.loading.loader import Loader, Reader, StepData
 from bytescale.data.open import opened_loader
 from bytescale.data.order.batches import SamplerState

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bytescale.config import Config, CostConfig
+from bytescale.config.schema import Config, CostConfig
 from bytescale.cost.calibration import TERMS
 from bytescale.plan import RankPlan
 from bytescale.plan.io import load_plan

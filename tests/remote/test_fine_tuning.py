@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bytescale.config import Config
+from bytescale.config.schema import Config
 from tests.train.runs import interrupt, losses, metrics, on_ranks, run, with_trainer
 from tests.train.test_fine_tuning import chat_run, tokens_run
 from tests.train.test_shared_prefixes import pair

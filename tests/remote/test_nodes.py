@@ -16,7 +16,7 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bytescale.config import config_to_toml
+from bytescale.config.load import config_to_toml
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Loader
 from bytescale.data.open import opened_loader

@@ -19,7 +19,8 @@ import numpy as np
 import psutil
 import pytest
 
-from bytescale.config import Config, config_to_toml
+from bytescale.config.load import config_to_toml
+from bytescale.config.schema import Config
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.record import check_record
 from tests.train.record import times_expected, times_given

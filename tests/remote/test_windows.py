@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from bytescale.common.errors import CheckpointError, DataError
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import plan_shards, prepare_corpus
 from bytescale.data.loading.loader import StepData
 from bytescale.data.order.epoch import SampleStream

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bytescale.config import Config, DataConfig, ParallelConfig, TrainerConfig, config_to_toml
+from bytescale.config.load import config_to_toml
+from bytescale.config.schema import Config, DataConfig, ParallelConfig, TrainerConfig
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.plan import GroupSpec

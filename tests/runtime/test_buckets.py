@@ -16,15 +16,16 @@ from torch import Tensor, nn
 
 from bytescale.attention import select_kernel
 from bytescale.attention.rings.exchange import Exchange, Transfer
-from bytescale.config import OptimizerConfig
+from bytescale.config.schema import OptimizerConfig
 from bytescale.parity import small_model
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.last_message import last_backward_is_silent, silent_last_backwards
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import FlatParameters, Mesh, MeshShape, RankGroup, ShardedOptimizer
-from bytescale.runtime.group import PendingCollective
+from bytescale.runtime.group import PendingCollective, RankGroup
+from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.buckets import BucketCollectives, Overlap
-from bytescale.runtime.optimizer.flat import ALIGNMENT
+from bytescale.runtime.optimizer.flat import ALIGNMENT, FlatParameters
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from tests.helpers.decoder import Sizes
 from tests.helpers.effort import one_of, pairs
 from tests.helpers.plans import random_plan

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import bytescale.runtime.executor as executor
 from bytescale.attention import Exchange, blocks, copies
-from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, LOGITS_PER_CHUNK
+from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, LOGITS_PER_CHUNK
 from bytescale.hf.loop import micro_batch
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.decoder import AttachedDecoder
@@ -26,8 +26,13 @@ from bytescale.hf.model.head import ModelHead
 from bytescale.parity import small_model
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Activations, Decoder, FlatParameters, Mesh, RankGroup, loss
+from bytescale.runtime import loss
+from bytescale.runtime.executor import Decoder
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import PlainHead
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.saved.activations import Activations
 from tests.helpers.decoder import PlainDecoder, Sizes
 from tests.helpers.effort import one_of
 from tests.helpers.reference_loss import linear_cross_entropy

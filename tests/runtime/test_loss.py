@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, LOGITS_PER_CHUNK
-from bytescale.runtime import IGNORE_INDEX, RankGroup
-from bytescale.runtime.loss import TorchRows
+from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, LOGITS_PER_CHUNK
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.loss import IGNORE_INDEX, TorchRows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_loss import linear_cross_entropy, reference_cross_entropy
 

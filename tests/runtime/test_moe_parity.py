@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bytescale.models import Mixtral
+from bytescale.models.moe import MixtureOfExperts, looped_products, route
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from bytescale.attention import select_kernel
-from bytescale.config import Architecture
-from bytescale.models import Mixtral
-from bytescale.models.moe import MixtureOfExperts, looped_products, route
+from bytescale.config.architecture import Architecture
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Decoder, Executor, FlatParameters, Mesh, RankGroup
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.saved.activations import Activations
 from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan

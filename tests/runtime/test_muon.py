@@ -11,9 +11,11 @@ from torch.optim import _muon
 
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
-from bytescale.config import OptimizerConfig, validate
-from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedOptimizer
-from bytescale.runtime.optimizer.flat import Entry
+from bytescale.config.schema import OptimizerConfig
+from bytescale.config.validate import validate
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.flat import Entry, FlatParameters
 from bytescale.runtime.optimizer.muon import deal, is_hidden_matrix, orthogonalised
 from tests.helpers.decoder import Sizes
 from tests.helpers.effort import one_of

@@ -15,18 +15,12 @@ from bytescale.attention import PackedAttention, select_kernel
 from bytescale.common.errors import PlanError
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import (
-    Activations,
-    Decoder,
-    Executor,
-    FlatParameters,
-    HostMemoryError,
-    HostPool,
-    Mesh,
-    RankGroup,
-)
-from bytescale.runtime.saved.host_pool import PageWriter
-from bytescale.runtime.saved.offload import offloaded_tokens
+from bytescale.runtime.executor import Decoder, Executor
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.saved.activations import Activations
+from bytescale.runtime.saved.host_pool import HostMemoryError, HostPool, PageWriter
 from tests.helpers.decoder import FeedForward, Sizes
 from tests.helpers.effort import examples, one_in
 from tests.helpers.lazy_lanes import use_lazy_lanes
@@ -72,7 +66,7 @@ def flat_gradients(
         if pool is not None and activations.offload is not None:
             assert pool.bytes_in_use == 0
             assert pool.peak_bytes <= pool.bytes_allocated <= LIMIT
-            moves = any(offloaded_tokens(micro_batch) for micro_batch in rank_plan.micro_batches)
+            moves = any(micro_batch.offloaded_tokens for micro_batch in rank_plan.micro_batches)
             assert (activations.offload.bytes_moved > 0) == (moves and layers > 2)
         return flat.gradients.clone()
 

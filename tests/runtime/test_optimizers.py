@@ -11,9 +11,13 @@ import pytest
 import torch
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import OptimizerConfig, validate
-from bytescale.cost.memory import States
-from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedOptimizer
+from bytescale.config.schema import OptimizerConfig
+from bytescale.config.validate import validate
+from bytescale.cost.memory.device_memory import States
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.optimizer.take_over import require_elementwise
 from bytescale.train.parts.rank_model import check_host_room
 from tests.helpers.decoder import Sizes

@@ -11,11 +11,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan, static_plan
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan, static_plan
 from tests.helpers.decoder import Sizes
 from tests.helpers.effort import examples, pairs
 from tests.helpers.plans import random_plan

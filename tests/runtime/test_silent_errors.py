@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from bytescale.common.errors import ConfigError
 from bytescale.parity.thread_ranks import run_ranks
-from bytescale.runtime import FlatParameters, RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import accumulated_at_once
+from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.optimizer.take_over import take_over
 from bytescale.runtime.saved.checkpointing import KeptAttention, apply_checkpointing
 from tests.helpers.reference_loss import linear_cross_entropy, reference_cross_entropy

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bytescale.runtime import Mesh, MeshShape, RankGroup, TokenShards
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.saved.checkpointing import KeptAttention, apply_checkpointing
-from bytescale.runtime.token_shards import own_rows
+from bytescale.runtime.token_shards import TokenShards, own_rows
 from tests.helpers.decoder import FeedForward, Sizes
 from tests.helpers.ranks import run_ranks
 from tests.nccl.recorder import Compute, Post, Wait, record

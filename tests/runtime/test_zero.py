@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytescale.config import OptimizerConfig
-from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedOptimizer
+from bytescale.config.schema import OptimizerConfig
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from tests.helpers.decoder import Sizes
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.ranks import run_ranks

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bytescale.config import PRESETS
+from bytescale.config.architecture import PRESETS
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
 from bytescale.cost.profile import Profile

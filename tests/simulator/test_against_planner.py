@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.cost import Cluster, Profile
+from bytescale.cost.cluster import Cluster
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
-from bytescale.planner import adaptive_plan, evaluate, greedy_plan, naive_plan, paper_plan, static_plan
+from bytescale.cost.profile import Profile
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan, static_plan
+from bytescale.planner.evaluate import evaluate
 from bytescale.simulator import ClusterConfig, simulate
 from tests.helpers.effort import examples
 from tests.simulator.plans import local_plan, profile

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from bytescale.common.errors import ConfigError, PlanError
-from bytescale.cost.memory import ModelShare
+from bytescale.cost.memory.rows import ModelShare
 from bytescale.plan import Plan
 from bytescale.plan.pipeline_order import find_cycle
 from bytescale.simulator import ClusterConfig, simulate

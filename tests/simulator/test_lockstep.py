@@ -10,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import PRESETS
-from bytescale.cost import Cluster, Links, load_profile
+from bytescale.config.architecture import PRESETS
+from bytescale.cost.cluster import Cluster
 from bytescale.cost.gradient_sync import gather_bytes, round_seconds, sync_bytes
+from bytescale.cost.links import Links
+from bytescale.cost.profile_file import load_profile
 from bytescale.plan.verify import verify
-from bytescale.planner import evaluate, rounds_plan
+from bytescale.planner.evaluate import evaluate
+from bytescale.planner.rounds.planner import rounds_plan
 from bytescale.simulator import ClusterConfig, simulate, step_seconds
 from tests.helpers.effort import examples
 from tests.simulator.plans import local_plan, profile

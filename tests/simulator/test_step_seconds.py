@@ -12,12 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.arrays import IntArray
-from bytescale.config import PRESETS
-from bytescale.cost import Cluster, Links, Profile, load_profile
+from bytescale.config.architecture import PRESETS
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.links import Links
 from bytescale.cost.offload_rule import OffloadRule
+from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import load_profile
 from bytescale.plan import Plan
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, aligned, greedy_plan, naive_plan, paper_plan, static_plan
+from bytescale.planner.adaptive.aligned import aligned
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan, static_plan
 from bytescale.simulator import ClusterConfig, simulate, step_seconds
 from tests.helpers.effort import examples
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from bytescale.config import PlannerConfig
+from bytescale.config.schema import PlannerConfig
 from tests.train.runs import on_ranks, run, small_run, write_corpus
 
 

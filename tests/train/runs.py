@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bytescale.config import (
+from bytescale.config.schema import (
     CheckpointConfig,
     Config,
     CostConfig,

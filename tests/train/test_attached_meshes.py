@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
-from bytescale.config import AUTO_CAPACITY, Config, ModelConfig
+from bytescale.config.schema import AUTO_CAPACITY, Config, ModelConfig
 from bytescale.runtime.tied import TiedHead
 from bytescale.train.loop.dry_run import dry_run
 from bytescale.train.loop.trainer import train

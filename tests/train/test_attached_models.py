@@ -21,7 +21,10 @@ import bytescale
 from bytescale.attention import PackedAttention, select_kernel
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config import Config, MemoryConfig, ModelConfig, config_to_toml, resolve_model, validate
+from bytescale.config.load import config_to_toml
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config, MemoryConfig, ModelConfig
+from bytescale.config.validate import validate
 from bytescale.cost.assumed import assumed_cost
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Loader
@@ -31,7 +34,7 @@ from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.model.measure import DOCUMENT_TOKENS, LiveBytes
 from bytescale.parity import small_model
 from bytescale.plan import MicroBatch
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.train.loop.step import learning_rate
 from bytescale.train.loop.trainer import train
 from bytescale.train.parts.attached_model import HFModel, build_attached_model

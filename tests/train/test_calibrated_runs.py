@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from bytescale.config import Config, CostConfig
-from bytescale.cost import CostModel
+from bytescale.config.schema import Config, CostConfig
 from bytescale.cost.calibration import Calibrator, State, lag_of
+from bytescale.cost.model import CostModel
 from bytescale.plan.io import load_plan
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.train.parts import job as parts
@@ -76,7 +76,7 @@ def test_ranks_whose_processors_round_differently_plan_alike(tmp_path: Path, mon
 def planner_of(config: Config) -> CalibratedPlanner:
     """The planner of a run, made without its ranks."""
 
-    from bytescale.config import resolve_model
+    from bytescale.config.resolve import resolve_model
     from bytescale.cost.spec import ModelSpec
     from bytescale.train.parts.budget import rank_device
     from bytescale.train.parts.devices import Devices

@@ -11,14 +11,14 @@ import pytest
 
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.common.units import GIBI as GIB
-from bytescale.config import Config, MemoryConfig, ParallelConfig
+from bytescale.config.schema import Config, MemoryConfig, ParallelConfig
 from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.calibration import Calibrator, State
 from bytescale.plan.io import load_plan
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.verify import verify
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime import MeshShape
+from bytescale.runtime.mesh import MeshShape
 from bytescale.train.parts import job as parts
 from bytescale.train.parts.budget import MemoryBudget, memory_budget
 from bytescale.train.parts.devices import Devices, RankDevice
@@ -65,7 +65,7 @@ def auto_run(folder: Path, name: str) -> Config:
 def budget(config: Config, sizes: list[float], **changes: Any) -> MemoryBudget:
     import torch
 
-    from bytescale.config import resolve_model
+    from bytescale.config.resolve import resolve_model
 
     shape = resolve_model(config.model, tokenizer_vocab_size=320)
     devices = Devices(of_ranks=tuple(replace(SMALL, device_bytes=size) for size in sizes))

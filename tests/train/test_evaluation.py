@@ -10,13 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bytescale.models import build_model
 from transformers import AutoModelForCausalLM
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, EvalConfig, ModelConfig, ParallelConfig, resolve_model, validate
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config, EvalConfig, ModelConfig, ParallelConfig
+from bytescale.config.validate import validate
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import batches_once
-from bytescale.models import build_model
 from bytescale.parity import small_model
 from bytescale.runtime.loss import PlainHead, token_losses
 from bytescale.train.loop.evaluation import BestEvaluation

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from bytescale.models import build_model
 
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config import Config, ModelConfig, resolve_model
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config, ModelConfig
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import BatchSampler
-from bytescale.models import build_model
 from tests.data.chats import MARKED, chat_folder, conversations
 from tests.data.support import read_whole, write_jsonl
 from tests.helpers.effort import one_of

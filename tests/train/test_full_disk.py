@@ -14,7 +14,7 @@ import pytest
 
 from bytescale.checkpoint.verify import problems_of
 from bytescale.common.errors import DataError
-from bytescale.config import config_to_toml
+from bytescale.config.load import config_to_toml
 from bytescale.data.loading.corpus import prepare_corpus
 from tests.helpers.disk import grow, small_disk
 from tests.train.runs import losses, on_ranks, run, small_run, with_trainer, write_corpus

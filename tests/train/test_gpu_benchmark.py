@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks import gpu
 
-from bytescale.config import PRESETS
+from bytescale.config.architecture import PRESETS
 
 SMALL = replace(
     gpu.CPU,

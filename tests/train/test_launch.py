@@ -16,7 +16,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
 from bytescale.cli.train import _how_to_go_on
-from bytescale.config import Config, ParallelConfig, TrainerConfig
+from bytescale.config.schema import Config, ParallelConfig, TrainerConfig
 from bytescale.train.launch.forked import Copies
 from bytescale.train.launch.torchrun import _processes, _wait, rank_failure
 from bytescale.train.loop.trainer import train

@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from bytescale.config import OptimizerConfig
+from bytescale.config.schema import OptimizerConfig
 from bytescale.train.loop.step import learning_rate
 
 WARMUP, STEPS = 10, 110

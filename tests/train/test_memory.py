@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from bytescale.cost.memory.model import MemoryModel
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import GIBI as GIB
-from bytescale.config import Config, MemoryConfig, resolve_model
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config, MemoryConfig
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost.assumed import ASSUMED
-from bytescale.cost.memory import MemoryModel
 from bytescale.train.loop.trainer import train
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device, usable_host_bytes
 from bytescale.train.parts.devices import Devices

@@ -12,7 +12,8 @@ from bytescale.checkpoint.hugging_face import export_checkpoint
 
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, ModelConfig, validate
+from bytescale.config.schema import Config, ModelConfig
+from bytescale.config.validate import validate
 from tests.helpers.effort import one_of, pairs
 from tests.train.runs import interrupt, losses, metrics, run, small_run, with_trainer, write_corpus
 

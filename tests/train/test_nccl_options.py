@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bytescale.cost.memory.model import MemoryModel
+
 from bytescale.common.environment import use_expandable_segments
 from bytescale.common.errors import ConfigError
-from bytescale.config import PRESETS
-from bytescale.cost.memory import NCCL_BYTES_PER_NEIGHBOUR, MemoryModel, ModelShare, nccl_reserve_bytes
-from bytescale.runtime import RankGroup
+from bytescale.config.architecture import PRESETS
+from bytescale.cost.memory.device_kernels import NCCL_BYTES_PER_NEIGHBOUR, nccl_reserve_bytes
+from bytescale.cost.memory.rows import ModelShare
+from bytescale.runtime.group import RankGroup
 from bytescale.train.ranks import check_same_nccl_options
 from tests.helpers.ranks import run_ranks
 

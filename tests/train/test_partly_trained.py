@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from bytescale.cli.main import main
 from bytescale.cli.train import TrainOptions, start_training
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, config_to_toml
+from bytescale.config.load import config_to_toml
+from bytescale.config.schema import Config
 from tests.helpers.effort import one_of
 
 from .runs import interrupt, losses, on_ranks, run, with_trainer, write_corpus

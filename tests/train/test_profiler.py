@@ -11,17 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bytescale.cost.memory.model import MemoryModel
 from torch import Tensor
 
 from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
-from bytescale.config import CostConfig, MemoryConfig, resolve_model
-from bytescale.cost import Links, Profile, load_profile
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import CostConfig, MemoryConfig
 from bytescale.cost.assumed import Rates, times_of
-from bytescale.cost.memory import MemoryModel, ModelShare
-from bytescale.cost.profile import Point
-from bytescale.cost.profile_file import fit_warnings, save_profile
-from bytescale.runtime import RankGroup
+from bytescale.cost.links import Links
+from bytescale.cost.memory.rows import ModelShare
+from bytescale.cost.profile import Point, Profile
+from bytescale.cost.profile_file import fit_warnings, load_profile, save_profile
+from bytescale.runtime.group import RankGroup
 from bytescale.train.loop.trainer import train
 from bytescale.train.profiling import links, measurer
 from bytescale.train.profiling.links import measure_links

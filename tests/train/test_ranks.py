@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, ParallelConfig
+from bytescale.config.schema import Config, ParallelConfig
 from bytescale.train import ranks
 from bytescale.train.ranks import FILES_BESIDE_SOCKETS, group_options, leave_early, open_ranks, prepare_gloo
 from tests.helpers.forks import run_forked

@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from bytescale.common.errors import ConfigError, DataError
-from bytescale.config import Config, config_to_toml
+from bytescale.config.load import config_to_toml
+from bytescale.config.schema import Config
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.record import RecordCheck, check_record
 from bytescale.train.run_folder import RunFolder

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.train.reporting.metrics import RankFigures
 from tests.helpers.forks import run_forked
 

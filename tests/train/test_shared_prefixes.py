@@ -13,7 +13,7 @@ from torch import Tensor
 
 import bytescale
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, DataConfig, EvalConfig, ModelConfig
+from bytescale.config.schema import Config, DataConfig, EvalConfig, ModelConfig
 from bytescale.config.validate import validate
 from bytescale.data.loading.assemble import MicroBatchData
 from bytescale.data.loading.corpus import prepare_corpus

@@ -20,7 +20,7 @@ from bytescale.cli.main import main
 from bytescale.common import atomic
 from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError
-from bytescale.config import config_to_toml
+from bytescale.config.load import config_to_toml
 from tests.helpers.effort import one_of
 from tests.train.runs import on_ranks, small_run, with_trainer, write_corpus
 

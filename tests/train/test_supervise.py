@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bytescale.common.errors import ConfigError, RankFailure, RanksRefused
-from bytescale.config import Config
+from bytescale.config.schema import Config
 from bytescale.train.launch import torchrun as launch
 from bytescale.train.launch.supervise import supervise
 from tests.train.runs import on_ranks, small_run

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import validate
+from bytescale.config.validate import validate
 from bytescale.plan.io import load_plan
 from bytescale.simulator.trace import MICRO, Span, TraceMetadata, Track
 from bytescale.train.run_folder import RunFolder

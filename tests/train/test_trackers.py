@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, LogConfig
+from bytescale.config.schema import Config, LogConfig
 from bytescale.train.reporting import trackers
 from bytescale.train.reporting.trackers import check_trackers, open_trackers
 from bytescale.train.run_folder import RunFolder

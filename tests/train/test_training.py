@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config import PlannerConfig
+from bytescale.config.schema import PlannerConfig
 from bytescale.train.loop.trainer import train
 from bytescale.train.reporting.metrics import NonFiniteError
 from tests.helpers.effort import one_of

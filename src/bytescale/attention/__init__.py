@@ -11,11 +11,4 @@ from bytescale.attention.rings.exchange import Exchange
 from bytescale.attention.rings.messages import RingBuffers
 from bytescale.attention.rules import AttentionRules
 
-__all__ = [
-    "AttentionKernel",
-    "AttentionRules",
-    "Exchange",
-    "PackedAttention",
-    "RingBuffers",
-    "select_kernel",
-]
+__all__ = ["AttentionKernel", "AttentionRules", "Exchange", "PackedAttention", "RingBuffers", "select_kernel"]

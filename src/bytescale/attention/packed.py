@@ -30,7 +30,6 @@ from bytescale.attention.rules import PLAIN, AttentionRules
 from bytescale.attention.sinks import join_sinks, sinks_gradient
 from bytescale.attention.trees import add_node_gradients, add_nodes, blocks_between, own_blocks
 from bytescale.plan import MicroBatch
-from bytescale.plan.trees import forest_of
 
 
 class AttentionMemory(Protocol):
@@ -65,7 +64,7 @@ class PackedAttention:
         self.kernel = kernel
         self.memory = memory
         self.num_tokens = micro_batch.num_tokens
-        trees = forest_of(micro_batch)
+        trees = micro_batch.forest
         self.triangles, self.nodes = own_blocks(micro_batch, trees)
         of_group = trees.of(np.arange(micro_batch.num_shared_sequences))
         self.grid: Grid | None = None

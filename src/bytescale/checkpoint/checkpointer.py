@@ -29,8 +29,8 @@ from bytescale.checkpoint.reading import load_states
 from bytescale.checkpoint.upload import Store, Uploader, claim, run_id_of
 from bytescale.checkpoint.writing import RankStates, write_checkpoint
 from bytescale.common.errors import BytescaleError, CheckpointError, DiskFullError, RankFailure
-from bytescale.config import CheckpointConfig
-from bytescale.runtime import ShardedOptimizer
+from bytescale.config.schema import CheckpointConfig
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.plain_data import broadcast_json
 from bytescale.storage.place import Place, is_url, place_at
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from bytescale.checkpoint.manifest import step_name, steps_in
 from bytescale.common.atomic import sync_folder
 from bytescale.common.errors import typed_path
-from bytescale.config import CheckpointConfig
+from bytescale.config.schema import CheckpointConfig
 from bytescale.storage.place import is_url
 
 

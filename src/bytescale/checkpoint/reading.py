@@ -20,7 +20,7 @@ from bytescale.checkpoint.manifest import MANIFEST, RunState, damaged, file_name
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
 from bytescale.checkpoint.writing import DTYPES, RankStates, bytes_of
 from bytescale.common.errors import CheckpointError
-from bytescale.runtime import ShardedOptimizer
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.storage.place import Place, is_url, place_at
 
 _OPEN_FILES = 64

@@ -18,19 +18,11 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 
 from bytescale.checkpoint.folder_of_run import to_delete
-from bytescale.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    file_name,
-    read_manifest,
-    step_name,
-    steps_in,
-    unreachable,
-)
+from bytescale.checkpoint.manifest import MANIFEST, Manifest, file_name, read_manifest, step_name, steps_in, unreachable
 from bytescale.common.atomic import write_atomically
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.common.parsing import parse_json
-from bytescale.config import CheckpointConfig
+from bytescale.config.schema import CheckpointConfig
 from bytescale.storage.place import Place, Url, file_sizes, place_at, read_file
 from bytescale.storage.retry import in_a_thread
 

@@ -34,8 +34,9 @@ from bytescale.checkpoint.tensor_file import METADATA, piece_name
 from bytescale.common.atomic import sync_folder
 from bytescale.common.errors import DiskFullError
 from bytescale.common.units import format_bytes
-from bytescale.runtime import Mesh, Range, ShardedOptimizer, values_of
-from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.flat import FlatParameters, Range, values_of
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.plain_data import all_gather_json, broadcast_json
 
 _ROOM_FOR_LOGS = 2**20

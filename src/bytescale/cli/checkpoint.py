@@ -10,7 +10,7 @@ import tyro
 
 from bytescale.common.errors import CheckpointError
 from bytescale.common.units import format_bytes
-from bytescale.config import load_config
+from bytescale.config.load import load_config
 
 if TYPE_CHECKING:
     from bytescale.storage.place import Place

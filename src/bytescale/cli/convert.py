@@ -11,8 +11,8 @@ import tyro
 
 from bytescale.common.errors import typed_path
 from bytescale.common.units import GIBI, format_bytes
-from bytescale.config import load_config
 from bytescale.config.foreign_config import refuse_links_out
+from bytescale.config.load import load_config
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,33 +21,35 @@ from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.limits import limits
 from bytescale.common.parsing import parse_json, read_input, read_text
 from bytescale.common.units import GIBI, KIBI, MOST_COUNT
-from bytescale.config import (
+from bytescale.config.architecture import PRESETS, Architecture
+from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.hugging_face import hf_config_of
+from bytescale.config.resolve import preset_shape, resolve_model
+from bytescale.config.schema import (
     AUTO_CAPACITY,
-    PRESETS,
-    Architecture,
-    AttachedArchitecture,
     Config,
     DataConfig,
     MemoryConfig,
     ModelConfig,
     ParallelConfig,
     PlannerName,
-    resolve_model,
-    sharing_domain,
 )
-from bytescale.config.hugging_face import hf_config_of
-from bytescale.config.resolve import preset_shape
+from bytescale.config.sharing import sharing_domain
 from bytescale.config.validate import check_sharing
-from bytescale.cost import Cluster, CostModel, Profile, load_profile
 from bytescale.cost.assumed import ASSUMED, Rates, times_of
+from bytescale.cost.cluster import Cluster
 from bytescale.cost.curve import Curve
 from bytescale.cost.gradient_sync import round_seconds
-from bytescale.cost.memory import DeviceKind, DeviceMemory, MeasuredMemory, fitting_capacity
-from bytescale.cost.profile_file import warn_of_bad_fits
+from bytescale.cost.memory.device_kernels import DeviceKind
+from bytescale.cost.memory.device_memory import DeviceMemory, fitting_capacity
+from bytescale.cost.memory.measured import MeasuredMemory
+from bytescale.cost.model import CostModel
+from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import load_profile, warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
 from bytescale.cost.split import split_layers
 from bytescale.plan import Planner
-from bytescale.planner import make_planner
+from bytescale.planner.make import make_planner
 from bytescale.simulator import ClusterConfig, step_seconds
 
 ASSUMED_GIB = 80.0  # memory of a GPU that this machine does not have

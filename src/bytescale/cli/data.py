@@ -23,7 +23,7 @@ from bytescale.common.errors import ConfigError, typed_path, visible
 from bytescale.common.limits import limits
 from bytescale.common.parsing import read_input
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.config import load_config
+from bytescale.config.load import load_config
 from bytescale.config.schema import CorpusConfig, DataConfig
 from bytescale.data.length_distributions import bucket_edges, token_shares
 from bytescale.data.loading.corpus import Corpus, list_sources, prepare_corpus

@@ -19,12 +19,13 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import BytescaleError
 from bytescale.common.units import format_count, format_seconds
-from bytescale.config import Config, ModelConfig, PlannerConfig, PlannerName
 from bytescale.config.load import DEMO_CONFIG
 from bytescale.config.resolve import preset_shape
-from bytescale.cost import Cluster, Profile
+from bytescale.config.schema import Config, ModelConfig, PlannerConfig, PlannerName
 from bytescale.cost.assumed import Rates
-from bytescale.planner import make_planner
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.profile import Profile
+from bytescale.planner.make import make_planner
 from bytescale.simulator import ClusterConfig, SimulatedStep, simulate, step_seconds
 from bytescale.simulator.draw import draw_steps
 

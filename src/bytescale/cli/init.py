@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import tyro
 
 from bytescale.common.errors import ConfigError, DataError, typed_path
-from bytescale.config import HF_PREFIX
 from bytescale.config.load import DEMO_CONFIG
+from bytescale.config.resolve import HF_PREFIX
 from bytescale.config.schema import Config, DataConfig, TrainerConfig
 
 _FINE_TUNE = DEMO_CONFIG.with_name("fine_tune.toml")

@@ -22,10 +22,10 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import check_limits
 from bytescale.common.units import parse_count
-from bytescale.config import HF_PREFIX, Config, ModelConfig, TrainerConfig, load_config
-from bytescale.config.load import nearest
+from bytescale.config.load import load_config, nearest
 from bytescale.config.removed import is_gone
-from bytescale.config.schema import CorpusConfig
+from bytescale.config.resolve import HF_PREFIX
+from bytescale.config.schema import Config, CorpusConfig, ModelConfig, TrainerConfig
 from bytescale.storage.hub import local_folder
 
 Options = TypeVar("Options")

@@ -18,14 +18,15 @@ from bytescale.cli.costs import CostOptions, Costs, costs_of, read_batch, read_c
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.common.units import format_bytes, format_count, format_seconds
-from bytescale.config import PlannerName
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.schema import PlannerName
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.summary import gist
 from bytescale.plan.verify import verify
-from bytescale.planner import evaluate
+from bytescale.planner.evaluate import evaluate
 from bytescale.planner.prefixes import Prefixes, cost_of_trees, plan_prefixes
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.simulator import SimulatedStep, simulate

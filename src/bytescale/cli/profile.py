@@ -16,9 +16,9 @@ from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
 from bytescale.common.units import format_bytes, format_count, format_seconds
-from bytescale.config import Config, DataConfig, ParallelConfig, TrainerConfig
-from bytescale.cost import Profile, save_profile
-from bytescale.cost.profile_file import fit_warnings
+from bytescale.config.schema import Config, DataConfig, ParallelConfig, TrainerConfig
+from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import fit_warnings, save_profile
 
 DEFAULTS = Config(data=DataConfig(context_length=131072))
 """The settings without a config file."""

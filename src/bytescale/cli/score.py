@@ -14,8 +14,7 @@ from bytescale.cli.options import parse
 from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import ConfigError, typed_path
 from bytescale.common.limits import limits
-from bytescale.config import Config, ParallelConfig, TrainerConfig
-from bytescale.config.schema import DataConfig
+from bytescale.config.schema import Config, DataConfig, ParallelConfig, TrainerConfig
 from bytescale.storage.hub import local_folder
 
 

@@ -15,8 +15,8 @@ from bytescale.cli.costs import CostOptions, costs_of, read_batch, read_cost_opt
 from bytescale.cli.plan import memory_in_words
 from bytescale.common.limits import limits
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.cost import Profile
 from bytescale.cost.model import windowed_squares
+from bytescale.cost.profile import Profile
 from bytescale.cost.spec import ModelSpec
 from bytescale.plan import Plan
 from bytescale.plan.io import load_plan

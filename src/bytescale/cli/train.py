@@ -17,18 +17,11 @@ from typing import ClassVar
 from bytescale.cli.options import Settings, leading_path, read
 from bytescale.common.environment import ranks_of_torchrun, use_expandable_segments
 from bytescale.common.errors import ConfigError, typed_path
-from bytescale.config import (
-    CHECKPOINT_PREFIX,
-    HF_PREFIX,
-    Config,
-    ModelConfig,
-    config_to_toml,
-    resolve_model,
-    validate,
-)
 from bytescale.config.architecture import Architecture
-from bytescale.config.resolve import source_folder
-from bytescale.config.validate import hdp_ranks, may_offload
+from bytescale.config.load import config_to_toml
+from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model, source_folder
+from bytescale.config.schema import Config, ModelConfig
+from bytescale.config.validate import hdp_ranks, may_offload, validate
 from bytescale.train.origin import with_its_tokenizer, with_kept_tokenizer
 from bytescale.train.stop import StopRequest, said_when_stopped
 

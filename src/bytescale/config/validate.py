@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import get_args
 
 from bytescale.common.errors import ConfigError, visible
 from bytescale.common.labels import RESERVED_FIELDS
@@ -18,11 +17,10 @@ from bytescale.config.schema import (
     Config,
     CorpusConfig,
     DataConfig,
-    Experts,
     ParallelConfig,
-    Shard,
     TrainerConfig,
 )
+from bytescale.config.sharing import check_experts, sharing_domain
 
 
 def validate(config: Config, *, num_ranks: int | None = None) -> None:
@@ -87,29 +85,6 @@ def check_batches(data: DataConfig) -> None:
 def hdp_ranks(parallel: ParallelConfig, num_ranks: int | None = None) -> int:
     """What tensor and pipeline parallelism leave of ``num_ranks`` (``parallel.ranks`` when None)."""
     return (parallel.ranks if num_ranks is None else num_ranks) // (parallel.tp * parallel.pp)
-
-
-def sharing_domain(shard: str, domain: int, num_ranks: int, ranks_per_node: int) -> int:
-    """How many consecutive HDP ranks share the layers' parameters (``runtime.optimizer.units``).
-
-    ``domain``: as it was asked for; 0: the ranks of a node. Raises ``ConfigError`` where that is not possible.
-    """
-    if shard not in get_args(Shard):
-        raise ConfigError(f"shard is {shard!r}", fix=f"use one of {', '.join(get_args(Shard))}")
-    if shard == "optimizer":
-        if domain > 1:
-            raise ConfigError(f'domain is {domain}, but shard is "optimizer"', so="ranks would share no parameters",
-                              fix='set shard to "parameters", or leave domain out')  # fmt: skip
-        return 1
-    found = domain or ranks_per_node
-    if found < 1 or num_ranks % found:
-        chosen = f"a domain of {found} ranks" if domain else f"the {found} ranks of a node, which are the domain,"
-        raise ConfigError(
-            f"{chosen} that share parameters {'does' if domain else 'do'} not divide {num_ranks} ranks",
-            so="some ranks would have no others to gather parameters with",
-            fix="set domain to a divisor of the number of ranks",
-        )
-    return found
 
 
 def kind_of_ranks(parallel: ParallelConfig) -> str:
@@ -235,18 +210,6 @@ def _check_prefixes(config: Config, shape: AttachedArchitecture) -> None:
         raise ConfigError(f"data.share_prefixes is true, with model.router_aux_loss_weight = {shape.balance}",
                           so="rows are shared, and a balance loss would count each of them once",
                           fix="set the weight to 0, or leave data.share_prefixes out")  # fmt: skip
-
-
-def check_experts(experts: str, shard: str) -> None:
-    """Raise ``ConfigError`` where experts cannot be computed as it was asked for, whatever the model."""
-    if experts not in get_args(Experts):
-        raise ConfigError(f"experts is {experts!r}", fix=f"use one of {', '.join(get_args(Experts))}")
-    if experts == "parallel" and shard == "optimizer":
-        raise ConfigError(
-            'experts is "parallel", but shard is "optimizer"',
-            so="every rank would keep all experts, and tokens had no reason to travel",
-            fix='set shard to "parameters", or leave experts out',
-        )
 
 
 def check_sharing(config: Config, ranks: int) -> None:

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bytescale.common.limits import limits
-from bytescale.config import Architecture, Config, Experts
-from bytescale.cost.gradient_sync import round_seconds
+from bytescale.config.architecture import Architecture
+from bytescale.config.schema import Config, Experts
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel
-from bytescale.cost.profile import Profile
-from bytescale.cost.profile_file import require_model
+from bytescale.cost.profile import Profile, require_model
 from bytescale.cost.spec import ModelSpec
 
 
@@ -134,10 +133,10 @@ def assumed_cost(
     profile = ASSUMED[device].profile(model, bytes_per_element=bytes_per_element)
     if experts == "parallel":
         profile = profile.with_parallel_experts(model, domain=domain)
-    cost = profile.cost_model()
+    cost = replace(profile.cost_model(), micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[device])
+    if domain == 1:
+        return cost
+    from bytescale.cost.gradient_sync import round_seconds  # of lockstep domains alone
+
     a_round = round_seconds(profile, domain=domain, ranks_per_node=cost.ranks_per_node)
-    return replace(
-        cost,
-        micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[device],
-        gather_seconds=sum(a_round),
-    )
+    return replace(cost, gather_seconds=sum(a_round))

@@ -6,13 +6,16 @@ The size of a node is in the cost model, with the links (``CostModel.ranks_per_n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError
-from bytescale.cost.offload_rule import OffloadRule
+
+if TYPE_CHECKING:
+    from bytescale.cost.offload_rule import OffloadRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

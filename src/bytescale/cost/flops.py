@@ -10,7 +10,7 @@ Planning, simulation and MFU use the same conventions:
 
 from __future__ import annotations
 
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 
 BACKWARD_ATTENTION_RATIO = 2.5  # five matrix products in backward, two in forward
 

@@ -11,12 +11,17 @@ from typing import Any
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.cost import flops
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel, Pass
 from bytescale.cost.spec import ModelSpec
+
+_SHAPE = (
+    *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"),
+    *("num_experts", "experts_per_token"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,3 +293,18 @@ class Profile:
 def _scaled(curve: Curve, factor: float) -> Curve:
     """Scale the work, which grows with the model, and keep the fixed part, which is the time of launches."""
     return Curve(curve.quadratic * factor, curve.linear * factor, curve.constant)
+
+
+def require_model(profile: Profile, architecture: Architecture) -> None:
+    """Raise ``ConfigError`` unless a layer of ``architecture`` has the shape of the layer that was measured.
+
+    The number of layers and the size of the vocabulary may differ (``Profile.of_model``).
+    """
+    for name in _SHAPE:
+        measured, wanted = getattr(profile.architecture, name), getattr(architecture, name)
+        if measured != wanted:
+            raise ConfigError(
+                f"profile {profile.name!r} is of another model: its {name} is {measured}, the model's {wanted}",
+                so="plans would be made for the times of another model",
+                fix="run `bytescale profile` with this model, or leave cost.profile unset to count operations",
+            )

@@ -13,8 +13,7 @@ from bytescale.common.atomic import whole_file
 from bytescale.common.errors import ConfigError, typed_path
 from bytescale.common.limits import check_limits
 from bytescale.common.parsing import MOST_SETTINGS, parse_toml, read_text
-from bytescale.config import Architecture, config_to_toml
-from bytescale.config.load import from_dict
+from bytescale.config.load import config_to_toml, from_dict
 from bytescale.cost.curve import relative_errors
 from bytescale.cost.profile import Profile
 
@@ -31,10 +30,6 @@ CURVES = (
 )
 BAD_RESIDUAL = 0.3
 """The relative error of a fit at one of its points above which there is a warning."""
-_SHAPE = (
-    *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"),
-    *("num_experts", "experts_per_token"),
-)
 
 
 def shipped_profiles() -> list[str]:
@@ -77,21 +72,6 @@ def save_profile(profile: Profile, path: Path) -> None:
     """Write ``profile`` to ``path``. The file is replaced in one step: readers see the old one or the new one."""
     with whole_file(path) as temporary:
         temporary.write_text(config_to_toml(profile), encoding="utf-8")
-
-
-def require_model(profile: Profile, architecture: Architecture) -> None:
-    """Raise ``ConfigError`` unless a layer of ``architecture`` has the shape of the layer that was measured.
-
-    The number of layers and the size of the vocabulary may differ (``Profile.of_model``).
-    """
-    for name in _SHAPE:
-        measured, wanted = getattr(profile.architecture, name), getattr(architecture, name)
-        if measured != wanted:
-            raise ConfigError(
-                f"profile {profile.name!r} is of another model: its {name} is {measured}, the model's {wanted}",
-                so="plans would be made for the times of another model",
-                fix="run `bytescale profile` with this model, or leave cost.profile unset to count operations",
-            )
 
 
 def require_device(profile: Profile, devices: Set[str]) -> None:

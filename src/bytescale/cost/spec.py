@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.units import format_si
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.cost import flops
 from bytescale.cost.model import windowed_squares
 

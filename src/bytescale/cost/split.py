@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.cost import flops
 
 

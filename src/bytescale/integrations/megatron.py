@@ -24,7 +24,7 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError
-from bytescale.cost import CostModel
+from bytescale.cost.model import CostModel
 
 STRETCH = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0, 4.0, np.inf)
 """Ends that are tried, over the least that is possible. More ranks a sample cost messages; fewer, balance."""

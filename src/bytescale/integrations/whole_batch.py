@@ -27,7 +27,7 @@ from bytescale.hf.loop.coupled import Values, backward_from, sums_of_rows
 from bytescale.hf.loop.hdp import HDP
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.plain_data import all_gather_json
 
 LOG_PROBS, ENTROPY, IS_TOP1, MEAN_LOGITS = range(4)

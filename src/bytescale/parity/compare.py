@@ -17,13 +17,14 @@ from torch.overrides import TorchFunctionMode
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config import Experts
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.schema import Experts
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.hf.loop.hdp import HDP
 from bytescale.parity.thread_ranks import run_ranks
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
-from bytescale.planner import align
+from bytescale.planner.adaptive.aligned import align
 
 Document = dict[str, Tensor]
 

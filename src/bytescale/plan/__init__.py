@@ -4,12 +4,4 @@ from bytescale.plan.layout import member_tokens, segment_bounds
 from bytescale.plan.plan import Plan, Planner
 from bytescale.plan.rank_plan import MicroBatch, RankPlan, SharedGroup
 
-__all__ = [
-    "MicroBatch",
-    "Plan",
-    "Planner",
-    "RankPlan",
-    "SharedGroup",
-    "member_tokens",
-    "segment_bounds",
-]
+__all__ = ["MicroBatch", "Plan", "Planner", "RankPlan", "SharedGroup", "member_tokens", "segment_bounds"]

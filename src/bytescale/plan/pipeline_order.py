@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.plan.plan import Plan, offsets_of
-from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.plan import Plan, concatenated_ranges, offsets_of
 from bytescale.plan.schedule import messages, stage_actions
 
 

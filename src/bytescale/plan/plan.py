@@ -219,5 +219,13 @@ def segment_sums(values: NDArray, offsets: IntArray) -> NDArray:
     return sums[offsets[1:]] - sums[offsets[:-1]]
 
 
+def concatenated_ranges(starts: IntArray, stops: IntArray) -> IntArray:
+    """``[start_0 .. stop_0), [start_1 .. stop_1), ...`` as one array, without a Python loop."""
+    counts = stops - starts
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+
+
 def _concatenate(parts: Iterable[Sequence[int]]) -> IntArray:
     return np.fromiter((value for part in parts for value in part), dtype=np.int64)

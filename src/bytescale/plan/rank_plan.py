@@ -8,19 +8,18 @@ laid out in exactly this order on the rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bytescale.common.arrays import IntArray
 from bytescale.plan.layout import member_bounds, member_tokens, segment_bounds
-from bytescale.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from bytescale.plan.trees import Forest
+from bytescale.plan.plan import Plan, concatenated_ranges
+from bytescale.plan.trees import Forest
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,11 @@ class MicroBatch:
         )
 
     @property
+    def offloaded_tokens(self) -> int:
+        """Tokens whose rows move to host memory: the sum of floor(r_g n_g) over the groups."""
+        return sum(math.floor(ratio * tokens + 1e-9) for tokens, ratio in self.offload_ratios)
+
+    @property
     def num_tokens(self) -> int:
         return int((self.segment_stops - self.segment_starts).sum())
 
@@ -110,6 +114,18 @@ class MicroBatch:
     def documents(self) -> list[int]:
         """Those of its sequences, in the order of these; see ``trees``."""
         return (self.sequences if self.trees is None else self.trees.documents).tolist()
+
+    def with_trees(self, forest: Forest) -> MicroBatch:
+        """The micro-batch of a plan of the sequences of ``forest``, which knows the trees that it has."""
+        return replace(self, trees=forest.of(self.sequences))
+
+    @property
+    def forest(self) -> Forest:
+        """The trees of its sequences; without any, each is a document that shares nothing."""
+        if self.trees is not None:
+            return self.trees
+        shared = [] if self.shared is None else [self.shared.lengths]
+        return Forest.without_trees(self.sequences, np.concatenate([*shared, self.local_lengths]))
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -203,14 +219,6 @@ class RankPlan:
             num_rounds=int(plan.rank_rounds[rank]),
             digest=digest,
         )
-
-
-def concatenated_ranges(starts: IntArray, stops: IntArray) -> IntArray:
-    """``[start_0 .. stop_0), [start_1 .. stop_1), ...`` as one array, without a Python loop."""
-    counts = stops - starts
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
 
 
 def _micro_batch_view(plan: Plan, rank: int, number: int, index: int) -> MicroBatch:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.plan.plan import Plan, segment_sums
-from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.plan import Plan, concatenated_ranges, segment_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

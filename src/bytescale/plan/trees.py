@@ -18,7 +18,7 @@ Shape letters: D documents, S sequences, B nodes of one depth, T rows of all seq
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,8 +26,7 @@ import numpy as np
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
-from bytescale.plan.plan import offsets_of, segment_sums
-from bytescale.plan.rank_plan import MicroBatch, concatenated_ranges
+from bytescale.plan.plan import concatenated_ranges, offsets_of, segment_sums
 
 
 class Nodes(NamedTuple):
@@ -144,19 +143,6 @@ class Forest:
                 f"the rows of document {document} are not its {lengths[document]} tokens in order",
                 so="its tokens would see others than those before them",
             )
-
-
-def with_trees(micro_batch: MicroBatch, forest: Forest) -> MicroBatch:
-    """The micro-batch of a plan of the sequences of ``forest``, which knows the trees that it has."""
-    return replace(micro_batch, trees=forest.of(micro_batch.sequences))
-
-
-def forest_of(micro_batch: MicroBatch) -> Forest:
-    """The trees of a micro-batch's sequences; without any, each is a document that shares nothing."""
-    if micro_batch.trees is not None:
-        return micro_batch.trees
-    shared = [] if micro_batch.shared is None else [micro_batch.shared.lengths]
-    return Forest.without_trees(micro_batch.sequences, np.concatenate([*shared, micro_batch.local_lengths]))
 
 
 def branches_of(shared: IntArray, low: IntArray, high: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:

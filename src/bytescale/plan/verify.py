@@ -29,7 +29,6 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.common.units import format_bytes
 from bytescale.plan.limits import MemoryLimits
-from bytescale.plan.pipeline_order import find_cycle
 from bytescale.plan.plan import Plan, segment_sums
 from bytescale.plan.slices import largest_slice, micro_batch_tokens, slice_tokens
 
@@ -277,6 +276,8 @@ def _check_lockstep(plan: Plan) -> None:
 
 def _check_pipeline(plan: Plan, num_stages: int) -> None:
     """Rule 10."""
+    from bytescale.plan.pipeline_order import find_cycle  # of pipelines alone
+
     cycle = find_cycle(plan, num_stages)
     if cycle:
         _refuse(

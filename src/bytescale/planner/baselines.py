@@ -11,21 +11,16 @@ from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import PlanError
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
-from bytescale.plan.plan import offsets_of, segment_sums
-from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.plan import concatenated_ranges, offsets_of, segment_sums
 from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.draft import Draft, assemble
 from bytescale.planner.packing import best_fit, grouped
 
 
-def naive_plan(
-    lengths: ArrayLike,
-    *,
-    cluster: Cluster,
-    cost: CostModel | None = None,
-) -> Plan:
+def naive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel | None = None) -> Plan:
     """Long sequences on the fewest ranks, short ones packed, all assigned to the ranks in turn (paper Algorithm 1).
 
     1. A sequence longer than the capacity C takes the fewest ranks that hold it (Eq. 3; ceil(s / C) if the cluster

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.common.units import format_bytes
-from bytescale.cost import Cluster
+from bytescale.cost.cluster import Cluster
 
 DIGIT = 16
 """Bits. NumPy's stable sort of 16-bit keys is a radix sort, five to ten times as fast as its sorts of longer keys."""

@@ -9,8 +9,8 @@ from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import LoaderFailure
-from bytescale.cost import Cluster
 from bytescale.cost.calibration import Calibrator, State
+from bytescale.cost.cluster import Cluster
 from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from bytescale.common.arrays import IntArray
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.planner.adaptive.aligned import align
 from bytescale.planner.adaptive.degrees import is_ideal

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.cost import Cluster
+from bytescale.cost.cluster import Cluster
 from bytescale.plan import Plan
-from bytescale.plan.plan import offsets_of
-from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.plan import concatenated_ranges, offsets_of
 from bytescale.planner.batch import rising
 
 

@@ -30,11 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.nodes import crossings
-from bytescale.plan.plan import offsets_of, segment_sums
-from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.plan import concatenated_ranges, offsets_of, segment_sums
 from bytescale.plan.slices import member_places
 from bytescale.plan.tiles import shares_of
 

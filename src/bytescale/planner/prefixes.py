@@ -29,7 +29,7 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import PlanError
-from bytescale.cost import CostModel
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import offsets_of, segment_sums
 from bytescale.plan.slices import member_places, micro_batch_tokens
@@ -116,9 +116,7 @@ class Prefixes:
 
 
 def plan_prefixes(
-    planner: VerifiedPlanner,
-    prefixes: Prefixes,
-    labels: Sequence[Hashable] | None = None,
+    planner: VerifiedPlanner, prefixes: Prefixes, labels: Sequence[Hashable] | None = None
 ) -> tuple[Plan, Forest | None]:
     """The plan that ends first, and the trees that are its sequences; None: no document shares anything.
 

@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.cost import CostModel
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
-from bytescale.plan.plan import offsets_of
-from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.plan import concatenated_ranges, offsets_of
 
 LEAST_WORK = 50
 """Work of a micro-batch that is cut from a pack, in fixed costs of a micro-batch: cutting adds 2 % at most."""

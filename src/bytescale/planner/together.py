@@ -17,8 +17,7 @@ import numpy as np
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.plan import Plan
-from bytescale.plan.plan import offsets_of
-from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.plan import concatenated_ranges, offsets_of
 
 
 def plan_together(

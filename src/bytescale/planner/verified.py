@@ -9,14 +9,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bytescale.config import PlannerConfig
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.schema import PlannerConfig
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.limits import MemoryLimits
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.verify import verify
-from bytescale.planner import evaluate, make_planner
-from bytescale.planner.together import plan_together
 
 
 def narrowed(plan: Plan, limits: MemoryLimits) -> Plan:
@@ -59,6 +58,8 @@ class VerifiedPlanner:
         return self._planner(self.config)
 
     def _planner(self, config: PlannerConfig) -> Callable[[ArrayLike], Plan]:
+        from bytescale.planner.make import make_planner  # planners, when there is a batch
+
         return make_planner(
             config,
             self.cluster,
@@ -79,6 +80,8 @@ class VerifiedPlanner:
         ``together``: labels ``[S]``; sequences of one label come into one micro-batch of one group. None: no matter.
         """
         if together is not None:
+            from bytescale.planner.together import plan_together  # with labels alone
+
             plan = plan_together(self._plan, np.asarray(lengths, dtype=np.int64), together, self.check)
         else:
             plan = self._plan(lengths)
@@ -96,6 +99,8 @@ class VerifiedPlanner:
         narrow = narrowed(plan, limits)
         if narrow is plan:
             return plan
+        from bytescale.planner.evaluate import evaluate  # with limits alone
+
         rings = self._planner(replace(self.config, grids=False))
 
         def end(plan: Plan) -> float:

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from bytescale.attention.autocast import without_autocast
 from bytescale.common.errors import ConfigError
+from bytescale.recurrence import STOCK_KERNELS
 from bytescale.recurrence.cuts import Cuts
 from bytescale.recurrence.states import act
 
@@ -338,6 +339,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "mamba_inner_fn": _not_fused,
 }
 """By the name that a mixer's module gives to the stock function."""
+assert KERNELS.keys() == STOCK_KERNELS, "a mixer is known by the name of its kernel"
 
 
 _OF_DELTA_RULES = "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"

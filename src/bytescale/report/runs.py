@@ -15,7 +15,7 @@ import numpy as np
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import BytescaleError, ConfigError
 from bytescale.common.parsing import MOST_SETTINGS, parse_json, parse_toml, read_input, read_text
-from bytescale.config import Config
+from bytescale.config.schema import Config
 from bytescale.plan.io import load_plan
 from bytescale.simulator.trace import spread_evenly
 from bytescale.train.run_folder import RunFolder, is_locked

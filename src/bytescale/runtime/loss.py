@@ -29,10 +29,13 @@ from torch.utils.checkpoint import checkpoint
 from bytescale.attention.autocast import in_autocast, without_autocast
 from bytescale.attention.copies import to_device
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, loss_chunk_tokens
+from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, loss_chunk_tokens
 
 if TYPE_CHECKING:
     from bytescale.runtime.loss_kernel import TritonRows
+
+AT_ONCE = "is_differentiated_at_once"
+"""An attribute of a head whose gradients are computed in forward (``Head.add_loss``), when no backward runs."""
 
 
 class Head(Protocol):

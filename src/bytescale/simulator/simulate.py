@@ -17,7 +17,8 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError
-from bytescale.cost import Cluster, CostModel, flops
+from bytescale.cost import flops
+from bytescale.cost.cluster import Cluster
 from bytescale.cost.gradient_sync import (
     UPDATE_BYTES,
     bucket_seconds,
@@ -29,6 +30,7 @@ from bytescale.cost.gradient_sync import (
     visible_gathering,
     visible_reduction,
 )
+from bytescale.cost.model import CostModel
 from bytescale.cost.profile import Profile
 from bytescale.cost.split import split_layers
 from bytescale.cost.stage import Loads, StageTimes, movable_layers, stage_times

@@ -12,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from bytescale.common.errors import ConfigError, typed_path
-from bytescale.config import Config, resolve_model
 from bytescale.config.foreign_config import refuse_links_out
-from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, SEEN_WEIGHTS, source_folder
-from bytescale.config.schema import DataConfig
+from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, SEEN_WEIGHTS, resolve_model, source_folder
+from bytescale.config.schema import Config, DataConfig
 from bytescale.data.loading.corpus import check_ids
 from bytescale.data.tokens.tokenizer import JsonTokenizer, load_tokenizer, tokenizer_settings
 

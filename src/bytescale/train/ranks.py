@@ -25,9 +25,11 @@ from torch.distributed.elastic.utils.store import barrier
 
 from bytescale.common.environment import ranks_of_torchrun, told
 from bytescale.common.errors import ConfigError, foreseen
-from bytescale.config import Config, sharing_domain
-from bytescale.runtime import DTYPES, Mesh, MeshShape, RankGroup
-from bytescale.runtime.group import lost_ranks
+from bytescale.config.schema import Config
+from bytescale.config.sharing import sharing_domain
+from bytescale.runtime.group import RankGroup, lost_ranks
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.flat import DTYPES
 
 STORE_FILE = "BYTESCALE_STORE_FILE"
 """Environment variable with the file through which the ranks of one machine find each other. It lies in a folder that

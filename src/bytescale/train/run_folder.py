@@ -16,7 +16,8 @@ from pathlib import Path
 from bytescale.common.atomic import whole_file
 from bytescale.common.errors import ConfigError
 from bytescale.common.parsing import parse_json, read_input
-from bytescale.config import Config, config_to_toml
+from bytescale.config.load import config_to_toml
+from bytescale.config.schema import Config
 
 logger = logging.getLogger(__name__)
 

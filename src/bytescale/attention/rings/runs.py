@@ -30,7 +30,7 @@ from bytescale.attention.blocks import RowRanges
 from bytescale.attention.copies import to_device
 from bytescale.plan import MicroBatch, SharedGroup
 from bytescale.plan.plan import offsets_of
-from bytescale.plan.trees import Forest, forest_of
+from bytescale.plan.trees import Forest
 
 Ranges = list[tuple[int, int]]
 """Rows ``[start, stop)``."""
@@ -168,7 +168,7 @@ class OwnRuns(RowRuns):
     """
 
     def __init__(self, micro_batch: MicroBatch) -> None:
-        trees, first, count = forest_of(micro_batch), micro_batch.num_shared_tokens, micro_batch.num_shared_sequences
+        trees, first, count = micro_batch.forest, micro_batch.num_shared_tokens, micro_batch.num_shared_sequences
         self.num_rows = micro_batch.num_tokens
         self.shared: SharedRuns | None = None
         if micro_batch.shared is not None:

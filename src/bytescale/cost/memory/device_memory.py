@@ -10,7 +10,7 @@ from itertools import pairwise, zip_longest
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes
-from bytescale.config import AUTO_CAPACITY
+from bytescale.config.schema import AUTO_CAPACITY
 from bytescale.cost.gradient_sync import MOST_BUCKETS
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.cost.profile import Profile

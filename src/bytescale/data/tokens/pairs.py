@@ -103,11 +103,7 @@ class IndexedWriter:
 
 
 def write_units(
-    encoded: Iterable[EncodedUnit],
-    path: Path,
-    tokenizer: Tokenizer | None,
-    dtype: np.dtype,
-    fields: Sequence[str] = (),
+    encoded: Iterable[EncodedUnit], path: Path, tokenizer: Tokenizer | None, dtype: np.dtype, fields: Sequence[str] = ()
 ) -> TokenMetadata:
     """Write units, in order, as the pair of ``path``, a ``.bin``: whole or not at all, in place of an older one.
 

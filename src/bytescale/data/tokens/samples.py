@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
-from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.plan import concatenated_ranges
 
 PART_SHIFT = 32
 """The name of a sample is ``(number of its part << PART_SHIFT) + number of the sample in that part``."""

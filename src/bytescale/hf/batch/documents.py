@@ -299,6 +299,12 @@ class RankBatch:
         )
 
 
+def of_documents(forest: Forest, values: Sequence[Tensor]) -> list[Tensor]:
+    """``[D]`` tensors ``[length, ...]`` in the order of ``forest.documents``, from ``[U, ...]`` of each sequence."""
+    places = zip(forest.sequence_of.tolist(), forest.paths, strict=True)
+    return [values[sequence][torch.as_tensor(path, device=values[sequence].device)] for sequence, path in places]
+
+
 def cut(plan: Plan, rank: int, batch: Batch, *, shift_labels: bool = False) -> RankBatch:
     """Rank ``rank``'s part of ``batch`` under ``plan``, for a driver that plans and sends each worker its rows."""
     return RankBatch.of(RankPlan.of(plan, rank), Documents.of(batch, shift_labels=shift_labels))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import PlannerConfig, PlannerName
-from bytescale.cost import Cluster, CostModel
-from bytescale.cost.offload_rule import OffloadRule
+from bytescale.config.schema import PlannerConfig, PlannerName
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan.limits import MemoryLimits
 from bytescale.planner.verified import VerifiedPlanner
+
+if TYPE_CHECKING:
+    from bytescale.cost.offload_rule import OffloadRule
 
 
 def make_planner(
@@ -39,8 +42,7 @@ def make_planner(
     Raises ``ConfigError`` for a planner that does not exist, or numbers that are not positive.
     """
     if planner not in get_args(PlannerName):
-        known = ", ".join(get_args(PlannerName))
-        raise ConfigError(f"there is no planner {planner!r}", fix=f"use one of {known}")
+        raise ConfigError(f"there is no planner {planner!r}", fix=f"use one of {', '.join(get_args(PlannerName))}")
     return VerifiedPlanner(
         PlannerConfig(name=planner),
         Cluster.uniform(num_ranks, capacity_tokens, offload=offload),

@@ -23,7 +23,7 @@ from bytescale.common.errors import DataError, PlanError
 from bytescale.hf.batch.documents import Documents, RankBatch
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import offsets_of
-from bytescale.plan.trees import Forest, with_trees
+from bytescale.plan.trees import Forest
 from bytescale.planner.prefixes import Prefixes, plan_prefixes, with_equal_work
 from bytescale.planner.verified import VerifiedPlanner
 
@@ -70,8 +70,8 @@ def part_of_trees(
     Weights are added up in fp64, and kept in their own dtype or a wider one: at least fp32, and ``dtype`` if that is
     fp64 as the model's. Raises ``PlanError`` for a row that is not that of all documents that have it.
     """
-    micro_batches = tuple(with_trees(micro_batch, forest) for micro_batch in rank_plan.micro_batches)
-    nothing = with_trees(MicroBatch.of_documents(0, []), forest)
+    micro_batches = tuple(micro_batch.with_trees(forest) for micro_batch in rank_plan.micro_batches)
+    nothing = MicroBatch.of_documents(0, []).with_trees(forest)
     no_rows, *rows = (_rows(own, documents, per_document, dtype) for own in (nothing, *micro_batches))
     return RankBatch(
         rank_plan=replace(rank_plan, micro_batches=micro_batches),
@@ -113,12 +113,6 @@ def _rows(
         sums = counted.new_zeros(micro_batch.num_tokens).index_add_(0, places.to(counted.device), counted)
         found[name] = sums.to(own or sums.dtype)
     return found
-
-
-def of_documents(forest: Forest, values: Sequence[Tensor]) -> list[Tensor]:
-    """``[D]`` tensors ``[length, ...]`` in the order of ``forest.documents``, from ``[U, ...]`` of each sequence."""
-    places = zip(forest.sequence_of.tolist(), forest.paths, strict=True)
-    return [values[sequence][torch.as_tensor(path, device=values[sequence].device)] for sequence, path in places]
 
 
 def _bytes(values: Tensor) -> np.ndarray:

@@ -27,9 +27,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import CheckpointError, ConfigError, typed_path
 from bytescale.common.parsing import parse_json, read_input
-from bytescale.config import Config
 from bytescale.config.hugging_face import SPECIAL_TOKENS, refuse_quantised
 from bytescale.config.resolve import SEEN_WEIGHTS, described_architecture, source_folder
+from bytescale.config.schema import Config
 from bytescale.data.tokens.tokenizer import load_tokenizer
 from bytescale.hf.files.hf_folder import (
     copy_companions,
@@ -41,7 +41,7 @@ from bytescale.hf.files.hf_folder import (
 )
 from bytescale.hf.files.weight_stream import adapted_ties, untie
 from bytescale.hf.model.long_rope import longest_document_of
-from bytescale.runtime import DTYPES
+from bytescale.runtime.optimizer.flat import DTYPES
 from bytescale.storage.hub import local_folder
 from bytescale.storage.place import Place
 

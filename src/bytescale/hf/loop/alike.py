@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import RankFailure
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.plain_data import all_gather_json
 
 WEIGHTS_EVERY = 64

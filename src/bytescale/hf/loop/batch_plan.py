@@ -9,21 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bytescale.common.errors import DataError, PlanError, RankFailure
 from bytescale.hf.batch.documents import Batch, Documents, RankBatch, lengths_of, require_trainable
-from bytescale.hf.batch.prefixes import part_of_trees, shared_plan
 from bytescale.hf.loop.alike import digest_of
 from bytescale.hf.loop.planned_batch import PlannedBatch
+from bytescale.hf.loop.session import Session
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.trees import Forest
 from bytescale.runtime.plain_data import all_gather_json
-
-if TYPE_CHECKING:
-    from bytescale.hf.loop.hdp import HDP
 
 ALL_DOCUMENTS = 256
 """So many documents, every rank looks at in full."""
@@ -34,7 +30,7 @@ _HALF = 2**32
 class BatchToPlan:
     """A global batch, and how it is to be planned."""
 
-    hdp: HDP
+    hdp: Session
     batch: Batch
     lengths: list[int]
     shift_labels: bool = False
@@ -43,7 +39,7 @@ class BatchToPlan:
 
     @staticmethod
     def of(
-        hdp: HDP, batch: Batch, *, shift_labels: bool, per_document: Collection[str] | None, whole: bool = False
+        hdp: Session, batch: Batch, *, shift_labels: bool, per_document: Collection[str] | None, whole: bool = False
     ) -> BatchToPlan:
         """Raises as ``HDP.plan`` for a batch that cannot be used, or not now.
 
@@ -73,6 +69,8 @@ class BatchToPlan:
         planner = self.hdp.planner_of(capacity_tokens)
         if self.per_document is None:
             return planner(np.array(self.lengths), labels), None
+        from bytescale.hf.batch.prefixes import shared_plan  # with share_prefixes alone
+
         return shared_plan(self.all_documents, planner, labels=labels, per_document=self.per_document)
 
     def part(self, plan: Plan, forest: Forest | None = None, *, last: bool = False) -> PlannedBatch:
@@ -95,6 +93,8 @@ class BatchToPlan:
         hdp.agree(what, rank_plan.digest ^ self.documents.digest(range(len(self.lengths))))
         if forest is None:
             return PlannedBatch(hdp, RankBatch.of(rank_plan, self.documents), last=last)
+        from bytescale.hf.batch.prefixes import part_of_trees  # with share_prefixes alone
+
         dtype = next(hdp.model.parameters()).dtype
         part = part_of_trees(rank_plan, self.documents, forest, self.per_document or (), dtype)
         return PlannedBatch(hdp, part, last=last)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bytescale.common.errors import NonFiniteError, PlanError
-from bytescale.cost import CostModel
+from bytescale.cost.model import CostModel
 from bytescale.hf.batch.documents import Batch
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.micro_batch import Micro

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,27 +27,28 @@ from torch import Tensor, nn
 
 from bytescale.common.environment import ranks_here
 from bytescale.common.errors import ConfigError, PlanError
-from bytescale.config import DataConfig, Experts, PlannerName, Shard, sharing_domain
-from bytescale.config.validate import check_experts
-from bytescale.cost import Cluster, CostModel
+from bytescale.config.schema import DataConfig, Experts, PlannerName, Shard
+from bytescale.config.sharing import check_experts, sharing_domain
 from bytescale.cost.assumed import assumed_cost
-from bytescale.cost.memory import DeviceKind
+from bytescale.cost.memory.device_kernels import DeviceKind
+from bytescale.cost.model import CostModel
 from bytescale.hf.batch.documents import Batch, RankBatch
 from bytescale.hf.batch.planning import make_planner
-from bytescale.hf.loop.alike import WEIGHTS_EVERY, digest_of, require_alike, weight_sums
+from bytescale.hf.loop.alike import digest_of, weight_sums
 from bytescale.hf.loop.batch_plan import BatchToPlan
-from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values, backward_of
 from bytescale.hf.loop.micro_batch import Engine, Micro
-from bytescale.hf.loop.planned_batch import LoadedBatches, PlannedBatch, loaded_batches
-from bytescale.hf.loop.prefill import Prefill, Ready, prefill
+from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.room import Capacity, Room, require_use_of_memory
 from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.decoder import AttachedDecoder, second_model
-from bytescale.hf.model.probe import ModelStructure
 from bytescale.plan import Plan
-from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.saved.checkpointing import Checkpointing
+
+if TYPE_CHECKING:
+    from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values
+    from bytescale.hf.loop.loaded import LoadedBatches
+    from bytescale.hf.loop.prefill import Prefill, Ready
 
 
 class HDP(Updates):
@@ -58,9 +59,6 @@ class HDP(Updates):
         room: the capacity, and what else memory allows; ``room.memory`` estimates it where it was measured.
         cost: what the planner believes about the model.
     """
-
-    _looped: PlannedBatch | None = None
-    _num_agreed = 0
 
     def __init__(
         self,
@@ -128,11 +126,6 @@ class HDP(Updates):
         """Tokens that one micro-batch of a rank may hold."""
         return self.room.capacity_tokens
 
-    @property
-    def structure(self) -> ModelStructure:
-        """Every layer's attention, as the probe has found it."""
-        return self.engine.decoder.structure
-
     def _prepare(
         self,
         capacity_tokens: Capacity,
@@ -144,7 +137,6 @@ class HDP(Updates):
         if self.experts == "parallel":
             self.engine.decoder.require_experts(self.sharing)
         self.room = Room.of(self.engine, capacity_tokens, device_gib, self.sharing, self.experts)
-        self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
         parameter = next(self.model.parameters())
         element = parameter.element_size()
         if cost is None:
@@ -233,24 +225,8 @@ class HDP(Updates):
         of_documents = tuple(per_document) if share_prefixes else None
         given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=of_documents)
         plan, forest = given.plan(together, capacity_tokens) if plan is None else (plan, None)
-        self._looped = None
+        self.looped = None
         return given.part(plan, forest, last=last)
-
-    def planner_of(self, capacity_tokens: int | None) -> VerifiedPlanner:
-        """The planner for another capacity; of passes without backward, where gradients are disabled."""
-        if capacity_tokens is None:
-            return self.planner
-        key = (capacity_tokens, torch.is_grad_enabled())
-        if key not in self._planners:
-            cluster = Cluster.uniform(self.group.size, capacity_tokens, offload=self.planner.cluster.offload)
-            planner = replace(self.planner, cluster=cluster)
-            if not torch.is_grad_enabled():
-                planner = replace(planner, cost=self.forward_cost(), limits=None)
-            self._planners[key] = planner
-        return self._planners[key]
-
-    def forward_cost(self) -> CostModel:
-        return self.cost.forward_only(next(self.model.parameters()).element_size())
 
     def backward(
         self,
@@ -282,11 +258,13 @@ class HDP(Updates):
         Raises as ``plan``; ``PlanError`` where one pass is asked for and no plan keeps a label's documents together;
         ``NonFiniteError`` if a loss is not a number. The gradients are then zero, where this object has an optimizer.
         """
+        from bytescale.hf.loop.coupled import backward_of  # few loops have such losses
+
         labels = [0] * len(batch) if together is None else list(together)
         given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=() if share_prefixes else None)
         if share_prefixes and values is None:
             given = replace(given, per_document=set(given.all_documents.fields) - {"tokens", "labels", "weights"})
-        self._looped = None
+        self.looped = None
         return backward_of(given, batch, loss, labels=labels, values=values, passes=passes)
 
     def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
@@ -294,7 +272,7 @@ class HDP(Updates):
         for rows in part.rows:
             fields = {name: {0: values} for name, values in rows.items()}
             self.engine.decoder.require_fitting(fields, part.lengths)
-        self._looped = None
+        self.looped = None
         return PlannedBatch(self, part, last=last)
 
     def batches(
@@ -312,22 +290,24 @@ class HDP(Updates):
 
         Raises as ``prepare_corpus``; ``ConfigError`` if the model lacks some ids, ``CheckpointError`` for other data.
         """
+        from bytescale.hf.loop.loaded import loaded_batches  # readers of files and stores
+
         return loaded_batches(self, data, state, stop_step, last)
 
     def collect(self, micro: Micro, values: Tensor) -> None:
         """Keep one result per row of a micro-batch, ``[T]`` or ``[T, ...]``, for ``collected``."""
-        if self._looped is None:
+        if self.looped is None:
             raise PlanError("collect() was called before plan()", fix="collect inside the loop over hdp.plan(batch)")
-        self._looped.collect(micro, values)
+        self.looped.collect(micro, values)
 
     def collected(self) -> list[Tensor]:
         """The kept results of all ranks, one tensor ``[length, ...]`` per document, in the caller's order.
 
         Every rank calls it, after the loop, and gets all of them.
         """
-        if self._looped is None:
+        if self.looped is None:
             raise PlanError("nothing was collected", fix="call hdp.collect(micro, values) for every one")
-        return self._looped.collected()
+        return self.looped.collected()
 
     def prefill(self, prompts: Sequence[Sequence[int] | Tensor], *, ready: Ready | None = None) -> Prefill:
         """Run prompts ``[S]`` forward: their next tokens, and KV caches from which ``model.generate`` goes on.
@@ -335,27 +315,9 @@ class HDP(Updates):
         Every rank calls it. ``ready`` is called on the rank that has a prompt's last token as soon as its logits are
         known. Raises as ``plan``, and ``ConfigError`` for a model that cannot generate.
         """
+        from bytescale.hf.loop.prefill import prefill  # few loops generate
+
         return prefill(self, prompts, ready)
-
-    def begin_batch(self, planned: PlannedBatch) -> None:
-        self.require_no_reduction("a loop over a batch began")
-        self.engine.decoder.attachment.require_attached()
-        for decoder in (self.engine.decoder, *self.engine.others):
-            decoder.require_unchanged(with_training=self.has_optimizer)
-        self.require_at_home("weights")
-        if self._units is not None:
-            self._units.begin()
-        self.engine.activations.begin_step(planned.rank_plan.micro_batches)
-        self._looped = planned
-
-    def agree(self, what: str, value: int) -> None:
-        """Raise ``RankFailure`` unless all ranks hold the same ``value``, and in some batches the same weights.
-
-        These are the first batch and every ``WEIGHTS_EVERY``-th one. Where ranks share parameters, nobody can write to
-        those of one rank alone, and weights are not compared.
-        """
-        is_due, self._num_agreed = self._num_agreed % WEIGHTS_EVERY == 0, self._num_agreed + 1
-        require_alike(self.group, what, value, weight_sums(self.model) if is_due and self._units is None else {})
 
     def _fingerprint(self) -> int:
         """63 bits of what has to be equal on all ranks."""

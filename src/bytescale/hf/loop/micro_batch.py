@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cache
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -27,18 +27,24 @@ from bytescale.attention.rings.messages import Kind
 from bytescale.common.errors import DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.units import GIBI
-from bytescale.cost.memory import DeviceKind, MeasuredMemory
-from bytescale.hf.batch.prefixes import of_documents
+from bytescale.cost.memory.device_kernels import DeviceKind
+from bytescale.hf.batch.documents import of_documents
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
 from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
-from bytescale.hf.model.measure import check_widths, heads_of, measure_rows, measured_memory
 from bytescale.hf.model.passes import MicroBatchPass
+from bytescale.hf.model.probe import check_widths, heads_of
 from bytescale.plan import MicroBatch
-from bytescale.plan.rank_plan import SharedGroup, concatenated_ranges
-from bytescale.runtime import Activations, HostPool, RankGroup
+from bytescale.plan.plan import concatenated_ranges
+from bytescale.plan.rank_plan import SharedGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import loss_sum
+from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.saved.checkpointing import Checkpointing
+
+if TYPE_CHECKING:
+    from bytescale.cost.memory.measured import MeasuredMemory
+    from bytescale.runtime.saved.host_pool import HostPool
 
 
 class Micro:
@@ -339,7 +345,11 @@ class Engine:
         self._kernel = cache(lambda dtype: select_kernel(name, group.device, dtype))
         self.others: list[AttachedDecoder] = []
         self.host_bytes = int(host_gib * GIBI)
-        self.pool = HostPool(self.host_bytes, pinned=group.device.type == "cuda") if host_gib else None
+        self.pool: HostPool | None = None
+        if host_gib:
+            from bytescale.runtime.saved.host_pool import HostPool  # with offloading alone
+
+            self.pool = HostPool(self.host_bytes, pinned=group.device.type == "cuda")
         self.activations = Activations(layers, checkpointing=checkpointing, pool=self.pool, device=group.device)
 
     def close(self) -> None:
@@ -373,6 +383,8 @@ class Engine:
 
         Every rank calls it, and gets the same.
         """
+        from bytescale.hf.model.measure import measure_rows, measured_memory  # where memory is limited
+
         parameters = list(self.decoder.parameters())
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:  # gradients that backward would make would hide the peak of its layers

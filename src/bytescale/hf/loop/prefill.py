@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,14 +29,12 @@ from transformers import DynamicCache
 from bytescale.common.errors import DataError
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.micro_batch import Micro
+from bytescale.hf.loop.session import Session
 from bytescale.hf.model.head import causal_model, hidden_states
 from bytescale.hf.model.interface import has_own_cache, refusal
 from bytescale.planner.prefixes import cost_of_trees
 from bytescale.planner.short_first import short_first
 from bytescale.runtime.plain_data import all_gather_json
-
-if TYPE_CHECKING:
-    from bytescale.hf.loop.hdp import HDP
 
 Ready = Callable[[int, Tensor], None]
 """Called with the number of a prompt and the logits ``[V]`` of its next token, in fp32 or wider."""
@@ -56,7 +54,7 @@ class Prefill:
         parts: by prompt, what this rank holds of it.
     """
 
-    hdp: HDP
+    hdp: Session
     prompts: list[Tensor]
     next_tokens: Tensor
     parts: dict[int, Parts] = field(default_factory=dict)
@@ -187,7 +185,7 @@ class Prefill:
 
 
 @torch.no_grad()
-def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | None = None) -> Prefill:
+def prefill(hdp: Session, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | None = None) -> Prefill:
     """Run the prompts forward; see ``HDP.prefill``."""
     root = causal_model(hdp.model)
     can_generate = getattr(root, "can_generate", None)
@@ -255,7 +253,7 @@ def _cache_name(model: nn.Module) -> str:
     return next(name for name in ("cache_params", "past_key_values") if name in takes)
 
 
-def _empty_cache(hdp: HDP) -> Any:
+def _empty_cache(hdp: Session) -> Any:
     """As ``generate`` makes it. MiniMax alone has a class of its own."""
     if any(has_own_cache(mixer) for mixer in hdp.engine.decoder.mixers):
         from transformers.models.minimax.modeling_minimax import MiniMaxCache

@@ -7,16 +7,17 @@ It is counted for training with AdamW, and for a loss that never has all rows' l
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import AUTO_CAPACITY, Experts
+from bytescale.config.schema import AUTO_CAPACITY, Experts
 from bytescale.cost.assumed import ASSUMED
-from bytescale.cost.memory import MeasuredMemory, fitting_capacity
-from bytescale.cost.offload_rule import OffloadRule
 from bytescale.hf.loop.micro_batch import Engine
 from bytescale.plan.limits import MemoryLimits
-from bytescale.runtime.usable import usable_device_bytes
+
+if TYPE_CHECKING:
+    from bytescale.cost.memory.measured import MeasuredMemory
+    from bytescale.cost.offload_rule import OffloadRule
 
 Capacity = int | Literal["auto"]
 
@@ -46,6 +47,9 @@ class Room:
         wanted = AUTO_CAPACITY if capacity_tokens == "auto" else capacity_tokens
         if not (auto or device_gib is not None or engine.pool):
             return Room(capacity_tokens=wanted)
+        from bytescale.cost.memory.device_memory import fitting_capacity
+        from bytescale.runtime.usable import usable_device_bytes  # where memory is limited
+
         memory, group = engine.measured_memory(), engine.group
         states = replace(memory.states, domain=domain, experts_in_parallel=experts == "parallel")
         memory = replace(memory, states=states)

@@ -5,45 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from bytescale.checkpoint.agree import together
-from bytescale.checkpoint.checkpointer import Checkpointer
-from bytescale.checkpoint.folder_of_run import complete_checkpoints
-from bytescale.checkpoint.manifest import RunState, read_manifest, step_name, step_of
 from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, bytes_of_a_rank
-from bytescale.common.errors import CheckpointError, ConfigError, NonFiniteError
-from bytescale.config import CheckpointConfig, Experts
-from bytescale.cost.memory import States, host_bytes_left
-from bytescale.hf.files.weight_stream import named_weights
-from bytescale.hf.loop.micro_batch import Engine
-from bytescale.hf.loop.planned_batch import PendingPasses
-from bytescale.runtime import RankGroup, ShardedOptimizer, Update
-from bytescale.runtime.optimizer.lockstep import Units
-from bytescale.runtime.optimizer.optimizers import GroupOptions
-from bytescale.runtime.optimizer.parking import Parking
-from bytescale.runtime.optimizer.take_over import take_over
+from bytescale.common.errors import ConfigError, NonFiniteError
+from bytescale.hf.loop.session import Session
+
+if TYPE_CHECKING:
+    from bytescale.runtime.optimizer.optimizers import GroupOptions
+    from bytescale.runtime.optimizer.sharded_optimizer import Update
 
 
-class Updates:
+class Updates(Session):
     """Updates of one attached model, whose gradients and optimizer states are sharded over the ranks of a group."""
-
-    engine: Engine
-    sharing: int
-    experts: Experts
-    is_reducing = False
-    """Whether ranks reduce gradients already: the loop over a batch that was planned with last=True has ended."""
-
-    def __init__(self, model: nn.Module, group: RankGroup) -> None:
-        self.model, self.group = model, group
-        self.pending = PendingPasses()
-        self._optimizer: ShardedOptimizer | None = None
-        self._ranks: dist.ProcessGroup | None = None
-        self._parking = Parking()
 
     def adamw(
         self,
@@ -85,6 +62,9 @@ class Updates:
         Returns the optimizer of this rank's shards, for learning-rate schedulers. ``step()`` of this object calls it.
         Raises ``ConfigError`` if nothing is trainable, ``cls`` is not elementwise or has no room, or there is one.
         """
+        from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+        from bytescale.runtime.optimizer.take_over import take_over  # scoring has no optimizer
+
         if self._optimizer is not None:
             raise ConfigError(
                 "this HDP has an optimizer", so="two of them would update the same weights", fix="make one"
@@ -116,6 +96,8 @@ class Updates:
         return self._optimizer.torch_optimizer
 
     def _require_host_room(self) -> None:
+        from bytescale.cost.memory.device_memory import States, host_bytes_left  # with offload alone
+
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         states = States(
             num_parameters=sum(parameter.numel() for parameter in trained),
@@ -125,11 +107,6 @@ class Updates:
         )
         room = bytes_of_a_rank(HOST_SHARE_WITH_OPTIMIZER, self.group.size) - self.engine.host_bytes
         host_bytes_left(states, self.group.min_of([room])[0])  # of the rank with the least, so that all ranks agree
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last step. ``model.zero_grad()`` does the same once there is an optimizer."""
-        self.sharded().zero_grad()
-        self.engine.decoder.attachment.ran_plain_backward = False
 
     def step(
         self,
@@ -170,7 +147,7 @@ class Updates:
         if math.isfinite(grad_norm):
             update = sharded.update(grad_norm, max_grad_norm)
         elif skip_nonfinite:
-            update = Update(num_updates=sharded.num_updates, grad_norm=grad_norm, skipped=True)
+            update = sharded.skip(grad_norm)
         sharded.zero_grad()
         if not math.isfinite(grad_norm) and not skip_nonfinite:
             raise NonFiniteError(
@@ -214,25 +191,9 @@ class Updates:
 
         Raises ``CheckpointError`` if it cannot be written.
         """
-        optimizer, folder = self.sharded(), Path(folder)
-        checkpoints, ranks = self._checkpoints(folder, keep)
-        with together(ranks):
-            found = complete_checkpoints(folder) if self.group.rank == 0 else []
-            if found and step_of(found[-1].name) > optimizer.num_updates:
-                raise CheckpointError(
-                    f"{folder} has {found[-1].name}, and this model has made {optimizer.num_updates} updates",
-                    so="the checkpoint of another run, or of a later time, would be kept in place of the new one",
-                    fix="save to another folder, or move the later checkpoints away",
-                )
-        state = RunState(
-            step=optimizer.num_updates,
-            sampler={"extra": extra or {}},
-            architecture=self._architecture(),
-            mesh={"hdp": self.group.size},
-        )
-        checkpoints.save(state, optimizer)
-        checkpoints.finish()
-        return folder / step_name(state.step)
+        from bytescale.hf.loop.checkpoints import save  # writers of files and stores
+
+        return save(self, Path(folder), extra or {}, keep)
 
     def load(self, path: Path | str) -> dict[str, Any]:
         """Continue exactly from a checkpoint, or from the newest in a folder of checkpoints. Returns its ``extra``.
@@ -240,40 +201,9 @@ class Updates:
         Every rank calls it, after ``adamw`` or ``optimizer``. Raises ``CheckpointError`` if there is none, or if it is
         of another model.
         """
-        optimizer, path = self.sharded(), Path(path)
-        optimizer.require_adopted()
-        complete = complete_checkpoints(path)
-        path = complete[-1] if complete else path
-        checkpoints, _ = self._checkpoints(path.parent, keep=2**31)
-        state = read_manifest(path).state
-        if "extra" not in state.sampler:
-            raise CheckpointError(
-                f"{path} was written by bytescale train, not by HDP.save()",
-                so="its names are not those of this model",
-                fix="convert it with bytescale convert, and load the folder with transformers",
-            )
-        checkpoints.restore(path, optimizer, self._architecture())
-        extra: dict[str, Any] = state.sampler["extra"]
-        return extra
+        from bytescale.hf.loop.checkpoints import load  # readers of files and stores
 
-    def _architecture(self) -> dict[str, Any]:
-        shapes = {
-            entry.name: list(entry.cut.shape) for zero in self.sharded().zeros for entry in zero.parameters.entries
-        }
-        return {"model": type(self.model).__name__, "parameters": shapes}
-
-    def _checkpoints(self, folder: Path, keep: int) -> tuple[Checkpointer, dist.ProcessGroup]:
-        """What writes and reads. Raises ``ConfigError`` without torch.distributed."""
-        if not dist.is_initialized():
-            raise ConfigError(
-                "checkpoints are written by torch.distributed, which is not initialised",
-                fix="call init_process_group() before HDP(), also for a single rank, or keep hdp.state()",
-            )
-        if self._ranks is None:
-            group = self.group.group
-            ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-            self._ranks = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return Checkpointer(folder, self._ranks, CheckpointConfig(background=False, keep=keep)), self._ranks
+        return load(self, Path(path))
 
     def to(
         self, device: torch.device | str, *, weights: bool = True, gradients: bool = True, states: bool = True
@@ -297,8 +227,8 @@ class Updates:
                 fix=f'call hdp.to("cpu") or hdp.to("{home.type}")',
             )
         asked = {"weights": weights, "gradients": gradients, "states": states}
-        if self._units is not None:
-            self._units.begin()  # the head is open after a forward without a backward
+        if self.units is not None:
+            self.units.begin()  # the head is open after a forward without a backward
         for kind in [kind for kind, wanted in asked.items() if wanted]:
             if target.type == home.type:
                 self._parking.fetch(kind)
@@ -309,7 +239,7 @@ class Updates:
         zeros = [] if self._optimizer is None else self._optimizer.zeros
         weights = [tensor.data for tensor in (*self.model.parameters(), *self.model.buffers())]
         if kind == "weights":
-            return weights if self._units is None else weights + [store.values for store in self._units.stores]
+            return weights if self.units is None else weights + [store.values for store in self.units.stores]
         if kind == "gradients":
             flat = [zero.parameters.gradients for zero in zeros]
             return flat + [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -320,15 +250,6 @@ class Updates:
         masters = [shard.master.data for zero in zeros for shard in zero.shards if shard.master is not shard.value]
         return [*held, *masters]
 
-    def require_at_home(self, *kinds: str) -> None:
-        """Raise ``ConfigError`` if one of ``weights``, ``gradients`` and ``states`` was sent away by ``to``."""
-        for kind in filter(self._parking.holds, kinds):
-            raise ConfigError(
-                f"the {kind} of the model are in host memory",
-                so="nothing can be computed with them",
-                fix=f'call hdp.to("{self.group.device.type}") first',
-            )
-
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield name and whole tensor of each weight, one at a time, named as in Hugging Face's files.
 
@@ -336,33 +257,10 @@ class Updates:
         tensors; None: the model's. Without it a tensor may be the model's own memory. Every rank may call it alone,
         unless ranks share the parameters. Raises ``ConfigError`` for adapters that are not added to a weight.
         """
+        from bytescale.hf.files.weight_stream import named_weights  # for inference engines
+
         self.require_at_home("weights")
-        return named_weights(self.model, dtype, self._units)
-
-    def require_no_reduction(self, what: str) -> None:
-        """Raise ``ConfigError`` if ``what`` would come between the last batch's loop and ``step()``."""
-        if self.is_reducing:
-            raise ConfigError(
-                f"{what} after the loop over a batch that was planned with last=True",
-                so="ranks have begun to reduce gradients, and would wait for each other",
-                fix="call hdp.step() first, or plan this batch without last=True",
-            )
-
-    @property
-    def has_optimizer(self) -> bool:
-        return self._optimizer is not None
-
-    @property
-    def _units(self) -> Units | None:
-        """What opens and closes the layers that ranks share; None: every rank has all of its own."""
-        return None if self._optimizer is None else self._optimizer.units
-
-    def sharded(self) -> ShardedOptimizer:
-        """The optimizer. Raises ``ConfigError`` if there is none, or if another ``HDP`` has taken the model over."""
-        if self._optimizer is None:
-            raise ConfigError("this HDP has no optimizer", fix="call hdp.adamw(lr=...) or hdp.optimizer(...) first")
-        self._optimizer.require_not_replaced(self.model)
-        return self._optimizer
+        return named_weights(self.model, dtype, self.units)
 
 
 class HDPOptimizer(torch.optim.Optimizer):

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bytescale.common.errors import RankFailure
-from bytescale.runtime import TokenShards
-from bytescale.runtime.token_shards import own_rows
+from bytescale.runtime.token_shards import TokenShards, own_rows
 
 
 class BesideProducts:

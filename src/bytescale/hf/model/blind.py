@@ -5,14 +5,16 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import BytescaleError
 from bytescale.hf.model.interface import KEYWORD, Call, Target, Unusable, refusal, while_set
-from bytescale.recurrence import Cuts, OneProcessCuts
+
+if TYPE_CHECKING:
+    from bytescale.recurrence.cuts import Cuts, OneProcessCuts
 
 NUM_ROWS = 8
 _CUT_ROWS = 23
@@ -26,9 +28,8 @@ class Blind(Target):
     needs_positions = False
     num_rows = NUM_ROWS
     calls: list[Call] = field(default_factory=list)
-    cuts: OneProcessCuts = field(
-        default_factory=lambda: OneProcessCuts([0], [slice(row, row + 1) for row in range(NUM_ROWS)])
-    )
+    cuts: OneProcessCuts | None = None
+    """Where mixers are cut; None: at every row."""
     compares: bool = False
     """Whether mixers run a second time, as in one process."""
     mixed: list[tuple[nn.Module, float, float, list[int]]] = field(default_factory=list)
@@ -40,15 +41,18 @@ class Blind(Target):
         return call.value.new_zeros(batch, rows, heads, call.value.shape[-1])
 
     def mix(self, mixer: nn.Module, plain: Callable[[], Any], cut: Callable[[Cuts], Any]) -> Any:
-        self.cuts.numbers = [0, 0]
-        result = cut(self.cuts)
+        from bytescale.recurrence.cuts import OneProcessCuts  # few models have mixers
+
+        cuts = self.cuts or OneProcessCuts([0], [slice(row, row + 1) for row in range(NUM_ROWS)])
+        cuts.numbers = [0, 0]
+        result = cut(cuts)
         out, difference, limit = result[0] if isinstance(result, tuple) else result, 0.0, 0.0
         if self.compares:
             result = plain()
             whole = result[0] if isinstance(result, tuple) else result
             difference = float((out - whole).abs().max() / whole.abs().max())
             limit = max(1e-4, 4 * torch.finfo(whole.dtype).eps)
-        self.mixed.append((mixer, difference, limit, self.cuts.numbers))
+        self.mixed.append((mixer, difference, limit, cuts.numbers))
         return result
 
     def mask(self, mask_function: Callable[..., Any]) -> MaskFunction:
@@ -115,6 +119,8 @@ def probe_mixers(model: nn.Module, names: dict[nn.Module, str]) -> tuple[LayerRe
     Raises ``ConfigError`` for a mixer that differs. Its cut and its own forward are given the same rows: in a deep
     model, rounding may send a token to another expert, and later layers would differ.
     """
+    from bytescale.recurrence.cuts import OneProcessCuts
+
     random = torch.Generator().manual_seed(0)
     inner = torch.randint(2, _CUT_ROWS - 1, (4,), generator=random).tolist()
     tokens = torch.randint(2, 50, (_CUT_ROWS,), generator=random)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from bytescale.attention import AttentionRules
-from bytescale.config import Architecture
+from bytescale.config.architecture import Architecture
 from bytescale.cost import flops
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.model.head import embeddings_of

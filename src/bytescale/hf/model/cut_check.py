@@ -16,7 +16,7 @@ from torch import Tensor
 from bytescale.common.cut import Cut
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.passes import documents_alone
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import loss_sum
 from bytescale.runtime.token_shards import own_rows
 

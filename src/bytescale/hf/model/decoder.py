@@ -30,7 +30,6 @@ from bytescale.hf.model.long_rope import fix_rope, longest_document_of, require_
 from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.hf.model.probe import LayerAttention, ModelStructure, probe
 from bytescale.hf.model.stage import Stage, StageEnd
-from bytescale.runtime.experts import num_experts_of
 from bytescale.runtime.loss import Head, PlainHead
 
 if TYPE_CHECKING:
@@ -165,6 +164,8 @@ class AttachedDecoder(nn.Module):
                 so="no token could travel to another rank's experts",
                 fix='leave experts = "parallel" out',
             )
+        from bytescale.runtime.experts import num_experts_of  # of mixtures in parallel
+
         for module in self.experts:
             num_experts_of(module, domain)
         _ = self.spec  # counted while the experts are here

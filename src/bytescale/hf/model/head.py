@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 from bytescale.attention.autocast import without_autocast
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.cost.memory import loss_chunk_tokens
+from bytescale.cost.memory.device_kernels import loss_chunk_tokens
 from bytescale.hf.model.interface import refusal, while_set
-from bytescale.runtime.optimizer.lockstep import AT_ONCE
+from bytescale.runtime.loss import AT_ONCE
 
 
 def has_plain_head(head: ModelHead) -> bool:

@@ -5,7 +5,7 @@
 * In a pass of a plan the model is given ``hdp_attention=...`` among its inputs. Models hand unknown keywords down to
   every attention, and so each layer reaches the ``Target`` of the micro-batch. No mask is made. Recurrent layers run
   their own forward with other functions behind the names of its kernels. There is no list of model types: whatever
-  calls one of ``recurrence.KERNELS`` is a mixer, and the probe decides whether it can be cut.
+  calls one of ``recurrence.STOCK_KERNELS`` is a mixer, and the probe decides whether it can be cut.
 * In any other pass (``generate()``, evaluation) the implementation that the model had before computes, with its mask.
 """
 
@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bytescale.common.errors import ConfigError
-from bytescale.recurrence import KERNELS, Cuts, lightning_mixer, require_known_kernel
+from bytescale.recurrence import STOCK_KERNELS
+
+if TYPE_CHECKING:
+    from bytescale.recurrence.cuts import Cuts
 
 
 def refusal(part: str, what: str, *, so: str, fix: str) -> ConfigError:
@@ -52,7 +55,7 @@ def _kernels(module: nn.Module) -> set[str]:
     function = inspect.unwrap(type(module).forward)
     if not isinstance(function, FunctionType):
         return set()
-    return set(function.__code__.co_names) & {*KERNELS, _LIGHTNING}
+    return set(function.__code__.co_names) & {*STOCK_KERNELS, _LIGHTNING}
 
 
 def _forward(function: FunctionType, names: set[str]) -> Callable[..., Any]:
@@ -60,6 +63,8 @@ def _forward(function: FunctionType, names: set[str]) -> Callable[..., Any]:
     if names == {_LIGHTNING}:
         cut_forward: Callable[..., Any] = _lightning
     else:
+        from bytescale.recurrence.kernels import KERNELS  # few models have mixers
+
         ours = {name: partial(_carried, KERNELS[name], function.__globals__[name]) for name in names - {_LIGHTNING}}
         cut_forward = FunctionType(
             function.__code__, {**function.__globals__, **ours}, function.__name__, function.__defaults__,
@@ -102,6 +107,8 @@ def _carried(kernel: Callable[..., Any], stock: Callable[..., Any], *args: Any, 
 
 def _lightning(mixer: nn.Module, hidden_states: Any, *_: Any, **__: Any) -> Any:
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+    from bytescale.recurrence.kernels import lightning_mixer  # of MiniMax
 
     return lightning_mixer(_cuts.get(), mamba2_chunk_scan, mixer, hidden_states)
 
@@ -237,8 +244,10 @@ class Attachment:
             )
         mixers = {module: name for name, module in model.named_modules() if _kernels(module)}
         for mixer, name in mixers.items():
+            from bytescale.recurrence.kernels import require_known_kernel  # few models have mixers
+
             called = inspect.unwrap(type(mixer).forward).__globals__
-            for kernel in sorted(_kernels(mixer) & KERNELS.keys()):
+            for kernel in sorted(_kernels(mixer) & STOCK_KERNELS):
                 require_known_kernel(kernel, called[kernel], f"{name} ({type(mixer).__name__})")
         self._mixers = list(mixers)
         self._is_detached = False

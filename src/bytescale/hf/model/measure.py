@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import AttentionKernel, PackedAttention
-from bytescale.attention.flash import Heads
-from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, RingWidths, States, nccl_reserve_bytes
+from bytescale.cost.memory.device_kernels import DeviceKind, nccl_reserve_bytes
+from bytescale.cost.memory.device_memory import States
+from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
+from bytescale.cost.memory.rows import RingWidths
 from bytescale.hf.model.decoder import AttachedDecoder
-from bytescale.hf.model.interface import refusal
-from bytescale.hf.model.probe import LayerAttention, ModelStructure
+from bytescale.hf.model.probe import LayerAttention
 from bytescale.plan import MicroBatch
-from bytescale.runtime import Activations, RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import PlainHead
 from bytescale.runtime.optimizer.lockstep import units_of
+from bytescale.runtime.saved.activations import Activations
 
 DOCUMENT_TOKENS = 32
 """Short enough for any model's positions."""
 NUM_DOCUMENTS = (4, 12)
-WIDEST_FLASH_HEAD = 256
-"""Of FlashAttention 2, 3 and 4, and of PyTorch's own."""
 
 
 def measure_rows(
@@ -196,31 +196,6 @@ def kernel_bytes_per_token(layers: tuple[LayerAttention, ...], device_type: str,
         ),
         default=0.0,
     )
-
-
-def heads_of(structure: ModelStructure) -> Heads | None:
-    """For which flash attention is tried: those of the widest layer; None: a model without attention."""
-    if not structure.layers:
-        return None
-    widest = max(structure.layers, key=lambda layer: layer.head_dim)
-    windowed = any(layer.rules.window is not None for layer in structure.layers)
-    return Heads(widest.num_heads, widest.num_kv_heads, widest.head_dim, windowed=windowed)
-
-
-def check_widths(structure: ModelStructure, *, cuda_flash: bool) -> None:
-    """Raise ``ConfigError`` for a layer whose heads the kernel does not have.
-
-    ``cuda_flash``: whether flash attention computes on a GPU. Layers with a soft cap have a kernel of their own.
-    """
-    for layer in structure.layers if cuda_flash else ():
-        width = max(layer.head_dim, layer.value_dim)
-        if width > WIDEST_FLASH_HEAD and layer.rules.soft_cap is None:
-            raise refusal(
-                layer.name,
-                f"its heads are {width} wide, and flash attention on a GPU ends at {WIDEST_FLASH_HEAD}",
-                so="its first pass would fail",
-                fix='use the math kernel for short documents (HDP(kernel="math"), kernels.attention = "math")',
-            )
 
 
 class LiveBytes(TorchDispatchMode):

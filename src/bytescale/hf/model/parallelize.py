@@ -19,7 +19,8 @@ from bytescale.common.errors import ConfigError
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.stages import cut_to_stage
 from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism, planned_cuts
-from bytescale.runtime import Mesh, TokenShards
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.token_shards import TokenShards
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,11 @@ from bytescale.hf.model.head import ModelHead
 from bytescale.hf.model.interface import Call, Target, refusal
 from bytescale.hf.model.probe import LayerAttention, scale_of
 from bytescale.plan import MicroBatch
-from bytescale.recurrence import Cuts, GroupCuts
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import Head
+
+if TYPE_CHECKING:
+    from bytescale.recurrence.cuts import Cuts, GroupCuts
 
 
 class Attached(Protocol):
@@ -134,6 +136,8 @@ class MicroBatchPass(Target):
         """The output of a recurrent layer, whose documents are cut as the plan says."""
         if mixer not in self.decoder.mixers:
             raise _not_attached(mixer)
+        from bytescale.recurrence.cuts import GroupCuts  # few models have mixers
+
         attention = self._attention_of(in_autocast(next(mixer.parameters())).dtype)
         cuts = self._cuts.get(id(attention)) or self._cuts.setdefault(id(attention), GroupCuts(attention))
         cuts.keep = None if self.keep is None else partial(self.keep, mixer)

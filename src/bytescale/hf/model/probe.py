@@ -19,15 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import AttentionRules
-from bytescale.hf.model.blind import (
-    NUM_ROWS,
-    Blind,
-    LayerRecurrence,
-    MaskFunction,
-    alike,
-    probe_mixers,
-    run_blind,
-)
+from bytescale.attention.flash import Heads
+from bytescale.hf.model.blind import NUM_ROWS, Blind, LayerRecurrence, MaskFunction, alike, probe_mixers, run_blind
 from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.interface import Call, refusal, while_set
 
@@ -37,6 +30,8 @@ _HARMLESS = frozenset(
      "output_hidden_states", "past_key_values", "position_embeddings", "layer_idx")
 )  # fmt: skip
 """Keywords that are understood here, or that no attention function uses."""
+WIDEST_FLASH_HEAD = 256
+"""Of FlashAttention 2, 3 and 4, and of PyTorch's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,3 +285,28 @@ class _RandomNumbers(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
             self.parts.append(self.stack[-1] if self.stack else "the model")
         return func(*args, **(kwargs or {}))
+
+
+def heads_of(structure: ModelStructure) -> Heads | None:
+    """For which flash attention is tried: those of the widest layer; None: a model without attention."""
+    if not structure.layers:
+        return None
+    widest = max(structure.layers, key=lambda layer: layer.head_dim)
+    windowed = any(layer.rules.window is not None for layer in structure.layers)
+    return Heads(widest.num_heads, widest.num_kv_heads, widest.head_dim, windowed=windowed)
+
+
+def check_widths(structure: ModelStructure, *, cuda_flash: bool) -> None:
+    """Raise ``ConfigError`` for a layer whose heads the kernel does not have.
+
+    ``cuda_flash``: whether flash attention computes on a GPU. Layers with a soft cap have a kernel of their own.
+    """
+    for layer in structure.layers if cuda_flash else ():
+        width = max(layer.head_dim, layer.value_dim)
+        if width > WIDEST_FLASH_HEAD and layer.rules.soft_cap is None:
+            raise refusal(
+                layer.name,
+                f"its heads are {width} wide, and flash attention on a GPU ends at {WIDEST_FLASH_HEAD}",
+                so="its first pass would fail",
+                fix='use the math kernel for short documents (HDP(kernel="math"), kernels.attention = "math")',
+            )

@@ -40,8 +40,9 @@ from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.head import causal_model, embeddings_of
 from bytescale.hf.model.probe import LayerAttention, layer_of
 from bytescale.hf.model.token_rows import GatherColumns, TokenRows, gather_around
-from bytescale.runtime import RankGroup, TokenShards
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import PlainHead
+from bytescale.runtime.token_shards import TokenShards
 
 _COLUMNS = ("colwise", "packed_colwise", "colwise_gather_output")
 _ROWS = ("rowwise", "packed_rowwise", "rowwise_split_input")

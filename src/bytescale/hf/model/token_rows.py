@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from bytescale.common.errors import ConfigError
 from bytescale.hf.model.beside_products import BesideProducts
 from bytescale.hf.model.interface import running_pass
-from bytescale.runtime import RankGroup, TokenShards
-from bytescale.runtime.token_shards import own_rows
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.token_shards import TokenShards, own_rows
 
 
 class TokenRows:

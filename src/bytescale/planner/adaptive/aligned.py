@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.nodes import alignment
-from bytescale.plan.plan import segment_sums
-from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.plan import concatenated_ranges, segment_sums
 from bytescale.planner.adaptive.degrees import Rectangles, block_seconds, is_ideal
 from bytescale.planner.adaptive.fill import deal
 from bytescale.planner.adaptive.place import stack

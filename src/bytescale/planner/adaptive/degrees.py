@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.cost import CostModel
+from bytescale.cost.model import CostModel
 from bytescale.planner.adaptive.effort import AT_ONCE, GRID
 from bytescale.planner.batch import rising
 

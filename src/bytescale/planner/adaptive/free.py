@@ -37,8 +37,7 @@ from itertools import pairwise
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.plan.plan import offsets_of, segment_sums
-from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.plan import concatenated_ranges, offsets_of, segment_sums
 from bytescale.planner.adaptive.degrees import Rectangles
 
 Gap = tuple[float, int, int, float, float]

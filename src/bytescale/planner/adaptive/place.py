@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.cost import CostModel
+from bytescale.cost.model import CostModel
 from bytescale.planner.adaptive.degrees import Rectangles, block_seconds
 from bytescale.planner.adaptive.effort import LITTLE, LOOKS, LOW, ORDERS, STEPS_UP
 from bytescale.planner.adaptive.fill import into_holes

@@ -28,7 +28,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.planner.adaptive import effort
 from bytescale.planner.adaptive.aligned import align, is_aligned

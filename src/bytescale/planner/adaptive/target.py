@@ -13,7 +13,8 @@ from functools import cached_property
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.planner.adaptive.degrees import (
     DegreeGrid,

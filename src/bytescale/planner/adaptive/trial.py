@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.nodes import alignment, crossings
 from bytescale.planner.adaptive.free import Placement

@@ -10,9 +10,10 @@ from bisect import bisect_left
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan.nodes import crossings
-from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.plan import concatenated_ranges
 from bytescale.plan.tiles import shares_of
 from bytescale.planner.adaptive.degrees import DegreeGrid, Rectangles
 from bytescale.planner.adaptive.effort import MANY, MULTIPLE, SHORT, WIDE

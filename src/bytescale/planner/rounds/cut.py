@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.planner.adaptive.degrees import is_ideal
 
 TIMES = 16

@@ -32,10 +32,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
-from bytescale.plan.plan import offsets_of
-from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.plan import concatenated_ranges, offsets_of
 from bytescale.planner.adaptive.degrees import is_ideal
 from bytescale.planner.adaptive.effort import FEW
 from bytescale.planner.adaptive.trial import group_shapes

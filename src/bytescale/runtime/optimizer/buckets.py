@@ -91,14 +91,7 @@ modules run before or after the layers."""
 class Overlap:
     """Hooks on a model's layers that start reductions during backward and make forward wait for parameters."""
 
-    def __init__(
-        self,
-        collectives: BucketCollectives,
-        chunk: Chunk,
-        *,
-        stage: int,
-        in_steps: bool = True,
-    ) -> None:
+    def __init__(self, collectives: BucketCollectives, chunk: Chunk, *, stage: int, in_steps: bool = True) -> None:
         """Hook the layers.
 
         Args:

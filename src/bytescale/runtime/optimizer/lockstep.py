@@ -21,12 +21,10 @@ from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.runtime.experts import ParallelExperts
 from bytescale.runtime.group import PendingCollective
+from bytescale.runtime.loss import AT_ONCE
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.flat import Entry
 from bytescale.runtime.optimizer.units import DomainParameters, ExpertParameters, Named, Unit, UnitParameters
-
-AT_ONCE = "is_differentiated_at_once"
-"""An attribute of a head whose gradients are computed in forward (``Head.add_loss``), when no backward runs."""
 
 
 class Units:

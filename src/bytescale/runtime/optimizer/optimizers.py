@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import OptimizerConfig
 from bytescale.config.overrides import parse_override
+from bytescale.config.schema import OptimizerConfig
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.optimizer.muon import DealtMatrices, MuonOnShards, is_hidden_matrix

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config import OptimizerConfig
+from bytescale.config.schema import OptimizerConfig
 from bytescale.plan import RankPlan
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Overlap
@@ -209,6 +209,10 @@ class ShardedOptimizer:
             self._update_on_host(self._host)
         self.num_updates += 1
         return Update(num_updates=self.num_updates, grad_norm=grad_norm)
+
+    def skip(self, grad_norm: float) -> Update:
+        """An update that is left out, because the gradients are not numbers."""
+        return Update(num_updates=self.num_updates, grad_norm=grad_norm, skipped=True)
 
     def _update_on_host(self, host: HostTransfers) -> None:
         """Bucket by bucket, while neighbouring ones travel."""

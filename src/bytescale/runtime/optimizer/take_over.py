@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import ParallelConfig
+from bytescale.config.schema import ParallelConfig
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Chunk

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from bytescale.common.errors import PlanError
-from bytescale.cost.memory import ROWS_PER_CHUNK
+from bytescale.cost.memory.device_kernels import ROWS_PER_CHUNK
 from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.saved.checkpointing import Checkpointing, KeptAttention, apply_checkpointing, apply_row_chunks
-from bytescale.runtime.saved.host_pool import HostPool
-from bytescale.runtime.saved.offload import ActivationOffload, offloaded_tokens
+
+if TYPE_CHECKING:
+    from bytescale.runtime.saved.host_pool import HostPool
+    from bytescale.runtime.saved.offload import ActivationOffload
 
 
 class Activations:
@@ -54,7 +57,11 @@ class Activations:
                 apply_row_chunks(module, method, chunk_rows or ROWS_PER_CHUNK[kind])
         self._undo = apply_checkpointing(layers, checkpointing, kept := KeptAttention())
         self.attention_memory = kept if checkpointing == "attention" else None
-        self.offload = None if pool is None else ActivationOffload(layers, pool, device or torch.device("cpu"), tp)
+        self.offload: ActivationOffload | None = None
+        if pool is not None:
+            from bytescale.runtime.saved.offload import ActivationOffload  # with offloading alone
+
+            self.offload = ActivationOffload(layers, pool, device or torch.device("cpu"), tp)
         if self.attention_memory is not None and self.offload is not None:
             self.attention_memory.keep_with(self.offload.pack, self.offload.unpack)
 
@@ -63,9 +70,9 @@ class Activations:
             self.offload.begin_step(micro_batches)
             return
         for micro_batch in micro_batches:
-            if offloaded_tokens(micro_batch):
+            if micro_batch.offloaded_tokens:
                 raise PlanError(
-                    f"the plan offloads {offloaded_tokens(micro_batch)} of {micro_batch.num_tokens} tokens of "
+                    f"the plan offloads {micro_batch.offloaded_tokens} of {micro_batch.num_tokens} tokens of "
                     f"micro-batch {micro_batch.index}, but this run has no host memory for activations",
                     so="the micro-batch would not fit on the device",
                     fix="give it some (memory.offload, or HDP(host_gib=...)), or plan without offloading",

@@ -27,7 +27,6 @@ return memory late, nor any synchronisation is needed. Gradients are bitwise tho
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,11 +44,6 @@ from bytescale.runtime.group import RankGroup
 from bytescale.runtime.saved.copy_lane import CopyLane, Event, compute_mark, compute_waits
 from bytescale.runtime.saved.host_pool import Extent, HostPool, PageWriter
 from bytescale.runtime.token_shards import own_rows
-
-
-def offloaded_tokens(micro_batch: MicroBatch) -> int:
-    """Tokens of this micro-batch whose rows move to host memory: the sum of floor(r_g n_g) over its groups."""
-    return sum(math.floor(ratio * tokens + 1e-9) for tokens, ratio in micro_batch.offload_ratios)
 
 
 class ActivationOffload:
@@ -85,7 +79,7 @@ class ActivationOffload:
         self._hooks = [hook for index, layer in enumerate(layers) for hook in self._watch(index, layer)]
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        self.pool.prepare(max(map(offloaded_tokens, micro_batches), default=0), self._num_offloaded_layers)
+        self.pool.prepare(max((own.offloaded_tokens for own in micro_batches), default=0), self._num_offloaded_layers)
 
     @contextmanager
     def forward(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -93,7 +87,7 @@ class ActivationOffload:
 
         What waits in host memory belongs to autograd's graph: it is given back as backward uses it, or with the graph.
         """
-        num_moved = offloaded_tokens(micro_batch)
+        num_moved = micro_batch.offloaded_tokens
         if num_moved == 0 or self._num_offloaded_layers == 0:
             yield
             return

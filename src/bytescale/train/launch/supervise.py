@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bytescale.common.errors import ConfigError, RankFailure, RanksRefused
-from bytescale.config import Config, validate
+from bytescale.config.schema import Config
+from bytescale.config.validate import validate
 
 
 def supervise(

@@ -8,7 +8,7 @@ from statistics import mean, median
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.units import format_bytes, format_count
-from bytescale.config import PlannerName
+from bytescale.config.schema import PlannerName
 from bytescale.data.loading.loader import StepData
 from bytescale.train.loop.step import train_step
 from bytescale.train.parts.job import Job

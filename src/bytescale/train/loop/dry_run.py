@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bytescale.config import Config, resolve_model
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost.profile_file import warn_of_bad_fits
 from bytescale.data.loading.corpus import check_vocabulary, prepare_corpus

@@ -8,9 +8,9 @@ from dataclasses import fields
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.errors import RankFailure
-from bytescale.config import OptimizerConfig
+from bytescale.config.schema import OptimizerConfig
 from bytescale.data.loading.loader import StepData
-from bytescale.runtime import StepResult
+from bytescale.runtime.executor import StepResult
 from bytescale.train.parts.job import Job
 from bytescale.train.reporting.metrics import RankFigures, SharedFigures, StepMetrics, check_finite, memory_bytes
 from bytescale.train.reporting.work import RankWork, StepRecorder

@@ -10,7 +10,8 @@ from pathlib import Path
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
 from bytescale.common.environment import ranks_of_torchrun
-from bytescale.config import Config, validate
+from bytescale.config.schema import Config
+from bytescale.config.validate import validate
 from bytescale.train.loop.comparison import compare_planners
 from bytescale.train.loop.evaluation import BestEvaluation, Evaluation
 from bytescale.train.loop.step import train_step

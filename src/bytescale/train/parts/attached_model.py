@@ -11,22 +11,30 @@ from torch import Tensor
 from bytescale.attention import AttentionKernel
 from bytescale.attention.kernels import CudaFlashKernel
 from bytescale.checkpoint.reading import load_states
-from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config
-from bytescale.config.resolve import source_folder
+from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, source_folder
+from bytescale.config.schema import Config
 from bytescale.config.validate import may_offload
-from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
+from bytescale.cost.memory.device_kernels import DeviceKind
+from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.files.folder import constants_of, empty_model, load_model, make_model, set_constants, train_a_part
 from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.model.balance import BalanceLoss
 from bytescale.hf.model.decoder import AttachedDecoder
-from bytescale.hf.model.measure import check_widths, measure_rows, measured_memory, row_wise_parts
+from bytescale.hf.model.measure import measure_rows, measured_memory, row_wise_parts
 from bytescale.hf.model.parallelize import RankPart, parallelize
-from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, Mesh, RankGroup, ShardedOptimizer
+from bytescale.hf.model.probe import check_widths
+from bytescale.runtime.executor import Decoder
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Chunk
-from bytescale.runtime.optimizer.flat import Entry
+from bytescale.runtime.optimizer.flat import Entry, FlatParameters
 from bytescale.runtime.optimizer.lockstep import Units, shard_parts
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.plain_data import all_gather_json
+from bytescale.runtime.saved.activations import Activations
+from bytescale.runtime.saved.host_pool import HostPool
 from bytescale.runtime.tied import TiedHead
 from bytescale.train.parts.budget import MemoryBudget, usable_host_bytes
 from bytescale.train.parts.large_model import Initial, can_be_made_in_parts, part_of_large

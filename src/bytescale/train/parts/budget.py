@@ -10,18 +10,15 @@ import torch
 from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, bytes_of_a_rank, machine_bytes
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import GIBI, format_bytes, format_count
-from bytescale.config import Config
+from bytescale.config.schema import Config
 from bytescale.config.validate import kind_of_ranks, may_offload
-from bytescale.cost import Cluster, Profile
-from bytescale.cost.memory import (
-    DeviceKind,
-    DeviceMemory,
-    MeasuredMemory,
-    fitting_capacity,
-    host_bytes_left,
-)
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.memory.device_kernels import DeviceKind
+from bytescale.cost.memory.device_memory import DeviceMemory, fitting_capacity, host_bytes_left
+from bytescale.cost.memory.measured import MeasuredMemory
+from bytescale.cost.profile import Profile
 from bytescale.plan.limits import MemoryLimits
-from bytescale.runtime import HostPool
+from bytescale.runtime.saved.host_pool import HostPool
 from bytescale.runtime.usable import usable_device_bytes
 from bytescale.train.parts.devices import Devices, RankDevice
 from bytescale.train.profiling.peak import device_name, known_peak

@@ -12,13 +12,13 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from bytescale.common.parsing import parse_json
-from bytescale.cost import CostModel
 from bytescale.cost.calibration import FIRST_STEPS, RankCounts, State
+from bytescale.cost.model import CostModel
 from bytescale.cost.visible import num_messages
 from bytescale.plan import Plan, RankPlan
-from bytescale.planner import evaluate
 from bytescale.planner.calibrated import CalibratedPlanner
-from bytescale.runtime import Mesh
+from bytescale.planner.evaluate import evaluate
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.plain_data import broadcast_json
 from bytescale.train.run_folder import keep_until
 

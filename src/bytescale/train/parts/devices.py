@@ -9,8 +9,8 @@ import torch
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes
-from bytescale.config import Config
-from bytescale.runtime import MeshShape
+from bytescale.config.schema import Config
+from bytescale.runtime.mesh import MeshShape
 
 SAME = 0.05
 """Numbers of devices that differ by less than this share are equal: machines of one kind differ a little in memory."""

@@ -9,19 +9,23 @@ import torch
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
-from bytescale.config import AttachedArchitecture, Config, resolve_model, sharing_domain
-from bytescale.cost import Profile, load_profile
+from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config
+from bytescale.config.sharing import sharing_domain
 from bytescale.cost.assumed import ASSUMED, assumed_cost, times_of
 from bytescale.cost.calibration import Calibrator, lag_of
 from bytescale.cost.gradient_sync import round_seconds
-from bytescale.cost.memory import MeasuredMemory
-from bytescale.cost.profile_file import require_device, warn_of_bad_fits
+from bytescale.cost.memory.measured import MeasuredMemory
+from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import load_profile, require_device, warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Loader, PrefetchedSteps, StepData
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime import Executor, ShardedOptimizer
+from bytescale.runtime.executor import Executor
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.simulator import ClusterConfig, StepTimes
 from bytescale.storage.place import Place

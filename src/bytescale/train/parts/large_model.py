@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.cut import Cut
-from bytescale.config import HF_PREFIX, AttachedArchitecture, Config
-from bytescale.config.resolve import source_folder
+from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.resolve import HF_PREFIX, source_folder
+from bytescale.config.schema import Config
 from bytescale.hf.files.folder import constants_of, empty_model, load_model, parameters_of, set_constants
 from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.files.large import InitialValues, give_memory, hollow_model, twin_of
@@ -27,7 +28,7 @@ from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.long_rope import depends_on_pass
 from bytescale.hf.model.measure import OnMeta
 from bytescale.hf.model.parallelize import RankPart, parallelize
-from bytescale.runtime import Mesh
+from bytescale.runtime.mesh import Mesh
 
 FEW_PARAMETERS = 10**8
 """A model of so many is built as a whole, with all of its weights; a larger one in parts, or by its shapes alone."""

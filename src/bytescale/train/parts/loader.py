@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config import Config
-from bytescale.config.schema import LossPer
+from bytescale.config.schema import Config, LossPer
 from bytescale.data.loading.assemble import MicroBatchData
 from bytescale.data.loading.corpus import Corpus
 from bytescale.data.loading.loader import Loader, Reader, StepData

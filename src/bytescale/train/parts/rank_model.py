@@ -10,10 +10,13 @@ from bytescale.attention import AttentionKernel
 from bytescale.common.environment import machine_bytes
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes, format_si
-from bytescale.config import AttachedArchitecture, Config, resolve_model
-from bytescale.config.attached import check_attached
+from bytescale.config.attached import AttachedArchitecture, check_attached
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config
 from bytescale.config.validate import check_ranks, hdp_ranks
-from bytescale.cost.memory import DeviceKind, MeasuredMemory, States, host_bytes_left
+from bytescale.cost.memory.device_kernels import DeviceKind
+from bytescale.cost.memory.device_memory import States, host_bytes_left
+from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.files.folder import empty_model, make_model, parameters_of, require_positions, set_constants
 from bytescale.hf.files.large import twin_of

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from bytescale.attention.flash import AttentionChoice, Heads, open_attention
-from bytescale.config import Config, resolve_model
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ import torch
 
 from bytescale.attention import PackedAttention
 from bytescale.attention.kernels import OfQueries
-from bytescale.cost import Links, flops
+from bytescale.cost import flops
+from bytescale.cost.links import Links
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.train.profiling.measurer import Measurer
 
 MESSAGE_SECONDS = 0.05

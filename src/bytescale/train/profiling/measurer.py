@@ -22,7 +22,7 @@ from bytescale.attention.rules import PLAIN
 from bytescale.cost.gradient_sync import UPDATE_BYTES
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import loss_sum
 
 if TYPE_CHECKING:

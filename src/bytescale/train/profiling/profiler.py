@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from bytescale.cost import Links, Profile
 from bytescale.cost.curve import Curve, fit_curve, relative_errors
-from bytescale.cost.profile import Point
+from bytescale.cost.links import Links
+from bytescale.cost.profile import Point, Profile
 from bytescale.cost.profile_file import CURVES
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.train.profiling.links import measure_links, slowest
 from bytescale.train.profiling.measurer import SHORT_TOKENS, Measurer
 from bytescale.train.profiling.peak import device_name

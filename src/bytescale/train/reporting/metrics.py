@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.errors import NonFiniteError
 from bytescale.common.units import format_count
-from bytescale.runtime import RankGroup
+from bytescale.runtime.group import RankGroup
 
 _SUM, _MEAN, _MAX, _MIN, _LIST = ({"over": how} for how in ("sum", "mean", "max", "min", "list"))
 """How the figures of all ranks become one: sums and extremes go to all ranks, lists to the first rank alone.

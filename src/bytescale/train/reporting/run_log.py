@@ -10,7 +10,7 @@ from typing import TextIO
 
 from bytescale.common.errors import visible
 from bytescale.common.units import format_bytes, format_count, format_si
-from bytescale.config import Config
+from bytescale.config.schema import Config
 from bytescale.data.loading.loader import StepData
 from bytescale.data.order.index import CorpusMetadata
 from bytescale.plan.io import save_plan

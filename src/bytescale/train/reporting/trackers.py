@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.parsing import read_text
-from bytescale.config import Config
-from bytescale.config.schema import LogConfig
+from bytescale.config.schema import Config, LogConfig
 from bytescale.train.run_folder import RunFolder
 
 

@@ -13,7 +13,7 @@ import torch
 
 from bytescale.attention.clock import Clock, Listener, Mark, make_clock, seconds_between
 from bytescale.plan import RankPlan
-from bytescale.runtime import Mesh
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.pipeline import Action
 from bytescale.simulator.trace import Span, task_name
 

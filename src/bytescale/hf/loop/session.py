@@ -1,0 +1,139 @@
+"""What an ``HDP`` holds while it is attached. The files of this package take it, and ``HDP`` adds what callers call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bytescale.common.errors import ConfigError
+from bytescale.config.schema import Experts
+from bytescale.cost.cluster import Cluster
+from bytescale.cost.model import CostModel
+from bytescale.hf.loop.alike import WEIGHTS_EVERY, require_alike, weight_sums
+from bytescale.hf.loop.micro_batch import Engine
+from bytescale.hf.loop.pending import Collector, PendingPasses
+from bytescale.hf.loop.room import Room
+from bytescale.hf.model.probe import ModelStructure
+from bytescale.planner.verified import VerifiedPlanner
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.parking import Parking
+
+if TYPE_CHECKING:
+    from bytescale.runtime.optimizer.lockstep import Units
+    from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+
+
+class Session:
+    """One model on the ranks of a group: its engine and planner, and what is pending until the next update.
+
+    Attributes:
+        planner, room, cost: see ``HDP``.
+        sharing: ranks that share parameters.
+        domain: ranks that run in lockstep.
+        looped: takes the results of the loop that ran last; None: a batch was planned since.
+        is_reducing: whether ranks reduce gradients already: the loop over a batch that was planned with last=True has
+            ended.
+    """
+
+    engine: Engine
+    planner: VerifiedPlanner
+    room: Room
+    cost: CostModel
+    sharing: int
+    domain: int
+    experts: Experts
+    looped: Collector | None = None
+    is_reducing = False
+    _num_agreed = 0
+
+    def __init__(self, model: nn.Module, group: RankGroup) -> None:
+        self.model, self.group = model, group
+        self.pending = PendingPasses()
+        self._optimizer: ShardedOptimizer | None = None
+        self.checkpoint_group: dist.ProcessGroup | None = None
+        self._parking = Parking()
+        self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
+
+    @property
+    def structure(self) -> ModelStructure:
+        """Every layer's attention, as the probe has found it."""
+        return self.engine.decoder.structure
+
+    def planner_of(self, capacity_tokens: int | None) -> VerifiedPlanner:
+        """The planner for another capacity; of passes without backward, where gradients are disabled."""
+        if capacity_tokens is None:
+            return self.planner
+        key = (capacity_tokens, torch.is_grad_enabled())
+        if key not in self._planners:
+            cluster = Cluster.uniform(self.group.size, capacity_tokens, offload=self.planner.cluster.offload)
+            planner = replace(self.planner, cluster=cluster)
+            if not torch.is_grad_enabled():
+                planner = replace(planner, cost=self.forward_cost(), limits=None)
+            self._planners[key] = planner
+        return self._planners[key]
+
+    def forward_cost(self) -> CostModel:
+        return self.cost.forward_only(next(self.model.parameters()).element_size())
+
+    def begin_batch(self, looped: Collector) -> None:
+        self.require_no_reduction("a loop over a batch began")
+        self.engine.decoder.attachment.require_attached()
+        for decoder in (self.engine.decoder, *self.engine.others):
+            decoder.require_unchanged(with_training=self.has_optimizer)
+        self.require_at_home("weights")
+        if self.units is not None:
+            self.units.begin()
+        self.engine.activations.begin_step(looped.part.rank_plan.micro_batches)
+        self.looped = looped
+
+    def agree(self, what: str, value: int) -> None:
+        """Raise ``RankFailure`` unless all ranks hold the same ``value``, and in some batches the same weights.
+
+        These are the first batch and every ``WEIGHTS_EVERY``-th one. Where ranks share parameters, nobody can write to
+        those of one rank alone, and weights are not compared.
+        """
+        is_due, self._num_agreed = self._num_agreed % WEIGHTS_EVERY == 0, self._num_agreed + 1
+        require_alike(self.group, what, value, weight_sums(self.model) if is_due and self.units is None else {})
+
+    def require_at_home(self, *kinds: str) -> None:
+        """Raise ``ConfigError`` if one of ``weights``, ``gradients`` and ``states`` was sent away by ``to``."""
+        for kind in filter(self._parking.holds, kinds):
+            raise ConfigError(
+                f"the {kind} of the model are in host memory",
+                so="nothing can be computed with them",
+                fix=f'call hdp.to("{self.group.device.type}") first',
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients since the last step. ``model.zero_grad()`` does the same once there is an optimizer."""
+        self.sharded().zero_grad()
+        self.engine.decoder.attachment.ran_plain_backward = False
+
+    def require_no_reduction(self, what: str) -> None:
+        """Raise ``ConfigError`` if ``what`` would come between the last batch's loop and ``step()``."""
+        if self.is_reducing:
+            raise ConfigError(
+                f"{what} after the loop over a batch that was planned with last=True",
+                so="ranks have begun to reduce gradients, and would wait for each other",
+                fix="call hdp.step() first, or plan this batch without last=True",
+            )
+
+    @property
+    def has_optimizer(self) -> bool:
+        return self._optimizer is not None
+
+    @property
+    def units(self) -> Units | None:
+        """What opens and closes the layers that ranks share; None: every rank has all of its own."""
+        return None if self._optimizer is None else self._optimizer.units
+
+    def sharded(self) -> ShardedOptimizer:
+        """The optimizer. Raises ``ConfigError`` if there is none, or if another ``HDP`` has taken the model over."""
+        if self._optimizer is None:
+            raise ConfigError("this HDP has no optimizer", fix="call hdp.adamw(lr=...) or hdp.optimizer(...) first")
+        self._optimizer.require_not_replaced(self.model)
+        return self._optimizer
