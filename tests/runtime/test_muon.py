@@ -17,6 +17,7 @@ from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.flat import Entry, FlatParameters
 from bytescale.runtime.optimizer.muon import deal, is_hidden_matrix, orthogonalised
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from tests.helpers.decoder import Sizes
 from tests.helpers.effort import one_of
 from tests.helpers.ranks import run_ranks

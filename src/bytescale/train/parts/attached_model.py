@@ -37,7 +37,7 @@ from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.saved.host_pool import HostPool
 from bytescale.runtime.tied import TiedHead
 from bytescale.train.parts.budget import MemoryBudget, usable_host_bytes
-from bytescale.train.parts.large_model import Initial, can_be_made_in_parts, part_of_large
+from bytescale.train.parts.large_model import Initial, part_of_large, shapes_of
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
 
@@ -132,8 +132,11 @@ def build_attached_model(
     """
     flash = isinstance(kernel, CudaFlashKernel)
     initial: Initial | None = None
-    if mesh is not None and can_be_made_in_parts(architecture):
-        architecture, part, own, initial, exact = part_of_large(config, architecture, mesh, device=device, dtype=dtype)
+    shapes = None if mesh is None else shapes_of(architecture, dtype, config.data.context_length)
+    if mesh is not None and shapes is not None:
+        architecture, part, own, initial, exact = part_of_large(
+            config, architecture, shapes, mesh, device=device, dtype=dtype
+        )
         check_widths(part.structure, cuda_flash=flash)
     else:
         architecture, part, exact = _whole_model(config, architecture, mesh, device=device, dtype=dtype)

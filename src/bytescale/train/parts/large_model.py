@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.cut import Cut
+from bytescale.common.errors import ConfigError
 from bytescale.config.attached import AttachedArchitecture
 from bytescale.config.resolve import HF_PREFIX, source_folder
 from bytescale.config.schema import Config
@@ -28,6 +29,7 @@ from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.long_rope import depends_on_pass
 from bytescale.hf.model.measure import OnMeta
 from bytescale.hf.model.parallelize import RankPart, parallelize
+from bytescale.runtime.loss import PlainHead
 from bytescale.runtime.mesh import Mesh
 
 FEW_PARAMETERS = 10**8
@@ -48,30 +50,45 @@ def is_large(architecture: AttachedArchitecture) -> bool:
     return sum(value.numel() for value in parameters_of(architecture.content).values()) > FEW_PARAMETERS
 
 
-def can_be_made_in_parts(architecture: AttachedArchitecture) -> bool:
-    """Whether ``part_of_large`` makes it. Adapters, frozen parts, angles of the longest position need the whole."""
-    return (
-        not architecture.trained and is_large(architecture) and not depends_on_pass(empty_model(architecture.content))
-    )
+def shapes_of(architecture: AttachedArchitecture, dtype: torch.dtype, longest: int) -> AttachedDecoder | None:
+    """The shapes of a large model, attached; None: it is small, or has to be made as a whole.
+
+    Adapters, frozen parts, angles of the longest position, and types whose code looks at numbers need the whole.
+    """
+    if architecture.trained or not is_large(architecture):
+        return None
+    model = empty_model(architecture.content)
+    if depends_on_pass(model):
+        return None
+    try:
+        with OnMeta():
+            return AttachedDecoder(model.to(dtype).train(), longest_document=longest)
+    except (RuntimeError, ConfigError):  # the whole model is attached instead, which says what is in the way
+        return None
 
 
 def part_of_large(
-    config: Config, architecture: AttachedArchitecture, mesh: Mesh, *, device: torch.device, dtype: torch.dtype
+    config: Config,
+    architecture: AttachedArchitecture,
+    decoder: AttachedDecoder,
+    mesh: Mesh,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> LargePart:
-    """Make it. Parameters of the part have shapes, and no memory until ``initial`` fills flat buffers.
+    """Make it of ``decoder``, its shapes. Parameters of the part have no memory until ``initial`` fills flat buffers.
 
     Raises as ``build_attached_model``.
     """
     content, longest = architecture.content, config.data.context_length
-    # 1. Shapes.
     with OnMeta():
-        decoder = AttachedDecoder(empty_model(content).to(dtype).train(), longest_document=longest)
+        _ = decoder.head, decoder.spec  # what parameters without values must not be asked for
         layers = [name for name, module in decoder.model.named_modules() if module in set(decoder.layers)]
-        # 2. What numbers tell.
         stage = None if mesh.shape.pp == 1 else (min(mesh.stage, 1), 2)
         model = twin_of(decoder, content, dtype, least=1 if stage is None else 2)
     twin = AttachedDecoder(model.to(device).train(), longest_document=longest)
     twin.require_no_randomness()
+    assert isinstance(twin.head, PlainHead) == isinstance(decoder.head, PlainHead), "heads are compared on real words"
     parallelize(twin, mesh, stage=stage)
     del twin, model
     with OnMeta():
@@ -79,7 +96,7 @@ def part_of_large(
             decoder.balance = BalanceLoss(decoder, architecture.balance)
         part = parallelize(decoder, mesh)
 
-    # 3. Constants, and memory for parameters.
+    # Constants, and memory for parameters.
     source, exact = config.trainer.init, dict[str, Tensor]()
     initial: Initial
     if source.startswith(HF_PREFIX):
