@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from itertools import product
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -38,16 +37,21 @@ from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.saved.host_pool import HostPool
 from bytescale.runtime.token_shards import TokenShards, own_rows
 from tests.helpers.cuda_like import CudaLikeFlash, fuse_norms
+from tests.helpers.decoder import PlainDecoder, Sizes
 from tests.helpers.effort import one_in, one_of
 from tests.helpers.live_bytes import LiveBytes
-from tests.helpers.ranks import run_mesh, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_loss import linear_cross_entropy
 from tests.helpers.steps import make_model, random_batch, slice_batch
 
 TINY = PRESETS["tiny"]
 WIDE_HEAD = replace(TINY, vocab_size=8192, num_layers=3)
-MIXTURE = replace(PRESETS["tiny-moe"], vocab_size=256, num_layers=6)
 NARROW_HEAD = replace(TINY, vocab_size=256, num_layers=6, num_kv_heads=4)
+
+
+def plain(shape: Architecture, dtype: torch.dtype) -> PlainDecoder:
+    """A decoder of this shape."""
+    return make_model(Sizes(**{one.name: getattr(shape, one.name) for one in fields(Sizes)}), dtype)
 
 
 def measured(
@@ -59,7 +63,6 @@ def measured(
     ratio: float = 0.0,
     num_ranks: int = 1,
     chunk_rows: int = 2**20,
-    head_groups: int = 1,
     kernel: AttentionKernel | None = None,
     columns: int = 1,
 ) -> tuple[int, int]:
@@ -68,16 +71,14 @@ def measured(
     batch = random_batch([tokens * num_ranks], shape.vocab_size, 0, masked_share=0.0)
 
     def one_rank(hdp: RankGroup) -> tuple[int, int]:
-        model = make_model(shape, dtype)
-        for layer in model.layers:
-            apply_head_groups(layer.self_attn, head_groups)
+        model = plain(shape, dtype)
         FlatParameters(model.named_parameters(), 1)
         pool = HostPool(2**30, pinned=False) if ratio else None
         activations = Activations(
             list(model.layers),
             checkpointing=mode,  # type: ignore[arg-type]
             pool=pool,
-            row_wise=row_wise_parts(model, 1),
+            row_wise=[(layer, "feed_forward") for layer in model.layers],
             chunk_rows=chunk_rows,
         )
         micro_batch = RankPlan.of(plan, hdp.rank).micro_batches[0]
@@ -136,8 +137,6 @@ CASES = [
     (WIDE_HEAD, torch.float32, "none"),
     (TINY, torch.bfloat16, "full"),
     (replace(TINY, vocab_size=2**15, num_layers=3), torch.bfloat16, "full"),
-    (MIXTURE, torch.float32, "full"),
-    (MIXTURE, torch.bfloat16, "none"),
 ]
 
 
@@ -169,7 +168,7 @@ def test_a_tied_heads_gradient_is_gone_when_the_layers_come() -> None:
     peaks, dtype = [], torch.float32
     for tied in (True, False):
         shape = replace(TINY, vocab_size=2**13, num_layers=6, tie_embeddings=tied)
-        model = make_model(shape, dtype)
+        model = plain(shape, dtype)
         FlatParameters(model.named_parameters(), 1)
         plan = RankPlan.of(shared_plan(2048, 1), 0)
         data = [slice_batch(random_batch([2048], shape.vocab_size, 0), plan.micro_batches[0])]
@@ -202,35 +201,15 @@ def test_peak_with_offloading(ratio: float) -> None:
     assert estimate == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("shape", "mode"), one_in(3, [(NARROW_HEAD, "full"), (NARROW_HEAD, "attention"), (MIXTURE, "full")])
-)
-def test_peak_with_feed_forward_in_chunks(shape: Architecture, mode: str) -> None:
+@pytest.mark.parametrize("mode", one_of(["full", "attention"], "full"))
+def test_peak_with_feed_forward_in_chunks(mode: str) -> None:
     """Of four chunks' inner numbers one chunk's exist: the peak falls, to where the estimate says."""
     tokens, rows = 2048, 512
-    _, whole = measured(shape, torch.float32, mode, tokens)
-    _, peak = measured(shape, torch.float32, mode, tokens, chunk_rows=rows)
-    model = with_kernels(model_of(shape, torch.float32, mode), feed_forward_rows=rows)
+    _, whole = measured(NARROW_HEAD, torch.float32, mode, tokens)
+    _, peak = measured(NARROW_HEAD, torch.float32, mode, tokens, chunk_rows=rows)
+    model = with_kernels(model_of(NARROW_HEAD, torch.float32, mode), feed_forward_rows=rows)
     estimate = float(model.limits().device_peak(tokens, 0, 0)) - model.states.device_bytes
     assert peak < 0.8 * whole
-    assert estimate == pytest.approx(peak, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("head_groups", "mode", "num_ranks"), one_of(list(product((2, 4), ("full", "attention"), (1, 2))), (2, "full", 1))
-)
-def test_peak_with_attention_in_groups_of_heads(
-    head_groups: int, mode: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens, rows = 2048, 256
-    monkeypatch.setattr(rope, "ROWS_AT_A_TIME", rows)
-    sizes = {"num_ranks": num_ranks, "chunk_rows": rows}
-    _, at_once = measured(NARROW_HEAD, torch.float32, mode, tokens, **sizes)  # type: ignore[arg-type]
-    _, peak = measured(NARROW_HEAD, torch.float32, mode, tokens, head_groups=head_groups, **sizes)  # type: ignore[arg-type]
-    model = replace(model_of(NARROW_HEAD, torch.float32, mode), head_groups=head_groups)
-    model = with_kernels(model, feed_forward_rows=rows)
-    estimate = float(model.limits().device_peak(tokens, 0, tokens if num_ranks > 1 else 0)) - model.states.device_bytes
-    assert peak < 0.9 * at_once
     assert estimate == pytest.approx(peak, rel=0.1)
 
 
@@ -299,26 +278,24 @@ def test_without_checkpointing_the_feed_forward_part_is_not_in_chunks() -> None:
 
 
 CUDA_CASES = [
-    *((heads, mode, 1) for heads in (1, 4) for mode in ("none", "full", "attention")),
-    *((4, mode, groups) for mode in ("full", "attention") for groups in (2, 4)),
-    (2, "full", 2),
+    *((heads, mode) for heads in (1, 4) for mode in ("none", "full", "attention")),
+    (2, "full"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("num_kv_heads", "mode", "head_groups", "num_ranks", "ratio"),
+    ("num_kv_heads", "mode", "num_ranks", "ratio"),
     one_in(
-        14, [(*case, *ranks) for case, ranks in zip(CUDA_CASES * 3, [(1, 0.0), (1, 1.0), (2, 0.0)] * 11, strict=True)]
+        8, [(*case, *ranks) for case, ranks in zip(CUDA_CASES * 3, [(1, 0.0), (1, 1.0), (2, 0.0)] * 7, strict=True)]
     ),
 )
 def test_peak_with_cudas_kernels(
-    num_kv_heads: int, mode: str, head_groups: int, num_ranks: int, ratio: float, monkeypatch: pytest.MonkeyPatch
+    num_kv_heads: int, mode: str, num_ranks: int, ratio: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long contexts on a GPU, where flash attention's own sums decide: counted from what its source allocates."""
     tokens, rows = 4096, 256
     shape = replace(NARROW_HEAD, num_kv_heads=num_kv_heads)
     monkeypatch.setitem(LOGITS_PER_CHUNK, "cpu", rows * shape.vocab_size)
-    monkeypatch.setattr(rope, "ROWS_AT_A_TIME", rows)
     fuse_norms(monkeypatch)
     _, peak = measured(
         shape,
@@ -328,11 +305,10 @@ def test_peak_with_cudas_kernels(
         ratio=ratio,
         num_ranks=num_ranks,
         chunk_rows=rows,
-        head_groups=head_groups,
         kernel=CudaLikeFlash(),
     )
     model = with_kernels(
-        replace(model_of(shape, torch.bfloat16, mode), head_groups=head_groups),
+        model_of(shape, torch.bfloat16, mode),
         fused_norm=True,
         fused_attention=True,
         feed_forward_rows=rows if mode != "none" else math.inf,
@@ -381,50 +357,6 @@ def test_offloaded_tokens_do_not_count_against_the_capacity() -> None:
         verify(shared_plan(120, 2, ratio=1.0, capacity=left - 1), limits=limits)
     with pytest.raises(PlanError, match="capacity"):
         verify(shared_plan(120, 2, ratio=0.5, capacity=left), limits=limits)
-
-
-MESHED = [  # (shape, tp, pp)
-    (TINY, 2, 1),
-    (TINY, 4, 1),  # two key heads, each on two devices
-    (WIDE_HEAD, 1, 3),
-    (NARROW_HEAD, 2, 2),
-    (MIXTURE, 2, 2),
-]
-
-
-@pytest.mark.parametrize(("shape", "tp", "pp"), MESHED)
-def test_a_device_of_a_mesh_saves_and_holds_what_is_counted(shape: Architecture, tp: int, pp: int) -> None:
-    """Weights exactly, bytes that a stage's forward keeps within 3 %, on every device of every stage."""
-    tokens = 1024
-    batch = random_batch([tokens], shape.vocab_size, 0, masked_share=0.0)
-    plan = shared_plan(tokens, 1)
-
-    def one_device(mesh: Mesh) -> tuple[int, int, int]:
-        part = build_model(shape, split_layers(shape, pp)[mesh.stage])
-        part.initialise(0)
-        if tp > 1:
-            apply_tensor_parallelism(part, TokenShards(mesh.tp))
-        micro_batch = RankPlan.of(plan, 0).micro_batches[0]
-        data = slice_batch(batch, micro_batch)
-        rows = len(own_rows(tokens, mesh.tp))
-        attention = PackedAttention(
-            micro_batch, select_kernel("auto", torch.device("cpu"), torch.float32), mesh.hdp.exchange
-        )
-        with LiveBytes() as live:
-            received = torch.randn(rows, shape.hidden_size, requires_grad=True)
-            output = part(data.tokens if mesh.stage == 0 else received, data.position_ids, attention)
-            if mesh.stage == 0:
-                del received
-            saved = live.now
-        assert output.requires_grad
-        inputs = sum(tensor.nbytes for tensor in (data.tokens, data.labels, data.position_ids))
-        return mesh.stage, saved + inputs, sum(parameter.numel() for parameter in part.parameters())
-
-    model = with_share(model_of(shape, torch.float32, "none"), tensor_parallel=tp, num_stages=pp)
-    for stage, saved, num_parameters in run_mesh(MeshShape(hdp=1, tp=tp, pp=pp), one_device):
-        counted = model.stages()[stage]
-        assert counted.share.num_parameters == num_parameters
-        assert counted.saved_bytes_per_token * tokens / counted.share.num_in_flight == pytest.approx(saved, rel=0.03)
 
 
 def test_a_pipeline_holds_as_much_as_its_fullest_stage() -> None:

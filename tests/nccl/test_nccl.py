@@ -30,7 +30,7 @@ from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.nccl.recorder import Event, Post, record
 from tests.nccl.replay import ALL_RULES, EVERYTHING, STREAMS_ONLY, Mismatch, Replay, Rules
-from tests.nccl.steps import tiny, training_step, uneven
+from tests.nccl.steps import training_step, uneven
 
 NO_SHRINKING = (Phase.explicit, Phase.generate)  # it would take minutes
 COST = CostModel.from_work(linear_per_square=40)
@@ -55,15 +55,9 @@ def recorded(plan: Plan, mesh: MeshShape, *, ranks_per_node: int = 0, **options:
 
     ``ranks_per_node``: 0: all on one. ``bucket_bytes``: of two steps whose gradients are reduced while ranks compute.
     """
-    own = {
-        key: options.pop(key)
-        for key in ("checkpointing", "head_groups", "bucket_bytes", "window", "recurrence")
-        if key in options
-    }
-    architecture = tiny(2 * mesh.pp, **options)
-    step = training_step(plan, architecture, **own)  # type: ignore[arg-type]
+    step = training_step(plan, 2 * mesh.pp, **options)  # type: ignore[arg-type]
     nodes = [rank // ranks_per_node for rank in range(mesh.size)] if ranks_per_node else None
-    return record(mesh, step, overlapped="bucket_bytes" in own, nodes=nodes)
+    return record(mesh, step, overlapped="bucket_bytes" in options, nodes=nodes)
 
 
 def assert_finishes(programs: list[list[Event]]) -> None:
@@ -86,7 +80,6 @@ def assert_finishes(programs: list[list[Event]]) -> None:
     ),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=10),
     checkpointing=st.sampled_from(["none", "full", "attention"]),
-    head_groups=st.sampled_from([1, 2]),
     tied=st.booleans(),
     ranks_per_node=st.sampled_from([0, 2, 3, 4]),
     seed=st.integers(0, 10**6),
@@ -96,14 +89,12 @@ def test_a_step_finishes_under_nccls_rules(
     mesh: MeshShape,
     lengths: list[int],
     checkpointing: str,
-    head_groups: int,
     tied: bool,
     ranks_per_node: int,
     seed: int,
 ) -> None:
     plan = plan_of(planner, lengths, mesh, seed=seed)
-    groups = 1 if mesh.tp > 1 else head_groups
-    options = {"checkpointing": checkpointing, "head_groups": groups, "tie_embeddings": tied and mesh.pp == 1}
+    options = {"checkpointing": checkpointing, "tied": tied and (mesh.pp == 1 or mesh.tp > 1)}
     assert_finishes(recorded(plan, mesh, ranks_per_node=ranks_per_node, **options))
 
 
@@ -228,10 +219,8 @@ def test_reductions_during_backward_finish_under_nccls_rules(
 ) -> None:
     """Two steps: gradients in buckets on a communicator of their own, parameters gathered during forwards."""
     plan = plan_of(planner, lengths, mesh, seed=seed)
-    family = (
-        {"num_experts": 4, "experts_per_token": 2, "router_aux_loss_weight": 0.5} if experts and mesh.tp == 1 else {}
-    )
-    assert_finishes(recorded(plan, mesh, bucket_bytes=1, tie_embeddings=tied and mesh.pp == 1, **family))
+    family = "mixtral" if experts else ""
+    assert_finishes(recorded(plan, mesh, bucket_bytes=1, tied=tied and (mesh.pp == 1 or mesh.tp > 1), family=family))
 
 
 def test_a_reduction_before_the_last_message_is_caught() -> None:

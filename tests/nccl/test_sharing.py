@@ -27,7 +27,7 @@ from tests.helpers.effort import one_of
 from tests.helpers.steps import random_batch, slice_batch
 from tests.nccl.recorder import Event, Post, RecordedGroup, ZeroKernel, record
 from tests.nccl.replay import ALL_RULES, Mismatch, Replay
-from tests.nccl.steps import tiny, training_step
+from tests.nccl.steps import training_step
 from tests.nccl.test_nccl import assert_finishes
 
 
@@ -169,9 +169,8 @@ def test_a_rank_that_leaves_experts_out_without_work_is_caught() -> None:
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("plan", [across_domains(), pytest.param(of_planner(2), marks=pytest.mark.exhaustive)])
 def test_gathers_amid_rings_and_tensor_parallelism_finish(plan: Plan, on_host: bool) -> None:
-    """Our own mixture, whose routers stay whole, with an optimizer that may be in host memory."""
-    shape = tiny(3, num_experts=2, experts_per_token=1, router_aux_loss_weight=0.1)
-    step = training_step(plan, shape, checkpointing="full", on_host=on_host)
+    """A mixture, whose routers stay whole, with an optimizer that may be in host memory."""
+    step = training_step(plan, 3, family="mixtral", checkpointing="full", on_host=on_host)
     with telling("start_gather"), telling("begin_gradients"), telling("start_reduction"):
         assert_finishes(record(MeshShape(hdp=4, tp=2), step, domain=2))
 

@@ -23,7 +23,6 @@ from tests.nccl.test_nccl import NO_SHRINKING, assert_finishes, plan_of, recorde
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     window=st.sampled_from([1, 2, 5, 12, 30, 100]),
     checkpointing=st.sampled_from(["none", "full", "attention"]),
-    head_groups=st.sampled_from([1, 2]),
     ranks_per_node=st.sampled_from([0, 2, 3]),
     seed=st.integers(0, 10**6),
 )
@@ -33,12 +32,10 @@ def test_a_step_with_windows_finishes_under_nccls_rules(
     lengths: list[int],
     window: int,
     checkpointing: str,
-    head_groups: int,
     ranks_per_node: int,
     seed: int,
 ) -> None:
     """Every second layer has the window, the others run rings."""
     plan = plan_of(planner, lengths, mesh, seed=seed)
-    groups = 1 if mesh.tp > 1 else head_groups
-    options = {"checkpointing": checkpointing, "head_groups": groups, "window": window}
+    options = {"checkpointing": checkpointing, "window": window}
     assert_finishes(recorded(plan, mesh, ranks_per_node=ranks_per_node, **options))
