@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from bytescale.cost.memory.model import MemoryModel
-from bytescale.models import build_model, rope
-from bytescale.models.head_groups import apply_head_groups
 
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
 from bytescale.common.errors import PlanError
@@ -23,19 +21,15 @@ from bytescale.cost.memory.device_kernels import (
     loss_chunk_tokens,
 )
 from bytescale.cost.memory.rows import ModelShare
-from bytescale.cost.split import split_layers
-from bytescale.hf.model.measure import row_wise_parts
-from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
 from bytescale.runtime.executor import Decoder, Executor
 from bytescale.runtime.group import RankGroup
-from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.saved.host_pool import HostPool
-from bytescale.runtime.token_shards import TokenShards, own_rows
 from tests.helpers.cuda_like import CudaLikeFlash, fuse_norms
 from tests.helpers.decoder import PlainDecoder, Sizes
 from tests.helpers.effort import one_in, one_of

@@ -8,19 +8,23 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import torch
-from bytescale.models.head_groups import apply_head_groups
-from bytescale.train.parts.own_model import build_own_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from bytescale.attention import AttentionRules
-from bytescale.config.architecture import Architecture
+from bytescale.attention import AttentionRules, PackedAttention
 from bytescale.config.schema import OptimizerConfig
-from bytescale.hf.model.measure import row_wise_parts
+from bytescale.cost.split import split_costs
+from bytescale.hf.model import stages, tensor_parallel
+from bytescale.parity import small_model
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime.executor import Decoder, Executor
 from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.buckets import Chunk
+from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.saved.activations import Activations
+from tests.helpers.decoder import PlainDecoder, Sizes, rotation_of
 from tests.helpers.rules import apply_recurrence, apply_rules
 from tests.helpers.steps import random_batch, slice_batch
 from tests.hf.mesh_steps import rank_model
