@@ -10,13 +10,11 @@ import fsspec
 import pytest
 import torch
 import transformers
-from bytescale.checkpoint.initial_weights import check_initial_weights
 from safetensors.torch import load_file, save_file
 
 from bytescale.cli.main import main
-from bytescale.cli.train import read_options
+from bytescale.cli.train import _check_initial_weights, read_options
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config.architecture import PRESETS
 from bytescale.config.load import config_to_toml
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config, ModelConfig
@@ -116,9 +114,9 @@ def test_init_on_the_command_line_takes_the_shape_too(corpus: Path, tmp_path: Pa
     config.write_text(config_to_toml(replace(run, model=ModelConfig())), encoding="utf-8")
     options = read_options([str(config), "--init", f"hf:{source}"])
     shape = resolve_model(options.config.model, tokenizer_vocab_size=9999)
-    assert (shape.num_experts, shape.vocab_size, shape.hidden_size) == (4, 320, 32)
+    assert [shape.content[name] for name in ("num_local_experts", "vocab_size", "hidden_size")] == [4, 320, 32]
     assert options.config.trainer.init == f"hf:{source}"
-    check_initial_weights(options.config)
+    _check_initial_weights(options.config)
 
 
 def test_bad_folders_are_refused_before_ranks_start(
@@ -150,8 +148,8 @@ def test_weights_of_another_run_on_another_mesh(corpus: Path, tmp_path: Path) ->
     old, new = losses(tmp_path / "old"), losses(tmp_path / "new")
     assert new[0] < old[0] - 0.3
     other = with_trainer(small_run(corpus, tmp_path / "other"), init=init)
-    with pytest.raises(CheckpointError, match="num_layers 2 there, 3 here"):
-        check_initial_weights(replace(other, model=replace(other.model, num_layers=3, vocab_size=320)))
+    with pytest.raises(CheckpointError, match="num_hidden_layers 2 there, 3 here"):
+        _check_initial_weights(replace(other, model=replace(other.model, num_layers=3, vocab_size=320)))
 
 
 def test_convert_refuses_what_it_cannot_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,9 +158,12 @@ def test_convert_refuses_what_it_cannot_convert(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_shape_of_a_checkpoint_behind_a_url() -> None:
-    stored = json.dumps({"architecture": PRESETS["tiny"].as_dict()}).encode()
+    stored = json.dumps({"architecture": resolve_model(ModelConfig()).as_dict()}).encode()
     fsspec.filesystem("memory").pipe_file("/shapes/step-000001/run_state.json", stored)
-    assert resolve_model(ModelConfig(preset="checkpoint:memory://shapes/step-000001")) == PRESETS["tiny"]
+    assert (
+        resolve_model(ModelConfig(preset="checkpoint:memory://shapes/step-000001")).content
+        == resolve_model(ModelConfig()).content
+    )
     with pytest.raises(ConfigError, match=r"step-000002 is not a checkpoint of bytescale: .*no such file"):
         resolve_model(ModelConfig(preset="checkpoint:memory://shapes/step-000002"))
     with pytest.raises(ConfigError, match=r"has no file system .*To fix: use a protocol that fsspec knows\.$"):

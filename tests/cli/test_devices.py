@@ -9,21 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from bytescale.cost.memory.model import MemoryModel
 
 from bytescale.cli import plan, simulate
 from bytescale.config.load import config_to_toml
-from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config, MemoryConfig, ParallelConfig
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost.assumed import ASSUMED
+from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.cost.profile import Profile
 from bytescale.plan import Plan
 from bytescale.runtime.usable import usable_device_bytes
 from bytescale.train.loop.dry_run import dry_run
 from bytescale.train.parts.budget import memory_budget, usable_host_bytes
 from bytescale.train.parts.devices import Devices, RankDevice
-from tests.train.runs import small_run, with_trainer, write_corpus
+from tests.train.runs import described, small_run, with_trainer, write_corpus
 
 ROOM = 1.0  # GiB: more tokens fit than a chunk of the loss or of the feed-forward part has
 
@@ -45,8 +44,8 @@ def run_of(
     )
 
 
-def seen_by_plan(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, MemoryModel, float]:
-    seen: list[tuple[int, MemoryModel, float]] = []
+def seen_by_plan(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, MeasuredMemory, float]:
+    seen: list[tuple[int, MeasuredMemory, float]] = []
 
     def keep(made: Any, costs: Any) -> str:
         seen.append((int(made.capacity_tokens.max()), costs.memory, costs.usable_bytes))
@@ -98,13 +97,12 @@ def test_plan_and_simulate_count_as_train_does(
         "device_bytes": usable_device_bytes(device, ranks, config.memory.device_gib),
         "host_bytes": usable_host_bytes(config, ranks),
     }
-    shape = resolve_model(config.model, tokenizer_vocab_size=257)
+    spec, memory = described(config, kind=device.type, dtype=chosen)  # type: ignore[arg-type]
     budget = memory_budget(
         config,
-        shape,
-        profile=ASSUMED["cpu"].profile(shape, bytes_per_element=4),
+        memory,
+        profile=ASSUMED["cpu"].profile(spec, bytes_per_element=4),
         device=device,
-        dtype=chosen,
         devices=Devices.alike(RankDevice(name="any", **room), hdp_ranks(config.parallel)),
     )
     capacity, model, usable_bytes = seen_by_plan([str(tmp_path / "config.toml")], monkeypatch)

@@ -6,19 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from bytescale.cost.memory.model import MemoryModel
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.config.architecture import PRESETS
 from bytescale.config.schema import PlannerConfig
+from bytescale.cost import flops
 from bytescale.cost.calibration import Calibrator
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
-from bytescale.cost.memory.device_kernels import KernelMemory
-from bytescale.cost.memory.rows import ModelShare
+from bytescale.cost.memory.device_memory import States
+from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
+from bytescale.cost.memory.rows import RingWidths
 from bytescale.cost.model import CostModel
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.cost.profile import Profile
@@ -30,11 +31,25 @@ from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.rounds.planner import rounds_plan
 from bytescale.planner.verified import VerifiedPlanner
 
-MODEL = MemoryModel(
-    share=ModelShare(architecture=replace(PRESETS["7b"], num_layers=8)),
-    element_bytes=2,
-    num_ranks=8,
-    kernels=KernelMemory(fused_norm=True, fused_loss=True),
+SHAPE = replace(PRESETS["7b"], num_layers=8)
+KEPT = float(flops.layer_activation_bytes_per_token(SHAPE))
+"""Bytes that a layer keeps of a token in BF16."""
+MODEL = MeasuredMemory(
+    states=States(num_parameters=flops.total_parameters(SHAPE), element_bytes=2, num_ranks=8),
+    rows=MeasuredRows(
+        saved_per_token=8 * KEPT,
+        peak_per_token=9 * KEPT,
+        fixed=0.0,
+        movable_per_token=6 * KEPT,  # the last two layers stay
+        moved_per_token=6 * KEPT,
+    ),
+    rings=(RingWidths(query=8192, keys=4096, lse=128, wide=2),),
+    vocab_size=SHAPE.vocab_size,
+    head_numbers=flops.head_parameters(SHAPE),
+    hidden_size=SHAPE.hidden_size,
+    kind="cuda",
+    plain_head=True,
+    num_layers=8,
 )
 CAPACITY = 1024
 HOST = 4e9
@@ -43,7 +58,7 @@ LINKS = Links(device_to_host_bytes_per_second=25e9, host_to_device_bytes_per_sec
 
 
 def rule(host_bytes: float = HOST) -> OffloadRule:
-    profile = Profile.from_flops(MODEL.share.architecture, flops_per_second=100e12, links=LINKS)
+    profile = Profile.from_flops(SHAPE, flops_per_second=100e12, links=LINKS)
     kept = Curve(0.0, MODEL.layer_saved_bytes_per_token, 0.0)
     return OffloadRule(
         profile=replace(profile, activation_bytes=kept),

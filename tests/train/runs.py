@@ -6,10 +6,14 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from bytescale.attention import select_kernel
+from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import (
     CheckpointConfig,
     Config,
@@ -20,7 +24,13 @@ from bytescale.config.schema import (
     ParallelConfig,
     TrainerConfig,
 )
+from bytescale.config.validate import hdp_ranks
+from bytescale.cost.memory.device_kernels import DeviceKind
+from bytescale.cost.memory.measured import MeasuredMemory
+from bytescale.cost.spec import ModelSpec
+from bytescale.hf.files.folder import make_model
 from bytescale.train.loop.trainer import train
+from bytescale.train.parts.rank_model import describe_model
 from tests.helpers.forks import run_forked
 
 WORDS = ("the", "ring", "moves", "keys", "around", "and", "every", "rank", "waits", "for", "none", "of", "them")
@@ -90,3 +100,18 @@ def interrupt(config: Config, *, after_step: int) -> None:
 
     with pytest.raises(AssertionError, match="rank 0: died without an answer"):
         run_forked(config.parallel.ranks, lambda _: str(train(config, print_line=die_at)), kill_with_first=True)
+
+
+def described(
+    config: Config, *, kind: DeviceKind = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[ModelSpec, MeasuredMemory]:
+    """Counts and memory of a run's model, on a corpus of bytes."""
+    cpu, shape = torch.device("cpu"), resolve_model(config.model, tokenizer_vocab_size=257)
+    kernel, ranks = select_kernel("auto", cpu, dtype), hdp_ranks(config.parallel)
+    return describe_model(config, shape, kernel, cpu, dtype, num_ranks=ranks, kind=kind)
+
+
+def first_model(config: Config, vocab_size: int = 257) -> Any:
+    """The model of transformers with which a run in fp64 begins."""
+    content = resolve_model(config.model, tokenizer_vocab_size=vocab_size).content
+    return make_model(content, torch.float64, seed=config.trainer.seed)

@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bytescale.models import build_model
 from transformers import AutoModelForCausalLM
 
 from bytescale.common.errors import ConfigError
-from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config, EvalConfig, ModelConfig, ParallelConfig
 from bytescale.config.validate import validate
 from bytescale.data.loading.corpus import prepare_corpus
@@ -24,9 +22,7 @@ from bytescale.runtime.loss import PlainHead, token_losses
 from bytescale.train.loop.evaluation import BestEvaluation
 from tests.data.support import memory_corpus, read_whole, write_jsonl
 from tests.helpers.effort import one_of
-from tests.helpers.reference_attention import reference_attention
-from tests.helpers.reference_loss import reference_cross_entropy
-from tests.train.runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
+from tests.train.runs import first_model, interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
 
 
 def evaluations(run_dir: Path) -> list[dict]:
@@ -61,8 +57,7 @@ def test_the_loss_is_that_of_plain_documents(tmp_path: Path, corpora: tuple[Path
     config = with_evaluation(replace(config, optimizer=replace(config.optimizer, lr=1e-30)), corpora[1])
     run(on_ranks(config, 3, 128))
     corpus = prepare_corpus(replace(config.data, sources=config.eval.sources))
-    model = build_model(resolve_model(config.model, tokenizer_vocab_size=257)).to(torch.float64)
-    model.initialise(config.trainer.seed)
+    model = first_model(config)
     sums, counts = {}, {}
     samples = corpus.samples
     for sample, start, count in zip(
@@ -70,10 +65,8 @@ def test_the_loss_is_that_of_plain_documents(tmp_path: Path, corpora: tuple[Path
     ):
         tokens = read_whole(corpus, [sample])[0]
         whole = corpus.parts[0][start : start + count + 1].astype(np.int64)
-        hidden = model(
-            torch.as_tensor(tokens), torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)])
-        )
-        loss = reference_cross_entropy(hidden[:count], model.head_weight, torch.as_tensor(whole[1:]))
+        logits = model(torch.as_tensor(tokens)[None].long()).logits[0, :count]
+        loss = torch.nn.functional.cross_entropy(logits, torch.as_tensor(whole[1:]), reduction="sum")
         edge = 512  # the context of 256 tokens lies in the first bucket
         sums[edge] = sums.get(edge, 0.0) + float(loss.detach())
         counts[edge] = counts.get(edge, 0) + count
@@ -97,13 +90,12 @@ def test_tokens_without_weight_are_not_evaluated(tmp_path: Path) -> None:
     config = replace(config, data=replace(config.data, content="tokens"))
     config = with_evaluation(replace(config, optimizer=replace(config.optimizer, lr=1e-30)), source)
     run(on_ranks(config, 2, 128))
-    model = build_model(resolve_model(config.model, tokenizer_vocab_size=257)).to(torch.float64)
-    model.initialise(config.trainer.seed)
+    model = first_model(config)
     loss = weight = count = 0.0
     for record in records:
         tokens, weights = torch.tensor(record["tokens"]), torch.tensor(record["weights"], dtype=torch.float64)[1:]
-        hidden = model(tokens, torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)]))
-        own = torch.nn.functional.cross_entropy(hidden[:-1] @ model.head_weight.T, tokens[1:], reduction="none")
+        logits = model(tokens[None]).logits[0, :-1]
+        own = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none")
         loss, weight = loss + float((own * weights).sum()), weight + float(weights.sum())
         count += int((weights != 0).sum())
     (found,) = evaluations(tmp_path / "run")

@@ -9,18 +9,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from bytescale.models import build_model
 
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config, ModelConfig
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import BatchSampler
 from tests.data.chats import MARKED, chat_folder, conversations
 from tests.data.support import read_whole, write_jsonl
 from tests.helpers.effort import one_of
-from tests.helpers.reference_attention import reference_attention
-from tests.train.runs import interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
+from tests.train.runs import first_model, interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
 
 TRANSFORMERS = pytest.importorskip("transformers")
 
@@ -64,17 +61,14 @@ def plain_step(config: Config, examples: list[tuple[list[int], list[float], list
     """
     corpus = prepare_corpus(config.data)
     batch = BatchSampler(corpus.index, config.data).next_batch()
-    architecture = resolve_model(config.model, tokenizer_vocab_size=corpus.metadata.vocab_size)
-    model = build_model(architecture).to(torch.float64)
-    model.initialise(config.trainer.seed)
+    model = first_model(config, corpus.metadata.vocab_size)
     by_tokens = {tuple(tokens): (weights, labels) for tokens, weights, labels in examples}
     sums, weighed = [], []
     for sample in batch.samples.name.tolist():
         tokens = torch.as_tensor(read_whole(corpus, [sample])[0].astype(np.int64))
         found, labels = by_tokens[tuple(tokens.tolist())]
         weights = torch.tensor(found, dtype=torch.float64)[1:]
-        hidden = model(tokens, torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)]))
-        each = F.cross_entropy((hidden @ model.head_weight.T)[:-1], torch.tensor(labels[1:]), reduction="none")
+        each = F.cross_entropy(model(tokens[None]).logits[0, :-1], torch.tensor(labels[1:]), reduction="none")
         sums.append((weights * each).sum())
         weighed.append(weights)
     absolute = [float(weights.abs().sum()) for weights in weighed]

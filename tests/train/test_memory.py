@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from bytescale.cost.memory.model import MemoryModel
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import GIBI as GIB
-from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config, MemoryConfig
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost.assumed import ASSUMED
 from bytescale.train.loop.trainer import train
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device, usable_host_bytes
 from bytescale.train.parts.devices import Devices
-from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
+from tests.train.runs import described, on_ranks, run, small_run, with_trainer, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -40,31 +38,6 @@ def test_offloading_and_recomputation_give_the_same_losses(corpus: Path, tmp_pat
     assert run(with_trainer(recomputed, checkpointing="attention")) == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("checkpointing", ["full", "attention"])
-def test_groups_of_heads_give_the_same_losses(
-    corpus: Path, tmp_path: Path, checkpointing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = run(deep_run(corpus, tmp_path / "plain", 2, 256, offload="off"))
-    monkeypatch.setattr(MemoryModel, "in_head_groups", lambda self, *room, **wanted: replace(self, head_groups=2))
-    grouped = deep_run(corpus, tmp_path / "grouped", 2, 144, offload="on", host_gib=0.25)
-    assert run(with_trainer(grouped, checkpointing=checkpointing)) == pytest.approx(plain, rel=1e-5)
-
-
-def test_a_capacity_that_fits_with_groups_of_heads_alone_gets_them(corpus: Path, tmp_path: Path) -> None:
-    def chosen(capacity: int) -> MemoryBudget:
-        config = deep_run(corpus, tmp_path / "run", 2, capacity, device_gib=0.05, offload="off")
-        return budget(with_trainer(config, checkpointing="full"))
-
-    fits = replace(chosen(0).model, head_groups=1).capacity_tokens(0.05 * GIB)
-    assert chosen(fits).model.head_groups == 1
-    assert chosen(fits + 1).model.head_groups == 2
-    assert "attention in 2 groups of heads" in chosen(fits + 1).lines()[0]
-    assert chosen(0).capacity_tokens > fits
-    with pytest.raises(ConfigError, match=f"set parallel.capacity_tokens to {chosen(0).capacity_tokens} or less"):
-        chosen(chosen(0).capacity_tokens + 1)
-
-
 def test_a_single_rank_holds_more_than_its_capacity_by_offloading(corpus: Path, tmp_path: Path) -> None:
     plain = run(deep_run(corpus, tmp_path / "plain", 1, 256, offload="off"))
     offloaded = run(deep_run(corpus, tmp_path / "offload", 1, 160, offload="on", host_gib=0.25))
@@ -77,10 +50,10 @@ def budget(config: Config, **changes: object) -> MemoryBudget:
     device, dtype = torch.device("cpu"), torch.float32
     own = rank_device(config, device, dtype, config.parallel.ranks)
     alike = Devices.alike(own, hdp_ranks(config.parallel))
-    shape = resolve_model(config.model, tokenizer_vocab_size=257)
-    times = ASSUMED["cpu"].profile(shape, bytes_per_element=4)
-    options = {"device": device, "dtype": dtype, "devices": alike, "profile": times, **changes}
-    return memory_budget(config, shape, **options)  # type: ignore[arg-type]
+    spec, memory = described(config)
+    times = ASSUMED["cpu"].profile(spec, bytes_per_element=4)
+    options = {"device": device, "devices": alike, "profile": times, **changes}
+    return memory_budget(config, memory, **options)  # type: ignore[arg-type]
 
 
 def test_auto_capacity_fills_the_device(corpus: Path, tmp_path: Path) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from bytescale.cost.memory.model import MemoryModel
-
 from bytescale.common.environment import use_expandable_segments
 from bytescale.common.errors import ConfigError
-from bytescale.config.architecture import PRESETS
+from bytescale.config.schema import Config, ModelConfig, ParallelConfig
 from bytescale.cost.memory.device_kernels import NCCL_BYTES_PER_NEIGHBOUR, nccl_reserve_bytes
-from bytescale.cost.memory.rows import ModelShare
 from bytescale.runtime.group import RankGroup
 from bytescale.train.ranks import check_same_nccl_options
 from tests.helpers.ranks import run_ranks
+from tests.train.runs import described
 
 
 def test_segments_are_expandable_unless_the_user_has_said_anything() -> None:
@@ -44,7 +42,7 @@ def test_the_memory_model_counts_what_nccl_holds() -> None:
     assert nccl_reserve_bytes(512, 1, 1) == 9 * NCCL_BYTES_PER_NEIGHBOUR
     assert nccl_reserve_bytes(8, 8, 4) > nccl_reserve_bytes(8, 8, 1) > nccl_reserve_bytes(8, 1, 1)
     models = {
-        kind: MemoryModel.on_device(ModelShare(architecture=PRESETS["7b"]), kind, element_bytes=2, num_ranks=8)  # type: ignore[arg-type]
+        kind: described(Config(model=ModelConfig(preset="tiny"), parallel=ParallelConfig(ranks=8)), kind=kind)[1]  # type: ignore[arg-type]
         for kind in ("cpu", "cuda")
     }
     peaks = {kind: float(model.limits().device_peak(0, 0, 0)) for kind, model in models.items()}

@@ -11,29 +11,34 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bytescale.cost.memory.model import MemoryModel
 from torch import Tensor
 
 from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
 from bytescale.config.resolve import resolve_model
-from bytescale.config.schema import CostConfig, MemoryConfig
+from bytescale.config.schema import Config, CostConfig, MemoryConfig, ModelConfig, ParallelConfig
 from bytescale.cost.assumed import Rates, times_of
 from bytescale.cost.links import Links
-from bytescale.cost.memory.rows import ModelShare
 from bytescale.cost.profile import Point, Profile
 from bytescale.cost.profile_file import fit_warnings, load_profile, save_profile
 from bytescale.runtime.group import RankGroup
 from bytescale.train.loop.trainer import train
+from bytescale.train.parts.rank_model import layers_to_measure
 from bytescale.train.profiling import links, measurer
 from bytescale.train.profiling.links import measure_links
 from bytescale.train.profiling.measurer import Measurer
 from bytescale.train.profiling.profiler import CURVES, measure_profile
 from tests.helpers.ranks import run_ranks
-from tests.helpers.steps import small_shape
-from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
+from tests.train.runs import described, on_ranks, run, small_run, with_trainer, write_corpus
 
-SHAPE = small_shape(hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=48, vocab_size=320)
+MODEL = ModelConfig(
+    preset="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=48, vocab_size=320
+)
+
+
+def measurer_of(model: ModelConfig = MODEL) -> Measurer:
+    cpu = torch.device("cpu")
+    return Measurer(layers_to_measure(Config(model=model), cpu, torch.float32), cpu, torch.float32)
 
 
 LONG = 1e6
@@ -54,7 +59,7 @@ def short_measurements() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def profile(short_measurements: None) -> Profile:
-    return measure_profile(Measurer(SHAPE, torch.device("cpu"), torch.float32), max_tokens=1024, seconds=LONG)
+    return measure_profile(measurer_of(), max_tokens=1024, seconds=LONG)
 
 
 def test_every_curve_is_measured_and_fitted(profile: Profile) -> None:
@@ -83,13 +88,13 @@ def test_what_the_first_measurement_starts_up_does_not_count(monkeypatch: pytest
         measure(self, tokens)
 
     monkeypatch.setattr(Measurer, "measure", slow_at_first)
-    taken = measure_profile(Measurer(SHAPE, torch.device("cpu"), torch.float32), max_tokens=512, seconds=LONG)
+    taken = measure_profile(measurer_of(), max_tokens=512, seconds=LONG)
     assert {point.tokens for point in taken.points} == {256, 512}
 
 
 def test_activation_bytes_are_those_of_the_memory_model(profile: Profile) -> None:
-    model = MemoryModel(share=ModelShare(architecture=SHAPE), element_bytes=4, num_ranks=1)
-    assert profile.activation_bytes.linear == pytest.approx(model.layer_saved_bytes_per_token, rel=1e-3)
+    _, memory = described(Config(model=MODEL, parallel=ParallelConfig(ranks=1)))
+    assert profile.activation_bytes.linear == pytest.approx(memory.layer_saved_bytes_per_token, rel=0.05)
 
 
 def test_a_bad_fit_is_named_with_its_worst_point(profile: Profile) -> None:
@@ -125,7 +130,7 @@ def test_the_head_is_measured_as_it_trains(profile: Profile) -> None:
 @pytest.mark.exhaustive
 def test_all_ranks_measure_together_and_get_the_same_profile() -> None:
     def one_rank(hdp: RankGroup) -> Profile:
-        measurer = Measurer(SHAPE, torch.device("cpu"), torch.float32)
+        measurer = measurer_of()
         return measure_profile(measurer, max_tokens=512, seconds=LONG, hdp=hdp)
 
     first, second = run_ranks(2, one_rank)
@@ -137,7 +142,7 @@ def test_all_ranks_measure_together_and_get_the_same_profile() -> None:
 @pytest.mark.exhaustive
 def test_links_between_ranks() -> None:
     def one_rank(hdp: RankGroup) -> Links:
-        return measure_links(hdp, Measurer(SHAPE, torch.device("cpu"), torch.float32))
+        return measure_links(hdp, measurer_of())
 
     first, second = run_ranks(2, one_rank)
     assert first == second
@@ -226,7 +231,7 @@ def test_links_inside_and_across_nodes_are_measured_apart(monkeypatch: pytest.Mo
             return start(send=send, to=to, receive=receive, source=source, tag=tag)
 
         hdp.exchange.start = slow_across  # type: ignore[method-assign,assignment]
-        return measure_links(hdp, Measurer(SHAPE, torch.device("cpu"), torch.float32), nodes=[5, 5, 9, 9])
+        return measure_links(hdp, measurer_of(), nodes=[5, 5, 9, 9])
 
     monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=clock))
     first, *others = run_ranks(4, one_rank)
@@ -248,5 +253,5 @@ def test_a_profile_with_all_links_is_read_as_it_was_written(profile: Profile, tm
         save_profile(replace(profile, links=wanted), path)
         assert load_profile(path).links == wanted
     cost = replace(profile, links=links).cost_model(ranks_per_node=2)
-    assert cost.latency_seconds(True) == pytest.approx(2 * SHAPE.num_layers * 0.01)
+    assert cost.latency_seconds(True) == pytest.approx(2 * 2 * 0.01)
     assert cost.latency_seconds(False) == 0
