@@ -13,18 +13,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, EvalConfig, ModelConfig, ParallelConfig, resolve_model, validate
+from bytescale.config import Config, EvalConfig, ModelConfig, ParallelConfig, validate
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import batches_once
-from bytescale.models import build_model
 from bytescale.parity import small_model
 from bytescale.runtime.loss import PlainHead, token_losses
 from bytescale.train.loop.evaluation import BestEvaluation
 from tests.data.support import memory_corpus, read_whole, write_jsonl
 from tests.helpers.effort import one_of
-from tests.helpers.reference_attention import reference_attention
-from tests.helpers.reference_loss import reference_cross_entropy
 from tests.train.runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
+from tests.train.test_attached_models import hf_folder, run_from
 
 
 def evaluations(run_dir: Path) -> list[dict]:
@@ -54,13 +52,13 @@ def test_losses_of_a_run_are_the_same_to_the_last_bit(tmp_path: Path, corpora: t
 
 
 def test_the_loss_is_that_of_plain_documents(tmp_path: Path, corpora: tuple[Path, Path]) -> None:
-    """Of the weights after one step that changes none of them."""
-    config = with_trainer(small_run(corpora[0], tmp_path / "run"), steps=1, dtype="fp64")
+    """Of the weights after one step that changes none of them. GPT-2 computes nothing in fp32."""
+    folder = hf_folder(tmp_path / "gpt2", "gpt2")
+    config = run_from(folder, corpora[0], tmp_path / "run", 3, steps=1, dtype="fp64")
     config = with_evaluation(replace(config, optimizer=replace(config.optimizer, lr=1e-30)), corpora[1])
-    run(on_ranks(config, 3, 128))
+    run(config)
     corpus = prepare_corpus(replace(config.data, sources=config.eval.sources))
-    model = build_model(resolve_model(config.model, tokenizer_vocab_size=257)).to(torch.float64)
-    model.initialise(config.trainer.seed)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     sums, counts = {}, {}
     samples = corpus.samples
     for sample, start, count in zip(
@@ -68,10 +66,8 @@ def test_the_loss_is_that_of_plain_documents(tmp_path: Path, corpora: tuple[Path
     ):
         tokens = read_whole(corpus, [sample])[0]
         whole = corpus.parts[0][start : start + count + 1].astype(np.int64)
-        hidden = model(
-            torch.as_tensor(tokens), torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)])
-        )
-        loss = reference_cross_entropy(hidden[:count], model.head_weight, torch.as_tensor(whole[1:]))
+        logits = model(torch.as_tensor(tokens.astype(np.int64))[None]).logits[0, :count]
+        loss = torch.nn.functional.cross_entropy(logits, torch.as_tensor(whole[1:]), reduction="sum")
         edge = 512  # the context of 256 tokens lies in the first bucket
         sums[edge] = sums.get(edge, 0.0) + float(loss.detach())
         counts[edge] = counts.get(edge, 0) + count
@@ -91,18 +87,17 @@ def test_tokens_without_weight_are_not_evaluated(tmp_path: Path) -> None:
         weights[-1] = float(number == 2)
         records.append({"tokens": drawn.integers(0, 256, length).tolist(), "weights": weights})
     source = write_jsonl(tmp_path / "tokens.jsonl", records)
-    config = with_trainer(small_run(source, tmp_path / "run"), steps=1, dtype="fp64")
+    folder = hf_folder(tmp_path / "gpt2", "gpt2")
+    config = run_from(folder, source, tmp_path / "run", 2, steps=1, dtype="fp64")
     config = replace(config, data=replace(config.data, content="tokens"))
     config = with_evaluation(replace(config, optimizer=replace(config.optimizer, lr=1e-30)), source)
-    run(on_ranks(config, 2, 128))
-    model = build_model(resolve_model(config.model, tokenizer_vocab_size=257)).to(torch.float64)
-    model.initialise(config.trainer.seed)
+    run(config)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     loss = weight = count = 0.0
     for record in records:
         tokens, weights = torch.tensor(record["tokens"]), torch.tensor(record["weights"], dtype=torch.float64)[1:]
-        hidden = model(tokens, torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)]))
-        own = torch.nn.functional.cross_entropy(hidden[:-1] @ model.head_weight.T, tokens[1:], reduction="none")
-        loss, weight = loss + float((own * weights).sum()), weight + float(weights.sum())
+        own = torch.nn.functional.cross_entropy(model(tokens[None]).logits[0, :-1], tokens[1:], reduction="none")
+        loss, weight = loss + float((own * weights).sum().detach()), weight + float(weights.sum())
         count += int((weights != 0).sum())
     (found,) = evaluations(tmp_path / "run")
     assert found["loss"] == pytest.approx(loss / weight, rel=1e-10)
