@@ -26,8 +26,10 @@ def chat_run(tmp_path: Path, name: str, loss_per: str = "token", dtype: str = "f
     source = tmp_path / "chats.jsonl"
     if not source.exists():
         write_jsonl(source, conversations(40))
+        small_model("gpt2", vocab_size=384, n_positions=256).save_pretrained(tmp_path / "tokenizer")
         chat_folder(tmp_path / "tokenizer")
     config = with_trainer(small_run(source, tmp_path / name), dtype=dtype, steps=4)
+    config = from_folder(config, tmp_path / "tokenizer")
     data = replace(
         config.data,
         content="messages",
@@ -37,6 +39,10 @@ def chat_run(tmp_path: Path, name: str, loss_per: str = "token", dtype: str = "f
         batch_tokens=900,
     )
     return replace(config, data=data, checkpoint=replace(config.checkpoint, every=1))
+
+
+def from_folder(config: Config, folder: Path) -> Config:
+    return with_trainer(replace(config, model=ModelConfig(preset=f"hf:{folder}")), init=f"hf:{folder}")
 
 
 def tokens_run(tmp_path: Path, name: str, loss_per: str) -> Config:
@@ -50,8 +56,9 @@ def tokens_run(tmp_path: Path, name: str, loss_per: str) -> Config:
         labels = np.where(random.random(length) < 0.3, 255 - tokens, tokens)
         records.append({"tokens": tokens.tolist(), "labels": labels.tolist(), "weights": weights.tolist()})
     config = with_trainer(small_run(write_jsonl(tmp_path / "t.jsonl", records), tmp_path / name), dtype="fp64", steps=1)
+    small_model("gpt2", vocab_size=320, n_positions=256).save_pretrained(tmp_path / "model")
     data = replace(config.data, content="tokens", loss_per=loss_per, cache_dir=str(tmp_path / "cache"))
-    return replace(config, data=data)
+    return from_folder(replace(config, data=data), tmp_path / "model")
 
 
 def plain_step(config: Config, examples: list[tuple[list[int], list[float], list[int]]]) -> tuple[float, float]:
@@ -151,14 +158,11 @@ def test_a_corpus_that_is_cut_before_its_first_weight_takes_no_step(tmp_path: Pa
 @pytest.mark.parametrize("loss_per", one_of(["token", "sequence"], "sequence"))
 def test_a_model_of_transformers_on_conversations(tmp_path: Path, loss_per: str) -> None:
     """Loss and gradient norm of the first batch on 3 ranks are those of transformers, its template and its mask."""
-    from bytescale.parity import small_model
-
     folder = chat_folder(tmp_path / "tokenizer", MARKED)
     small_model("gemma3_text", vocab_size=384, sliding_window=16, max_position_embeddings=256).save_pretrained(folder)
     records = conversations(40)
     write_jsonl(tmp_path / "chats.jsonl", records)
-    config = with_trainer(chat_run(tmp_path, "run", loss_per), steps=1, init=f"hf:{folder}")
-    config = on_ranks(replace(config, model=ModelConfig(preset=f"hf:{folder}")), 3, 128)
+    config = on_ranks(with_trainer(chat_run(tmp_path, "run", loss_per), steps=1), 3, 128)
     found = first_step(config)
 
     corpus = prepare_corpus(config.data)
