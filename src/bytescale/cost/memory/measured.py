@@ -13,7 +13,7 @@ from typing import Any
 
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import Config
-from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, DeviceKind, loss_chunk_tokens
+from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, ROWS_PER_CHUNK, DeviceKind, loss_chunk_tokens
 from bytescale.cost.memory.device_memory import DeviceMemory, States
 from bytescale.cost.memory.rows import RingWidths
 from bytescale.cost.offload_rule import OffloadRule
@@ -32,6 +32,7 @@ class MeasuredRows:
         fixed: at that point, however many rows there are.
         movable_per_token: of ``saved_per_token``, what left the device when all of it that may move was offloaded.
         moved_per_token: what host memory held then. More than the former where something else keeps memory alive.
+        chunked_per_token: what row-wise parts add to the peak, of the rows that they process at a time.
     """
 
     saved_per_token: float
@@ -39,14 +40,20 @@ class MeasuredRows:
     fixed: float
     movable_per_token: float = 0.0
     moved_per_token: float = 0.0
+    chunked_per_token: float = 0.0
 
     def of_all(self, smallest: Callable[[Sequence[float]], Sequence[float]]) -> MeasuredRows:
         """What holds on all ranks. ``smallest``: the minimum over ranks of each of these numbers."""
-        most = [self.saved_per_token, self.peak_per_token, self.fixed, self.moved_per_token]
+        most = [self.saved_per_token, self.peak_per_token, self.fixed, self.moved_per_token, self.chunked_per_token]
         found = smallest([*(-value for value in most), self.movable_per_token])
-        saved, peak, fixed, moved = (-value for value in found[:4])
+        saved, peak, fixed, moved, chunked = (-value for value in found[:5])
         return MeasuredRows(
-            saved_per_token=saved, peak_per_token=peak, fixed=fixed, movable_per_token=found[4], moved_per_token=moved
+            saved_per_token=saved,
+            peak_per_token=peak,
+            fixed=fixed,
+            movable_per_token=found[5],
+            moved_per_token=moved,
+            chunked_per_token=chunked,
         )
 
 
@@ -117,6 +124,7 @@ class MeasuredMemory(DeviceMemory):
             fixed=self.rows.fixed,
             movable_per_token=self.rows.movable_per_token / num_parts,
             moved_per_token=self.rows.moved_per_token / num_parts,
+            chunked_per_token=self.rows.chunked_per_token / num_parts,
         )
         states = self.states
         numbers: dict[str, Any] = {
@@ -149,7 +157,13 @@ class MeasuredMemory(DeviceMemory):
 
     def phases(self) -> tuple[Phase, ...]:
         beside = max(0.0, self.rows.peak_per_token - self.rows.saved_per_token) + self.kernel_bytes_per_token
-        layers = Phase(name="layer", fixed_bytes=self.rows.fixed, bytes_per_token=beside)
+        layers = Phase(
+            name="layer",
+            fixed_bytes=self.rows.fixed,
+            bytes_per_token=beside,
+            chunk_tokens=ROWS_PER_CHUNK[self.kind],
+            bytes_per_chunk_token=self.rows.chunked_per_token,
+        )
         return (*([self._loss()] if self.has_head else []), layers, *(self._ring(ring, beside) for ring in self.rings))
 
     def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:

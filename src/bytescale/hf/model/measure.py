@@ -60,8 +60,16 @@ def measure_rows(
         moved = 0 if activations.offload is None else activations.offload.bytes_moved - before
         return saved, live.peak, moved
 
+    chunk, activations.row_chunk.rows = activations.row_chunk.rows, NUM_DOCUMENTS[-1] * DOCUMENT_TOKENS
     kept, fixed = _slopes(run, 0.0)
     rows = MeasuredRows(saved_per_token=kept[0], peak_per_token=kept[1], fixed=fixed)
+    activations.row_chunk.rows = DOCUMENT_TOKENS
+    apart = run(NUM_DOCUMENTS[-1], 0.0)[1] / (
+        NUM_DOCUMENTS[-1] * DOCUMENT_TOKENS
+    )  # row-wise parts need next to nothing
+    activations.row_chunk.rows = chunk
+    if apart < kept[1]:
+        rows = replace(rows, peak_per_token=apart, chunked_per_token=kept[1] - apart)
     if activations.offload is None:
         return rows
     run(NUM_DOCUMENTS[-1], 1.0)  # from here on, the pages of host memory exist

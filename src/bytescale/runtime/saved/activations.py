@@ -13,7 +13,13 @@ from bytescale.common.errors import PlanError
 from bytescale.cost.memory.device_kernels import ROWS_PER_CHUNK
 from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
-from bytescale.runtime.saved.checkpointing import Checkpointing, KeptAttention, apply_checkpointing, apply_row_chunks
+from bytescale.runtime.saved.checkpointing import (
+    Checkpointing,
+    KeptAttention,
+    RowChunk,
+    apply_checkpointing,
+    apply_row_chunks,
+)
 
 if TYPE_CHECKING:
     from bytescale.runtime.saved.host_pool import HostPool
@@ -26,6 +32,7 @@ class Activations:
     Attributes:
         attention_memory: what ``PackedAttention`` has to be given.
         offload: None when no activations may go to host memory.
+        row_chunk: how many rows ``row_wise`` methods process at a time.
     """
 
     def __init__(
@@ -51,10 +58,10 @@ class Activations:
                 independently. With checkpointing these methods process ``chunk_rows`` rows at a time.
             chunk_rows: rows in one chunk; None: the usual number for the device.
         """
-        if checkpointing != "none":
-            kind = "cpu" if device is None else device.type
-            for module, method in row_wise:
-                apply_row_chunks(module, method, chunk_rows or ROWS_PER_CHUNK[kind])
+        kind = "cpu" if device is None or device.type == "meta" else device.type
+        self.row_chunk = RowChunk(chunk_rows or ROWS_PER_CHUNK[kind])
+        for module, method in row_wise if checkpointing != "none" else ():
+            apply_row_chunks(module, method, self.row_chunk)
         self._undo = apply_checkpointing(layers, checkpointing, kept := KeptAttention())
         self.attention_memory = kept if checkpointing == "attention" else None
         self.offload: ActivationOffload | None = None

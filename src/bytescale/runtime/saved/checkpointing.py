@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
 
@@ -91,19 +92,26 @@ def apply_checkpointing(layers: Sequence[nn.Module], mode: Checkpointing, kept: 
     return undo
 
 
-def apply_row_chunks(owner: nn.Module, method: str, chunk_rows: int) -> None:
-    """Make ``owner.method``, ``[.., T, C] -> [.., T, C]``, which treats rows alone, process ``chunk_rows`` at a time.
+@dataclass
+class RowChunk:
+    """How many rows row-wise parts process at a time."""
 
-    The method keeps its input and computes each chunk again in backward. Inputs of at most ``chunk_rows`` rows are
+    rows: int
+
+
+def apply_row_chunks(owner: nn.Module, method: str, chunk: RowChunk) -> None:
+    """Make ``owner.method``, ``[.., T, C] -> [.., T, C]``, which treats rows alone, process a ``chunk`` at a time.
+
+    The method keeps its input and computes each chunk again in backward. Inputs of at most as many rows are
     processed as before. A recomputation of a layer that ends with the method skips it (``save_now``).
     """
     function: Callable[[Tensor], Tensor] = getattr(owner, method)
 
     def chunked(rows: Tensor) -> Tensor:
-        if rows.shape[-2] <= chunk_rows:
+        if rows.shape[-2] <= chunk.rows:
             return function(rows)
         saved, ticket = save_now(rows)
-        result: Tensor = _RowChunks.apply(rows, ticket, saved, function, chunk_rows)
+        result: Tensor = _RowChunks.apply(rows, ticket, saved, function, chunk.rows)
         return result
 
     setattr(owner, method, chunked)

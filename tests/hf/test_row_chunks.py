@@ -1,0 +1,64 @@
+"""Feed-forward parts a chunk of rows at a time: what that saves is foreseen, and gradients stay."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from bytescale.attention import PackedAttention, select_kernel
+from bytescale.cost.memory.measured import MeasuredRows
+from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.measure import LiveBytes, measure_rows, row_wise_parts
+from bytescale.parity import small_model
+from bytescale.plan import MicroBatch
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.saved.activations import Activations
+
+TOKENS, CHUNK = 1024, 128
+CPU = torch.device("cpu")
+
+
+def passed(model: Any, mode: str, chunk: int) -> tuple[MeasuredRows, int, torch.Tensor]:
+    """What was measured of a few rows; the peak of a pass over many; and the gradients of that pass."""
+    decoder = AttachedDecoder(copy.deepcopy(model).train())
+    flat, kernel = FlatParameters(list(decoder.model.named_parameters()), 1), select_kernel("math", CPU, torch.float32)
+    activations = Activations(
+        decoder.layers,
+        checkpointing=mode,  # type: ignore[arg-type]
+        device=CPU,
+        row_wise=row_wise_parts(decoder),
+        chunk_rows=chunk,
+    )
+    rows = measure_rows(decoder, kernel, activations, CPU)
+    flat.zero_gradients()
+    micro_batch = MicroBatch.of_documents(0, [TOKENS // 16] * 16)
+    attention = PackedAttention(micro_batch, kernel, RankGroup().exchange, activations.attention_memory)
+    activations.begin_step([micro_batch])
+    with LiveBytes() as live:
+        with activations.forward(micro_batch):
+            hidden = decoder(torch.arange(TOKENS) % 61, torch.as_tensor(micro_batch.position_ids()), attention)
+        hidden.square().sum().backward()
+    return rows, live.peak, flat.gradients.clone()
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("mode", ["full", "attention"])
+def test_chunks_need_the_memory_that_is_foreseen(name: str, mode: str) -> None:
+    """At eight chunks of rows, at most a quarter above what is needed; and all rows at once need much more."""
+    model = small_model(name, dtype=torch.float32, intermediate_size=256)
+    rows, peak, gradients = passed(model, mode, CHUNK)
+    foreseen = rows.fixed + rows.peak_per_token * TOKENS + rows.chunked_per_token * CHUNK
+    assert 0.95 < foreseen / peak < 1.25
+    _, whole, expected = passed(model, mode, TOKENS)
+    assert peak < 0.8 * whole
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(("name", "number"), [("llama", 2), ("mixtral", 0), ("qwen3_next", 0), ("gpt2", 0)])
+def test_only_plain_feed_forward_parts_are_taken(name: str, number: int) -> None:
+    """Mixtures and GPT-2's transposed matrices are left as they are."""
+    assert len(row_wise_parts(AttachedDecoder(small_model(name, dtype=torch.float32)))) == number
