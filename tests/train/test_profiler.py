@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
-from bytescale.config import CostConfig, MemoryConfig, resolve_model
+from bytescale.config import Architecture, CostConfig, MemoryConfig, resolve_model
 from bytescale.cost import Links, Profile, load_profile
 from bytescale.cost.assumed import Rates, times_of
 from bytescale.cost.memory import MemoryModel, ModelShare
@@ -28,10 +28,11 @@ from bytescale.train.profiling.links import measure_links
 from bytescale.train.profiling.measurer import Measurer
 from bytescale.train.profiling.profiler import CURVES, measure_profile
 from tests.helpers.ranks import run_ranks
-from tests.helpers.steps import small_shape
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
 
-SHAPE = small_shape(hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=48, vocab_size=320)
+SHAPE = Architecture(
+    num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=48, vocab_size=320
+)
 
 
 LONG = 1e6
