@@ -22,6 +22,8 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -57,7 +59,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def optimizer_of(num_bytes: float) -> tuple[ShardedOptimizer, Architecture]:
+def optimizer_of(num_bytes: float) -> ShardedOptimizer:
     """An optimizer whose three states take so many bytes: layers of matrices, as a model's."""
     side, num_layers = 1024, max(1, round(num_bytes / 12 / (4 * 1024**2)))
     named = [
@@ -71,7 +73,7 @@ def optimizer_of(num_bytes: float) -> tuple[ShardedOptimizer, Architecture]:
     for ranges in optimizer.states(optimizer.zeros[0]).values():
         for own in ranges:
             own.values.normal_()
-    return optimizer, PRESETS["tiny"]
+    return optimizer
 
 
 def timed(action: Callable[..., object], *arguments: object) -> float:
@@ -82,15 +84,15 @@ def timed(action: Callable[..., object], *arguments: object) -> float:
 
 def save_and_restore(folder: Path, gib: float, rounds: int) -> None:
     """Files are synced to disk."""
-    optimizer, shape = optimizer_of(gib * GIB)
+    optimizer = optimizer_of(gib * GIB)
     size = sum(own.values.numel() * 4 for ranges in optimizer.states(optimizer.zeros[0]).values() for own in ranges)
     checkpoints = Checkpointer(folder, optimizer.mesh.world.group, CheckpointConfig(background=False, keep=1))
     seconds: dict[str, list[float]] = {"save": [], "restore": []}
     for number in range(rounds + 1):
-        state = RunState(step=number, sampler={}, architecture=shape.as_dict(), mesh={})
+        state = RunState(step=number, sampler={}, architecture={}, mesh={})
         taken = {
             "save": timed(checkpoints.save, state, optimizer),
-            "restore": timed(checkpoints.restore, folder / f"step-{number:06d}", optimizer, shape.as_dict()),
+            "restore": timed(checkpoints.restore, folder / f"step-{number:06d}", optimizer, {}),
         }
         for name, value in taken.items():
             seconds[name] += [value] if number else []  # the first round warms up
@@ -101,7 +103,7 @@ def save_and_restore(folder: Path, gib: float, rounds: int) -> None:
 
 def pauses(folder: Path, gib: float, rounds: int) -> None:
     """A step of matrix products again and again; how long the step with a checkpoint behind it takes."""
-    optimizer, shape = optimizer_of(gib * GIB)
+    optimizer = optimizer_of(gib * GIB)
     matrix = torch.randn(1024, 1024)
     checkpoints = Checkpointer(folder, optimizer.mesh.world.group, CheckpointConfig(keep=1))
 
@@ -113,7 +115,7 @@ def pauses(folder: Path, gib: float, rounds: int) -> None:
     print(f"a step alone: {alone * 1e3:.0f} ms; {gib} GiB, median of {rounds}")
     stops, slower = [], []
     for number in range(1, rounds + 2):
-        state = RunState(step=number, sampler={}, architecture=shape.as_dict(), mesh={})
+        state = RunState(step=number, sampler={}, architecture={}, mesh={})
         stops.append(timed(checkpoints.save, state, optimizer))
         lasted, steps = 0.0, 0
         while checkpoints._pending is not None:
@@ -127,8 +129,8 @@ def pauses(folder: Path, gib: float, rounds: int) -> None:
     )
 
 
-def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> tuple[FlatParameters, Mesh]:
-    """The flat buffers of one of 16,384 ranks, without memory."""
+def meta_rank(config: LlamaConfig, mesh: MeshShape, rank: int) -> tuple[FlatParameters, Mesh]:
+    """The flat buffers of one of 16,384 ranks, a first one of tensor parallelism, without memory."""
 
     class Group(RankGroup):
         def __init__(self, number: int, size: int) -> None:
@@ -150,24 +152,29 @@ def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> tuple[FlatPara
         forward=(),
         backward=(),
     )
-    own_model.initial_values = lambda name, cut, *_: torch.empty(cut.part_shape, device="meta")  # type: ignore
-    model = own_model.build_own_model(
-        shape,
-        of_rank,
-        dtype=torch.bfloat16,
-        seed=0,
-        bucket_bytes=int(ParallelConfig().gradient_bucket_mib * 2**20),
-    )
-    return model.parameters, of_rank
+    assert tp == 0, "of the other ranks, the parts are as large"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with OnMeta():
+        decoder = AttachedDecoder(model)
+        cuts = planned_cuts(decoder, mesh.tp)
+        names = [name for name, _ in parallelize(decoder, None, stage=stage, num_stages=mesh.pp).named]
+    with torch.device("meta"):
+        named = [(name, nn.Parameter(torch.empty(cuts[name].part_shape, dtype=torch.bfloat16))) for name in names]
+    bucket_bytes = int(ParallelConfig().gradient_bucket_mib * 2**20)
+    return FlatParameters(named, mesh.hdp, cuts, bucket_bytes=bucket_bytes), of_rank
 
 
 def planning() -> None:
-    shape = PRESETS["70b"]
+    config = LlamaConfig(
+        num_hidden_layers=80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=128256,
+    )  # fmt: skip
     mesh = MeshShape(hdp=512, tp=8, pp=4)
     print(
         f"70B on {mesh.size} ranks: pp {mesh.pp}, hdp {mesh.hdp}, tp {mesh.tp}; one rank is measured, the first twice"
     )
-    flat, of_rank = meta_rank(shape, mesh, rank=mesh.rank(1, 3, 2))
+    flat, of_rank = meta_rank(config, mesh, rank=mesh.rank(1, 3, 0))
     places = flat.shards(of_rank.hdp.rank)
     parts = [Range(place.start, torch.empty(place.stop - place.start, device="meta")) for place in places]
 
@@ -184,7 +191,7 @@ def planning() -> None:
         files = [StoredFile(51 * 2**20, 9000, f"{number:016x}") for number in range(mesh.size)]
         layouts = [layout] * (mesh.tp * mesh.pp)
         received = [json.dumps(layout_to_json(one)) for one in layouts]
-        state = RunState(step=1, sampler={}, architecture=shape.as_dict(), mesh={})
+        state = RunState(step=1, sampler={}, architecture=config.to_dict(), mesh={})
         return len(Manifest(state=state, states=STATES, layouts=layouts, files=files).to_json()) + len(received)
 
     size, seconds, peak = measured(first)

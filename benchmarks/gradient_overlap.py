@@ -29,6 +29,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
@@ -141,17 +144,17 @@ class Trainer:
     def __init__(self, mode: str, num_micro_batches: int, bucket_mib: float) -> None:
         mesh = Mesh.of_hdp(RankGroup(dist.group.WORLD))
         mesh = replace(mesh, gradients=RankGroup() if mode == "none" else RankGroup(dist.new_group()))
-        shape = resolve_model(
-            ModelConfig(preset="tiny", num_layers=8, hidden_size=256, num_heads=4, ffn_hidden_size=768, vocab_size=256)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            num_hidden_layers=8, hidden_size=256, num_attention_heads=4, intermediate_size=768, vocab_size=256
         )
         bucket_bytes = int(bucket_mib * 2**20) if mode == "buckets" else 0
-        model = build_own_model(shape, mesh, dtype=torch.float32, seed=0, bucket_bytes=bucket_bytes)
+        model = rank_model(AutoModelForCausalLM.from_config(config), mesh, bucket_bytes=bucket_bytes)
         self.mesh = mesh
         self.optimizer = ShardedOptimizer.of_config(model.parameters, OptimizerConfig(lr=1e-4), mesh)
         if mode == "buckets":
             self.optimizer.zeros[0].overlap_with(model.layers)
-        self.part = Decoder(module=model.module)
-        self.kernel = select_kernel("auto", torch.device("cpu"), torch.float32)
+        self.executor = model.executor(mesh, select_kernel("auto", torch.device("cpu"), torch.float32))
         self.rank_plan = RankPlan.of(whole_sequences(num_micro_batches), mesh.hdp.rank)
         self.num_parameters = len(model.parameters.values)
 
@@ -168,7 +171,7 @@ class Trainer:
 
     def step(self) -> None:
         self.optimizer.begin_step(self.rank_plan)
-        Executor(part=self.part, kernel=self.kernel, mesh=self.mesh).run(
+        self.executor.run(
             self.rank_plan,
             [Tokens(self.mesh.hdp.rank, index) for index in range(len(self.rank_plan.micro_batches))],
             num_global_targets=NUM_RANKS * TOKENS * len(self.rank_plan.micro_batches),

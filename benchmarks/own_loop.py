@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 benchmarks/own_loop.py padded [--batches 3]
     torchrun --nproc-per-node 2 benchmarks/own_loop.py window [--tokens 8192 16384]
 
-    trainer   The same Llama and the same documents: the runtime under our trainer with our own Llama, the same with
-              transformers' Llama, and HDP's loop with transformers' Llama, with the loss by `micro.loss_sum`, by
-              `micro.logprobs` and by all logits at once. The five take turns, step by step.
+    trainer   The same Llama of transformers and the same documents: the runtime under our trainer, and HDP's loop, with
+              the loss by `micro.loss_sum`, by `micro.logprobs` and by all logits at once. The four take turns, step by
+              step.
     padded    Documents of mixed lengths: HDP with packing against plain transformers, in which every rank pads batches
               of its documents to their longest one. Documents are sorted by length first, or come as they are.
     window    One document shared by all ranks: a layer of attention with a window against one without, forward and
@@ -78,28 +78,13 @@ class Tokens:
         self.position_ids, self.weights = micro.position_ids, None
 
 
-def runtime_step(part: str, group: RankGroup) -> Callable[[RankPlan, list[Tokens], float], None]:
-    """A step of the trainer's runtime, with our own Llama (``own``) or transformers' (``attached``)."""
+def runtime_step(group: RankGroup) -> Callable[[RankPlan, list[Tokens], float], None]:
+    """A step of the trainer's runtime."""
     mesh = Mesh.of_hdp(group)
-    model: Any
-    if part == "own":
-        shape = resolve_model(
-            ModelConfig(
-                preset="tiny", vocab_size=VOCABULARY, hidden_size=HIDDEN, num_layers=LAYERS, num_heads=HEADS,
-                num_kv_heads=KEY_HEADS, ffn_hidden_size=INNER,
-            )
-        )  # fmt: skip
-        own = build_own_model(shape, mesh, dtype=torch.float32, seed=0, bucket_bytes=2**20)
-        model, layers, flat = own.module, list(own.module.layers), own.parameters
-    else:
-        model = AttachedDecoder(llama(), longest_document=65536)
-        layers = model.layers
-        flat = FlatParameters(
-            model.model.named_parameters(), group.size, bucket_bytes=2**20,
-            late=model.late_parameters(),
-        )  # fmt: skip
+    model = AttachedDecoder(llama(), longest_document=65536)
+    flat = FlatParameters(model.model.named_parameters(), group.size, bucket_bytes=2**20, late=model.late_parameters())
     optimizer = ShardedOptimizer.of_config(flat, OptimizerConfig(), mesh)
-    optimizer.zeros[0].overlap_with((model, layers))
+    optimizer.zeros[0].overlap_with((model, model.layers))
     executor = Executor(
         part=Decoder(module=model, activations=Activations([])),
         kernel=select_kernel("auto", CPU, torch.float32),
@@ -159,10 +144,9 @@ def against_trainer(group: RankGroup, steps: int, batch_tokens: int) -> None:
     planned = hdp.plan(batch)
     tokens = [Tokens(micro) for micro in planned]
     total = float(sum(len(d["tokens"]) - 1 for d in batch))
-    own, attached = runtime_step("own", group), runtime_step("attached", group)
+    runtime = runtime_step(group)
     kinds: dict[str, Callable[[], None]] = {
-        "trainer's runtime, our Llama": lambda: own(planned.rank_plan, tokens, total),
-        "trainer's runtime, transformers' Llama": lambda: attached(planned.rank_plan, tokens, total),
+        "trainer's runtime": lambda: runtime(planned.rank_plan, tokens, total),
         "own loop, micro.loss_sum": lambda: by_loss_sum(batch),
         "own loop, micro.logprobs": lambda: by_logprobs(batch),
         "own loop, all logits": lambda: by_logits(batch),
@@ -173,7 +157,7 @@ def against_trainer(group: RankGroup, steps: int, batch_tokens: int) -> None:
             seconds = seconds_of(work, group)
             if number:
                 times[name].append(seconds)
-    base = statistics.median(times["trainer's runtime, transformers' Llama"])
+    base = statistics.median(times["trainer's runtime"])
     for name, taken in times.items():
         middle = statistics.median(taken)
         _say(f"{name:42} {middle:7.3f} s  {total / middle:8.0f} tokens/s  {middle / base - 1:+6.1%}")

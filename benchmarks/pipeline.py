@@ -36,7 +36,9 @@ from bytescale.train.parts.own_model import build_own_model
 from rich.console import Console
 from rich.table import Table
 from tests.helpers.forks import run_forked
+from tests.hf.mesh_steps import rank_model
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import paper_assumptions as paper
 from bytescale.attention import select_kernel
@@ -134,14 +136,15 @@ def measured_steps(mesh: Mesh, part: Decoder, count: int, num_tokens: int, round
 
 def bubble(rounds: int) -> list[dict[str, float]]:
     """Measure the idle share of all stages for each number of micro-batches."""
-    shape = resolve_model(
-        ModelConfig(preset="tiny", num_layers=8, hidden_size=256, num_heads=4, ffn_hidden_size=768, vocab_size=16)
+    config = LlamaConfig(
+        num_hidden_layers=8, hidden_size=256, num_attention_heads=4, intermediate_size=768, vocab_size=64
     )
 
     def one_rank(_: int) -> dict[int, list[dict[str, float]]]:
         mesh = open_mesh(STAGES)
-        model = build_own_model(shape, mesh, dtype=torch.float32, seed=0)
-        part = Decoder(module=model.module)
+        torch.manual_seed(0)
+        model = rank_model(AutoModelForCausalLM.from_config(config), mesh)
+        part = model.executor(mesh, select_kernel("auto", torch.device("cpu"), torch.float32)).part
         return {count: measured_steps(mesh, part, count, TOKENS, rounds) for count in MICRO_BATCHES}
 
     ranks = run_forked(STAGES, one_rank, timeout_seconds=540)

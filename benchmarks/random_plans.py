@@ -3,11 +3,11 @@
     python benchmarks/random_plans.py --plans 10000
 
 A plan has random lengths, groups of 1 to 16 ranks in every shape, random member orders and, without a pipeline, random
-member weights (``bytescale.parity.compare``). ``verify`` checks it. The executor then runs one step of a tiny model
-in fp64 on every rank of a random mesh: HDP alone, with tensor parallelism, with a pipeline, or with both. Ranks are
-threads with real gloo messages over loopback. They stay for a block of plans, so that a message of one plan that is not
-received meets the next plan. Every ``--every``-th plan's loss and gradients are compared with those of one process that
-runs every sequence whole.
+member weights (``bytescale.parity.compare``). ``verify`` checks it. The executor then runs one step of a small Llama of
+transformers in fp64 on every rank of a random mesh: HDP alone, with tensor parallelism, with a pipeline, or with both.
+Ranks are threads with real gloo messages over loopback. They stay for a block of plans, so that a message of one plan
+that is not received meets the next plan. Every ``--every``-th plan's loss and gradients are compared with those of one
+process that runs every sequence whole.
 
 The output has one line per kind of mesh. A plan that does not end within ``--limit`` seconds is named by its seed.
 """
@@ -15,6 +15,7 @@ The output has one line per kind of mesh. A plan that does not end within ``--li
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 from collections import Counter
@@ -29,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bytescale.models.head_groups import apply_head_groups
 from tests.helpers.ranks import run_mesh
-from tests.helpers.steps import Batch, make_model, random_batch, reference_step, slice_batch, worst_relative_error
-from tests.runtime.test_mesh_parity import mesh_shape, part_of, put_together
+from tests.helpers.steps import Batch, slice_batch, worst_relative_error
+from tests.hf.mesh_steps import put_together, rank_model
+from torch import nn
 
 from bytescale.attention import select_kernel
 from bytescale.config.architecture import Architecture
@@ -59,9 +61,11 @@ class Block:
 
     kind: str
     mesh: MeshShape
-    shape: Architecture
+    family: dict[str, Any]
     checkpointing: str
-    head_groups: int
+
+    def model(self) -> nn.Module:
+        return small_model("llama", dtype=DTYPE, vocab_size=68, **self.family)
 
 
 def draw_block(random: np.random.Generator, number: int) -> Block:
@@ -80,59 +84,52 @@ def draw_block(random: np.random.Generator, number: int) -> Block:
         ("HDP alone", alone),
         ("pipeline and tensor parallel", MeshShape(pp=2, hdp=2, tp=2)),
     ][number % 6]
-    heads = (4, 4 // of(1, 2, 4))
-    shape = mesh_shape(num_layers=mesh.pp, num_heads=heads[0], num_kv_heads=heads[1], tie_embeddings=of(0, 1) == 1)
+    family = {
+        "num_hidden_layers": mesh.pp,
+        "num_key_value_heads": 4 // of(1, 2, 4),
+        "tie_word_embeddings": of(0, 1) == 1,
+    }
     return Block(
         kind=kind,
         mesh=mesh,
-        shape=shape,
+        family=family,
         checkpointing=str(random.choice(["none", "full", "attention"])),
-        head_groups=of(1, max(1, heads[1] // mesh.tp)),
     )
 
 
-def draw_case(block: Block, seed: int) -> tuple[Plan, Batch]:
-    """Return a verified plan and its tokens."""
+def draw_case(block: Block, seed: int, model: nn.Module) -> tuple[Plan, list[Document]]:
+    """Return a verified plan and its documents."""
     random = np.random.default_rng(seed)
     lengths = random.integers(1, 1 + int(random.choice([2, 12, 60])), int(random.integers(1, 7))).tolist()
     plan = random_plan(lengths, block.mesh.hdp, seed, weighted=block.mesh.pp == 1 and seed % 2 == 1)
     if block.mesh.pp > 1:
         plan = align(plan, cluster=Cluster.uniform(block.mesh.hdp, int(np.sum(lengths))), cost=COST)
     verify(plan, num_stages=block.mesh.pp)
-    batch = random_batch(lengths, block.shape.vocab_size, seed)
-    if batch.num_targets == 0:
-        batch.labels[0][0] = 1
-    return plan, batch
+    documents = random_documents(model, Setup(lengths=tuple(lengths), seed=seed))
+    documents[0]["labels"][0] = 5  # at least one has a loss
+    return plan, documents
 
 
 def run_block(
-    block: Block, cases: dict[int, tuple[Plan, Batch]], compared: set[int], limit: float
+    block: Block, whole: nn.Module, cases: dict[int, tuple[Plan, list[Document]]], compared: set[int], limit: float
 ) -> dict[int, tuple[float, dict[str, Any]]]:
     """Run all plans of a block. Return the loss and the whole gradients of the plans ``compared``, by seed."""
     at: dict[int, int] = {}
 
     def one_rank(mesh: Mesh) -> dict[int, tuple[float, dict[str, Any]]]:
-        model, cuts = part_of(mesh, block.shape, DTYPE)
-        for layer in model.layers:
-            apply_head_groups(layer.self_attn, block.head_groups)
-        flat = FlatParameters(list(model.named_parameters()), 1, cuts)
-        activations = Activations(
-            list(model.layers),
-            checkpointing=block.checkpointing,  # type: ignore[arg-type]
-            pool=None,
-            tp=mesh.tp,
-            row_wise=row_wise_parts(model, mesh.tp.size),
-            chunk_rows=8,
-        )
-        part = Decoder(module=model, activations=activations)
-        executor = Executor(part=part, kernel=select_kernel("auto", torch.device("cpu"), DTYPE), mesh=mesh)
+        with WideCasts():
+            model = rank_model(whole, mesh)
+        flat, kernel = model.parameters, select_kernel("math", torch.device("cpu"), DTYPE)
+        executor = model.executor(mesh, kernel, checkpointing=block.checkpointing)
         results = {}
-        for seed, (plan, batch) in cases.items():
+        for seed, (plan, documents) in cases.items():
+            batch = Batch(*([document[name] for document in documents] for name in ("tokens", "labels", "weights")))
             at[mesh.world.rank] = seed
             flat.gradients.zero_()
             rank_plan = RankPlan.of(plan, mesh.hdp.rank)
             inputs = [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches]
-            result = executor.run(rank_plan, inputs, num_global_targets=batch.num_targets)
+            with WideCasts():
+                result = executor.run(rank_plan, inputs, num_global_targets=1.0)
             sum_replicas(flat, mesh.tp)
             if seed in compared:
                 gradients = {entry.name: (entry.cut, flat.gradient_of(entry).clone()) for entry in flat.entries}
@@ -145,16 +142,18 @@ def run_block(
         raise SystemExit(f"{block}, seeds {sorted(set(at.values()))} under way: {error}") from error
     outcome = {}
     for seed in compared:
-        loss = sum(results[seed][0] for results in ranks) / cases[seed][1].num_targets
-        outcome[seed] = loss, put_together([results[seed][1] for results in ranks], block.shape.tie_embeddings)
+        loss = sum(results[seed][0] for results in ranks)
+        outcome[seed] = loss, put_together([results[seed][1] for results in ranks])
     return outcome
 
 
-def error_of(block: Block, batch: Batch, ours: tuple[float, dict[str, Any]]) -> float:
+def error_of(model: nn.Module, documents: list[Document], ours: tuple[float, dict[str, Any]]) -> float:
     """Return the largest relative error of the loss and of any gradient against one process."""
-    reference = reference_step(make_model(block.shape, DTYPE), batch)
-    of_loss = abs(ours[0] - reference.loss) / max(abs(reference.loss), 1e-300)
-    return max(of_loss, worst_relative_error(ours[1], reference.gradients))
+    total = float(sum(document["weights"].sum() for document in documents))  # by which the reference divides
+    reference = plain_step(copy.deepcopy(model), documents)
+    of_loss = abs(ours[0] / total - reference.loss) / max(abs(reference.loss), 1e-300)
+    gradients = {name: value / total for name, value in ours[1].items()}
+    return max(of_loss, worst_relative_error(gradients, reference.gradients))
 
 
 def main() -> None:
@@ -172,11 +171,12 @@ def main() -> None:
     for first in range(arguments.first_seed, stop, BLOCK):
         seeds = range(first, min(first + BLOCK, stop))
         block = draw_block(np.random.default_rng([first, 1]), first // BLOCK)
-        cases = {seed: draw_case(block, seed) for seed in seeds}
+        model = block.model()
+        cases = {seed: draw_case(block, seed, model) for seed in seeds}
         compared = {seed for seed in seeds if seed % arguments.every == 0}
         began = time.perf_counter()
-        for seed, ours in run_block(block, cases, compared, arguments.limit).items():
-            error = error_of(block, cases[seed][1], ours)
+        for seed, ours in run_block(block, model, cases, compared, arguments.limit).items():
+            error = error_of(model, cases[seed][1], ours)
             worst[block.kind] = max(worst.get(block.kind, 0.0), error)
             if not error <= TOLERANCE:
                 raise SystemExit(f"seed {seed} ({block}): an error of {error:.1e} against one process")

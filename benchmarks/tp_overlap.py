@@ -29,19 +29,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from benchmarks.cluster.network import Link, Network, Node, missing
 from bytescale.models.llama import Llama
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bytescale.config.architecture import Architecture
 from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
 from bytescale.runtime.group import PendingCollective, RankGroup
 from bytescale.runtime.token_shards import ROWS_PER_SLICE, TokenShards
 
-SHAPE = Architecture(
-    vocab_size=1024, num_layers=4, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, ffn_hidden_size=1536
-)
+CONFIG = LlamaConfig(
+    vocab_size=1024, num_hidden_layers=4, hidden_size=512, num_attention_heads=8, num_key_value_heads=4,
+    intermediate_size=1536,
+)  # fmt: skip
 ROOT = Path(__file__).parents[1]
 MODES = ("none", "whole", "plain", "overlapped")
 PORT = 29500
@@ -69,12 +70,13 @@ def run_rank(rank: int, num_tokens: int, rounds: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://node0:{PORT}", rank=rank, world_size=2)
     tp, silent = RankGroup(dist.group.WORLD, name="TP"), Silent(dist.group.WORLD)
     shards = TokenShards(tp)
-    model = Llama(SHAPE)
-    model.initialise(0)
+    torch.manual_seed(0)
+    model = AttachedDecoder(AutoModelForCausalLM.from_config(CONFIG).train())
     apply_tensor_parallelism(model, shards)
+    attention = whole_document(num_tokens)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(SHAPE.vocab_size, (num_tokens,), generator=generator)
-    d_hidden = torch.randn(num_tokens, SHAPE.hidden_size, generator=generator)
+    tokens = torch.randint(CONFIG.vocab_size, (num_tokens,), generator=generator)
+    d_hidden = torch.randn(num_tokens, CONFIG.hidden_size, generator=generator)
 
     def step(mode: str) -> float:
         shards.tp, shards.overlap = (silent if mode == "none" else tp), mode == "overlapped"
@@ -102,10 +104,12 @@ def run_rank(rank: int, num_tokens: int, rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one sequence."""
-    q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+def whole_document(num_tokens: int) -> PackedAttention:
+    """Causal attention of one document."""
+    groups = [GroupSpec(sequences=[0], ranks=[0])]
+    plan = Plan.build(lengths=[num_tokens], capacity_tokens=[num_tokens], groups=groups, schedule=[[[0]]])
+    kernel = select_kernel("auto", torch.device("cpu"), torch.float32)
+    return PackedAttention(RankPlan.of(plan, 0).micro_batches[0], kernel, RankGroup().exchange)
 
 
 def measured(mbit: float, num_tokens: int, rounds: int) -> dict[str, list[float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -19,13 +20,10 @@ from bytescale.config.load import config_to_toml
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config, ModelConfig
 from bytescale.data.tokens.tokenizer import ByteTokenizer
+from bytescale.parity import small_model
 from bytescale.train.loop.trainer import train
 from tests.helpers.forks import run_forked
-from tests.helpers.steps import make_model
-from tests.models.test_hugging_face import write_folder
 from tests.train.runs import losses, on_ranks, small_run, with_trainer, write_corpus
-
-MIXTURE = {"num_experts": 4, "experts_per_token": 2, "router_aux_loss_weight": 0.02}
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +31,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("convert") / "corpus")
 
 
-def hf_folder(folder: Path, **changes: object) -> Path:
+def hf_folder(folder: Path, name: str = "llama", **changes: object) -> Path:
     """A small random model with a vocabulary of bytes, a tokenizer's file and generation settings."""
-    model = ModelConfig(
-        preset="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=48, vocab_size=320,
-        **changes,  # type: ignore[arg-type]
-    )  # fmt: skip
-    write_folder(folder, make_model(resolve_model(model), torch.float32), shard_bytes=40_000)
+    sizes = {"vocab_size": 320, "max_position_embeddings": 512, "pad_token_id": ...}
+    model: Any = small_model(name, dtype=torch.float32, **sizes, **changes)
+    model.save_pretrained(folder, max_shard_size="40KB")
     (folder / "generation_config.json").write_text('{"temperature": 0.7}', encoding="utf-8")
     (folder / "tokenizer.json").write_text(ByteTokenizer().to_json(), encoding="utf-8")
     return folder
@@ -60,11 +56,11 @@ def train_on(config: Config) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "changes"),
-    [(1, "fp32", {"tie_embeddings": True}), (3, "bf16", MIXTURE)],
-    ids=["tied llama", "mixtral"],
+    [(1, "fp32", {"name": "qwen3", "tie_word_embeddings": True}), (3, "bf16", {"name": "qwen3_moe"})],
+    ids=["tied", "mixture"],
 )
 def test_weights_go_through_a_checkpoint_bit_for_bit(
-    corpus: Path, tmp_path: Path, num_ranks: int, dtype: str, changes: dict[str, object]
+    corpus: Path, tmp_path: Path, num_ranks: int, dtype: str, changes: dict[str, Any]
 ) -> None:
     """With a learning rate of nearly 0 the checkpoint has what the folder had: fp32, though bf16 trains."""
     source = hf_folder(tmp_path / "source", **changes)
@@ -87,7 +83,7 @@ def test_weights_go_through_a_checkpoint_bit_for_bit(
 
 
 def test_a_trained_mixture_runs_in_transformers(corpus: Path, tmp_path: Path) -> None:
-    source = hf_folder(tmp_path / "source", **MIXTURE)
+    source = hf_folder(tmp_path / "source", "mixtral")
     config = run_from(source, corpus, tmp_path / "run", 2, steps=6)
     train_on(config)
     curve = losses(tmp_path / "run")
@@ -105,7 +101,7 @@ def test_a_trained_mixture_runs_in_transformers(corpus: Path, tmp_path: Path) ->
 
 
 def test_init_on_the_command_line_takes_the_shape_too(corpus: Path, tmp_path: Path) -> None:
-    source = hf_folder(tmp_path / "source", **MIXTURE)
+    source = hf_folder(tmp_path / "source", "mixtral")
     config = tmp_path / "config.toml"
     run = small_run(corpus, tmp_path / "run")
     config.write_text(config_to_toml(run), encoding="utf-8")
@@ -177,7 +173,7 @@ def test_the_vocabulary_of_a_folder_is_kept(tmp_path: Path) -> None:
 
 def test_a_run_outlives_the_folder_that_it_began_with(corpus: Path, tmp_path: Path) -> None:
     """Converting, resuming, and a second run from the first run's checkpoint need the folder no more."""
-    source = hf_folder(tmp_path / "source")
+    source = hf_folder(tmp_path / "source", "qwen3")
     settings = json.loads((source / "config.json").read_text()) | {"eos_token_id": 7, "max_position_embeddings": 4321}
     (source / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     train_on(run_from(source, corpus, tmp_path / "run", 1, steps=1))
