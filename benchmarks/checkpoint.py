@@ -31,13 +31,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import Manifest, RunState, StoredFile, layout_to_json
 from bytescale.checkpoint.writing import RankStates, layout_of
-from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.schema import CheckpointConfig, OptimizerConfig, ParallelConfig
+from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.measure import OnMeta
+from bytescale.hf.model.parallelize import parallelize
+from bytescale.hf.model.tensor_parallel import planned_cuts
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.flat import FlatParameters, Range
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
-from bytescale.train.parts import own_model
 
 GIB = 2**30
 STATES = ("master", "exp_avg", "exp_avg_sq")
@@ -158,7 +160,7 @@ def meta_rank(config: LlamaConfig, mesh: MeshShape, rank: int) -> tuple[FlatPara
     with OnMeta():
         decoder = AttachedDecoder(model)
         cuts = planned_cuts(decoder, mesh.tp)
-        names = [name for name, _ in parallelize(decoder, None, stage=stage, num_stages=mesh.pp).named]
+        names = [name for name, _ in parallelize(decoder, None, stage=(stage, mesh.pp)).named]
     with torch.device("meta"):
         named = [(name, nn.Parameter(torch.empty(cuts[name].part_shape, dtype=torch.bfloat16))) for name in names]
     bucket_bytes = int(ParallelConfig().gradient_bucket_mib * 2**20)

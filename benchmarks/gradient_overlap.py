@@ -36,14 +36,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 import torch.distributed as dist
-from bytescale.train.parts.own_model import build_own_model
+from tests.hf.mesh_steps import rank_model
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bytescale.attention import select_kernel
-from bytescale.config.resolve import resolve_model
-from bytescale.config.schema import ModelConfig, OptimizerConfig
+from bytescale.config.schema import OptimizerConfig
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime.executor import Decoder, Executor
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer

@@ -28,14 +28,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bytescale.train.parts.own_model import build_own_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import bytescale
 from bytescale.attention import AttentionRules, PackedAttention, RingBuffers, select_kernel
-from bytescale.config.resolve import resolve_model
-from bytescale.config.schema import ModelConfig, OptimizerConfig
+from bytescale.config.schema import OptimizerConfig
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec

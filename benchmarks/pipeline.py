@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from bytescale.train.parts.own_model import build_own_model
 from rich.console import Console
 from rich.table import Table
 from tests.helpers.forks import run_forked
@@ -42,8 +41,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import paper_assumptions as paper
 from bytescale.attention import select_kernel
-from bytescale.config.resolve import resolve_model
-from bytescale.config.schema import ModelConfig
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
 from bytescale.cost.profile import Profile

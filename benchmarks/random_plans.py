@@ -28,26 +28,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bytescale.models.head_groups import apply_head_groups
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import Batch, slice_batch, worst_relative_error
 from tests.hf.mesh_steps import put_together, rank_model
 from torch import nn
 
 from bytescale.attention import select_kernel
-from bytescale.config.architecture import Architecture
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
-from bytescale.hf.model.measure import row_wise_parts
-from bytescale.parity.compare import random_plan
+from bytescale.parity import Setup, small_model
+from bytescale.parity.compare import Document, WideCasts, plain_step, random_documents, random_plan
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.verify import verify
 from bytescale.planner.adaptive.aligned import align
-from bytescale.runtime.executor import Decoder, Executor
 from bytescale.runtime.mesh import Mesh, MeshShape
-from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.optimizer.zero import sum_replicas
-from bytescale.runtime.saved.activations import Activations
 
 DTYPE, TOLERANCE = torch.float64, 1e-10
 BLOCK = 100

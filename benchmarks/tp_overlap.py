@@ -30,12 +30,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from benchmarks.cluster.network import Link, Network, Node, missing
-from bytescale.models.llama import Llama
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from bytescale.config.architecture import Architecture
+from bytescale.attention import PackedAttention, select_kernel
+from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.plan import GroupSpec
 from bytescale.runtime.group import PendingCollective, RankGroup
 from bytescale.runtime.token_shards import ROWS_PER_SLICE, TokenShards
 

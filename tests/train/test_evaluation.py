@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bytescale.common.errors import ConfigError
+from bytescale.config import validate
 from bytescale.config.schema import Config, EvalConfig, ModelConfig, ParallelConfig
-from bytescale.config.validate import validate
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import batches_once
 from bytescale.parity import small_model
@@ -22,7 +22,8 @@ from bytescale.runtime.loss import PlainHead, token_losses
 from bytescale.train.loop.evaluation import BestEvaluation
 from tests.data.support import memory_corpus, read_whole, write_jsonl
 from tests.helpers.effort import one_of
-from tests.train.runs import first_model, interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
+from tests.train.runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
+from tests.train.test_attached_models import hf_folder, run_from
 
 
 def evaluations(run_dir: Path) -> list[dict]:
@@ -58,7 +59,7 @@ def test_the_loss_is_that_of_plain_documents(tmp_path: Path, corpora: tuple[Path
     config = with_evaluation(replace(config, optimizer=replace(config.optimizer, lr=1e-30)), corpora[1])
     run(config)
     corpus = prepare_corpus(replace(config.data, sources=config.eval.sources))
-    model = first_model(config)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     sums, counts = {}, {}
     samples = corpus.samples
     for sample, start, count in zip(
@@ -66,7 +67,7 @@ def test_the_loss_is_that_of_plain_documents(tmp_path: Path, corpora: tuple[Path
     ):
         tokens = read_whole(corpus, [sample])[0]
         whole = corpus.parts[0][start : start + count + 1].astype(np.int64)
-        logits = model(torch.as_tensor(tokens)[None].long()).logits[0, :count]
+        logits = model(torch.as_tensor(tokens.astype(np.int64))[None]).logits[0, :count]
         loss = torch.nn.functional.cross_entropy(logits, torch.as_tensor(whole[1:]), reduction="sum")
         edge = 512  # the context of 256 tokens lies in the first bucket
         sums[edge] = sums.get(edge, 0.0) + float(loss.detach())
@@ -91,14 +92,13 @@ def test_tokens_without_weight_are_not_evaluated(tmp_path: Path) -> None:
     config = run_from(folder, source, tmp_path / "run", 2, steps=1, dtype="fp64")
     config = replace(config, data=replace(config.data, content="tokens"))
     config = with_evaluation(replace(config, optimizer=replace(config.optimizer, lr=1e-30)), source)
-    run(on_ranks(config, 2, 128))
-    model = first_model(config)
+    run(config)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     loss = weight = count = 0.0
     for record in records:
         tokens, weights = torch.tensor(record["tokens"]), torch.tensor(record["weights"], dtype=torch.float64)[1:]
-        logits = model(tokens[None]).logits[0, :-1]
-        own = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none")
-        loss, weight = loss + float((own * weights).sum()), weight + float(weights.sum())
+        own = torch.nn.functional.cross_entropy(model(tokens[None]).logits[0, :-1], tokens[1:], reduction="none")
+        loss, weight = loss + float((own * weights).sum().detach()), weight + float(weights.sum())
         count += int((weights != 0).sum())
     (found,) = evaluations(tmp_path / "run")
     assert found["loss"] == pytest.approx(loss / weight, rel=1e-10)

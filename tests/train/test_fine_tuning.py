@@ -14,6 +14,7 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import Config, ModelConfig
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import BatchSampler
+from bytescale.parity.families import small_model
 from tests.data.chats import MARKED, chat_folder, conversations
 from tests.data.support import read_whole, write_jsonl
 from tests.helpers.effort import one_of
