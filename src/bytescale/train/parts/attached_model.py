@@ -23,6 +23,7 @@ from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.model.balance import BalanceLoss
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.measure import measure_rows, measured_memory, row_wise_parts
+from bytescale.hf.model.norms import replace_norms
 from bytescale.hf.model.parallelize import RankPart, parallelize
 from bytescale.hf.model.probe import check_widths
 from bytescale.runtime.executor import Decoder
@@ -262,7 +263,8 @@ def _measured_activations(
     num_ranks: int,
     tp: RankGroup | None,
 ) -> tuple[Activations, MeasuredRows]:
-    """Apply checkpointing and offloading to the layers, and measure what a token needs then."""
+    """Apply norms that keep less, checkpointing and offloading to the layers, and measure what a token needs then."""
+    replace_norms(part.model)
     pool = None
     if may_offload(config, device.type):
         pool = HostPool(int(usable_host_bytes(config, num_ranks)), pinned=device.type == "cuda")
