@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 def replace_norms(model: nn.Module) -> int:
-    """Let the norms of ``model`` that may be replaced compute with ``RMSNorm``, in place. Returns how many these are."""
+    """Let those norms of ``model`` that may be replaced compute with ``RMSNorm``, in place. Returns their number."""
     known: dict[tuple[type[nn.Module], float], bool] = {}
     found = 0
     for module in model.modules():

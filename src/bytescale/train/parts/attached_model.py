@@ -145,7 +145,7 @@ def build_attached_model(
         own = parallelize(part, mesh, stage=stage if mesh is None else None, planned_parts=planned_parts)
 
     # Flat buffers, in the order in which the model names its parameters.
-    flat, units = _flat_buffers(config, part, own, mesh, num_shards, initial, device=device, dtype=dtype)
+    flat, units = _flat_buffers(config, part, own, mesh, initial, device=device, dtype=dtype)
     masters = [shard for own in flat for shard in shard_of(exact, own, rank)]
     exact.clear()
 
@@ -207,7 +207,6 @@ def _flat_buffers(
     part: AttachedDecoder,
     own: RankPart,
     mesh: Mesh | None,
-    num_shards: int,
     initial: Initial | None,
     *,
     device: torch.device,
@@ -245,7 +244,10 @@ def _flat_buffers(
             parameter.data = parameter.data.to(device, dtype)
         part.model.to(device)
     if any(parameter.requires_grad for _, parameter in named):
-        bucket_bytes = int(config.parallel.gradient_bucket_mib * 2**20)
+        bucket_bytes, num_shards = (
+            int(config.parallel.gradient_bucket_mib * 2**20),
+            1 if mesh is None else mesh.hdp.size,
+        )
         late = part.late_parameters()
         flat.insert(0, FlatParameters(named, num_shards, own.cuts, bucket_bytes=bucket_bytes, late=late))
         for entry in flat[0].entries if initial else ():
