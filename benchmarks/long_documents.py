@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.config.resolve import resolve_model
+from bytescale.config.resolve import preset_shape
 from bytescale.config.schema import ModelConfig
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.links import Links
@@ -252,7 +252,7 @@ def shown(ends: FloatArray) -> str:
 def assumed_profile() -> Profile:
     """7B in bf16 on H100: 400 TFLOP/s in matrix products, 300 in attention, 300 GB/s in a node, 40 between nodes."""
     return Profile.from_flops(
-        resolve_model(ModelConfig(preset="7b")),
+        preset_shape(ModelConfig(preset="7b")),
         flops_per_second=400e12,
         attention_flops_per_second=300e12,
         launch_seconds=50e-6,

@@ -31,7 +31,7 @@ from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.rounds.planner import rounds_plan
 from bytescale.planner.verified import VerifiedPlanner
 
-SHAPE = replace(PRESETS["7b"], num_layers=8)
+SHAPE = replace(PRESETS["7b"], num_layers=8, vocab_size=32_000)
 KEPT = float(flops.layer_activation_bytes_per_token(SHAPE))
 """Bytes that a layer keeps of a token in BF16."""
 MODEL = MeasuredMemory(

@@ -65,14 +65,12 @@ def auto_run(folder: Path, name: str) -> Config:
 def budget(config: Config, sizes: list[float], **changes: Any) -> MemoryBudget:
     import torch
 
-    from bytescale.config.resolve import resolve_model
+    from tests.train.runs import described
 
-    shape = resolve_model(config.model, tokenizer_vocab_size=320)
+    spec, memory = described(config)
     devices = Devices(of_ranks=tuple(replace(SMALL, device_bytes=size) for size in sizes))
-    cpu, times = torch.device("cpu"), ASSUMED["cpu"].profile(shape, bytes_per_element=4)
-    return memory_budget(
-        replace(config, **changes), shape, device=cpu, dtype=torch.float32, devices=devices, profile=times
-    )
+    cpu, times = torch.device("cpu"), ASSUMED["cpu"].profile(spec, bytes_per_element=4)
+    return memory_budget(replace(config, **changes), memory, device=cpu, devices=devices, profile=times)
 
 
 def test_auto_capacity_is_what_each_rank_has_room_for(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_run_has_the_losses_of_documents_apart(
     if ranks == 3:
         interrupt(shared, after_step=2)
         shared = with_trainer(shared, resume=True)
-    np.testing.assert_allclose(run(shared), wanted, rtol=1e-10)
+    np.testing.assert_allclose(run(shared), wanted, rtol=1e-8)
     rows, tokens = ([line["num_tokens"] for line in metrics(Path(one.trainer.run_dir))] for one in (shared, config))
     assert sum(rows) < 0.7 * sum(tokens)
     corpus = prepare_corpus(config.data)
@@ -100,10 +100,10 @@ def compare_evaluations(configs: Sequence[Config]) -> None:
         json.loads((Path(one.trainer.run_dir) / "evaluations.jsonl").read_text().splitlines()[-1]) for one in configs
     )
     assert shared["num_targets"] == apart["num_targets"]
-    assert shared["loss"] == pytest.approx(apart["loss"], rel=1e-10)
+    assert shared["loss"] == pytest.approx(apart["loss"], rel=1e-8)
     assert len(apart["buckets"]) == 3
     for ours, wanted in zip(shared["buckets"], apart["buckets"], strict=True):
-        assert ours == pytest.approx(wanted, rel=1e-10)
+        assert ours == pytest.approx(wanted, rel=1e-8)
 
 
 @pytest.mark.exhaustive
@@ -122,7 +122,7 @@ def test_documents_that_weigh_shared_tokens_otherwise(tmp_path: Path, monkeypatc
     for one in (config, shared):
         data = replace(one.data, content="tokens", sources=(str(tmp_path / "weighted.jsonl"),), record=False)
         run(replace(one, data=data, eval=EvalConfig(sources=data.sources, every=STEPS)))
-    np.testing.assert_allclose(*(losses(Path(one.trainer.run_dir)) for one in (shared, config)), rtol=1e-10)
+    np.testing.assert_allclose(*(losses(Path(one.trainer.run_dir)) for one in (shared, config)), rtol=1e-8)
     rows, tokens = (sum(row["num_tokens"] for row in metrics(Path(one.trainer.run_dir))) for one in (shared, config))
     assert rows < 0.9 * tokens
     compare_evaluations([config, shared])
@@ -135,13 +135,13 @@ def test_tensor_and_pipeline_parallelism(tmp_path: Path, degrees: dict[str, int]
     config, shared = (replace(one, eval=EvalConfig(sources=one.data.sources, every=STEPS)) for one in pair(tmp_path, 1))
     parallel = replace(shared.parallel, ranks=2 * int(np.prod(list(degrees.values()))), capacity_tokens=128, **degrees)
     shared = replace(shared, parallel=parallel)
-    np.testing.assert_allclose(run(shared), run(config), rtol=1e-10)
+    np.testing.assert_allclose(run(shared), run(config), rtol=1e-8)
     rows, tokens = ([line["num_tokens"] for line in metrics(Path(one.trainer.run_dir))] for one in (shared, config))
     assert sum(rows) < 0.7 * sum(tokens)
     ours, wanted = (
         json.loads((Path(one.trainer.run_dir) / "evaluations.jsonl").read_text()) for one in (shared, config)
     )
-    assert ours["loss"] == pytest.approx(wanted["loss"], rel=1e-10)
+    assert ours["loss"] == pytest.approx(wanted["loss"], rel=1e-8)
     corpus = prepare_corpus(config.data)
     found = check_record(Path(shared.trainer.run_dir) / "data", STEPS, corpus, shared.data)
     assert found.num_tokens == sum(tokens)
@@ -167,7 +167,7 @@ def test_without_common_prefixes_a_run_stays_as_it_is(tmp_path: Path) -> None:
         one.unlink()
     lines = [{"prompt": f"{number} {word}", "completion": " ".join(WORDS)} for number, word in enumerate(WORDS)]
     (tmp_path / "corpus" / "apart.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert run(shared) == run(config)
+    assert run(shared) == pytest.approx(run(config), rel=1e-8)
     assert losses(Path(shared.trainer.run_dir))
 
 

@@ -62,26 +62,11 @@ def vocabulary_matrices(architecture: Architecture, *, is_first: bool, is_last: 
     return int(is_first) + int(is_last and not (architecture.tie_embeddings and is_first))
 
 
-def device_parameters(
-    architecture: Architecture, *, num_layers: int, is_first: bool, is_last: bool, tensor_parallel: int
-) -> int:
-    """All weights of one device of a pipeline stage that has ``num_layers`` layers.
-
-    The first stage has the embedding; the last one has the output projection and the final norm.
-    """
-    matrices = vocabulary_matrices(architecture, is_first=is_first, is_last=is_last)
-    return (
-        num_layers * layer_parameters(architecture, tensor_parallel=tensor_parallel)
-        + matrices * -(-head_parameters(architecture) // tensor_parallel)
-        + int(is_last) * architecture.hidden_size
-    )
-
-
 def total_parameters(architecture: Architecture) -> int:
     """All weights: layers, embedding, final norm and, unless tied, the output projection."""
-    return device_parameters(
-        architecture, num_layers=architecture.num_layers, is_first=True, is_last=True, tensor_parallel=1
-    )
+    matrices = vocabulary_matrices(architecture, is_first=True, is_last=True)
+    layers = architecture.num_layers * layer_parameters(architecture)
+    return layers + matrices * head_parameters(architecture) + architecture.hidden_size
 
 
 def active_parameters(architecture: Architecture) -> int:
