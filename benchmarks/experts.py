@@ -10,9 +10,10 @@ A domain of d ranks has the experts of a layer between them. There are two ways 
     parallel    every token travels to the ranks that have its experts and back (EP), in forward and in backward, and
                 with full checkpointing once more
 
-The measured small model has nothing but layers of routers and experts, on the engine itself (``runtime.experts``). Both
-ways are compared with one process first, in FP64, and with the ideal: the experts that a rank has, on as many rows as
-it would get if all experts were chosen alike, without a message. At the end, the bytes that were sent are counted.
+The measured small model has nothing but layers of routers and experts of Qwen3, on the engine itself
+(``runtime.experts``). Both ways are compared with one process first, in FP64, and with the ideal: the experts that a
+rank has, on as many rows as it would get if all experts were chosen alike, without a message. At the end, the bytes
+that were sent are counted.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bytescale.models import moe
-from bytescale.models.moe import MixtureOfExperts
 from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
 
-from bytescale.config.architecture import PRESETS, Architecture
+from bytescale.parity.compare import WideCasts
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.optimizer.take_over import take_over
 
@@ -99,16 +100,38 @@ def counts(domain: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Of the small model."""
+
+    hidden_size: int
+    width: int
+    num_layers: int = 4
+    num_experts: int = 64
+    experts_per_token: int = 4
+
+    def config(self, dtype: torch.dtype) -> Qwen3MoeConfig:
+        config = Qwen3MoeConfig(
+            hidden_size=self.hidden_size,
+            moe_intermediate_size=self.width,
+            num_experts=self.num_experts,
+            num_experts_per_tok=self.experts_per_token,
+            norm_topk_prob=True,
+        )
+        config._experts_implementation = "eager" if dtype == torch.float64 else "grouped_mm"  # which has no fp64
+        return config
+
+
 class EvenExperts(nn.Module):
     """The ideal: as many experts and as many rows as a rank has where all are chosen alike, and no message."""
 
-    def __init__(self, shape: Architecture, ranks: int) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, ranks: int) -> None:
         super().__init__()
-        self.experts = moe.Experts(replace(shape, num_experts=shape.num_experts // ranks))
+        self.experts = Qwen3MoeExperts(replace(shape, num_experts=shape.num_experts // ranks).config(dtype))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         rows = torch.arange(chosen.numel(), device=chosen.device).view(chosen.shape)
-        result: Tensor = self.experts(hidden, rows % len(self.experts.gate_proj), weights)
+        result: Tensor = self.experts(hidden, rows % len(self.experts.down_proj), weights)
         return result
 
 
@@ -120,12 +143,12 @@ class Layer(nn.Module):
         self.mixture = mixture
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.mixture(nn.functional.layer_norm(hidden, hidden.shape[-1:]))
+        return hidden + self.mixture(nn.functional.layer_norm(hidden, hidden.shape[-1:])[None])[0]
 
 
-def layers_of(shape: Architecture, dtype: torch.dtype) -> nn.ModuleList:
+def layers_of(shape: Shape, dtype: torch.dtype) -> nn.ModuleList:
     torch.manual_seed(0)
-    layers = nn.ModuleList(Layer(MixtureOfExperts(shape)) for _ in range(shape.num_layers))
+    layers = nn.ModuleList(Layer(Qwen3MoeSparseMoeBlock(shape.config(dtype))) for _ in range(shape.num_layers))
     for parameter in layers.parameters():
         nn.init.normal_(parameter, std=shape.hidden_size**-0.5)
     return layers.to(dtype)
@@ -140,13 +163,13 @@ def run(layers: nn.ModuleList, hidden: Tensor) -> float:
     return float(loss.detach())
 
 
-def on_ranks(shape: Architecture, dtype: torch.dtype, way: str) -> tuple[nn.ModuleList, Any]:
+def on_ranks(shape: Shape, dtype: torch.dtype, way: str) -> tuple[nn.ModuleList, Any]:
     """The layers and their optimizer: ``gathered``, with their experts in ``parallel``, or ``ideal``."""
     layers = layers_of(shape, dtype)
     mixtures: list[Any] = [layer.mixture for layer in layers]
     if way == "ideal":
         for mixture in mixtures:
-            mixture.experts = EvenExperts(shape, dist.get_world_size()).to(dtype)
+            mixture.experts = EvenExperts(shape, dtype, dist.get_world_size()).to(dtype)
             for parameter in mixture.experts.parameters():
                 nn.init.normal_(parameter, std=shape.hidden_size**-0.5)
         return layers, None
@@ -160,19 +183,22 @@ def on_ranks(shape: Architecture, dtype: torch.dtype, way: str) -> tuple[nn.Modu
     return layers, optimizer
 
 
-def check(shape: Architecture, tokens: int) -> float:
+def check(shape: Shape, tokens: int) -> float:
     """The largest difference of losses and gradients to one process, relative to the largest gradient, in FP64."""
     rank, size = dist.get_rank(), dist.get_world_size()
     inputs = torch.randn(
         size * tokens, shape.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
     whole, worst = layers_of(shape, torch.float64), 0.0
-    loss = run(whole, inputs)
+    with WideCasts():
+        loss = run(whole, inputs)
     wanted = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
     largest = max(float(value.abs().max()) for value in wanted.values())
     for way in ("gathered", "parallel"):
         layers, optimizer = on_ranks(shape, torch.float64, way)
-        (ours,) = RankGroup(dist.group.WORLD).sum_of([run(layers, inputs.chunk(size)[rank])])
+        with WideCasts():
+            own = run(layers, inputs.chunk(size)[rank])
+        (ours,) = RankGroup(dist.group.WORLD).sum_of([own])
         found = optimizer.whole_gradients()
         worst = max(worst, abs(ours / loss - 1))
         worst = max(worst, *(float((found[name] - value).abs().max()) / largest for name, value in wanted.items()))
@@ -193,12 +219,12 @@ class Counted:
         RankGroup.all_to_all = all_to_all  # type: ignore[method-assign, assignment]
         for layer in layers:
             mixture: Any = layer.mixture
-            mixture.router.register_forward_hook(partial(self._routed, mixture, row_bytes))
+            mixture.gate.register_forward_hook(partial(self._routed, mixture, row_bytes))
 
-    def _routed(self, mixture: moe.MixtureOfExperts, row_bytes: int, router: object, args: object, out: Tensor) -> None:
+    def _routed(self, mixture: Any, row_bytes: int, router: object, args: object, out: tuple[Tensor, ...]) -> None:
         """Each row goes there in forward and there in backward; the others' come back likewise. And the counts."""
-        size, rank, here = dist.get_world_size(), dist.get_rank(), len(mixture.experts.gate_proj)
-        _, chosen = moe.route(out, mixture.experts_per_token)
+        size, rank, here = dist.get_world_size(), dist.get_rank(), len(mixture.experts.down_proj)
+        *_, chosen = out
         table = [torch.empty(size, dtype=torch.int64) for _ in range(size)]
         dist.all_gather(table, torch.bincount(chosen.flatten() // here, minlength=size))
         away = (
@@ -216,17 +242,17 @@ def seconds_of(work: Callable[[], object]) -> float:
     return float(taken)
 
 
-def measure(shape: Architecture, repeats: int) -> None:
+def measure(shape: Shape, repeats: int) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     worst = check(replace(shape, num_layers=2), 40)
     assert worst < 1e-10, worst
     ways = {way: on_ranks(shape, torch.float32, way)[0] for way in ("ideal", "parallel", "gathered")}
-    weights = 3 * shape.num_experts * shape.ffn_hidden_size * shape.hidden_size * shape.num_layers
+    weights = 3 * shape.num_experts * shape.width * shape.hidden_size * shape.num_layers
     gathered = 3 * 4 * weights * (size - 1) / size  # in FP32, of two gathers and a reduction
     if rank == 0:
         print(
             f"\n{size} gloo ranks, {shape.num_layers} layers of {shape.num_experts} experts "
-            f"({shape.hidden_size} x {shape.ffn_hidden_size}, {shape.experts_per_token} a token), FP32; "
+            f"({shape.hidden_size} x {shape.width}, {shape.experts_per_token} a token), FP32; "
             f"to one process {worst:.0e}\n"
             "tokens a rank   ideal s  parallel s  gathered s   parallel / ideal  gathered / parallel   parallel MB  "
             "gathered MB"
@@ -263,11 +289,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for hidden, width in ((128, 64), (128, 512)):
-        shape = replace(
-            PRESETS["tiny-moe"], num_layers=4, hidden_size=hidden, ffn_hidden_size=width, num_experts=64,
-            experts_per_token=4, router_aux_loss_weight=0.0,
-        )  # fmt: skip
-        measure(shape, arguments.repeats)
+        measure(Shape(hidden, width), arguments.repeats)
     dist.destroy_process_group()
 
 

@@ -41,21 +41,17 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bytescale.cost.memory.model import MemoryModel
-from bytescale.models import Llama
-from bytescale.models.head_groups import apply_head_groups
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from bytescale.attention import AttentionKernel, select_kernel
+from bytescale.attention import AttentionKernel, AttentionRules, select_kernel
 from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.kernels import OfQueries
-from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.schema import OptimizerConfig
-from bytescale.cost import flops
-from bytescale.cost.memory.rows import ModelShare
+from bytescale.cost.flops import BACKWARD_ATTENTION_RATIO
 from bytescale.cost.profile_file import fit_warnings, save_profile
-from bytescale.cost.spec import ModelSpec
-from bytescale.hf.model.measure import row_wise_parts
+from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.measure import measure_rows, measured_memory
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime.executor import Decoder, Executor
@@ -80,52 +76,103 @@ Case = tuple[Row, float, Callable[[], Row]]
 """A case: its name, about how many seconds it takes on a GPU, and a function that measures and returns figures."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Llama:
+    """The sizes of a Llama of transformers."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    tied: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def model(self, device: torch.device, dtype: torch.dtype) -> Any:
+        config = LlamaConfig(
+            vocab_size=self.vocab_size, hidden_size=self.hidden_size, intermediate_size=self.ffn_hidden_size,
+            num_hidden_layers=self.num_layers, num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads, max_position_embeddings=2**22,
+            tie_word_embeddings=self.tied,
+        )  # fmt: skip
+        with device:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+    def attention_flops(self, tokens: int) -> float:
+        """Of one layer's forward on one document."""
+        return 2.0 * self.num_heads * self.head_dim * tokens**2
+
+    def training_flops(self, documents: int, tokens: int) -> float:
+        """Two for each weight and token, and attention; backward twice as many."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        layer = self.hidden_size * (heads + 3 * self.ffn_hidden_size)
+        products = 2.0 * (self.num_layers * layer + self.vocab_size * self.hidden_size) * documents * tokens
+        return 3 * (products + self.num_layers * documents * self.attention_flops(tokens))
+
+
+B1 = Llama(
+    num_layers=16,
+    hidden_size=2048,
+    ffn_hidden_size=8192,
+    num_heads=32,
+    num_kv_heads=8,
+    vocab_size=128256,
+    tied=True,
+)
+B7 = Llama(num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8, vocab_size=32000)
+TINY = Llama(num_layers=4, hidden_size=128, ffn_hidden_size=384, num_heads=4, num_kv_heads=2, vocab_size=4096)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of all cases for one kind of device."""
 
-    shape: Architecture
+    shape: Llama
     offload: tuple[tuple[int, int, str, float], ...]  # (tokens, layers, checkpointing, ratio)
     offload_long: tuple[tuple[int, int, str, float], ...]
     mfu: tuple[tuple[int, int, int, str], ...]  # (documents, tokens of each, layers, checkpointing)
     mfu_long: tuple[tuple[int, int, int, str], ...]
-    longest: tuple[tuple[str, Architecture, int], ...]  # (name, shape, tokens to try first)
+    longest: tuple[tuple[str, Llama, int], ...]  # (name, shape, tokens to try first)
     attention: tuple[int, ...]  # tokens
     loss: tuple[tuple[int, int, int], ...]  # (tokens, hidden, vocabulary)
-    profile: tuple[Architecture, int, float]  # (shape, longest, seconds)
+    profile: tuple[Llama, int, float]  # (shape, longest, seconds)
     device_bytes: float  # for the longest context; on a GPU the allocator knows it
     host_bytes: int
     steps: int
 
 
 GPU = Sizes(
-    shape=replace(PRESETS["7b"], vocab_size=32000),
+    shape=B7,
     offload=tuple((65536, 8, mode, r) for mode, r in (("none", 0.0), ("none", 0.5), ("none", 1.0), ("full", 0.0))),
     offload_long=tuple((262144, 12, mode, r) for mode, r in (("attention", 0.0), ("attention", 1.0), ("full", 0.0))),
     mfu=((8, 8192, 8, "none"), (1, 65536, 8, "none"), (1, 262144, 4, "attention")),
     mfu_long=((1, 1048576, 2, "attention"),),
     longest=(
-        ("7B width", replace(PRESETS["7b"], vocab_size=32000, num_layers=2), 2**21),
-        ("1B", PRESETS["1b"], 2**21),
-        ("7B width", replace(PRESETS["7b"], vocab_size=32000, num_layers=4), 2**21),
+        ("7B width", replace(B7, num_layers=2), 2**21),
+        ("1B", B1, 2**21),
+        ("7B width", replace(B7, num_layers=4), 2**21),
     ),
     attention=(8192, 65536),
     loss=((8192, 4096, 131072), (32768, 4096, 131072)),
-    profile=(PRESETS["7b"], 131072, 90.0),
+    profile=(B7, 131072, 90.0),
     device_bytes=float("inf"),
     host_bytes=100 * GIB,
     steps=5,
 )
 CPU = Sizes(
-    shape=PRESETS["tiny"],
+    shape=TINY,
     offload=tuple((1024, 6, mode, r) for mode, r in (("none", 0.0), ("none", 0.5), ("none", 1.0), ("full", 0.0))),
     offload_long=tuple((2048, 8, mode, r) for mode, r in (("attention", 0.0), ("attention", 1.0), ("full", 0.0))),
     mfu=((4, 512, 4, "none"), (1, 1024, 4, "none")),
     mfu_long=((1, 2048, 4, "attention"),),
-    longest=(("tiny", replace(PRESETS["tiny"], num_layers=6), 2048),),
+    longest=(("tiny", replace(TINY, num_layers=6), 2048),),
     attention=(512, 2048),
     loss=((1024, 128, 8192), (4096, 128, 8192)),
-    profile=(PRESETS["tiny"], 512, 20.0),
+    profile=(TINY, 512, 20.0),
     device_bytes=70 * 2**20,
     host_bytes=GIB,
     steps=3,
@@ -210,33 +257,33 @@ class Step:
     def __init__(
         self,
         device: Device,
-        shape: Architecture,
+        shape: Llama,
         lengths: list[int],
         checkpointing: str,
         pool: HostPool | None = None,
-        ratio: float = 0.0,
+        ratio: float | None = 0.0,
         kernel: AttentionKernel | None = None,
-        head_groups: int = 1,
     ) -> None:
-        with device.device:
-            model = Llama(shape).to(device.dtype)
-        for layer in model.layers:
-            apply_head_groups(layer.self_attn, head_groups)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-        self.rank_plan = one_micro_batch(lengths, ratio)
+        """``ratio``: of the tokens whose activations move; None: as many as ``pool`` can hold."""
+        model = AttachedDecoder(shape.model(device.device, device.dtype))
         self.mesh = Mesh.of_hdp(RankGroup(device=device.device))
-        self.parameters = FlatParameters(model.named_parameters(), 1)
+        self.parameters = FlatParameters(model.model.named_parameters(), 1)
         self.optimizer = ShardedOptimizer.of_config(self.parameters, OptimizerConfig(), self.mesh)
         activations = Activations(
-            list(model.layers),
+            model.layers,
             checkpointing=checkpointing,  # type: ignore[arg-type]
             pool=pool,
             device=device.device,
-            row_wise=row_wise_parts(model, 1),
         )
-        self.part = Decoder(module=model, activations=activations)
+        self.part = Decoder(module=model, activations=activations, head=model.head)
         self.kernel = kernel or select_kernel("auto", device.device, device.dtype)
+        rows = measure_rows(model, self.kernel, activations, device.device)
+        self.memory = measured_memory(model, rows, kind="cuda" if device.on_gpu else "cpu", num_ranks=1)
+        if ratio is None:
+            assert pool is not None, "memory that it can hold"
+            ratio = min(1.0, 0.98 * pool.limit_bytes / (rows.movable_per_token * sum(lengths)))
+        self.ratio, self.moved_bytes = ratio, rows.movable_per_token * int(ratio * sum(lengths))
+        self.rank_plan = one_micro_batch(lengths, ratio)
         self.data = Tokens.random(shape.vocab_size, self.rank_plan.micro_batches[0], device.device)
         self.optimizer.require_states()  # made before the first step, so that the peak of no step counts them
 
@@ -272,6 +319,9 @@ class NoAttention:
     (``_flash_attention_backward``). tests/cost/test_memory.py compares the estimate with the same allocations.
     """
 
+    def with_rules(self, rules: AttentionRules) -> NoAttention:
+        return self
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(q), q.new_zeros(q.shape[1], len(q), dtype=torch.float32).T
 
@@ -299,27 +349,9 @@ def device_room(device: Device, sizes: Sizes) -> float:
     return torch.cuda.get_device_properties(device.device).total_memory if device.on_gpu else sizes.device_bytes
 
 
-def memory_model(device: Device, shape: Architecture, checkpointing: str, head_groups: int = 1) -> MemoryModel:
-    """Return the memory model that ``train`` uses on this device."""
-    model = MemoryModel.on_device(
-        ModelShare(architecture=shape),
-        "cuda" if device.on_gpu else "cpu",
-        element_bytes=device.dtype.itemsize,
-        num_ranks=1,
-        checkpointing=checkpointing,  # type: ignore[arg-type]
-    )
-    return replace(model, head_groups=head_groups)
-
-
-def fitting_model(device: Device, sizes: Sizes, shape: Architecture, checkpointing: str, tokens: int) -> MemoryModel:
-    """Return a copy with the fewest head groups with which a micro-batch of ``tokens`` fits."""
-    model = memory_model(device, shape, checkpointing)
-    return model.in_head_groups(device_room(device, sizes), capacity_tokens=tokens, offload=False)
-
-
-def step_seconds(shape: Architecture, documents: int, tokens: int, checkpointing: str) -> float:
+def step_seconds(shape: Llama, documents: int, tokens: int, checkpointing: str) -> float:
     """Estimate the seconds of a step on an H200."""
-    work = ModelSpec.of(shape).training_flops(num_tokens=documents * tokens, sum_of_squares=documents * tokens**2)
+    work = shape.training_flops(documents, tokens)
     return work * (4 / 3 if checkpointing == "full" else 1.1) / GUESSED_FLOPS
 
 
@@ -329,18 +361,16 @@ def case_seconds(step: float) -> float:
 
 
 def step_figures(
-    device: Device, sizes: Sizes, shape: Architecture, lengths: list[int], checkpointing: str, ratio: float
+    device: Device, sizes: Sizes, shape: Llama, lengths: list[int], checkpointing: str, ratio: float
 ) -> Row:
     """Measure the seconds and the peak memory of a step, beside the estimate of ``cost.memory``."""
     tokens = sum(lengths)
-    estimate = fitting_model(device, sizes, shape, checkpointing, tokens)
     pool = HostPool(sizes.host_bytes, pinned=device.on_gpu) if ratio > 0 else None
+    step = Step(device, shape, lengths, checkpointing, pool, ratio)
     if pool is not None:
-        make_pages(pool, estimate.movable_bytes_per_token * int(ratio * tokens))
-    step = Step(device, shape, lengths, checkpointing, pool, ratio, head_groups=estimate.head_groups)
+        make_pages(pool, step.moved_bytes)
     figures = device.figures(step, sizes.steps)
-    peak = float(estimate.limits().device_peak(tokens, int(ratio * tokens), 0)) - estimate.states.device_bytes
-    figures |= {"head_groups": estimate.head_groups}
+    peak = float(step.memory.limits().device_peak(tokens, int(ratio * tokens), 0)) - step.memory.states.device_bytes
     return figures | {"estimated_gib": peak / GIB, "host_gib": 0.0 if pool is None else pool.peak_bytes / GIB}
 
 
@@ -367,10 +397,10 @@ def mfu_cases(device: Device, sizes: Sizes, chosen: tuple[tuple[int, int, int, s
     rate = matmul_rate(device)
     for documents, tokens, layers, checkpointing in chosen:
         shape = replace(sizes.shape, num_layers=layers)
-        work = ModelSpec.of(shape).training_flops(num_tokens=documents * tokens, sum_of_squares=documents * tokens**2)
+        work = shape.training_flops(documents, tokens)
 
         def measure(
-            shape: Architecture = shape,
+            shape: Llama = shape,
             lengths: list[int] = [tokens] * documents,
             checkpointing: str = checkpointing,
             work: float = work,
@@ -418,8 +448,8 @@ def attention_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
             backward = device.figures(lambda: kernel.backward(OfQueries(out, q, out, lse), k, v, triangles, scale), 10)[
                 "seconds"
             ]
-            work = flops.layer_attention_flops_per_square(shape) * tokens**2
-            rates = work / forward, flops.BACKWARD_ATTENTION_RATIO * work / backward
+            work = shape.attention_flops(tokens)
+            rates = work / forward, BACKWARD_ATTENTION_RATIO * work / backward
             return {
                 "forward_tflops": rates[0] / 1e12,
                 "backward_tflops": rates[1] / 1e12,
@@ -442,7 +472,7 @@ def longest_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
             tokens = first if fits == 0 and too_many == 2 * first else (fits + too_many) // (2 * unit) * unit
             outcome: list[bool] = []
 
-            def measure(tokens: int = tokens, shape: Architecture = shape, outcome: list[bool] = outcome) -> Row:
+            def measure(tokens: int = tokens, shape: Llama = shape, outcome: list[bool] = outcome) -> Row:
                 figures = longest_figures(device, sizes, shape, tokens, pool, NoAttention())
                 outcome.append(figures["fits"] == "yes")
                 return figures
@@ -464,25 +494,20 @@ def longest_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
 def longest_figures(
     device: Device,
     sizes: Sizes,
-    shape: Architecture,
+    shape: Llama,
     tokens: int,
     pool: HostPool,
     kernel: AttentionKernel | None = None,
 ) -> Row:
     """Return a step that offloads as much as host memory can hold, and whether the rest fits on the device."""
-    estimate = fitting_model(device, sizes, shape, "full", tokens)
-    ratio = min(1.0, 0.98 * sizes.host_bytes / (estimate.movable_bytes_per_token * tokens))
     room = device_room(device, sizes)
-    row: Row = {
-        "head_groups": estimate.head_groups,
-        "r": ratio,
-        "estimated_gib": float(estimate.limits().device_peak(tokens, int(ratio * tokens), 0)) / GIB,
-        "device_gib": room / GIB,
-    }
+    row: Row = {"device_gib": room / GIB}
     try:
-        step = Step(device, shape, [tokens], "full", pool, ratio, kernel, estimate.head_groups)
-        states = torch.cuda.memory_allocated(device.device) if device.on_gpu else estimate.states.device_bytes
-        make_pages(pool, estimate.movable_bytes_per_token * int(ratio * tokens))
+        step = Step(device, shape, [tokens], "full", pool, None, kernel)
+        states = torch.cuda.memory_allocated(device.device) if device.on_gpu else step.memory.states.device_bytes
+        peak = float(step.memory.limits().device_peak(tokens, int(step.ratio * tokens), 0))
+        row |= {"r": step.ratio, "estimated_gib": peak / GIB}
+        make_pages(pool, step.moved_bytes)
         if device.on_gpu:
             torch.cuda.reset_peak_memory_stats(device.device)
             seconds = device.once(step)
@@ -558,12 +583,11 @@ def profile_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
     shape, longest, seconds = sizes.profile
 
     def measure() -> Row:
-        from bytescale.train.profiling.plot import draw_profile
-
         from bytescale.train.profiling.measurer import Measurer
         from bytescale.train.profiling.profiler import measure_profile
 
-        profile = measure_profile(Measurer(shape, device.device, device.dtype), max_tokens=longest, seconds=seconds)
+        model = AttachedDecoder(shape.model(device.device, device.dtype), longest_document=longest)
+        profile = measure_profile(Measurer(model, device.device, device.dtype), max_tokens=longest, seconds=seconds)
         out = Path("benchmarks/out/profile.toml")
         out.parent.mkdir(parents=True, exist_ok=True)
         save_profile(profile, out)

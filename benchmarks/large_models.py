@@ -1,4 +1,4 @@
-"""The longest document that 8 GPUs of 80 GB hold for large models of our own, by the memory model.
+"""The longest document that 8 GPUs of 80 GB hold for large models, by the memory model.
 
 ::
 
@@ -13,10 +13,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-from bytescale.cost.memory.model import MemoryModel
+import torch
 
-from bytescale.config.architecture import PRESETS
+from bytescale.attention import select_kernel
+from bytescale.config.architecture import PRESETS, Architecture
+from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.hugging_face import hf_config_of
 from bytescale.config.schema import AUTO_CAPACITY, Config, Experts
+from bytescale.cost.memory.measured import MeasuredMemory
+from bytescale.train.parts.rank_model import describe_model
 
 GIB = 2**30
 NUM_GPUS, USABLE_BYTES = 8, 0.92 * 79.1 * GIB  # of an H100 with 80 GB
@@ -47,6 +52,14 @@ MIXTURES = {
 """Mixtures of the sizes of Qwen3's two and DeepSeek-V3, without its latent attention and its shared expert."""
 
 
+def memory_of(shape: Architecture, config: Config, num_ranks: int, domain: int) -> MeasuredMemory:
+    """Measured on the meta device, in BF16."""
+    cpu, dtype = torch.device("cpu"), torch.bfloat16
+    kernel, architecture = select_kernel("auto", cpu, dtype), AttachedArchitecture(content=hf_config_of(shape))
+    _, memory = describe_model(config, architecture, kernel, cpu, dtype, num_ranks=num_ranks, kind="cuda")
+    return memory.of_run(config, domain=domain)
+
+
 def line(name: str, tp: int, domain: int, on_host: bool) -> str:
     """One row of the table."""
     config = Config()
@@ -57,9 +70,7 @@ def line(name: str, tp: int, domain: int, on_host: bool) -> str:
         parallel=replace(config.parallel, tp=tp, capacity_tokens=AUTO_CAPACITY),
     )
     num_ranks = NUM_GPUS // tp
-    memory = MemoryModel.of_config(
-        config, SHAPES[name], "cuda", element_bytes=2, num_ranks=num_ranks, device_bytes=USABLE_BYTES, domain=domain
-    )
+    memory = memory_of(SHAPES[name], config, num_ranks, domain)
     offloaded, plain = memory.capacity_tokens(USABLE_BYTES, 1.0), memory.capacity_tokens(USABLE_BYTES)
     host = memory.states.host_bytes / GIB, offloaded * memory.movable_bytes_per_token / GIB
     return (
@@ -78,10 +89,7 @@ def of_mixture(name: str, num_ranks: int, experts: Experts) -> str:
         optimizer=replace(config.optimizer, offload=True),
         parallel=replace(config.parallel, shard="parameters", experts=experts, capacity_tokens=AUTO_CAPACITY),
     )
-    memory = MemoryModel.of_config(
-        config, MIXTURES[name], "cuda", element_bytes=2, num_ranks=num_ranks, device_bytes=USABLE_BYTES,
-        domain=num_ranks,
-    )  # fmt: skip
+    memory = memory_of(MIXTURES[name], config, num_ranks, num_ranks)
     states = memory.states
     room = [max(0, memory.capacity_tokens(USABLE_BYTES, moved)) for moved in (1.0, 0.0)]
     return (

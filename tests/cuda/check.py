@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,10 +22,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from bytescale.models import build_model
-from bytescale.models.head_groups import apply_head_groups
-from bytescale.models.llama import Attention
-from bytescale.models.rope import rope_rotation
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.nn.attention import _fa3, _fa4
@@ -37,10 +32,11 @@ from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.kernels import CudaFlashKernel, OfQueries
 from bytescale.attention.rings.exchange import Message
 from bytescale.attention.trees import blocks_between
-from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.schema import OptimizerConfig
-from bytescale.hf.model.measure import row_wise_parts
+from bytescale.hf.model import tensor_parallel as cutting
+from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
+from bytescale.parity import small_model
 from bytescale.plan import MicroBatch, Plan, RankPlan, SharedGroup
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.trees import Forest
@@ -55,11 +51,12 @@ from bytescale.runtime.saved.host_pool import HostPool
 from bytescale.runtime.token_shards import TokenShards
 from tests.cuda import fake
 from tests.cuda.recurrences import fla_packs
+from tests.helpers.decoder import PlainDecoder, Sizes
 from tests.helpers.reference_loss import linear_cross_entropy
 
 BF16, FP32 = torch.bfloat16, torch.float32
-SHAPE = replace(
-    PRESETS["tiny"], num_layers=3, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_hidden_size=384
+SIZES = Sizes(
+    vocab_size=320, num_layers=3, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_hidden_size=384
 )
 LENGTHS = (301, 1, 77)
 
@@ -204,39 +201,18 @@ def loss() -> str:
     return f"{len(launches)} launches a rank for 5000 tokens of 8192 words"
 
 
-def head_groups() -> str:
-    """Attention and its projections by 1, 2 and 4 groups of heads."""
-    micro_batch = lonely(LENGTHS)
-    rows = micro_batch.num_tokens
-    for groups in (1, 2, 4):
-        with fake.fake_gpu():
-            module = on_gpu(Attention(SHAPE))
-            apply_head_groups(module, groups)
-            hidden = empty(rows, 256).requires_grad_()
-            rotation = rope_rotation(positions(micro_batch), SHAPE, BF16)
-            out = module(hidden, rotation, PackedAttention(micro_batch, CudaFlashKernel(), RankGroup().exchange))
-            fake.expect(out, (rows, 256), BF16)
-            out.backward(torch.empty_like(out))
-            for leaf in (hidden, *module.parameters()):
-                assert leaf.grad is not None
-                fake.expect(leaf.grad, tuple(leaf.shape), BF16)
-    return "forward and backward of 1, 2 and 4 groups"
-
-
 def offload() -> str:
     """A whole model and its loss, in every mode of checkpointing, half of its activations by lanes to the host."""
     moved = []
     for checkpointing in ("none", "full", "attention"):
         with fake.fake_gpu(), recorded_launches([]):
-            model, flat = model_on_gpu(SHAPE)
+            model, flat = model_on_gpu()
             pool = HostPool(2**30, pinned=False, page_bytes=2**20)
             activations = Activations(
                 list(model.layers),
                 checkpointing=checkpointing,  # type: ignore[arg-type]
                 pool=pool,
                 device=fake.DEVICE,
-                row_wise=row_wise_parts(model, 1),
-                chunk_rows=128,
             )
             train_micro_batch(model, lonely(LENGTHS, ratio=0.5), activations)
             fake.expect(flat.gradients, tuple(flat.values.shape), FP32)
@@ -250,14 +226,20 @@ def offload() -> str:
 def tensor_parallel() -> str:
     """One of two tensor-parallel ranks: its part of the model, of the loss and of the gradients."""
     launches: list[str] = []
-    with fake.fake_ranks(1, 2) as group, fake.fake_gpu(), recorded_launches(launches):
-        tp = RankGroup(group, device=fake.DEVICE, name="TP")
-        model = build_model(SHAPE)
-        cuts = apply_tensor_parallelism(model, TokenShards(tp))
-        on_gpu(model)
-        flat = FlatParameters(model.named_parameters(), 1, cuts)
-        train_micro_batch(model, lonely(LENGTHS), Activations(list(model.layers)), group)
-        fake.expect(flat.gradients, tuple(flat.values.shape), FP32)
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+    model = small_model("llama", dtype=FP32, num_hidden_layers=3, intermediate_size=384, vocab_size=320, **sizes)
+    with fake.fake_ranks(1, 2) as group:
+        decoder = AttachedDecoder(model)
+        # Fake ranks send nothing, so that the cut model differs from the whole one.
+        with mock.patch.object(cutting, "difference", return_value=None):
+            cuts = apply_tensor_parallelism(decoder, TokenShards(RankGroup(group, name="TP")))
+        with fake.fake_gpu(), recorded_launches(launches):
+            on_gpu(model)
+            assert decoder.token_rows is not None
+            decoder.token_rows.shards.tp = RankGroup(group, device=fake.DEVICE, name="TP")
+            flat = FlatParameters(model.named_parameters(), 1, cuts)
+            train_micro_batch(decoder, lonely(LENGTHS), Activations(decoder.layers), group)
+            fake.expect(flat.gradients, tuple(flat.values.shape), FP32)
     return f"{len(cuts)} parameters cut, {len(launches)} launches of the loss"
 
 
@@ -265,7 +247,7 @@ def optimizer() -> str:
     """Two updates of one of four HDP ranks: gradients reduced, fused AdamW in fp32, parameters gathered."""
     the_norm = mock.patch.object(zero, "float", create=True, return_value=1.0)  # the step's one number that is read
     with fake.fake_ranks(2, 4) as group, fake.fake_gpu(), the_norm:
-        model = on_gpu(build_model(SHAPE))
+        model = on_gpu(PlainDecoder(SIZES))
         flat = FlatParameters(model.named_parameters(), 4, bucket_bytes=2**20)
         adam = ShardedOptimizer.of_config(flat, OptimizerConfig(), Mesh.of_hdp(RankGroup(group, device=fake.DEVICE)))
         for _ in range(2):
@@ -314,7 +296,7 @@ def triton_cubins() -> str:
 
 CHECKS: tuple[Callable[[], str], ...] = (
     *(flash_calls, registered_implementations, flash_4_compiles, ring, loss),
-    *(head_groups, offload, tensor_parallel, optimizer, triton_cubins, fla_packs),
+    *(offload, tensor_parallel, optimizer, triton_cubins, fla_packs),
 )
 OUR_FA4 = "bytescale.attention.flash_4"
 
@@ -414,15 +396,17 @@ def all_targets(count: int) -> Tensor:
 
 
 def on_gpu(module: Any) -> Any:
-    """``module`` with BF16 parameters on the fake GPU (``Module.to`` cannot swap fake ones that autograd has seen)."""
+    """``module`` on the fake GPU, with BF16 parameters (``Module.to`` cannot swap fake ones that autograd has seen)."""
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             setattr(part, name, nn.Parameter(empty(*parameter.shape)))
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, empty(*buffer.shape, dtype=buffer.dtype))
     return module
 
 
-def model_on_gpu(shape: Architecture) -> tuple[Any, FlatParameters]:
-    model = on_gpu(build_model(shape))
+def model_on_gpu() -> tuple[Any, FlatParameters]:
+    model = on_gpu(PlainDecoder(SIZES))
     return model, FlatParameters(model.named_parameters(), 1)
 
 

@@ -11,8 +11,8 @@ from torch.optim import _muon
 
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
-from bytescale.config.schema import OptimizerConfig
-from bytescale.config.validate import validate
+from bytescale.config import validate
+from bytescale.config.schema import ModelConfig, OptimizerConfig
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.flat import Entry, FlatParameters
@@ -23,6 +23,7 @@ from tests.helpers.effort import one_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import make_model
 from tests.train.runs import interrupt, on_ranks, run, small_run, with_trainer, write_corpus
+from tests.train.test_attached_models import hf_folder
 
 from .test_zero import STEPS, gradients_of
 
@@ -107,18 +108,20 @@ def test_matrices_are_dealt_by_their_operations() -> None:
 
 @pytest.mark.parametrize("preset", one_of(["dense", "experts", "pipeline"], "dense"))
 def test_a_run_is_the_same_on_any_ranks(tmp_path: Path, preset: str) -> None:
-    """Killed on 2 ranks, and resumed on 3 (4 with two stages), in FP64."""
+    """Killed on 2 ranks, and resumed on 3 (4 with two stages), in FP64 where the model can."""
     config = small_run(write_corpus(tmp_path / "corpus"), tmp_path / "one", steps=6, dtype="fp64")
     config = replace(config, optimizer=replace(config.optimizer, name="muon"))
-    if preset == "experts":
-        config = replace(config, model=replace(config.model, num_experts=4, experts_per_token=2))
+    if preset == "experts":  # whose grouped products transformers has for narrower numbers alone
+        folder = hf_folder(tmp_path / "qwen3_moe", "qwen3_moe")
+        config = replace(config, model=ModelConfig(preset=f"hf:{folder}"))
+        config = with_trainer(config, init=f"hf:{folder}", dtype="fp32")
     stages = 2 if preset == "pipeline" else 1
     config = replace(config, parallel=replace(config.parallel, pp=stages))
     whole = run(on_ranks(config, stages, 256))
     parts = on_ranks(with_trainer(config, run_dir=str(tmp_path / "parts")), 2 * stages, 128)
     interrupt(parts, after_step=4)
     resumed = run(with_trainer(on_ranks(parts, 3 if stages == 1 else 4, 128), resume=True))
-    assert resumed == pytest.approx(whole, rel=1e-9)
+    assert resumed == pytest.approx(whole, rel=1e-9 if preset != "experts" else 1e-4)
     assert whole[-1] < whole[0] - 0.1
 
 

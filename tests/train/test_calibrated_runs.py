@@ -17,7 +17,7 @@ from bytescale.cost.model import CostModel
 from bytescale.plan.io import load_plan
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.train.parts import job as parts
-from tests.train.runs import interrupt, metrics, on_ranks, run, small_run, with_trainer, write_corpus
+from tests.train.runs import described, interrupt, metrics, on_ranks, run, small_run, with_trainer, write_corpus
 
 
 def calibrated(config: Config, calibrate: bool = True) -> Config:
@@ -76,16 +76,13 @@ def test_ranks_whose_processors_round_differently_plan_alike(tmp_path: Path, mon
 def planner_of(config: Config) -> CalibratedPlanner:
     """The planner of a run, made without its ranks."""
 
-    from bytescale.config.resolve import resolve_model
-    from bytescale.cost.spec import ModelSpec
     from bytescale.train.parts.budget import rank_device
     from bytescale.train.parts.devices import Devices
 
-    shape = resolve_model(config.model, tokenizer_vocab_size=320)
     device, dtype = torch.device("cpu"), torch.float32
     devices = Devices.alike(rank_device(config, device, dtype, 2), 2)
-    spec = ModelSpec.of(shape)
-    planning = parts.plan_of_run(config, spec, shape, devices, device=device, dtype=dtype, ranks_per_node=2)
+    spec, memory = described(config)
+    planning = parts.plan_of_run(config, spec, memory, devices, device=device, dtype=dtype, ranks_per_node=2)
     planner = planning.planner
     calibrator = Calibrator(first=planner.cost)
     return CalibratedPlanner(planner, calibrator, lag_of(config.data.prefetch_steps))

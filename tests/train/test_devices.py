@@ -67,10 +67,11 @@ def budget(config: Config, sizes: list[float], **changes: Any) -> MemoryBudget:
 
     from tests.train.runs import described
 
+    config = replace(config, **changes)
     spec, memory = described(config)
     devices = Devices(of_ranks=tuple(replace(SMALL, device_bytes=size) for size in sizes))
     cpu, times = torch.device("cpu"), ASSUMED["cpu"].profile(spec, bytes_per_element=4)
-    return memory_budget(replace(config, **changes), memory, device=cpu, devices=devices, profile=times)
+    return memory_budget(config, memory, device=cpu, devices=devices, profile=times)
 
 
 def test_auto_capacity_is_what_each_rank_has_room_for(tmp_path: Path) -> None:

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 from benchmarks import gpu
 
-from bytescale.config.architecture import PRESETS
-
 SMALL = replace(
     gpu.CPU,
     offload=((1024, 5, "none", 0.0), (1024, 5, "none", 1.0)),
     mfu=((2, 64, 2, "none"),),
-    longest=(("tiny", replace(PRESETS["tiny"], num_layers=3), 1024),),
+    longest=(("tiny", replace(gpu.TINY, num_layers=3), 1024),),
     loss=((64, 16, 128),),
     device_bytes=52 * 2**20,
     steps=1,

@@ -22,6 +22,7 @@ from bytescale.hf.files.folder import empty_model, make_model, parameters_of, re
 from bytescale.hf.files.large import twin_of
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.measure import OnMeta
+from bytescale.hf.model.norms import replace_norms
 from bytescale.train.parts.attached_model import HFModel, build_attached_model
 from bytescale.train.parts.budget import usable_host_bytes
 from bytescale.train.parts.large_model import is_large
@@ -130,6 +131,7 @@ def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) 
         set_constants(model, architecture.buffers)
     decoder = AttachedDecoder(model.to(device).train(), longest_document=longest)
     decoder.require_no_randomness()
+    replace_norms(decoder.model)  # as training does
     if whole is not None:
         vars(decoder)["spec"] = whole.spec
     return decoder
