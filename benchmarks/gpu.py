@@ -591,7 +591,6 @@ def profile_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
         out = Path("benchmarks/out/profile.toml")
         out.parent.mkdir(parents=True, exist_ok=True)
         save_profile(profile, out)
-        draw_profile(profile, out.with_suffix(".png"))
         return {
             "to_host_gb_s": profile.links.device_to_host_bytes_per_second / 1e9,
             "from_host_gb_s": profile.links.host_to_device_bytes_per_second / 1e9,
