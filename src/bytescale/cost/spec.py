@@ -19,7 +19,7 @@ class ModelSpec:
     """Counts of a model. Numbers of weights and of elements are those of one layer, if they do not say otherwise."""
 
     stack: Architecture
-    """A preset's numbers, or equal layers that stand for another model: as many layers, words and heads of the mean width."""
+    """A preset's numbers, or equal layers that stand for a model: as many layers, words and heads of the mean width."""
     kind: str = ""
     """A word on the model for people, such as its family; empty: there is nothing to say."""
     pair_numbers: float

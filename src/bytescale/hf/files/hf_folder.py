@@ -1,5 +1,4 @@
-"""Hugging Face folders on disk: safetensors shards with their index, read and written tensor by tensor.
-"""
+"""Hugging Face folders on disk: safetensors shards with their index, read and written tensor by tensor."""
 
 from __future__ import annotations
 
