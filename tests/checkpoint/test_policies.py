@@ -12,7 +12,7 @@ import tokenizers
 from bytescale.common.errors import ConfigError
 from bytescale.config.load import load_config
 from bytescale.config.schema import Config
-from bytescale.hf.files.folder import export_attached
+from bytescale.hf.files.export import export_attached
 from bytescale.train.loop.trainer import train
 from bytescale.train.origin import keep_origin
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus

@@ -13,7 +13,7 @@ from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import Config, ModelConfig
 from bytescale.config.validate import validate
-from bytescale.hf.files.folder import export_attached
+from bytescale.hf.files.export import export_attached
 from tests.helpers.effort import one_of, pairs
 from tests.train.runs import interrupt, losses, metrics, run, small_run, with_trainer, write_corpus
 

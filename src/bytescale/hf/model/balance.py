@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,14 +34,18 @@ from torch import Tensor, nn
 from bytescale.hf.model.interface import refusal, running_pass
 from bytescale.runtime.token_shards import own_rows
 
-if TYPE_CHECKING:
-    from bytescale.hf.model.decoder import AttachedDecoder
+
+class HasRows(Protocol):
+    """What is asked of an ``AttachedDecoder``."""
+
+    model: nn.Module
+    token_rows: Any
 
 
 class BalanceLoss:
     """The loss over all layers that this rank holds (``runtime.BatchLoss``)."""
 
-    def __init__(self, decoder: AttachedDecoder, weight: float) -> None:
+    def __init__(self, decoder: HasRows, weight: float) -> None:
         """``decoder``: the whole model. Raises ``ConfigError`` where it has no routers that are a linear layer."""
         self.decoder, routers = decoder, _routers_of(decoder.model)
         self.weight, self.num_layers, self.num_experts = weight, len(routers), len(routers[0].weight)
@@ -165,7 +169,7 @@ def _refusal(name: str) -> Exception:
     )
 
 
-def _watch(decoder: AttachedDecoder, sums: _LayerSums, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _watch(decoder: HasRows, sums: _LayerSums, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     target = running_pass()
     if target is None or not torch.is_grad_enabled():
         return args

@@ -23,6 +23,7 @@ from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.model.balance import BalanceLoss
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.measure import measure_rows, measured_memory, row_wise_parts
+from bytescale.hf.model.norms import replace_norms
 from bytescale.hf.model.parallelize import RankPart, parallelize
 from bytescale.hf.model.probe import check_widths
 from bytescale.runtime.executor import Decoder
@@ -144,7 +145,7 @@ def build_attached_model(
         own = parallelize(part, mesh, stage=stage if mesh is None else None, planned_parts=planned_parts)
 
     # Flat buffers, in the order in which the model names its parameters.
-    flat, units = _flat_buffers(config, part, own, mesh, num_shards, initial, device=device, dtype=dtype)
+    flat, units = _flat_buffers(config, part, own, mesh, initial, device=device, dtype=dtype)
     masters = [shard for own in flat for shard in shard_of(exact, own, rank)]
     exact.clear()
 
@@ -206,7 +207,6 @@ def _flat_buffers(
     part: AttachedDecoder,
     own: RankPart,
     mesh: Mesh | None,
-    num_shards: int,
     initial: Initial | None,
     *,
     device: torch.device,
@@ -244,7 +244,10 @@ def _flat_buffers(
             parameter.data = parameter.data.to(device, dtype)
         part.model.to(device)
     if any(parameter.requires_grad for _, parameter in named):
-        bucket_bytes = int(config.parallel.gradient_bucket_mib * 2**20)
+        bucket_bytes, num_shards = (
+            int(config.parallel.gradient_bucket_mib * 2**20),
+            1 if mesh is None else mesh.hdp.size,
+        )
         late = part.late_parameters()
         flat.insert(0, FlatParameters(named, num_shards, own.cuts, bucket_bytes=bucket_bytes, late=late))
         for entry in flat[0].entries if initial else ():
@@ -262,7 +265,8 @@ def _measured_activations(
     num_ranks: int,
     tp: RankGroup | None,
 ) -> tuple[Activations, MeasuredRows]:
-    """Apply checkpointing and offloading to the layers, and measure what a token needs then."""
+    """Apply norms that keep less, checkpointing and offloading to the layers, and measure what a token needs then."""
+    replace_norms(part.model)
     pool = None
     if may_offload(config, device.type):
         pool = HostPool(int(usable_host_bytes(config, num_ranks)), pinned=device.type == "cuda")
