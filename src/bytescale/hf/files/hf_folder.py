@@ -1,4 +1,7 @@
-"""Hugging Face folders on disk: safetensors shards with their index, read and written tensor by tensor."""
+"""Hugging Face folders on disk: safetensors shards with their index, read and written tensor by tensor.
+
+What our own parameters are called there is a mapping of names alone (``hf_tensors``).
+"""
 
 from __future__ import annotations
 
