@@ -15,7 +15,7 @@ REMOVED: dict[str, tuple[str, object]] = {
     "log.wandb_name": (_ENVIRONMENT.format("WANDB_NAME"), ""),
     "log.wandb_project": (_ENVIRONMENT.format("WANDB_PROJECT"), None),
     "log.wandb_tags": (_ENVIRONMENT.format("WANDB_TAGS"), []),
-    "memory.head_groups": ("leave it out: the memory model chooses the groups of heads", None),
+    "memory.head_groups": ("leave it out: attention is computed of all heads at once", None),
     "optimizer.decay_share": ("leave it out: with wsd the rate falls over the last 0.2 of the steps", 0.2),
     "planner.balance": ('leave it out: planner.name = "adaptive" balances the ranks', None),
     "planner.verify": ("leave it out: every plan is verified before it runs", None),

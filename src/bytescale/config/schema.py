@@ -210,8 +210,8 @@ class MemoryConfig:
     ranks, or 80 % of it with `optimizer.offload`."""
     checkpointing: Literal["none", "full", "attention"] = "none"
     """Which activations backward computes again. full: all. attention: all except the result of attention, which is
-    cheap to keep, O(s), and expensive to compute, O(s^2). none: it keeps all activations. With full and attention, our
-    own models compute attention in as few groups of heads, one after the other, as the capacity fits with."""
+    cheap to keep, O(s), and expensive to compute, O(s^2). none: it keeps all activations. With full and attention,
+    feed-forward parts of plain linear layers are computed a chunk of rows at a time, except with `parallel.tp`."""
 
 
 @dataclass(slots=True, kw_only=True)

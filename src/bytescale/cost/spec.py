@@ -19,7 +19,7 @@ class ModelSpec:
     """Counts of a model. Numbers of weights and of elements are those of one layer, if they do not say otherwise."""
 
     stack: Architecture
-    """The model, or equal layers of our own that stand for it: as many layers, words and heads of the mean width."""
+    """A preset's numbers, or equal layers that stand for a model: as many layers, words and heads of the mean width."""
     kind: str = ""
     """A word on the model for people, such as its family; empty: there is nothing to say."""
     pair_numbers: float
@@ -50,7 +50,7 @@ class ModelSpec:
 
     @staticmethod
     def of(model: Architecture | ModelSpec) -> ModelSpec:
-        """The counts of our own model; counts stay as they are."""
+        """The counts of a preset, by its numbers; counts stay as they are."""
         if isinstance(model, ModelSpec):
             return model
         active = flops.attention_parameters(model) + flops.active_feed_forward_parameters(model)

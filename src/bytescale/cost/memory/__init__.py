@@ -1,4 +1,4 @@
-"""Peak memory of a micro-batch, part by part, from the model's shape: what fits is known before anything runs.
+"""Peak memory of a micro-batch, part by part: what fits is known before anything runs.
 
-The counts follow what autograd really saves; tests/cost/test_memory.py compares them with counted tensors.
+What layers need of a row is measured (``hf.model.measure``); weights, states, logits and ring buffers are counted.
 """

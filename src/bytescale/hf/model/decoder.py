@@ -1,7 +1,7 @@
 """A decoder of transformers on our attention: all that ``HDP``, the trainer and the commands know of it.
 
-``runtime.Executor`` runs our own models and these alike. In a loop that is not ours the caller runs the model, and this
-object opens the passes.
+``runtime.Executor`` runs it in the trainer. In a loop that is not ours the caller runs the model, and this object opens
+the passes.
 
 Shape letters: T rows of a micro-batch, C hidden size, V vocabulary.
 """
