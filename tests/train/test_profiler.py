@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
-from bytescale.config.resolve import resolve_model
+from bytescale.config.resolve import preset_shape
 from bytescale.config.schema import Config, CostConfig, MemoryConfig, ModelConfig, ParallelConfig
 from bytescale.cost.assumed import Rates, times_of
 from bytescale.cost.links import Links
@@ -178,7 +178,7 @@ def test_the_command_writes_a_profile_that_training_takes(tmp_path: Path) -> Non
     config = on_ranks(small_run(corpus, tmp_path / "run", steps=2), 2, 128)
     config = replace(config, cost=CostConfig(profile=str(out)), memory=MemoryConfig(offload="on", host_gib=0.1))
     assert len(run(config)) == 2
-    flat, shape = load_profile(out), resolve_model(config.model, tokenizer_vocab_size=300)
+    flat, shape = load_profile(out), preset_shape(config.model, tokenizer_vocab_size=300)
     alone, sharded = (
         times_of(replace(config, parallel=replace(config.parallel, tp=tp)), shape, flat, Rates(), bytes_per_element=4)
         for tp in (1, 2)

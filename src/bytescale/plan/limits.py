@@ -36,6 +36,10 @@ class Phase:
         return self.fixed_bytes + chunk + self.bytes_per_token * tokens + slices
 
 
+_FEW_TOKENS = 8192
+"""Of a micro-batch: a chunk of fewer is taken to be full."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
     """The memory of one device and its share of host memory.
@@ -90,7 +94,13 @@ class MemoryLimits:
     def movable_share(self) -> float:
         """The share of an additional token's device memory, in the most demanding phase, that offloading can move.
 
-        The paper's Eq. 3 uses (l - 2) / l here, because it considers the memory of layers only.
+        A chunk of so many tokens that a micro-batch may be smaller counts as growing with it. The paper's Eq. 3 uses
+        (l - 2) / l here, because it considers the memory of layers only.
         """
-        steepest = max(phase.bytes_per_token + phase.bytes_per_shared_token for phase in self.phases)
+        steepest = max(
+            phase.bytes_per_token
+            + phase.bytes_per_shared_token
+            + (phase.bytes_per_chunk_token if phase.chunk_tokens > _FEW_TOKENS else 0.0)
+            for phase in self.phases
+        )
         return self.movable_bytes_per_token / (self.saved_bytes_per_token + max(steepest, 0.0))

@@ -80,6 +80,8 @@ class MeasuredMemory(DeviceMemory):
     num_in_flight: int = 1
     """Micro-batches whose activations a pipeline stage holds at a time, each taken to be as large as the one in it."""
     has_head: bool = True
+    embedding_numbers: int = 0
+    """Weights of the embedding that are trained here. Its gradient exists at once before it is added to the others."""
     other_stages: tuple[MeasuredMemory, ...] = ()
     """Of the pipeline that this stage belongs to."""
 
@@ -137,7 +139,8 @@ class MeasuredMemory(DeviceMemory):
             replace(own, query=own.query / num_parts, keys=own.keys / num_parts, lse=own.lse / num_parts)
             for own in self.rings
         )
-        return replace(self, rows=rows, states=replace(states, **numbers), rings=tuple(rings))
+        words = self.embedding_numbers // num_parts
+        return replace(self, rows=rows, states=replace(states, **numbers), rings=tuple(rings), embedding_numbers=words)
 
     def fullest_stage(self, device_bytes: float) -> MeasuredMemory:
         """As ``DeviceMemory``."""
@@ -164,7 +167,13 @@ class MeasuredMemory(DeviceMemory):
             chunk_tokens=ROWS_PER_CHUNK[self.kind],
             bytes_per_chunk_token=self.rows.chunked_per_token,
         )
-        return (*([self._loss()] if self.has_head else []), layers, *(self._ring(ring, beside) for ring in self.rings))
+        ends = [self._loss()] if self.has_head else []
+        if self.embedding_numbers:
+            element = self.states.element_bytes
+            of_rows = float(self.hidden_size * element)
+            size = float(self.embedding_numbers * element)
+            ends.append(Phase(name="embedding", fixed_bytes=size, bytes_per_token=of_rows))
+        return (*ends, layers, *(self._ring(ring, beside) for ring in self.rings))
 
     def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
         """As ``DeviceMemory``. What else keeps moved bytes alive takes host memory in addition."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from bytescale.cost.memory.device_memory import States
 from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
 from bytescale.cost.memory.rows import RingWidths
 from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.probe import LayerAttention
 from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
@@ -30,6 +32,8 @@ from bytescale.runtime.saved.activations import Activations
 
 DOCUMENT_TOKENS = 32
 """Short enough for any model's positions."""
+SHAPE_TOKENS = 1024
+"""The same on the meta device, where rows cost nothing."""
 NUM_DOCUMENTS = (4, 12)
 
 
@@ -39,11 +43,26 @@ def measure_rows(
     """Run the model, whose layers have ``activations``, without offloading and, where it may, with all of it.
 
     The pool for offloading is told what a token takes. Gradients of parameters are added to; set them to zero after.
+    The embedding has none meanwhile: theirs would be the most that a few rows need (``MeasuredMemory.phases``).
     """
-    alone = RankGroup(device=device)
+    alone, length = RankGroup(device=device), SHAPE_TOKENS if device.type == "meta" else DOCUMENT_TOKENS
+    embedding = embeddings_of(decoder.model)[0]
+    with ExitStack() as after:
+        if isinstance(weight := getattr(embedding, "weight", None), nn.Parameter) and weight.requires_grad:
+            after.callback(weight.requires_grad_, True)
+            anchor = weight.new_zeros((), requires_grad=True)
+            after.callback(embedding.register_forward_hook(lambda _, args, out: _End.apply(out, anchor)).remove)
+            weight.requires_grad_(False)
+        return _measured(decoder, kernel, activations, alone, length)
+
+
+def _measured(
+    decoder: AttachedDecoder, kernel: AttentionKernel, activations: Activations, alone: RankGroup, length: int
+) -> MeasuredRows:
+    device = alone.device
 
     def run(number: int, ratio: float) -> _Bytes:
-        micro_batch = MicroBatch.of_documents(0, [DOCUMENT_TOKENS] * number)
+        micro_batch = MicroBatch.of_documents(0, [length] * number)
         micro_batch = replace(micro_batch, offload_ratios=((micro_batch.num_tokens, ratio),))
         attention = PackedAttention(micro_batch, kernel, alone.exchange, activations.attention_memory)
         positions = torch.as_tensor(micro_batch.position_ids()).to(device)
@@ -60,33 +79,43 @@ def measure_rows(
         moved = 0 if activations.offload is None else activations.offload.bytes_moved - before
         return saved, live.peak, moved
 
-    chunk, activations.row_chunk.rows = activations.row_chunk.rows, NUM_DOCUMENTS[-1] * DOCUMENT_TOKENS
-    kept, fixed = _slopes(run, 0.0)
+    chunk, activations.row_chunk.rows = activations.row_chunk.rows, NUM_DOCUMENTS[-1] * length
+    kept, fixed = _slopes(run, 0.0, length)
     rows = MeasuredRows(saved_per_token=kept[0], peak_per_token=kept[1], fixed=fixed)
-    activations.row_chunk.rows = DOCUMENT_TOKENS
-    apart = run(NUM_DOCUMENTS[-1], 0.0)[1] / (
-        NUM_DOCUMENTS[-1] * DOCUMENT_TOKENS
-    )  # row-wise parts need next to nothing
+    activations.row_chunk.rows = 32
+    apart = run(NUM_DOCUMENTS[-1], 0.0)[1] / (NUM_DOCUMENTS[-1] * length)  # row-wise parts need next to nothing
     activations.row_chunk.rows = chunk
     if apart < kept[1]:
         rows = replace(rows, peak_per_token=apart, chunked_per_token=kept[1] - apart)
     if activations.offload is None:
         return rows
     run(NUM_DOCUMENTS[-1], 1.0)  # from here on, the pages of host memory exist
-    left, _ = _slopes(run, 1.0)
+    left, _ = _slopes(run, 1.0, length)
     movable = max(0.0, min(kept[0] - left[0], kept[1] - left[1]))
     activations.offload.pool.token_bytes = left[2]
     return replace(rows, movable_per_token=movable, moved_per_token=left[2])
+
+
+class _End(torch.autograd.Function):
+    """Rows whose gradient is computed, and goes no further."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor) -> Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 _Bytes = tuple[float, float, float]
 """Kept by forward, at the highest point, and moved to the host."""
 
 
-def _slopes(run: Callable[[int, float], _Bytes], ratio: float) -> tuple[_Bytes, float]:
+def _slopes(run: Callable[[int, float], _Bytes], ratio: float, length: int) -> tuple[_Bytes, float]:
     """Bytes for each row; and at the highest point, those that do not depend on the rows."""
     few, many = (run(number, ratio) for number in NUM_DOCUMENTS)
-    rows = [number * DOCUMENT_TOKENS for number in NUM_DOCUMENTS]
+    rows = [number * length for number in NUM_DOCUMENTS]
     saved, peak, moved = ((b - a) / (rows[1] - rows[0]) for a, b in zip(few, many, strict=True))
     return (saved, peak, moved), max(0.0, few[1] - peak * rows[0])
 
@@ -143,6 +172,7 @@ def measured_memory(
             (trained if parameter.requires_grad else frozen)[unit] += number
             if id(parameter) in of_experts:
                 (trained_experts if parameter.requires_grad else frozen_experts)[unit] += number
+    embedding = getattr(embeddings_of(decoder.model)[0], "weight", None)
     stage, num_parts = decoder.stage, 1 if decoder.token_rows is None else decoder.token_rows.shards.tp.size
     num_stages = 1 if stage is None else stage.count
     parameters, layers, weight = list(decoder.parameters()), decoder.structure.layers, decoder.model_head.weight
@@ -170,6 +200,7 @@ def measured_memory(
         nccl_bytes=nccl_reserve_bytes(num_ranks, num_parts, num_stages) if kind == "cuda" else 0,
         num_in_flight=1 if stage is None else num_stages - stage.number,
         has_head=stage is None or stage.is_last,
+        embedding_numbers=0 if embedding is None or not embedding.requires_grad else embedding.numel(),
     )
 
 

@@ -60,9 +60,9 @@ class Activations:
         """
         kind = "cpu" if device is None or device.type == "meta" else device.type
         self.row_chunk = RowChunk(chunk_rows or ROWS_PER_CHUNK[kind])
-        for module, method in row_wise if checkpointing != "none" else ():
-            apply_row_chunks(module, method, self.row_chunk)
-        self._undo = apply_checkpointing(layers, checkpointing, kept := KeptAttention())
+        pairs = row_wise if checkpointing != "none" else ()
+        self._undo = [apply_row_chunks(module, method, self.row_chunk) for module, method in pairs]
+        self._undo.append(apply_checkpointing(layers, checkpointing, kept := KeptAttention()))
         self.attention_memory = kept if checkpointing == "attention" else None
         self.offload: ActivationOffload | None = None
         if pool is not None:
@@ -87,7 +87,8 @@ class Activations:
 
     def remove(self) -> None:
         """Give the layers back the forward that they had."""
-        self._undo()
+        for undo in self._undo:
+            undo()
         if self.offload is not None:
             self.offload.remove()
 

@@ -99,12 +99,14 @@ class RowChunk:
     rows: int
 
 
-def apply_row_chunks(owner: nn.Module, method: str, chunk: RowChunk) -> None:
+def apply_row_chunks(owner: nn.Module, method: str, chunk: RowChunk) -> Callable[[], None]:
     """Make ``owner.method``, ``[.., T, C] -> [.., T, C]``, which treats rows alone, process a ``chunk`` at a time.
 
     The method keeps its input and computes each chunk again in backward. Inputs of at most as many rows are
-    processed as before. A recomputation of a layer that ends with the method skips it (``save_now``).
+    processed as before. A recomputation of a layer that ends with the method skips it (``save_now``). Returns a
+    function that undoes it.
     """
+    before = vars(owner).get(method)
     function: Callable[[Tensor], Tensor] = getattr(owner, method)
 
     def chunked(rows: Tensor) -> Tensor:
@@ -115,6 +117,7 @@ def apply_row_chunks(owner: nn.Module, method: str, chunk: RowChunk) -> None:
         return result
 
     setattr(owner, method, chunked)
+    return (lambda: delattr(owner, method)) if before is None else (lambda: setattr(owner, method, before))
 
 
 def save_now(*tensors: Tensor) -> tuple[Callable[[], tuple[Tensor, ...]], Tensor]:

@@ -14,7 +14,6 @@ from bytescale.checkpoint.reading import load_states
 from bytescale.config.attached import AttachedArchitecture
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, source_folder
 from bytescale.config.schema import Config
-from bytescale.config.validate import may_offload
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
@@ -22,12 +21,10 @@ from bytescale.hf.files.folder import constants_of, empty_model, load_model, mak
 from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.model.balance import BalanceLoss
 from bytescale.hf.model.decoder import AttachedDecoder
-from bytescale.hf.model.measure import measure_rows, measured_memory, row_wise_parts
-from bytescale.hf.model.norms import replace_norms
+from bytescale.hf.model.measure import measure_rows, measured_memory
 from bytescale.hf.model.parallelize import RankPart, parallelize
 from bytescale.hf.model.probe import check_widths
 from bytescale.runtime.executor import Decoder
-from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.runtime.optimizer.flat import Entry, FlatParameters
@@ -35,9 +32,9 @@ from bytescale.runtime.optimizer.lockstep import Units, shard_parts
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.runtime.saved.activations import Activations
-from bytescale.runtime.saved.host_pool import HostPool
 from bytescale.runtime.tied import TiedHead
-from bytescale.train.parts.budget import MemoryBudget, usable_host_bytes
+from bytescale.train.parts.activations import activations_of
+from bytescale.train.parts.budget import MemoryBudget
 from bytescale.train.parts.large_model import Initial, part_of_large, shapes_of
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
@@ -133,9 +130,10 @@ def build_attached_model(
     """
     flash = isinstance(kernel, CudaFlashKernel)
     initial: Initial | None = None
+    rows: MeasuredRows | None = None
     shapes = None if mesh is None else shapes_of(architecture, dtype, config.data.context_length)
     if mesh is not None and shapes is not None:
-        architecture, part, own, initial, exact = part_of_large(
+        architecture, part, own, rows, initial, exact = part_of_large(
             config, architecture, shapes, mesh, device=device, dtype=dtype
         )
         check_widths(part.structure, cuda_flash=flash)
@@ -151,7 +149,13 @@ def build_attached_model(
 
     # Checkpointing and offloading, and what a token needs with them.
     tp = None if mesh is None else mesh.tp
-    activations, rows = _measured_activations(config, part, kernel, device, flat, num_ranks=num_shards, tp=tp)
+    activations = activations_of(config, part, device, num_ranks=num_shards, tp=tp)
+    if rows is None:
+        rows = measure_rows(part, kernel, activations, device)
+        for parameters in flat:
+            parameters.zero_gradients()
+    elif activations.offload is not None:
+        activations.offload.pool.token_bytes = rows.moved_per_token
     return HFModel(
         architecture=architecture,
         part=part,
@@ -253,36 +257,6 @@ def _flat_buffers(
         for entry in flat[0].entries if initial else ():
             flat[0].value_of(entry).copy_(value_of(entry))
     return flat, units
-
-
-def _measured_activations(
-    config: Config,
-    part: AttachedDecoder,
-    kernel: AttentionKernel,
-    device: torch.device,
-    flat: Sequence[FlatParameters],
-    *,
-    num_ranks: int,
-    tp: RankGroup | None,
-) -> tuple[Activations, MeasuredRows]:
-    """Apply norms that keep less, checkpointing and offloading to the layers, and measure what a token needs then."""
-    replace_norms(part.model)
-    pool = None
-    if may_offload(config, device.type):
-        pool = HostPool(int(usable_host_bytes(config, num_ranks)), pinned=device.type == "cuda")
-    alone = tp is None or tp.size == 1  # otherwise messages run beside the products of all rows
-    activations = Activations(
-        part.layers,
-        checkpointing=config.memory.checkpointing,
-        pool=pool,
-        device=device,
-        tp=tp,
-        row_wise=row_wise_parts(part) if alone and config.memory.checkpointing != "none" else (),
-    )
-    rows = measure_rows(part, kernel, activations, device)
-    for own in flat:
-        own.zero_gradients()
-    return activations, rows
 
 
 def shard_of(exact: Mapping[str, Tensor], parameters: FlatParameters, rank: int) -> list[Tensor]:

@@ -108,8 +108,7 @@ def memory_budget(
         speeds = devices.speeds(profile.device)
         if len({*capacity}) > 1 or len({*speeds}) > 1:
             cluster = Cluster(capacity_tokens=np.array(capacity), speeds=np.array(speeds))
-    offloads = model.movable_bytes_per_token or (not memory.other_stages and config.memory.offload == "on")
-    if may_offload(config, device.type) and cluster.is_uniform and offloads:
+    if may_offload(config, device.type) and cluster.is_uniform and model.movable_bytes_per_token:
         cluster = replace(cluster, offload=model.offload_rule(profile, host))
     host_bytes = host if cluster.offload else 0.0
     room = least if cluster.is_uniform else rooms

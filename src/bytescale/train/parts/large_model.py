@@ -16,21 +16,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bytescale.attention.choose import select_kernel
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
 from bytescale.config.attached import AttachedArchitecture
 from bytescale.config.resolve import HF_PREFIX, source_folder
 from bytescale.config.schema import Config
+from bytescale.cost.memory.measured import MeasuredRows
 from bytescale.hf.files.folder import constants_of, empty_model, load_model, parameters_of, set_constants
 from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.files.large import InitialValues, give_memory, hollow_model, twin_of
 from bytescale.hf.model.balance import BalanceLoss
 from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.hf.model.long_rope import depends_on_pass
-from bytescale.hf.model.measure import OnMeta
+from bytescale.hf.model.measure import OnMeta, measure_rows
 from bytescale.hf.model.parallelize import RankPart, parallelize
 from bytescale.runtime.loss import PlainHead
 from bytescale.runtime.mesh import Mesh
+from bytescale.train.parts.activations import activations_of
 
 FEW_PARAMETERS = 10**8
 """A model of so many is built as a whole, with all of its weights; a larger one in parts, or by its shapes alone."""
@@ -42,6 +45,7 @@ class LargePart(NamedTuple):
     architecture: AttachedArchitecture  # with the constants that belong to the weights
     decoder: AttachedDecoder
     part: RankPart
+    rows: MeasuredRows  # what its layers need
     initial: Initial
     exact: dict[str, Tensor]  # weights by name, where the parameters are rounded
 
@@ -95,6 +99,10 @@ def part_of_large(
         if architecture.balance:
             decoder.balance = BalanceLoss(decoder, architecture.balance)
         part = parallelize(decoder, mesh)
+        meta, tp = torch.device("meta"), mesh.tp
+        activations = activations_of(config, decoder, meta, num_ranks=mesh.hdp.size, tp=tp)
+        rows = measure_rows(decoder, select_kernel("auto", torch.device("cpu"), dtype), activations, meta)
+        activations.remove()
 
     # Constants, and memory for parameters.
     source, exact = config.trainer.init, dict[str, Tensor]()
@@ -121,7 +129,7 @@ def part_of_large(
         tied = decoder.stage.tied
         name = next(name for name, own in decoder.model.named_parameters() if own is tied)
         tied.data = initial(name, part.cuts[name]).to(device, dtype)
-    return LargePart(replace(architecture, buffers=constants_of(whole)), decoder, part, initial, exact)
+    return LargePart(replace(architecture, buffers=constants_of(whole)), decoder, part, rows, initial, exact)
 
 
 def _take_constants(model: nn.Module, source: nn.Module, device: torch.device) -> None:

@@ -1,0 +1,34 @@
+"""What a run does with the activations of a rank's layers."""
+
+from __future__ import annotations
+
+import torch
+
+from bytescale.config.schema import Config
+from bytescale.config.validate import may_offload
+from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.measure import row_wise_parts
+from bytescale.hf.model.norms import replace_norms
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.saved.activations import Activations
+from bytescale.runtime.saved.host_pool import HostPool
+from bytescale.train.parts.budget import usable_host_bytes
+
+
+def activations_of(
+    config: Config, part: AttachedDecoder, device: torch.device, *, num_ranks: int, tp: RankGroup | None
+) -> Activations:
+    """Apply norms that keep less, checkpointing and offloading to the layers."""
+    replace_norms(part.model)
+    pool = None
+    if may_offload(config, device.type):
+        pool = HostPool(int(usable_host_bytes(config, num_ranks)), pinned=device.type == "cuda")
+    alone = tp is None or tp.size == 1  # otherwise messages run beside the products of all rows
+    return Activations(
+        part.layers,
+        checkpointing=config.memory.checkpointing,
+        pool=pool,
+        device=device,
+        tp=tp,
+        row_wise=row_wise_parts(part) if alone and config.memory.checkpointing != "none" else (),
+    )
