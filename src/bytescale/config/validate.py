@@ -106,6 +106,12 @@ def check_ranks(parallel: ParallelConfig, num_ranks: int) -> None:
 def _check_mesh(parallel: ParallelConfig, shape: Architecture) -> None:
     """Raise ``ConfigError`` when heads, widths or layers do not divide as the mesh needs. Other models tell later."""
     tp, pp = parallel.tp, parallel.pp
+    if parallel.experts == "parallel" and not shape.num_experts:
+        raise ConfigError(
+            'parallel.experts is "parallel", and the model has no experts',
+            so="no token could travel to another rank's",
+            fix="take a mixture of experts (model.num_experts), or leave parallel.experts out",
+        )
     if pp > shape.num_layers:
         raise ConfigError(
             f"parallel.pp = {pp} exceeds the model's {shape.num_layers} layers",
