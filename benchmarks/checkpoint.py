@@ -32,7 +32,7 @@ from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import Manifest, RunState, StoredFile, layout_to_json
 from bytescale.checkpoint.writing import RankStates, layout_of
 from bytescale.config.schema import CheckpointConfig, OptimizerConfig, ParallelConfig
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.measure import OnMeta
 from bytescale.hf.model.parallelize import parallelize
 from bytescale.hf.model.tensor_parallel import planned_cuts
@@ -158,7 +158,7 @@ def meta_rank(config: LlamaConfig, mesh: MeshShape, rank: int) -> tuple[FlatPara
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with OnMeta():
-        decoder = AttachedDecoder(model)
+        decoder = HFDecoder(model)
         cuts = planned_cuts(decoder, mesh.tp)
         names = [name for name, _ in parallelize(decoder, None, stage=(stage, mesh.pp)).named]
     with torch.device("meta"):

@@ -50,7 +50,7 @@ from bytescale.attention.kernels import OfQueries
 from bytescale.config.schema import OptimizerConfig
 from bytescale.cost.flops import BACKWARD_ATTENTION_RATIO
 from bytescale.cost.profile_file import fit_warnings, save_profile
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.measure import measure_rows, measured_memory
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
@@ -265,7 +265,7 @@ class Step:
         kernel: AttentionKernel | None = None,
     ) -> None:
         """``ratio``: of the tokens whose activations move; None: as many as ``pool`` can hold."""
-        model = AttachedDecoder(shape.model(device.device, device.dtype))
+        model = HFDecoder(shape.model(device.device, device.dtype))
         self.mesh = Mesh.of_hdp(RankGroup(device=device.device))
         self.parameters = FlatParameters(model.model.named_parameters(), 1)
         self.optimizer = ShardedOptimizer.of_config(self.parameters, OptimizerConfig(), self.mesh)
@@ -586,7 +586,7 @@ def profile_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
         from bytescale.train.profiling.measurer import Measurer
         from bytescale.train.profiling.profiler import measure_profile
 
-        model = AttachedDecoder(shape.model(device.device, device.dtype), longest_document=longest)
+        model = HFDecoder(shape.model(device.device, device.dtype), longest_document=longest)
         profile = measure_profile(Measurer(model, device.device, device.dtype), max_tokens=longest, seconds=seconds)
         out = Path("benchmarks/out/profile.toml")
         out.parent.mkdir(parents=True, exist_ok=True)

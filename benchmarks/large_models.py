@@ -17,11 +17,11 @@ import torch
 
 from bytescale.attention import select_kernel
 from bytescale.config.architecture import PRESETS, Architecture
-from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.description import ModelDescription
 from bytescale.config.hugging_face import hf_config_of
 from bytescale.config.schema import AUTO_CAPACITY, Config, Experts
 from bytescale.cost.memory.measured import MeasuredMemory
-from bytescale.train.parts.rank_model import describe_model
+from bytescale.train.parts.describe import describe_model
 
 GIB = 2**30
 NUM_GPUS, USABLE_BYTES = 8, 0.92 * 79.1 * GIB  # of an H100 with 80 GB
@@ -55,7 +55,7 @@ MIXTURES = {
 def memory_of(shape: Architecture, config: Config, num_ranks: int, domain: int) -> MeasuredMemory:
     """Measured on the meta device, in BF16."""
     cpu, dtype = torch.device("cpu"), torch.bfloat16
-    kernel, architecture = select_kernel("auto", cpu, dtype), AttachedArchitecture(content=hf_config_of(shape))
+    kernel, architecture = select_kernel("auto", cpu, dtype), ModelDescription(content=hf_config_of(shape))
     _, memory = describe_model(config, architecture, kernel, cpu, dtype, num_ranks=num_ranks, kind="cuda")
     return memory.of_run(config, domain=domain)
 

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import bytescale
 from bytescale.attention import AttentionRules, PackedAttention, RingBuffers, select_kernel
 from bytescale.config.schema import OptimizerConfig
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime.executor import Decoder, Executor
@@ -79,7 +79,7 @@ class Tokens:
 def runtime_step(group: RankGroup) -> Callable[[RankPlan, list[Tokens], float], None]:
     """A step of the trainer's runtime."""
     mesh = Mesh.of_hdp(group)
-    model = AttachedDecoder(llama(), longest_document=65536)
+    model = HFDecoder(llama(), longest_document=65536)
     flat = FlatParameters(model.model.named_parameters(), group.size, bucket_bytes=2**20, late=model.late_parameters())
     optimizer = ShardedOptimizer.of_config(flat, OptimizerConfig(), mesh)
     optimizer.zeros[0].overlap_with((model, model.layers))

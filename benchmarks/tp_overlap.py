@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bytescale.attention import PackedAttention, select_kernel
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
@@ -73,7 +73,7 @@ def run_rank(rank: int, num_tokens: int, rounds: int) -> None:
     tp, silent = RankGroup(dist.group.WORLD, name="TP"), Silent(dist.group.WORLD)
     shards = TokenShards(tp)
     torch.manual_seed(0)
-    model = AttachedDecoder(AutoModelForCausalLM.from_config(CONFIG).train())
+    model = HFDecoder(AutoModelForCausalLM.from_config(CONFIG).train())
     apply_tensor_parallelism(model, shards)
     attention = whole_document(num_tokens)
     generator = torch.Generator().manual_seed(0)

@@ -18,9 +18,9 @@ from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.reading import Wanted, wanted_by
 from bytescale.common.cut import Cut
-from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.description import ModelDescription
 from bytescale.config.schema import CheckpointConfig, OptimizerConfig
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.parallelize import parallelize
 from bytescale.parity import small_model
 from bytescale.runtime.mesh import Mesh, MeshShape
@@ -41,7 +41,7 @@ class Family:
 
     def as_dict(self) -> dict[str, Any]:
         """What a checkpoint says of the model."""
-        return AttachedArchitecture(content=_content_of(self)).as_dict()
+        return ModelDescription(content=_content_of(self)).as_dict()
 
     def model(self) -> Any:
         sizes = {"vocab_size": 64, "hidden_size": 16, "head_dim": 4, "intermediate_size": 24}
@@ -63,7 +63,7 @@ def cuts_of(shape: Family, tp: int, pp: int) -> dict[tuple[int, int], dict[str, 
     model = shape.model()
 
     def one_rank(mesh: Mesh) -> tuple[tuple[int, int], dict[str, Cut]]:
-        own = parallelize(AttachedDecoder(copy.deepcopy(model)), mesh)
+        own = parallelize(HFDecoder(copy.deepcopy(model)), mesh)
         return (mesh.stage, mesh.tp.rank), {name: own.cuts[name] for name, _ in own.named}
 
     return dict(run_mesh(MeshShape(1, tp=tp, pp=pp), one_rank))

@@ -12,7 +12,7 @@ import tokenizers
 from bytescale.common.errors import ConfigError
 from bytescale.config.load import load_config
 from bytescale.config.schema import Config
-from bytescale.hf.files.export import export_attached
+from bytescale.hf.files.export import export_checkpoint
 from bytescale.train.loop.trainer import train
 from bytescale.train.origin import keep_origin
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
@@ -30,7 +30,7 @@ def test_kept_for_ever_and_exported(tmp_path: Path) -> None:
     names = ["step-000003", "step-000006", "step-000007"]
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == names
     run_config = load_config(folder / "config.toml")
-    export_attached(folder / "checkpoints" / "step-000006", tmp_path / "later", run_config=run_config)
+    export_checkpoint(folder / "checkpoints" / "step-000006", tmp_path / "later", run_config=run_config)
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<eos>": 2}, unk_token="b"))
     words.save(str(tmp_path / "tokenizer.json"))
@@ -38,7 +38,7 @@ def test_kept_for_ever_and_exported(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text("{{ messages }}", encoding="utf-8")
     data = replace(run_config.data, chat_template=str(tmp_path / "chat.jinja"))
     keep_origin(tmp_path / "origin", replace(run_config, data=data), str(tmp_path / "tokenizer.json"))
-    export_attached(
+    export_checkpoint(
         folder / "checkpoints" / "step-000006", tmp_path / "ends", run_config=run_config, origin=tmp_path / "origin"
     )
     for name in ("config.json", "generation_config.json"):

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from bytescale.cli.main import main
 from bytescale.common.errors import BytescaleError, ConfigError, DataError, PlanError
-from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.description import ModelDescription
 from bytescale.config.foreign_config import refuse_links_out
 from bytescale.config.hugging_face import read_hf_config
 from bytescale.config.load import load_config
@@ -66,7 +66,7 @@ def test_every_wrong_value_of_a_config_json_is_one_clear_error(tmp_path: Path, b
         folder = in_folder(tmp_path / str(number), {**base, name: value})
         with pytest.raises(ConfigError, match="To fix"):  # noqa: PT012
             shape = resolve_model(ModelConfig(preset=f"hf:{folder}"))
-            content = shape.content if isinstance(shape, AttachedArchitecture) else read_hf_config(folder)
+            content = shape.content if isinstance(shape, ModelDescription) else read_hf_config(folder)
             empty_model(content)
             pytest.fail(f"{name} = {value!r} was taken")
 

@@ -34,7 +34,7 @@ from bytescale.attention.rings.exchange import Message
 from bytescale.attention.trees import blocks_between
 from bytescale.config.schema import OptimizerConfig
 from bytescale.hf.model import tensor_parallel as cutting
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
 from bytescale.parity import small_model
 from bytescale.plan import MicroBatch, Plan, RankPlan, SharedGroup
@@ -229,7 +229,7 @@ def tensor_parallel() -> str:
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
     model = small_model("llama", dtype=FP32, num_hidden_layers=3, intermediate_size=384, vocab_size=320, **sizes)
     with fake.fake_ranks(1, 2) as group:
-        decoder = AttachedDecoder(model)
+        decoder = HFDecoder(model)
         # Fake ranks send nothing, so that the cut model differs from the whole one.
         with mock.patch.object(cutting, "difference", return_value=None):
             cuts = apply_tensor_parallelism(decoder, TokenShards(RankGroup(group, name="TP")))

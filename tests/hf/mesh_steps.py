@@ -14,7 +14,7 @@ from bytescale.attention import AttentionKernel, select_kernel
 from bytescale.common.cut import Cut
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.parallelize import parallelize
 from bytescale.parity import Comparison
 from bytescale.parity.compare import Document, StepNumbers, WideCasts, difference, plain_step, random_plan
@@ -95,7 +95,7 @@ def mesh_step(
 class RankModel:
     """One rank's part of a decoder, as the trainer makes it."""
 
-    decoder: AttachedDecoder
+    decoder: HFDecoder
     parameters: FlatParameters
     more: Sequence[FlatParameters] = ()  # further ones, where ranks share layers
     units: Units | None = None  # open these layers
@@ -129,7 +129,7 @@ class RankModel:
 
 def rank_model(model: nn.Module, mesh: Mesh, *, bucket_bytes: int = 0, experts: str = "gathered") -> RankModel:
     """This rank's part of a copy of ``model``. Ranks of a domain share its layers; ``experts``: and experts so."""
-    decoder = AttachedDecoder(copy.deepcopy(model).train())
+    decoder = HFDecoder(copy.deepcopy(model).train())
     own = parallelize(decoder, mesh)
     named, more, units = own.named, list[FlatParameters](), None
     if mesh.domain.size > 1:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from bytescale.common.errors import BytescaleError
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.stages import cut_to_stage
 from bytescale.hf.model.tensor_parallel import planned_cuts
 from bytescale.parity import FAMILIES, Setup, compare, small_model
@@ -183,8 +183,8 @@ def meshed(name: str) -> Meshed:
     dtype = _dtype(name)
     model, refused = _small(name, dtype), dict[str, str]()
     for key, attempt in (
-        ("tp", lambda: planned_cuts(AttachedDecoder(copy.deepcopy(model)), 2)),
-        ("pp", lambda: [cut_to_stage(AttachedDecoder(copy.deepcopy(model)), stage, 2) for stage in range(2)]),
+        ("tp", lambda: planned_cuts(HFDecoder(copy.deepcopy(model)), 2)),
+        ("pp", lambda: [cut_to_stage(HFDecoder(copy.deepcopy(model)), stage, 2) for stage in range(2)]),
     ):
         try:
             attempt()

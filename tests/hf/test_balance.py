@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bytescale.attention import select_kernel
 from bytescale.common.errors import ConfigError
 from bytescale.hf.model.balance import BalanceLoss
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.parallelize import parallelize
 from bytescale.parity import small_model
 from bytescale.plan import Plan, RankPlan
@@ -70,7 +70,7 @@ def on_mesh(
     """The loss of the ranks, of every stage once, and gradients without cross-entropy's: labels are masked."""
 
     def one_rank(mesh: Mesh) -> tuple[float, dict[str, Any]]:
-        decoder = AttachedDecoder(copy.deepcopy(model).train())
+        decoder = HFDecoder(copy.deepcopy(model).train())
         decoder.balance = BalanceLoss(decoder, WEIGHT)
         own = parallelize(decoder, mesh)
         flat = FlatParameters(own.named, 1, own.cuts, late=decoder.late_parameters())
@@ -156,4 +156,4 @@ def test_one_layer_has_the_value_of_transformers() -> None:
 
 def test_a_model_without_plain_routers_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"set model.router_aux_loss_weight to 0"):
-        BalanceLoss(AttachedDecoder(small_model("llama", dtype=torch.float64)), WEIGHT)
+        BalanceLoss(HFDecoder(small_model("llama", dtype=torch.float64)), WEIGHT)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.description import ModelDescription
 from bytescale.config.hugging_face import read_hf_config
 from bytescale.hf.files import folder as folders
 from bytescale.hf.files.folder import load_model as load_for_training
@@ -124,10 +124,10 @@ def test_code_in_a_folder_is_never_run(tmp_path: Path, model_type: str, monkeypa
 def test_a_checkpoint_with_a_head_that_its_folder_would_lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such checkpoints exist: folders whose head differs from tied embeddings were once taken."""
     folder = saved(tmp_path / "model", "qwen3")
-    architecture = AttachedArchitecture(content=read_hf_config(folder)).as_dict()
+    architecture = ModelDescription(content=read_hf_config(folder)).as_dict()
     held = {f"master.{name}": () for name, _ in small_model("qwen3", tie_word_embeddings=False).named_parameters()}
     stored = SimpleNamespace(state=SimpleNamespace(architecture=architecture), shapes=lambda: held, folder=tmp_path)
     monkeypatch.setattr(folders, "CheckpointReader", lambda _: stored)
     checkpoint = tmp_path / "checkpoint"
     with pytest.raises(CheckpointError, match=r"has lm_head\.weight, for which its model has no place"):
-        folders.export_attached(checkpoint, tmp_path / "back")
+        folders.export_checkpoint(checkpoint, tmp_path / "back")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import bytescale
 from bytescale.common.errors import DataError
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import _used_rows, hidden_states
 from bytescale.parity import small_model
 from bytescale.runtime.loss import PlainHead, loss_sum, token_losses
@@ -121,7 +121,7 @@ def test_a_head_is_plain_if_it_is_one_product(
     name: str, plain: bool, changes: dict[str, Any], dtype: torch.dtype
 ) -> None:
     model = small_model(name, **changes).to(dtype)
-    assert isinstance(AttachedDecoder(model, longest_document=64).head, PlainHead) == plain
+    assert isinstance(HFDecoder(model, longest_document=64).head, PlainHead) == plain
 
 
 def test_rows_of_weight_0_whose_loss_is_infinite() -> None:

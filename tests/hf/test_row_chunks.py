@@ -10,7 +10,7 @@ import torch
 
 from bytescale.attention import PackedAttention, select_kernel
 from bytescale.cost.memory.measured import MeasuredRows
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.measure import LiveBytes, measure_rows, row_wise_parts
 from bytescale.parity import small_model
 from bytescale.plan import MicroBatch
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def passed(model: Any, mode: str, chunk: int) -> tuple[MeasuredRows, int, torch.Tensor]:
     """What was measured of a few rows; the peak of a pass over many; and the gradients of that pass."""
-    decoder = AttachedDecoder(copy.deepcopy(model).train())
+    decoder = HFDecoder(copy.deepcopy(model).train())
     flat, kernel = FlatParameters(list(decoder.model.named_parameters()), 1), select_kernel("math", CPU, torch.float32)
     activations = Activations(
         decoder.layers,
@@ -61,4 +61,4 @@ def test_chunks_need_the_memory_that_is_foreseen(name: str, mode: str) -> None:
 @pytest.mark.parametrize(("name", "number"), [("llama", 2), ("mixtral", 0), ("qwen3_next", 0), ("gpt2", 0)])
 def test_only_plain_feed_forward_parts_are_taken(name: str, number: int) -> None:
     """Mixtures and GPT-2's transposed matrices are left as they are."""
-    assert len(row_wise_parts(AttachedDecoder(small_model(name, dtype=torch.float32)))) == number
+    assert len(row_wise_parts(HFDecoder(small_model(name, dtype=torch.float32)))) == number

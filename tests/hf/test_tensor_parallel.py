@@ -24,7 +24,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.config.schema import CheckpointConfig, OptimizerConfig
 from bytescale.hf.model import tensor_parallel
 from bytescale.hf.model.beside_products import BesideProducts
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
 from bytescale.hf.model.token_rows import TokenRows
 from bytescale.parity import small_model
@@ -126,8 +126,8 @@ def test_a_rank_has_its_heads_and_words() -> None:
     """Two heads of keys on four ranks: neighbours have the same one."""
     model = model_of("llama")
 
-    def work(tp: RankGroup) -> AttachedDecoder:
-        decoder = AttachedDecoder(copy.deepcopy(model))
+    def work(tp: RankGroup) -> HFDecoder:
+        decoder = HFDecoder(copy.deepcopy(model))
         cuts = apply_tensor_parallelism(decoder, TokenShards(tp))
         assert (cut := cuts["model.layers.1.self_attn.k_proj.weight"]).index == tp.rank // 2
         assert (cut.count, cut.replicas, cut.replica) == (2, 2, tp.rank % 2)
@@ -179,9 +179,7 @@ def test_messages_travel_beside_products(
 def cut_alone(model: nn.Module, num_ranks: int = 2) -> None:
     """Raises what one of the ranks raises."""
     try:
-        run_ranks(
-            num_ranks, lambda tp: apply_tensor_parallelism(AttachedDecoder(copy.deepcopy(model)), TokenShards(tp))
-        )
+        run_ranks(num_ranks, lambda tp: apply_tensor_parallelism(HFDecoder(copy.deepcopy(model)), TokenShards(tp)))
     except AssertionError as error:
         raise error.__cause__ or error from None
 
@@ -249,7 +247,7 @@ def test_half_precision_is_compared_in_single_and_stays_as_it_was(monkeypatch: p
     model = small_model("qwen3_moe", dtype=torch.bfloat16)
 
     def work(tp: RankGroup) -> None:
-        decoder = AttachedDecoder(copy.deepcopy(model))
+        decoder = HFDecoder(copy.deepcopy(model))
         cuts, whole = apply_tensor_parallelism(decoder, TokenShards(tp)), dict(model.named_parameters())
         for name, own in decoder.model.named_parameters():
             assert own.dtype == torch.bfloat16
@@ -267,7 +265,7 @@ def test_a_checkpoint_is_of_the_whole_model(name: str, tmp_path: Path) -> None:
     model = model_of(name).float()
 
     def one_rank(mesh: Mesh) -> None:
-        decoder = AttachedDecoder(copy.deepcopy(model))
+        decoder = HFDecoder(copy.deepcopy(model))
         cuts = apply_tensor_parallelism(decoder, TokenShards(mesh.tp))
         flat = FlatParameters(decoder.model.named_parameters(), mesh.hdp.size, cuts)
         optimizer = ShardedOptimizer.of_config(flat, OptimizerConfig(), mesh)

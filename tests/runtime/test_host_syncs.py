@@ -21,7 +21,7 @@ from bytescale.attention import Exchange, blocks, copies
 from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, LOGITS_PER_CHUNK
 from bytescale.hf.loop import micro_batch
 from bytescale.hf.loop.micro_batch import Micro
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import ModelHead
 from bytescale.parity import small_model
 from bytescale.plan import Plan, RankPlan
@@ -119,7 +119,7 @@ def test_a_step_of_a_decoder_of_transformers_never_waits_for_the_device(
     model: Any = small_model(name, dtype=torch.bfloat16)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("grouped_mm")
-    decoder = AttachedDecoder(model)
+    decoder = HFDecoder(model)
     assert isinstance(decoder.head, PlainHead)
     assert len(decoder.layers) == 2  # both found by passes on the CPU
     model.to(META)

@@ -23,7 +23,7 @@ from tests.helpers.effort import one_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import make_model
 from tests.train.runs import interrupt, on_ranks, run, small_run, with_trainer, write_corpus
-from tests.train.test_attached_models import hf_folder
+from tests.train.test_models import hf_folder
 
 from .test_zero import STEPS, gradients_of
 

@@ -19,7 +19,7 @@ from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.optimizer.take_over import require_elementwise
-from bytescale.train.parts.rank_model import check_host_room
+from bytescale.train.parts.describe import check_host_room
 from tests.helpers.decoder import Sizes
 from tests.helpers.lazy_lanes import use_lazy_lanes
 from tests.helpers.ranks import run_ranks

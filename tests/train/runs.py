@@ -30,7 +30,7 @@ from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.files.folder import make_model
 from bytescale.train.loop.trainer import train
-from bytescale.train.parts.rank_model import describe_model
+from bytescale.train.parts.describe import describe_model
 from tests.helpers.forks import run_forked
 
 WORDS = ("the", "ring", "moves", "keys", "around", "and", "every", "rank", "waits", "for", "none", "of", "them")

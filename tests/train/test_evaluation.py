@@ -23,7 +23,7 @@ from bytescale.train.loop.evaluation import BestEvaluation
 from tests.data.support import memory_corpus, read_whole, write_jsonl
 from tests.helpers.effort import one_of
 from tests.train.runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
-from tests.train.test_attached_models import hf_folder, run_from
+from tests.train.test_models import hf_folder, run_from
 
 
 def evaluations(run_dir: Path) -> list[dict]:

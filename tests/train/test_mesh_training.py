@@ -13,7 +13,7 @@ from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import Config, ModelConfig
 from bytescale.config.validate import validate
-from bytescale.hf.files.export import export_attached
+from bytescale.hf.files.export import export_checkpoint
 from tests.helpers.effort import one_of, pairs
 from tests.train.runs import interrupt, losses, metrics, run, small_run, with_trainer, write_corpus
 
@@ -138,7 +138,7 @@ def test_weights_from_hugging_face_go_to_the_ranks_that_need_them(
     """Trained in one process, exported, and started from on a mesh: the losses of starting from it in one process."""
     settings, _ = family
     run(on_mesh(deep_run(corpus, tmp_path / "first", **settings)))
-    export_attached(complete_checkpoints(tmp_path / "first" / "checkpoints")[-1], tmp_path / "hf")
+    export_checkpoint(complete_checkpoints(tmp_path / "first" / "checkpoints")[-1], tmp_path / "hf")
     started = with_trainer(deep_run(corpus, tmp_path / "alone", **settings), init=f"hf:{tmp_path / 'hf'}")
     alone = run(on_mesh(started))
     ours = run(on_mesh(with_trainer(started, run_dir=str(tmp_path / "mesh")), **mesh))

@@ -21,7 +21,7 @@ from bytescale.config.schema import Config
 from tests.helpers.effort import one_of
 
 from .runs import interrupt, losses, on_ranks, run, with_trainer, write_corpus
-from .test_attached_models import hf_folder, plain_curve, run_from
+from .test_models import hf_folder, plain_curve, run_from
 
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj")}
 

@@ -23,7 +23,7 @@ from bytescale.cost.profile import Point, Profile
 from bytescale.cost.profile_file import fit_warnings, load_profile, save_profile
 from bytescale.runtime.group import RankGroup
 from bytescale.train.loop.trainer import train
-from bytescale.train.parts.rank_model import layers_to_measure
+from bytescale.train.parts.describe import layers_to_measure
 from bytescale.train.profiling import links, measurer
 from bytescale.train.profiling.links import measure_links
 from bytescale.train.profiling.measurer import Measurer

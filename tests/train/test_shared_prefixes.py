@@ -24,7 +24,7 @@ from bytescale.runtime.executor import Executor
 from bytescale.train.loop import evaluation
 from tests.helpers.effort import one_of
 from tests.train.runs import WORDS, interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
-from tests.train.test_attached_models import hf_folder
+from tests.train.test_models import hf_folder
 
 STEPS = 3
 

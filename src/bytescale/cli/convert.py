@@ -37,9 +37,9 @@ class ConvertOptions:
         settings, origin = run / "config.toml", run / "origin"
         run_config = load_config(settings) if settings.is_file() else None
         refuse_links_out(origin)
-        from bytescale.hf.files.export import export_attached  # takes seconds to import
+        from bytescale.hf.files.export import export_checkpoint  # takes seconds to import
 
-        export_attached(
+        export_checkpoint(
             self.source,
             self.folder,
             dtype=self.dtype,

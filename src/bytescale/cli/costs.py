@@ -22,7 +22,7 @@ from bytescale.common.limits import limits
 from bytescale.common.parsing import parse_json, read_input, read_text
 from bytescale.common.units import GIBI, KIBI, MOST_COUNT
 from bytescale.config.architecture import PRESETS, Architecture
-from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.description import ModelDescription
 from bytescale.config.hugging_face import hf_config_of
 from bytescale.config.resolve import preset_shape, resolve_model
 from bytescale.config.schema import (
@@ -298,7 +298,7 @@ def costs_of(options: CostOptions, *, longest: int, vocab_size: int | None = Non
     known = replace(config, data=replace(config.data, context_length=longest))  # rotary positions may depend on it
     is_of_profile = measured is not None and not config.data.sources and config.model == DEFAULTS.model
     if measured is not None and is_of_profile:
-        shape = AttachedArchitecture(content=hf_config_of(measured.architecture))
+        shape = ModelDescription(content=hf_config_of(measured.architecture))
     else:
         shape = resolve_model(config.model, tokenizer_vocab_size=vocab_size)
     describe = cache(partial(_described, known, shape, *device, num_ranks=cluster.num_ranks))
@@ -325,13 +325,13 @@ def costs_of(options: CostOptions, *, longest: int, vocab_size: int | None = Non
 
 
 def _described(
-    config: Config, shape: AttachedArchitecture, kind: DeviceKind, element_bytes: int, *, num_ranks: int
+    config: Config, shape: ModelDescription, kind: DeviceKind, element_bytes: int, *, num_ranks: int
 ) -> tuple[ModelSpec, MeasuredMemory]:
     """What a model's times and its memory follow from."""
     import torch
 
     from bytescale.attention import select_kernel
-    from bytescale.train.parts.rank_model import describe_model
+    from bytescale.train.parts.describe import describe_model
 
     dtype, cpu = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[element_bytes], torch.device("cpu")
     settings = replace(config, trainer=replace(config.trainer, init=""))

@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
             ranks,
             ["profile", *arguments],
             main=main,
-            modules=["bytescale.train.parts.rank_model", "bytescale.train.profiling.profiler"],
+            modules=["bytescale.train.parts.describe", "bytescale.train.profiling.profiler"],
             again=lambda: again,
             stop_seconds=10.0,
         )
@@ -81,7 +81,7 @@ def profile_command(options: ProfileOptions) -> None:
     """Measure on all ranks together. The first rank writes the files."""
     import torch
 
-    from bytescale.train.parts.rank_model import layers_to_measure
+    from bytescale.train.parts.describe import layers_to_measure
     from bytescale.train.parts.run_kernels import open_kernels
     from bytescale.train.profiling.measurer import Measurer
     from bytescale.train.profiling.profiler import measure_profile

@@ -240,8 +240,8 @@ def prepare_and_start(options: TrainOptions) -> None:
     from bytescale.train.launch.supervise import supervise
     from bytescale.train.launch.torchrun import ranks_there
     from bytescale.train.parts.budget import check_room
+    from bytescale.train.parts.describe import check_host_room, check_positions
     from bytescale.train.parts.devices import fit_to_gpus
-    from bytescale.train.parts.rank_model import check_host_room, check_positions
     from bytescale.train.reporting.trackers import check_trackers
 
     if options.config.parallel.ranks > 1:

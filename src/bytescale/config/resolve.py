@@ -10,7 +10,7 @@ from bytescale.common.errors import ConfigError, typed_path
 from bytescale.common.limits import check_limits
 from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import PRESETS, Architecture
-from bytescale.config.attached import AttachedArchitecture, trained_of
+from bytescale.config.description import ModelDescription, trained_of
 from bytescale.config.foreign_config import checked_config
 from bytescale.config.hugging_face import FAMILIES, hf_config_of, read_hf_config, refuse_quantised
 from bytescale.config.schema import ModelConfig
@@ -21,7 +21,7 @@ SEEN_WEIGHTS = "weights.json"
 """In ``origin/`` of a run that trains a part of a model: which weights the others are (``weights_fingerprint``)."""
 
 
-def resolve_model(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> AttachedArchitecture:
+def resolve_model(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> ModelDescription:
     """What is trained: a decoder that transformers has, by its config.json.
 
     Of a preset, that is the one of ``preset_shape``. A preset ``hf:FOLDER`` or ``checkpoint:FOLDER`` is the model in
@@ -35,7 +35,7 @@ def resolve_model(config: ModelConfig, *, tokenizer_vocab_size: int | None = Non
         found = _stored_architecture(config.preset.removeprefix(CHECKPOINT_PREFIX))
     else:
         shape = preset_shape(config, tokenizer_vocab_size=tokenizer_vocab_size)
-        found = AttachedArchitecture(content=hf_config_of(shape), balance=shape.router_aux_loss_weight)
+        found = ModelDescription(content=hf_config_of(shape), balance=shape.router_aux_loss_weight)
     if config.router_aux_loss_weight is not None:
         found = replace(found, balance=config.router_aux_loss_weight)
     return found
@@ -77,7 +77,7 @@ def source_folder(source: str) -> Path:
     return typed_path(source.removeprefix(HF_PREFIX))
 
 
-def _model_of_folder(folder: Path, trained: dict[str, Any]) -> AttachedArchitecture:
+def _model_of_folder(folder: Path, trained: dict[str, Any]) -> ModelDescription:
     content, where = read_hf_config(folder), str(folder / "config.json")
     refuse_quantised(content, where)
     if "model_type" not in content:
@@ -90,10 +90,10 @@ def _model_of_folder(folder: Path, trained: dict[str, Any]) -> AttachedArchitect
                 fix='name it, such as "model_type": "llama"',
             )
         content["model_type"] = model_type
-    return AttachedArchitecture(content=content, trained=trained)
+    return ModelDescription(content=content, trained=trained)
 
 
-def _stored_architecture(folder: str) -> AttachedArchitecture:
+def _stored_architecture(folder: str) -> ModelDescription:
     """How a checkpoint describes its model. ``folder`` may be a URL."""
     from bytescale.storage.place import place_at, read_file  # imports fsspec
 
@@ -109,7 +109,7 @@ def _stored_architecture(folder: str) -> AttachedArchitecture:
         ) from error
 
 
-def described_architecture(stored: dict[str, Any], where: str) -> AttachedArchitecture:
+def described_architecture(stored: dict[str, Any], where: str) -> ModelDescription:
     """The model that a checkpoint describes (``RunState.architecture``). Raises ``ConfigError`` if it is none."""
     if "num_layers" in stored:
         raise ConfigError(
@@ -119,10 +119,10 @@ def described_architecture(stored: dict[str, Any], where: str) -> AttachedArchit
             "hf:FOLDER",
         )
     try:
-        attached = AttachedArchitecture.of_dict(stored)
-        if not all(isinstance(own, dict) for own in (attached.content, attached.buffers, attached.trained)):
+        found = ModelDescription.of_dict(stored)
+        if not all(isinstance(own, dict) for own in (found.content, found.buffers, found.trained)):
             raise TypeError("what should be an object is none")
-        return replace(attached, content=checked_config(attached.content, where))
+        return replace(found, content=checked_config(found.content, where))
     except ConfigError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -9,7 +9,7 @@ from bytescale.common.errors import ConfigError, visible
 from bytescale.common.labels import RESERVED_FIELDS
 from bytescale.common.limits import check_limits
 from bytescale.config.architecture import PRESETS, Architecture
-from bytescale.config.attached import AttachedArchitecture, check_attached, check_trained
+from bytescale.config.description import ModelDescription, check_model, check_trained
 from bytescale.config.overrides import parse_override
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, preset_shape, resolve_model
 from bytescale.config.schema import (
@@ -33,7 +33,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     check_limits(config)
     shape = resolve_model(config.model)
     check_trained(config, shape)
-    check_attached(config, shape)
+    check_model(config, shape)
     check_ranks(config.parallel, config.parallel.ranks if num_ranks is None else num_ranks)
     if config.model.preset in PRESETS:
         _check_mesh(config.parallel, preset_shape(config.model))
@@ -211,7 +211,7 @@ def _check_weights(data: DataConfig) -> None:
         )
 
 
-def _check_prefixes(config: Config, shape: AttachedArchitecture) -> None:
+def _check_prefixes(config: Config, shape: ModelDescription) -> None:
     if config.data.share_prefixes and shape.balance > 0:
         raise ConfigError(f"data.share_prefixes is true, with model.router_aux_loss_weight = {shape.balance}",
                           so="rows are shared, and a balance loss would count each of them once",

@@ -30,7 +30,7 @@ from bytescale.storage.hub import local_folder
 from bytescale.storage.place import Place
 
 
-def export_attached(
+def export_checkpoint(
     checkpoint: str | Place,
     target: Path,
     *,

@@ -236,7 +236,7 @@ _EMPTY = "there is nothing to train"
 
 
 def train_a_part(model: nn.Module, trained: dict[str, Any], *, seed: int) -> nn.Module:
-    """Put adapters into ``model``, in place, and freeze what is not trained (``AttachedArchitecture.trained``).
+    """Put adapters into ``model``, in place, and freeze what is not trained (``ModelDescription.trained``).
 
     ``seed``: of the adapters' first weights. Returns peft's wrapper if there are adapters, which saves and merges them,
     else ``model``. Raises ``ConfigError`` for parts that do not exist, and if nothing is left to train.

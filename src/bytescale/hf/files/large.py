@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
 from bytescale.hf.files.folder import causal_model_or_error, config_of, empty_model, ready
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 
 
 class InitialValues:
@@ -69,7 +69,7 @@ def hollow_model(content: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     return ready(model, dtype)
 
 
-def twin_of(decoder: AttachedDecoder, content: dict[str, Any], dtype: torch.dtype, *, least: int = 1) -> nn.Module:
+def twin_of(decoder: HFDecoder, content: dict[str, Any], dtype: torch.dtype, *, least: int = 1) -> nn.Module:
     """The first layers of the decoder's model, so many that there is one of each kind, with initial values.
 
     A kind has the same classes, sizes of parameters and rules of attention. ``least``: layers to have at least.
@@ -98,7 +98,7 @@ def give_memory(parameter: Tensor, value: Tensor) -> None:
     torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
 
-def _kind(decoder: AttachedDecoder, layer: nn.Module) -> tuple[object, ...]:
+def _kind(decoder: HFDecoder, layer: nn.Module) -> tuple[object, ...]:
     inside = list(layer.modules())
     rules = tuple(decoder.attentions[module].rules for module in inside if module in decoder.attentions)
     sizes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())

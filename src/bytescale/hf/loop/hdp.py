@@ -40,7 +40,7 @@ from bytescale.hf.loop.micro_batch import Engine, Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.room import Capacity, Room, require_use_of_memory
 from bytescale.hf.loop.updates import Updates
-from bytescale.hf.model.decoder import AttachedDecoder, second_model
+from bytescale.hf.model.decoder import HFDecoder, second_model
 from bytescale.plan import Plan
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.saved.checkpointing import Checkpointing
@@ -113,7 +113,7 @@ class HDP(Updates):
         self.sharing, self.experts = _sharing(shard, domain, self.group, experts, equal_counts=equal_counts), experts
         self.domain = self.group.size if equal_counts else self.sharing
         require_use_of_memory(capacity_tokens, device_gib, host_gib, equal_counts, forward_only)
-        decoder = AttachedDecoder(model, longest_document=longest_document)
+        decoder = HFDecoder(model, longest_document=longest_document)
         with ExitStack() as undo:
             undo.callback(decoder.undo)
             self.engine = Engine(decoder, self.group, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)

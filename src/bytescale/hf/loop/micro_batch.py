@@ -29,7 +29,7 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.units import GIBI
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.hf.batch.documents import of_documents
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
 from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
 from bytescale.hf.model.passes import MicroBatchPass
@@ -327,7 +327,7 @@ class Engine:
     """Micro-batches of one attached model on one rank; ``others`` run the same ones without gradients."""
 
     def __init__(
-        self, decoder: AttachedDecoder, group: RankGroup, *, kernel: str, checkpointing: Checkpointing, host_gib: float
+        self, decoder: HFDecoder, group: RankGroup, *, kernel: str, checkpointing: Checkpointing, host_gib: float
     ) -> None:
         """Choose the kernel of attention, and apply checkpointing and offloading to the layers. Every rank calls it.
 
@@ -343,7 +343,7 @@ class Engine:
             self.attention.enter_context(open_attention(kernel, group.device, tried, heads, group.min_of))
         name = "math" if kernel == "math" else "flash"
         self._kernel = cache(lambda dtype: select_kernel(name, group.device, dtype))
-        self.others: list[AttachedDecoder] = []
+        self.others: list[HFDecoder] = []
         self.host_bytes = int(host_gib * GIBI)
         self.pool: HostPool | None = None
         if host_gib:
@@ -363,7 +363,7 @@ class Engine:
         attended = plan if plan.num_tokens or plan.shared is not None else MicroBatch.of_documents(0, [1])
         exchange = self.group.exchange
 
-        def pass_of(decoder: AttachedDecoder) -> MicroBatchPass:
+        def pass_of(decoder: HFDecoder) -> MicroBatchPass:
             own = decoder is self.decoder
             kept = self.activations.attention_memory if own else None
             return MicroBatchPass(

@@ -36,7 +36,7 @@ from bytescale.runtime.token_shards import own_rows
 
 
 class HasRows(Protocol):
-    """What is asked of an ``AttachedDecoder``."""
+    """What is asked of an ``HFDecoder``."""
 
     model: nn.Module
     token_rows: Any

@@ -1,4 +1,4 @@
-"""The counts of an attached model, from its parameters and from what the probe has seen of its attention."""
+"""The counts of a model, from its parameters and from what the probe has seen of its attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
 
 
 def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
-    """Count any attached model. All ranks get the same without a measurement.
+    """Count any model. All ranks get the same without a measurement.
 
     In a layer with a sliding window every query sees a bounded number of keys (``Profile.windows``). Its ring traffic
     is bounded too and is left out.
@@ -48,7 +48,7 @@ def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
     vocabulary = flops.head_parameters(stack) * (1 if stack.tie_embeddings else 2)
     return ModelSpec(
         stack=stack,
-        kind=f"{getattr(getattr(model, 'config', None), 'model_type', 'a model')} on transformers' own code",
+        kind=str(getattr(getattr(model, "config", None), "model_type", "")),
         pair_numbers=pairs / count,
         key_numbers=keys / count,
         parameters=max(0, total - vocabulary) // count,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bytescale.common.cut import Cut
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.passes import documents_alone
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import loss_sum
@@ -36,7 +36,7 @@ class Sample:
     """Of every parameter: its product with fixed numbers, summed over ranks, and its norm (of this rank's part)."""
 
 
-def sample(decoder: AttachedDecoder, tp: RankGroup, cuts: dict[str, Cut], num_words: int) -> Sample:
+def sample(decoder: HFDecoder, tp: RankGroup, cuts: dict[str, Cut], num_words: int) -> Sample:
     """Run the model forward and backward, whole on every rank or cut. Leaves no gradient.
 
     ``num_words``: of the whole model; tokens are of all of its parts.

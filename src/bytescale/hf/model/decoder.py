@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from bytescale.hf.model.token_rows import TokenRows
 
 
-class AttachedDecoder(nn.Module):
+class HFDecoder(nn.Module):
     """A decoder of transformers that is on our attention (``runtime.DecoderModule``).
 
     Attributes:
@@ -286,7 +286,7 @@ class AttachedDecoder(nn.Module):
         return rows[:num_rows] if self.token_rows is None else self.token_rows.own(rows, num_rows)
 
 
-def second_model(model: nn.Module, first: nn.Module, *, same_tokenizer: bool) -> AttachedDecoder:
+def second_model(model: nn.Module, first: nn.Module, *, same_tokenizer: bool) -> HFDecoder:
     """Attach ``model`` for passes without gradients, on micro-batches of ``first``; ``HDP.attach``."""
     if set(model.modules()) & set(first.modules()):
         raise ConfigError(
@@ -303,6 +303,6 @@ def second_model(model: nn.Module, first: nn.Module, *, same_tokenizer: bool) ->
             fix="use a model with the same tokenizer; if only the padding of the matrices differs, say "
             "hdp.attach(model, same_tokenizer=True)",
         )
-    decoder = AttachedDecoder(model)
+    decoder = HFDecoder(model)
     decoder.is_frozen = True
     return decoder

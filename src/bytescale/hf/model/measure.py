@@ -21,7 +21,7 @@ from bytescale.cost.memory.device_kernels import DeviceKind, nccl_reserve_bytes
 from bytescale.cost.memory.device_memory import States
 from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
 from bytescale.cost.memory.rows import RingWidths
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.probe import LayerAttention
 from bytescale.plan import MicroBatch
@@ -38,7 +38,7 @@ NUM_DOCUMENTS = (4, 12)
 
 
 def measure_rows(
-    decoder: AttachedDecoder, kernel: AttentionKernel, activations: Activations, device: torch.device
+    decoder: HFDecoder, kernel: AttentionKernel, activations: Activations, device: torch.device
 ) -> MeasuredRows:
     """Run the model, whose layers have ``activations``, without offloading and, where it may, with all of it.
 
@@ -57,7 +57,7 @@ def measure_rows(
 
 
 def _measured(
-    decoder: AttachedDecoder, kernel: AttentionKernel, activations: Activations, alone: RankGroup, length: int
+    decoder: HFDecoder, kernel: AttentionKernel, activations: Activations, alone: RankGroup, length: int
 ) -> MeasuredRows:
     device = alone.device
 
@@ -120,7 +120,7 @@ def _slopes(run: Callable[[int, float], _Bytes], ratio: float, length: int) -> t
     return (saved, peak, moved), max(0.0, few[1] - peak * rows[0])
 
 
-def row_wise_parts(decoder: AttachedDecoder) -> list[tuple[nn.Module, str]]:
+def row_wise_parts(decoder: HFDecoder) -> list[tuple[nn.Module, str]]:
     """Feed-forward parts of the layers, with the name of the method that treats every row alone: linear layers around
     pointwise functions, and no others. A mixture of experts is none.
     """
@@ -153,7 +153,7 @@ def _is_row_wise(part: nn.Module, first: nn.Linear) -> bool:
 
 
 def measured_memory(
-    decoder: AttachedDecoder,
+    decoder: HFDecoder,
     rows: MeasuredRows,
     *,
     kind: DeviceKind,

@@ -16,7 +16,7 @@ from torch import nn
 
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.stages import cut_to_stage
 from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism, planned_cuts
 from bytescale.runtime.mesh import Mesh
@@ -39,7 +39,7 @@ class RankPart:
 
 
 def parallelize(
-    decoder: AttachedDecoder, mesh: Mesh | None, *, stage: tuple[int, int] | None = None, planned_parts: int = 1
+    decoder: HFDecoder, mesh: Mesh | None, *, stage: tuple[int, int] | None = None, planned_parts: int = 1
 ) -> RankPart:
     """Reduce a whole decoder to this rank's part, in place (steps 1 and 2). All ranks of ``mesh`` call it together.
 

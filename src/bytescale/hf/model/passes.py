@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Attached(Protocol):
-    """What a pass has to know of the decoder that runs it (``decoder.AttachedDecoder``)."""
+    """What a pass has to know of the decoder that runs it (``decoder.HFDecoder``)."""
 
     num_calls: int
     is_frozen: bool

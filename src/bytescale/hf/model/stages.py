@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bytescale.common.errors import ConfigError
 from bytescale.cost.split import split_costs
 from bytescale.hf.model.costs import weights_of
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.interface import refusal
 from bytescale.hf.model.passes import documents_alone
@@ -50,7 +50,7 @@ class _Pass:
     result: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-def cut_to_stage(decoder: AttachedDecoder, number: int, count: int) -> Stage:
+def cut_to_stage(decoder: HFDecoder, number: int, count: int) -> Stage:
     """Reduce ``decoder`` to stage ``number`` of ``count``, in place: parameters of other stages lose their memory.
 
     Every tensor-parallel rank calls it. Raises ``ConfigError`` where the model has fewer layers than stages, or where a
@@ -76,7 +76,7 @@ def cut_to_stage(decoder: AttachedDecoder, number: int, count: int) -> Stage:
     return stage
 
 
-def _numbered(decoder: AttachedDecoder) -> list[nn.Module]:
+def _numbered(decoder: HFDecoder) -> list[nn.Module]:
     """All modules of the numbered lists that attentions and recurrences lie in, those without any included."""
     model = decoder.model
     names = {module: name for name, module in model.named_modules()}
@@ -84,7 +84,7 @@ def _numbered(decoder: AttachedDecoder) -> list[nn.Module]:
     return [layer for name in lists for layer in model.get_submodule(name).children()]
 
 
-def _whole_pass(decoder: AttachedDecoder, layers: Sequence[nn.Module]) -> _Pass:
+def _whole_pass(decoder: HFDecoder, layers: Sequence[nn.Module]) -> _Pass:
     seen = _Pass()
     names = {module: name or type(module).__name__ for name, module in decoder.model.named_modules()}
     inside = {module for layer in layers for module in layer.modules()}
@@ -125,14 +125,14 @@ def _whole_pass(decoder: AttachedDecoder, layers: Sequence[nn.Module]) -> _Pass:
     return seen
 
 
-def _own_layers(decoder: AttachedDecoder, layers: Sequence[nn.Module], stage: Stage) -> list[nn.Module]:
+def _own_layers(decoder: HFDecoder, layers: Sequence[nn.Module], stage: Stage) -> list[nn.Module]:
     costs = [weights_of(decoder.model, layer) for layer in layers]
     places = split_costs(costs, float(decoder.spec.head), stage.count)[stage.number]
     return list(layers[places.start : places.stop])
 
 
 def _absent(
-    decoder: AttachedDecoder, layers: Sequence[nn.Module], own: Sequence[nn.Module], seen: _Pass, stage: Stage
+    decoder: HFDecoder, layers: Sequence[nn.Module], own: Sequence[nn.Module], seen: _Pass, stage: Stage
 ) -> list[nn.Parameter]:
     """The parameters of other stages. Those that no pass uses belong to the first stage. Sets ``stage.names``."""
     embedding, head = (getattr(module, "weight", None) for module in embeddings_of(decoder.model))
@@ -159,7 +159,7 @@ def _absent(
 
 
 def _cut(
-    decoder: AttachedDecoder,
+    decoder: HFDecoder,
     layers: Sequence[nn.Module],
     own: Sequence[nn.Module],
     absent: Sequence[nn.Parameter],
@@ -182,7 +182,7 @@ def _cut(
 
 
 def _require_equal(
-    decoder: AttachedDecoder, layers: Sequence[nn.Module], own: Sequence[nn.Module], seen: _Pass, stage: Stage
+    decoder: HFDecoder, layers: Sequence[nn.Module], own: Sequence[nn.Module], seen: _Pass, stage: Stage
 ) -> None:
     num_rows = sum(_LENGTHS)
     following = None if stage.is_last else seen.given[layers[layers.index(own[-1]) + 1]][0]
@@ -195,7 +195,7 @@ def _require_equal(
         raise _refusal("the model", "later layers read something else than what earlier ones hand on")
 
 
-def _run(decoder: AttachedDecoder, received: Tensor | None = None) -> Tensor:
+def _run(decoder: HFDecoder, received: Tensor | None = None) -> Tensor:
     """What the decoder gives for a few documents. ``received``: from the stage before."""
     weight = next(p for p in decoder.model.parameters() if p.numel())
     positions, attention = documents_alone(_LENGTHS, weight)

@@ -36,7 +36,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.hf.model.beside_products import BesideProducts
 from bytescale.hf.model.blind import NUM_ROWS, Blind, run_blind
 from bytescale.hf.model.cut_check import difference, sample
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import causal_model, embeddings_of
 from bytescale.hf.model.probe import LayerAttention, layer_of
 from bytescale.hf.model.token_rows import GatherColumns, TokenRows, gather_around
@@ -52,7 +52,7 @@ _WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "re
 _EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
 
 
-def apply_tensor_parallelism(decoder: AttachedDecoder, shards: TokenShards) -> dict[str, Cut]:
+def apply_tensor_parallelism(decoder: HFDecoder, shards: TokenShards) -> dict[str, Cut]:
     """Reduce an attached, whole model to one rank's part. All tensor-parallel ranks call it together.
 
     Returns the cut of every parameter, by its name in ``decoder.model``. ``decoder.head`` is then the head to use, and
@@ -89,7 +89,7 @@ def apply_tensor_parallelism(decoder: AttachedDecoder, shards: TokenShards) -> d
     return cuts
 
 
-def planned_cuts(decoder: AttachedDecoder, num_ranks: int) -> dict[str, Cut]:
+def planned_cuts(decoder: HFDecoder, num_ranks: int) -> dict[str, Cut]:
     """What the first of ``num_ranks`` ranks would have of every parameter. The model stays whole, and nothing is run.
 
     Raises ``ConfigError`` for what the plan of transformers shows to be impossible.
@@ -108,7 +108,7 @@ class _Rank(NamedTuple):
 class _Plan:
     """What is cut, and where rows are gathered."""
 
-    decoder: AttachedDecoder
+    decoder: HFDecoder
     tp: RankGroup | _Rank
     styles: dict[str, str]
     """Of modules and parameters inside of regions, by name."""
@@ -117,7 +117,7 @@ class _Plan:
     cuts_words: bool
 
     @staticmethod
-    def of(decoder: AttachedDecoder, tp: RankGroup | _Rank) -> _Plan:
+    def of(decoder: HFDecoder, tp: RankGroup | _Rank) -> _Plan:
         model = decoder.model
         modules, root = dict(model.named_modules()), causal_model(model)
         prefix = next(name for name, module in modules.items() if module is root)
@@ -294,7 +294,7 @@ def _divide_heads(module: nn.Module, layer: LayerAttention, num_ranks: int) -> N
             setattr(module, key, max(1, value // num_ranks))
 
 
-def _heads(decoder: AttachedDecoder) -> Iterator[LayerAttention]:
+def _heads(decoder: HFDecoder) -> Iterator[LayerAttention]:
     """Every layer's attention as this rank computes it."""
     assert decoder.token_rows is not None, "it has been cut"
     blind = Blind({module: layer.name for module, layer in decoder.attentions.items()})
@@ -305,7 +305,7 @@ def _heads(decoder: AttachedDecoder) -> Iterator[LayerAttention]:
     return (layer_of(call, decoder.attentions[call.module].name) for call in blind.calls)
 
 
-def _refused(decoder: AttachedDecoder, what: str) -> ConfigError:
+def _refused(decoder: HFDecoder, what: str) -> ConfigError:
     return ConfigError(
         f"{type(causal_model(decoder.model)).__name__} cannot be cut for tensor parallelism: {what}",
         so="its results would not be those of one process, or ranks would have unequal parts",

@@ -14,9 +14,9 @@ from bytescale.data.tokens.progress import progress_bar
 from bytescale.plan.summary import gist
 from bytescale.train.loop.evaluation import corpus_of
 from bytescale.train.parts.budget import kind_of, rank_device
+from bytescale.train.parts.describe import describe_model
 from bytescale.train.parts.devices import Devices
 from bytescale.train.parts.job import plan_of_run
-from bytescale.train.parts.rank_model import describe_model
 from bytescale.train.parts.run_kernels import open_kernels
 from bytescale.train.ranks import choose_device, choose_dtype
 from bytescale.train.reporting.run_log import describe_corpus

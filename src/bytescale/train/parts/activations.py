@@ -6,7 +6,7 @@ import torch
 
 from bytescale.config.schema import Config
 from bytescale.config.validate import may_offload
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.measure import row_wise_parts
 from bytescale.hf.model.norms import replace_norms
 from bytescale.runtime.group import RankGroup
@@ -16,7 +16,7 @@ from bytescale.train.parts.budget import usable_host_bytes
 
 
 def activations_of(
-    config: Config, part: AttachedDecoder, device: torch.device, *, num_ranks: int, tp: RankGroup | None
+    config: Config, part: HFDecoder, device: torch.device, *, num_ranks: int, tp: RankGroup | None
 ) -> Activations:
     """Apply norms that keep less, checkpointing and offloading to the layers."""
     replace_norms(part.model)

@@ -9,10 +9,11 @@ import torch
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
-from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.description import ModelDescription, check_model
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config
 from bytescale.config.sharing import sharing_domain
+from bytescale.config.validate import check_ranks
 from bytescale.cost.assumed import ASSUMED, assumed_cost, times_of
 from bytescale.cost.calibration import Calibrator, lag_of
 from bytescale.cost.gradient_sync import round_seconds
@@ -45,7 +46,7 @@ class Job:
 
     config: Config
     ranks: Ranks
-    architecture: AttachedArchitecture
+    architecture: ModelDescription
     spec: ModelSpec
     """Counts of the model."""
     loader: Loader
@@ -101,7 +102,19 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, st
     check_vocabulary(loader.metadata, architecture.vocab_size)
 
     # 1. Model: this rank's part of it, with its initial weights, and the optimizer.
-    model = build_rank_model(config, architecture, ranks, kernels)
+    check_model(config, architecture)
+    check_ranks(config.parallel, ranks.world.size)
+    model = build_rank_model(
+        config,
+        architecture,
+        kernels.choice.kernel,
+        device=ranks.device,
+        dtype=ranks.dtype,
+        num_shards=ranks.mesh.hdp.size,
+        rank=ranks.mesh.hdp.rank,
+        smallest=ranks.smallest_of_stage,
+        mesh=ranks.mesh,
+    )
     optimizer = ShardedOptimizer.of_config(
         model.parameters, config.optimizer, ranks.mesh, more=model.more, units=model.units
     )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bytescale.attention.choose import select_kernel
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
-from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.description import ModelDescription
 from bytescale.config.resolve import HF_PREFIX, source_folder
 from bytescale.config.schema import Config
 from bytescale.cost.memory.measured import MeasuredRows
@@ -27,7 +27,7 @@ from bytescale.hf.files.folder import constants_of, empty_model, load_model, par
 from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.files.large import InitialValues, give_memory, hollow_model, twin_of
 from bytescale.hf.model.balance import BalanceLoss
-from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.long_rope import depends_on_pass
 from bytescale.hf.model.measure import OnMeta, measure_rows
 from bytescale.hf.model.parallelize import RankPart, parallelize
@@ -42,19 +42,19 @@ Initial = Callable[[str, Cut], Tensor]
 
 
 class LargePart(NamedTuple):
-    architecture: AttachedArchitecture  # with the constants that belong to the weights
-    decoder: AttachedDecoder
+    architecture: ModelDescription  # with the constants that belong to the weights
+    decoder: HFDecoder
     part: RankPart
     rows: MeasuredRows  # what its layers need
     initial: Initial
     exact: dict[str, Tensor]  # weights by name, where the parameters are rounded
 
 
-def is_large(architecture: AttachedArchitecture) -> bool:
+def is_large(architecture: ModelDescription) -> bool:
     return sum(value.numel() for value in parameters_of(architecture.content).values()) > FEW_PARAMETERS
 
 
-def shapes_of(architecture: AttachedArchitecture, dtype: torch.dtype, longest: int) -> AttachedDecoder | None:
+def shapes_of(architecture: ModelDescription, dtype: torch.dtype, longest: int) -> HFDecoder | None:
     """The shapes of a large model, attached; None: it is small, or has to be made as a whole.
 
     Adapters, frozen parts, angles of the longest position, and types whose code looks at numbers need the whole.
@@ -66,15 +66,15 @@ def shapes_of(architecture: AttachedArchitecture, dtype: torch.dtype, longest: i
         return None
     try:
         with OnMeta():
-            return AttachedDecoder(model.to(dtype).train(), longest_document=longest)
+            return HFDecoder(model.to(dtype).train(), longest_document=longest)
     except (RuntimeError, ConfigError):  # the whole model is attached instead, which says what is in the way
         return None
 
 
 def part_of_large(
     config: Config,
-    architecture: AttachedArchitecture,
-    decoder: AttachedDecoder,
+    architecture: ModelDescription,
+    decoder: HFDecoder,
     mesh: Mesh,
     *,
     device: torch.device,
@@ -82,7 +82,7 @@ def part_of_large(
 ) -> LargePart:
     """Make it of ``decoder``, its shapes. Parameters of the part have no memory until ``initial`` fills flat buffers.
 
-    Raises as ``build_attached_model``.
+    Raises as ``build_rank_model``.
     """
     content, longest = architecture.content, config.data.context_length
     with OnMeta():
@@ -90,7 +90,7 @@ def part_of_large(
         layers = [name for name, module in decoder.model.named_modules() if module in set(decoder.layers)]
         stage = None if mesh.shape.pp == 1 else (min(mesh.stage, 1), 2)
         model = twin_of(decoder, content, dtype, least=1 if stage is None else 2)
-    twin = AttachedDecoder(model.to(device).train(), longest_document=longest)
+    twin = HFDecoder(model.to(device).train(), longest_document=longest)
     twin.require_no_randomness()
     assert isinstance(twin.head, PlainHead) == isinstance(decoder.head, PlainHead), "heads are compared on real words"
     parallelize(twin, mesh, stage=stage)

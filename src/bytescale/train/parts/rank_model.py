@@ -1,137 +1,272 @@
-"""One rank's part of the model, and what a model needs, without ranks."""
+"""A decoder of transformers in the trainer: on our attention, in flat buffers, with its memory measured."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
+from torch import Tensor
 
 from bytescale.attention import AttentionKernel
-from bytescale.common.environment import machine_bytes
-from bytescale.common.errors import ConfigError
-from bytescale.common.units import format_bytes, format_si
-from bytescale.config.attached import AttachedArchitecture, check_attached
-from bytescale.config.resolve import resolve_model
+from bytescale.attention.kernels import CudaFlashKernel
+from bytescale.checkpoint.reading import load_states
+from bytescale.config.description import ModelDescription
+from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, source_folder
 from bytescale.config.schema import Config
-from bytescale.config.validate import check_ranks, hdp_ranks
 from bytescale.cost.memory.device_kernels import DeviceKind
-from bytescale.cost.memory.device_memory import States, host_bytes_left
-from bytescale.cost.memory.measured import MeasuredMemory
+from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
-from bytescale.hf.files.folder import empty_model, make_model, parameters_of, require_positions, set_constants
-from bytescale.hf.files.large import twin_of
-from bytescale.hf.model.decoder import AttachedDecoder
-from bytescale.hf.model.measure import OnMeta
-from bytescale.hf.model.norms import replace_norms
-from bytescale.train.parts.attached_model import HFModel, build_attached_model
-from bytescale.train.parts.budget import usable_host_bytes
-from bytescale.train.parts.large_model import is_large
+from bytescale.hf.files.folder import constants_of, empty_model, load_model, make_model, set_constants, train_a_part
+from bytescale.hf.files.hf_folder import exact_dtype
+from bytescale.hf.model.balance import BalanceLoss
+from bytescale.hf.model.decoder import HFDecoder
+from bytescale.hf.model.measure import measure_rows, measured_memory
+from bytescale.hf.model.parallelize import RankPart, parallelize
+from bytescale.hf.model.probe import check_widths
+from bytescale.runtime.executor import Decoder
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.buckets import Chunk
+from bytescale.runtime.optimizer.flat import Entry, FlatParameters
+from bytescale.runtime.optimizer.lockstep import Units, shard_parts
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+from bytescale.runtime.plain_data import all_gather_json
+from bytescale.runtime.saved.activations import Activations
+from bytescale.runtime.tied import TiedHead
+from bytescale.train.parts.activations import activations_of
+from bytescale.train.parts.budget import MemoryBudget
+from bytescale.train.parts.large_model import Initial, part_of_large, shapes_of
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
 
-BYTES_PER_PARAMETER = 12
-"""Of this machine's memory, while a model is built to be measured: weights, a copy in flat memory, gradients."""
+
+@dataclass(frozen=True, kw_only=True)
+class RankModel:
+    """One rank's model on our attention, with its parameters in flat buffers."""
+
+    architecture: ModelDescription  # with the constants that belong to the weights
+    part: HFDecoder
+    parameters: FlatParameters
+    activations: Activations
+    rows: MeasuredRows  # the memory that a token was seen to need
+    planned: tuple[int, float]  # tensor-parallel parts that are planned, and the share of the weights of one of them
+    masters: list[Tensor]  # this rank's shards of the weights as read; empty where the parameters are not rounded
+    more: Sequence[FlatParameters] = ()  # further ones, where ranks share layers
+    units: Units | None = None  # open these layers
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.part.spec
+
+    @property
+    def layers(self) -> Chunk:
+        return self.part, self.part.layers
+
+    def memory(self, kind: DeviceKind, num_ranks: int, ranks: Ranks | None = None) -> MeasuredMemory:
+        """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows.
+
+        Of all stages, where ``ranks`` are a pipeline.
+        """
+        own, (parts, share) = measured_memory(self.part, self.rows, kind=kind, num_ranks=num_ranks), self.planned
+        own = own.of_part(parts, share) if parts > 1 else own
+        if ranks is None or ranks.mesh.shape.pp == 1:
+            return own
+        shape = ranks.mesh.shape
+        told = all_gather_json(asdict(own), ranks.checkpoint_group)
+        return MeasuredMemory.of_stages([told[shape.rank(stage, 0, 0)] for stage in range(shape.pp)])
+
+    def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
+        """Give the optimizer the initial weights in full precision."""
+        if self.masters:
+            shards = [shard for zero in optimizer.zeros for shard in zero.shards]
+            for shard, own in zip(shards, self.masters, strict=True):
+                shard.master.copy_(own)
+            self.masters.clear()
+        if config.trainer.init.startswith(CHECKPOINT_PREFIX):
+            place = config.trainer.init.removeprefix(CHECKPOINT_PREFIX)
+            load_states(place, optimizer, self.architecture.as_dict(), ranks.checkpoint_group, only=["master"])
+            optimizer.finish_restore(0, {})
+
+    def decoder(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> Decoder:
+        part = self.part
+        return Decoder(
+            module=part,
+            activations=self.activations,
+            head=part.head,
+            splits_loss=part.splits_loss,
+            batch_loss=part.balance,
+        )
+
+    def tied(self, optimizer: ShardedOptimizer, mesh: Mesh) -> TiedHead | None:
+        """What keeps a tied embedding one, if its two places are on two stages, and this is one of them."""
+        weight = None if self.part.stage is None else self.part.stage.tied
+        if weight is None or not weight.requires_grad:
+            return None
+        return TiedHead(mesh, weight, self.parameters, optimizer.zeros[0].collectives.wait_for_parameters)
 
 
-def build_rank_model(config: Config, architecture: AttachedArchitecture, ranks: Ranks, kernels: Kernels) -> HFModel:
-    """Make this rank's part and nothing else. Raises ``ConfigError`` where ``config`` asks for what it cannot have."""
-    check_attached(config, architecture)
-    check_ranks(config.parallel, ranks.world.size)
-    return build_attached_model(
-        config,
-        architecture,
-        kernels.choice.kernel,
-        device=ranks.device,
-        dtype=ranks.dtype,
-        num_shards=ranks.mesh.hdp.size,
-        rank=ranks.mesh.hdp.rank,
-        smallest=ranks.smallest_of_stage,
-        mesh=ranks.mesh,
-        stage=(ranks.mesh.stage, ranks.mesh.shape.pp),
+def build_rank_model(
+    config: Config,
+    architecture: ModelDescription,
+    kernel: AttentionKernel,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_shards: int,
+    rank: int = 0,
+    smallest: Callable[[Sequence[float]], Sequence[float]] = list,
+    mesh: Mesh | None = None,
+    stage: tuple[int, int] = (0, 1),
+    planned_parts: int = 1,
+) -> RankModel:
+    """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
+
+    ``smallest``: the minimum over ranks of each of these numbers. All ranks go by the rank whose kernels keep most.
+    ``mesh``: of the ranks; None: one rank builds it to look at it: at a ``stage`` of a pipeline of so many, and at one
+    of the ``planned_parts`` of tensor parallelism.
+
+    Raises ``ConfigError`` if the model cannot be attached, or has no weights that can be read; ``CheckpointError`` if
+    weights are missing, have other shapes or no place.
+    """
+    flash = isinstance(kernel, CudaFlashKernel)
+    initial: Initial | None = None
+    rows: MeasuredRows | None = None
+    shapes = None if mesh is None else shapes_of(architecture, dtype, config.data.context_length)
+    if mesh is not None and shapes is not None:
+        architecture, part, own, rows, initial, exact = part_of_large(
+            config, architecture, shapes, mesh, device=device, dtype=dtype
+        )
+        check_widths(part.structure, cuda_flash=flash)
+    else:
+        architecture, part, exact = _whole_model(config, architecture, mesh, device=device, dtype=dtype)
+        check_widths(part.structure, cuda_flash=flash)
+        own = parallelize(part, mesh, stage=stage if mesh is None else None, planned_parts=planned_parts)
+
+    # Flat buffers, in the order in which the model names its parameters.
+    flat, units = _flat_buffers(config, part, own, mesh, initial, device=device, dtype=dtype)
+    masters = [shard for own in flat for shard in shard_of(exact, own, rank)]
+    exact.clear()
+
+    # Checkpointing and offloading, and what a token needs with them.
+    tp = None if mesh is None else mesh.tp
+    activations = activations_of(config, part, device, num_ranks=num_shards, tp=tp)
+    if rows is None:
+        rows = measure_rows(part, kernel, activations, device)
+        for parameters in flat:
+            parameters.zero_gradients()
+    elif activations.offload is not None:
+        activations.offload.pool.token_bytes = rows.moved_per_token
+    return RankModel(
+        architecture=architecture,
+        part=part,
+        parameters=flat[0],
+        more=flat[1:],
+        units=units,
+        activations=activations,
+        rows=rows.of_all(smallest),
+        planned=(planned_parts, own.share),
+        masters=masters,
     )
 
 
-def describe_model(
+def _whole_model(
     config: Config,
-    architecture: AttachedArchitecture,
-    kernel: AttentionKernel,
+    architecture: ModelDescription,
+    mesh: Mesh | None,
+    *,
     device: torch.device,
     dtype: torch.dtype,
-    *,
-    num_ranks: int,
-    kind: DeviceKind,
-) -> tuple[ModelSpec, MeasuredMemory]:
-    """The counts of a model, and its memory on devices of a ``kind``, without ranks.
-
-    It is built as one rank, stage by stage, to be measured: a large one without memory for its
-    weights, on the meta device. Raises ``ConfigError`` where it needs weights, and has no room for them.
-    """
-    check_attached(config, architecture)
-    check_positions(config, architecture)
-
-    def describe(device: torch.device) -> tuple[ModelSpec, MeasuredMemory]:
-        parallel, memories = config.parallel, []
-        for stage in range(parallel.pp):
-            model = build_attached_model(
-                config, architecture, kernel, device=device, dtype=dtype, num_shards=1, stage=(stage, parallel.pp),
-                planned_parts=parallel.tp,
-            )  # fmt: skip
-            memories.append(asdict(model.memory(kind, num_ranks)))
-        return model.spec, MeasuredMemory.of_stages(memories)
-
-    number, why = sum(value.numel() for value in parameters_of(architecture.content).values()), ""
-    if is_large(architecture) and not config.trainer.init:  # its weights are to be read, and checked
-        try:
-            with OnMeta():
-                return describe(torch.device("meta"))
-        except (RuntimeError, ConfigError) as error:  # an operator whose result depends on numbers, or a refusal
-            why = f"; by its shapes alone it cannot be described ({' '.join(str(error).split())[:300]})"
-    needed, here = number * BYTES_PER_PARAMETER, machine_bytes()
-    if needed > here:
-        raise ConfigError(
-            f"{config.model.preset} has {format_si(number)} parameters; it is built once to be planned for, which "
-            f"takes {format_bytes(needed)}, and this machine has {format_bytes(here)}{why}",
-            so="it cannot be attached and measured here",
-            fix="plan on a machine with more memory, or name a preset of about the same shape, such as 70b",
-        )
-    return describe(device)
-
-
-def check_positions(config: Config, shape: AttachedArchitecture) -> None:
-    """Raise ``ConfigError`` if the model's table of positions is shorter than documents may be."""
-    context = config.data.context_length
-    require_positions(shape.content, context, what="data.context_length is", fix="set data.context_length to {}")
-
-
-def check_host_room(config: Config) -> None:
-    """Raise ``ConfigError`` if the optimizer has no room in this machine's memory, before ranks are started.
-
-    The vocabulary is the one that the model's section or its folder says. The ranks check it again with the corpus's.
-    """
-    shape, parallel = resolve_model(config.model), config.parallel
-    if not config.optimizer.offload or shape.trained:
-        return
-    number = sum(value.numel() for value in parameters_of(shape.content).values()) // (parallel.tp * parallel.pp)
-    element = 8 if config.trainer.dtype == "fp64" else 4
-    states = States(num_parameters=number, element_bytes=element, num_ranks=hdp_ranks(parallel), on_host=True)
-    host_bytes_left(states, usable_host_bytes(config, parallel.ranks))
-
-
-def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) -> AttachedDecoder:
-    """What ``profiling.Measurer`` takes: the model with random weights, on ``device``; of a large one, some layers."""
-    architecture, longest = resolve_model(config.model), config.data.context_length
-    check_attached(config, architecture)
-    whole: AttachedDecoder | None = None
-    if is_large(architecture):
-        with OnMeta():
-            whole = AttachedDecoder(empty_model(architecture.content).train(), longest_document=longest)
-            model = twin_of(whole, architecture.content, dtype).to(dtype)
+) -> tuple[ModelDescription, HFDecoder, dict[str, Tensor]]:
+    """The attached model on its device, and its weights by name where they would be rounded."""
+    source, content = config.trainer.init, architecture.content
+    if source.startswith(HF_PREFIX):
+        folder = source_folder(source)
+        read_as = exact_dtype(folder, dtype)
+        model = load_model(folder, content, read_as)
+    elif device.type == "meta":
+        model, read_as = empty_model(content), dtype
     else:
-        model = make_model(architecture.content, dtype)
+        read_as = torch.promote_types(dtype, torch.float32)
+        model = make_model(content, read_as, seed=config.trainer.seed)
         set_constants(model, architecture.buffers)
-    decoder = AttachedDecoder(model.to(device).train(), longest_document=longest)
-    decoder.require_no_randomness()
-    replace_norms(decoder.model)  # as training does
-    if whole is not None:
-        vars(decoder)["spec"] = whole.spec
-    return decoder
+    if architecture.trained:
+        train_a_part(model, architecture.trained, seed=config.trainer.seed)
+    if device.type != "meta":
+        architecture = replace(architecture, buffers=constants_of(model))
+    exact = {name: value.detach() for name, value in model.named_parameters()} if read_as != dtype else {}
+    # Where ranks share whole layers, these stay in their files' pages until they are taken over.
+    if mesh is None or mesh.domain.size == 1 or mesh.tp.size > 1:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(device, dtype)
+        model.to(device)
+    part = HFDecoder(model.train(), longest_document=config.data.context_length)
+    part.require_no_randomness()
+    if architecture.balance:
+        part.balance = BalanceLoss(part, architecture.balance)
+    return architecture, part, exact
+
+
+def _flat_buffers(
+    config: Config,
+    part: HFDecoder,
+    own: RankPart,
+    mesh: Mesh | None,
+    initial: Initial | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[list[FlatParameters], Units | None]:
+    """Move what is trained into flat buffers, and where ranks share layers also the rest of these.
+
+    ``initial``: the values of a parameter's part; None: those that parameters have.
+    """
+
+    def value_of(entry: Entry) -> Tensor:
+        assert initial is not None, "asked where parameters have no values"
+        return initial(entry.name, entry.cut)
+
+    named, flat, units = own.named, list[FlatParameters](), None
+    if mesh is not None and mesh.domain.size > 1:
+        _ = part.head  # found by a pass
+        if in_parallel := config.parallel.experts == "parallel":
+            part.require_experts(mesh.domain.size)
+        experts = part.experts if in_parallel else ()
+        at_the_end = set(map(id, part.balance.parameters())) if part.balance else set()
+        late = {name for name, parameter in named if id(parameter) in at_the_end}
+        named, shared, units = shard_parts(
+            named,
+            part.parts,
+            mesh,
+            dtype=dtype,
+            late=late,
+            cuts=own.cuts,
+            initial=value_of if initial else None,
+            experts=experts,
+        )
+        flat += shared
+        for _, parameter in named:
+            parameter.data = parameter.data.to(device, dtype)
+        part.model.to(device)
+    if any(parameter.requires_grad for _, parameter in named):
+        bucket_bytes, num_shards = (
+            int(config.parallel.gradient_bucket_mib * 2**20),
+            1 if mesh is None else mesh.hdp.size,
+        )
+        late = part.late_parameters()
+        flat.insert(0, FlatParameters(named, num_shards, own.cuts, bucket_bytes=bucket_bytes, late=late))
+        for entry in flat[0].entries if initial else ():
+            flat[0].value_of(entry).copy_(value_of(entry))
+    return flat, units
+
+
+def shard_of(exact: Mapping[str, Tensor], parameters: FlatParameters, rank: int) -> list[Tensor]:
+    """The values of ``exact``, by name, that lie in each of a rank's parts of the flat buffers, in host memory."""
+    shards: list[Tensor] = []
+    for place in parameters.shards(rank) if exact else ():
+        shard = torch.zeros(place.stop - place.start, dtype=parameters.master_dtype)
+        for piece in parameters.pieces(place):
+            own = piece.entry.cut.of(exact[piece.entry.name]).flatten()
+            inside = piece.inside(slice(piece.entry.start, piece.entry.stop))
+            shard[piece.inside(place)] = own[inside]
+        shards.append(shard)
+    return shards

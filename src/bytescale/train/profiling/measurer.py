@@ -26,7 +26,7 @@ from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import loss_sum
 
 if TYPE_CHECKING:
-    from bytescale.hf.model.decoder import AttachedDecoder
+    from bytescale.hf.model.decoder import HFDecoder
 
 MIN_SECONDS = 0.05
 """Within a sweep, the runs of one quantity are repeated for this long."""
@@ -66,7 +66,7 @@ class LapTimer:
 class Measurer:
     """Measures one model on one device in one dtype."""
 
-    def __init__(self, model: AttachedDecoder, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: HFDecoder, device: torch.device, dtype: torch.dtype) -> None:
         """``model``: as it is trained, on ``device``; some layers of it stand for all (``hf.model.twin``)."""
         self.device, self.dtype, self.model = device, dtype, model
         self.architecture = model.spec.stack

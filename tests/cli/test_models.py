@@ -15,7 +15,7 @@ import torch
 
 from bytescale.attention import select_kernel
 from bytescale.cli.main import main
-from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.description import ModelDescription
 from bytescale.config.load import config_to_toml
 from bytescale.config.schema import Config, MemoryConfig, ParallelConfig
 from bytescale.cost.cluster import Cluster
@@ -29,8 +29,8 @@ from bytescale.parity import small_model
 from bytescale.planner.baselines import naive_plan
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.train.loop.dry_run import dry_run
-from bytescale.train.parts import large_model, rank_model
-from bytescale.train.parts.rank_model import describe_model
+from bytescale.train.parts import describe, large_model
+from bytescale.train.parts.describe import describe_model
 from tests.helpers.effort import one_of
 from tests.train.runs import small_run, with_trainer, write_corpus
 
@@ -136,7 +136,7 @@ def test_models_that_cannot_be_planned(
     assert main(["plan", "--model.preset", f"hf:{folder}"]) == 2
     assert "mixes tokens" in " ".join(capsys.readouterr().err.split())
     folder = hf_folder(tmp_path / "gpt2", "gpt2")
-    monkeypatch.setattr(rank_model, "machine_bytes", lambda: 1000.0)
+    monkeypatch.setattr(describe, "machine_bytes", lambda: 1000.0)
     monkeypatch.setattr(large_model, "FEW_PARAMETERS", 0)
     assert main(["plan", "--model.preset", f"hf:{folder}", "--data.context-length", "128"]) == 2
     told = " ".join(capsys.readouterr().err.split())
@@ -161,13 +161,13 @@ def test_a_large_model_is_described_by_its_shapes(
     layers: dict[str, object] = {"num_hidden_layers": 6}
     if name == "qwen3_next":
         layers["layer_types"] = ["linear_attention", "full_attention"] * 3
-    architecture = AttachedArchitecture(content=small_model(name, **layers).config.to_dict())
+    architecture = ModelDescription(content=small_model(name, **layers).config.to_dict())
     cpu = torch.device("cpu")
     described = []
     for few in (10**8, 0):
         monkeypatch.setattr(large_model, "FEW_PARAMETERS", few)
         if not few:
-            monkeypatch.setattr(rank_model, "machine_bytes", lambda: 0.0)  # weights would have no room
+            monkeypatch.setattr(describe, "machine_bytes", lambda: 0.0)  # weights would have no room
         kernel = select_kernel("auto", cpu, torch.bfloat16)
         described.append(describe_model(config, architecture, kernel, cpu, torch.bfloat16, num_ranks=1, kind="cuda"))
     (spec, memory), (other_spec, other) = described

@@ -37,7 +37,7 @@ from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
 from bytescale.train.loop.step import learning_rate
 from bytescale.train.loop.trainer import train
-from bytescale.train.parts.attached_model import HFModel, build_attached_model
+from bytescale.train.parts.rank_model import RankModel, build_rank_model
 from tests.helpers.effort import one_in, one_of
 from tests.hf.support import on_ranks as on_thread_ranks
 
@@ -320,7 +320,7 @@ def test_measured_memory_is_that_of_a_larger_micro_batch(
     config = run_from(hf_folder(tmp_path / name, name), corpus, tmp_path / "run", 1, checkpointing=checkpointing)
     architecture: Any = resolve_model(config.model)
     kernel = select_kernel("auto", CPU, torch.float32)
-    model = build_attached_model(config, architecture, kernel, device=CPU, dtype=torch.float32, num_shards=1)
+    model = build_rank_model(config, architecture, kernel, device=CPU, dtype=torch.float32, num_shards=1)
     micro_batch = MicroBatch.of_documents(0, [DOCUMENT_TOKENS] * 40 + [150, 70])
     memory = model.activations.attention_memory
     attention = PackedAttention(micro_batch, kernel, RankGroup(device=CPU).exchange, memory)
@@ -335,13 +335,13 @@ def test_measured_memory_is_that_of_a_larger_micro_batch(
     assert live.peak == pytest.approx(model.rows.fixed + model.rows.peak_per_token * rows, rel=0.05)
 
 
-def built_with_offload(folder: Path, corpus: Path, name: str, num_layers: int, checkpointing: str) -> HFModel:
+def built_with_offload(folder: Path, corpus: Path, name: str, num_layers: int, checkpointing: str) -> RankModel:
     folder = hf_folder(folder, name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": num_layers})
     config = run_from(folder, corpus, folder / "run", 1, checkpointing=checkpointing)
     config = replace(config, memory=MemoryConfig(offload="on", host_gib=0.25))
     architecture: Any = resolve_model(config.model)
     kernel = select_kernel("auto", CPU, torch.float32)
-    return build_attached_model(config, architecture, kernel, device=CPU, dtype=torch.float32, num_shards=1)
+    return build_rank_model(config, architecture, kernel, device=CPU, dtype=torch.float32, num_shards=1)
 
 
 @pytest.mark.parametrize(
@@ -402,8 +402,8 @@ def test_a_rank_keeps_the_exact_weights_of_its_shard_alone(corpus: Path, tmp_pat
     architecture: Any = resolve_model(config.model)
     kernel = select_kernel("auto", CPU, torch.bfloat16)
 
-    def build(dtype: torch.dtype, rank: int) -> HFModel:
-        return build_attached_model(config, architecture, kernel, device=CPU, dtype=dtype, num_shards=3, rank=rank)
+    def build(dtype: torch.dtype, rank: int) -> RankModel:
+        return build_rank_model(config, architecture, kernel, device=CPU, dtype=dtype, num_shards=3, rank=rank)
 
     whole = build(torch.float32, 0)
     assert not whole.masters
@@ -441,7 +441,7 @@ def test_windows_make_attention_cheaper_for_planners(corpus: Path, tmp_path: Pat
     config = run_from(hf_folder(tmp_path / "a", "gemma2", sliding_window=16), corpus, tmp_path / "run", 1)
     kernel = select_kernel("auto", CPU, torch.float32)
     architecture: Any = resolve_model(config.model)
-    model = build_attached_model(config, architecture, kernel, device=CPU, dtype=torch.float32, num_shards=1)
+    model = build_rank_model(config, architecture, kernel, device=CPU, dtype=torch.float32, num_shards=1)
     cost = assumed_cost(model.spec, device="cpu", bytes_per_element=4)
     assert cost.windows == ((16, 0.5),)
     pairs = [sum(min(query + 0.5, 16) for query in range(s)) for s in (8, 16, 200)]

@@ -2,7 +2,7 @@
 
 ::
 
-    PYTHONPATH=src:. python benchmarks/attached_context.py
+    PYTHONPATH=src:. python benchmarks/longest_context.py
 
 Nothing runs at full size. What a layer keeps of a token is measured on the CPU, in BF16, at an eighth of the widths and
 with three and six layers: bytes are linear in both. States, logits and rings are counted for the whole model.
@@ -25,7 +25,7 @@ from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
 from bytescale.hf.model.measure import kernel_bytes_per_token, ring_widths
 from bytescale.parity import small_model
 from bytescale.runtime.saved.checkpointing import Checkpointing
-from bytescale.train.parts.attached_model import HFModel, build_attached_model
+from bytescale.train.parts.rank_model import RankModel, build_rank_model
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, FEED_FORWARD, VOCABULARY = 36, 4096, 32, 8, 12288, 151936
 PARAMETERS = 8_190_735_360
@@ -34,7 +34,7 @@ SCALE = 8
 CPU = torch.device("cpu")
 
 
-def built(num_layers: int, checkpointing: Checkpointing) -> HFModel:
+def built(num_layers: int, checkpointing: Checkpointing) -> RankModel:
     """A model of an eighth of the widths, measured with and without offloading."""
     with tempfile.TemporaryDirectory() as folder:
         model: Any = small_model(
@@ -58,7 +58,7 @@ def built(num_layers: int, checkpointing: Checkpointing) -> HFModel:
         )
         architecture: Any = resolve_model(config.model)
         kernel = select_kernel("auto", CPU, torch.bfloat16)
-        return build_attached_model(config, architecture, kernel, device=CPU, dtype=torch.bfloat16, num_shards=1)
+        return build_rank_model(config, architecture, kernel, device=CPU, dtype=torch.bfloat16, num_shards=1)
 
 
 def memory_of(checkpointing: Checkpointing) -> MeasuredMemory:

@@ -24,7 +24,7 @@ from tests.helpers.effort import one_of
 from tests.helpers.forks import run_forked
 from tests.train.runs import interrupt, losses, run, small_run, with_trainer, write_corpus
 
-from .test_attached_models import hf_folder, plain_curve, run_from
+from .test_models import hf_folder, plain_curve, run_from
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 4, "tie_word_embeddings": True},

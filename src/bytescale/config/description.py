@@ -13,7 +13,7 @@ _KEY = "config_json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttachedArchitecture:
+class ModelDescription:
     """A decoder of transformers. Two runs of equal description share checkpoints."""
 
     content: dict[str, Any]  # of config.json, all of it
@@ -25,9 +25,9 @@ class AttachedArchitecture:
     """Weight of the loss for even use of experts (``hf.model.balance``), which is the run's, not the model's."""
 
     @staticmethod
-    def of_dict(stored: dict[str, Any]) -> AttachedArchitecture:
+    def of_dict(stored: dict[str, Any]) -> ModelDescription:
         """From what ``as_dict`` has made. Raises ``KeyError`` for other contents."""
-        return AttachedArchitecture(content=stored[_KEY], buffers=stored["buffers"], trained=stored.get("trained", {}))
+        return ModelDescription(content=stored[_KEY], buffers=stored["buffers"], trained=stored.get("trained", {}))
 
     def as_dict(self) -> dict[str, Any]:
         trained = {"trained": self.trained} if self.trained else {}
@@ -70,7 +70,7 @@ class AttachedArchitecture:
         )
 
 
-def check_attached(config: Config, shape: AttachedArchitecture) -> None:
+def check_model(config: Config, shape: ModelDescription) -> None:
     """Raise ``ConfigError`` for changes of a folder's model, and for a loss that would depend on the plan."""
     of_folder = config.model.preset.startswith(("hf:", "checkpoint:"))
     names = [spec.name for spec in fields(Architecture) if spec.name != "router_aux_loss_weight"] if of_folder else []
@@ -99,7 +99,7 @@ def trained_of(model: ModelConfig) -> dict[str, Any]:
     return {**({"lora": lora} if model.lora_rank else {}), **({"freeze": list(model.freeze)} if model.freeze else {})}
 
 
-def check_trained(config: Config, shape: AttachedArchitecture) -> None:
+def check_trained(config: Config, shape: ModelDescription) -> None:
     """Raise ``ConfigError`` where weights that are not trained would be random numbers."""
     trained = shape.trained or trained_of(config.model)
     if trained and not config.trainer.init.startswith("hf:"):
