@@ -46,7 +46,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "bytescale needs Python 3.11 or later, but $(PYTHON) is $$($(PYTHON) --version). To fix: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plot,tensorboard,wandb,ray,hf]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plot,tensorboard,wandb,ray]'
 	@touch $@
 
 $(DOCS): $(READY)

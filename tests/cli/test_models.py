@@ -1,4 +1,4 @@
-"""``plan`` and ``simulate`` of models that run on transformers' own code; ``profile`` of them."""
+"""``plan`` and ``simulate`` of models; ``profile`` of them."""
 
 from __future__ import annotations
 

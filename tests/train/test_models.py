@@ -305,7 +305,7 @@ def test_the_command_trains_and_only_checks(corpus: Path, tmp_path: Path, capsys
     (tmp_path / "config.toml").write_text(config_to_toml(plain), encoding="utf-8")
     arguments = ["train", str(tmp_path / "config.toml"), "--init", f"hf:{folder}"]
     assert main([*arguments, "--dry-run"]) == 0
-    assert "gpt_oss on transformers' own code, 2 layers (50 % of attention in windows of 5)" in capsys.readouterr().out
+    assert "gpt_oss, 2 layers (50 % of attention in windows of 5)" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
     assert main(arguments) == 0
     assert len(losses(tmp_path / "run")) == 2

@@ -73,7 +73,7 @@ def prepared() -> str:
     python = ENVIRONMENT / "bin" / "python"
     if not (ENVIRONMENT / ".ready").exists():
         venv.create(ENVIRONMENT, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES, "--editable", f"{ROOT}[hf]"], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES, "--editable", str(ROOT)], check=True)
         (ENVIRONMENT / ".ready").touch()
     return str(python)
 

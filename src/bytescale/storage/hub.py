@@ -26,11 +26,7 @@ def local_folder(model: str, *, weights: bool = True) -> str:
     named = _MODEL_ID.fullmatch(model)
     if named is None or typed_path(model).exists():
         return model
-    try:  # imported here: most commands need no Hub
-        from huggingface_hub import constants, errors, snapshot_download
-    except ImportError as error:
-        cause = f"{model} is no folder here, and huggingface_hub is not installed"
-        raise ConfigError(cause, fix="name a folder, or pip install 'bytescale[hf]'") from error
+    from huggingface_hub import constants, errors, snapshot_download  # most commands need no Hub
 
     name, hub = named["id"], constants.ENDPOINT
     files = [*_FILES, *(["*.safetensors"] if weights else [])]
