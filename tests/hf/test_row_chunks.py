@@ -10,6 +10,7 @@ import torch
 
 from bytescale.attention import PackedAttention, select_kernel
 from bytescale.cost.memory.measured import MeasuredRows
+from bytescale.hf.model import measure
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.measure import LiveBytes, measure_rows, row_wise_parts
 from bytescale.parity import small_model
@@ -17,6 +18,7 @@ from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.saved.activations import Activations
+from bytescale.runtime.saved.host_pool import HostPool
 
 TOKENS, CHUNK = 1024, 128
 CPU = torch.device("cpu")
@@ -62,3 +64,27 @@ def test_chunks_need_the_memory_that_is_foreseen(name: str, mode: str) -> None:
 def test_only_plain_feed_forward_parts_are_taken(name: str, number: int) -> None:
     """Mixtures and GPT-2's transposed matrices are left as they are."""
     assert len(row_wise_parts(HFDecoder(small_model(name, dtype=torch.float32)))) == number
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_equal_layers_are_measured_by_a_few(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, a line through two numbers of layers is what all of them give."""
+
+    def measured(many: int) -> MeasuredRows:
+        monkeypatch.setattr(measure, "_MANY", many)
+        meta, kernel = torch.device("meta"), select_kernel("auto", CPU, torch.bfloat16)
+        with measure.OnMeta():
+            model = small_model("llama", dtype=torch.float32, num_hidden_layers=13).to(meta, torch.bfloat16)
+            decoder = HFDecoder(model.train())
+            activations = Activations(
+                decoder.layers,
+                checkpointing=mode,  # type: ignore[arg-type]
+                pool=HostPool(2**28, pinned=False),
+                device=meta,
+                row_wise=row_wise_parts(decoder),
+            )
+            return measure_rows(decoder, kernel, activations, meta)
+
+    few, all_of_them = measured(8), measured(100)
+    for name in ("saved_per_token", "peak_per_token", "moved_per_token", "movable_per_token", "chunked_per_token"):
+        assert getattr(few, name) == pytest.approx(getattr(all_of_them, name), rel=0.03), name

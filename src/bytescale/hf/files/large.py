@@ -76,7 +76,7 @@ def twin_of(decoder: HFDecoder, content: dict[str, Any], dtype: torch.dtype, *, 
     """
     model, layers = decoder.model, decoder.layers
     names = {module: name for name, module in model.named_modules()}
-    kinds = [_kind(decoder, layer) for layer in layers]
+    kinds = [decoder.kind_of(layer) for layer in layers]
     lists = {names[layer].rpartition(".")[0] for layer in layers}
     count = max(least, 1 + max(kinds.index(kind) for kind in kinds))
     twin = hollow_model(content, torch.promote_types(dtype, torch.float32))
@@ -96,13 +96,6 @@ def twin_of(decoder: HFDecoder, content: dict[str, Any], dtype: torch.dtype, *, 
 def give_memory(parameter: Tensor, value: Tensor) -> None:
     """Put ``value`` in the place of a parameter's shape alone. Whoever holds the parameter still holds it."""
     torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
-
-
-def _kind(decoder: HFDecoder, layer: nn.Module) -> tuple[object, ...]:
-    inside = list(layer.modules())
-    rules = tuple(decoder.attentions[module].rules for module in inside if module in decoder.attentions)
-    sizes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
-    return tuple(map(type, inside)), sizes, rules
 
 
 @contextmanager

@@ -145,6 +145,13 @@ class HFDecoder(nn.Module):
             names.append(numbered[1])
         return [self.model.get_submodule(name) for name in dict.fromkeys(names)]
 
+    def kind_of(self, layer: nn.Module) -> tuple[object, ...]:
+        """Layers of one kind have the same classes, sizes of parameters and rules of attention."""
+        inside = list(layer.modules())
+        rules = tuple(self.attentions[module].rules for module in inside if module in self.attentions)
+        sizes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+        return tuple(map(type, inside)), sizes, rules
+
     @property
     def parts(self) -> list[nn.Module]:
         """Embedding, layers and head (``lockstep.Units``), an empty module in place of one that does not exist."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ DOCUMENT_TOKENS = 32
 SHAPE_TOKENS = 1024
 """The same on the meta device, where rows cost nothing."""
 NUM_DOCUMENTS = (4, 12)
+_MANY = 8
+"""Equal layers on the meta device: of more, so many are run."""
 
 
 def measure_rows(
@@ -53,7 +55,44 @@ def measure_rows(
             anchor = weight.new_zeros((), requires_grad=True)
             after.callback(embedding.register_forward_hook(lambda _, args, out: _End.apply(out, anchor)).remove)
             weight.requires_grad_(False)
-        return _measured(decoder, kernel, activations, alone, length)
+        if device.type != "meta" or len(decoder.layers) <= _MANY or len(set(map(decoder.kind_of, decoder.layers))) > 1:
+            return _measured(decoder, kernel, activations, alone, length)
+        # Equal layers: a line through two numbers of them.
+        few, more = _MANY - 2, _MANY
+        found = []
+        for number in (few, more):
+            with _with_layers(decoder, number):
+                found.append(asdict(_measured(decoder, kernel, activations, alone, length)))
+        steps = (len(decoder.layers) - few) / (more - few)
+        rows = MeasuredRows(**{name: own + steps * (found[1][name] - own) for name, own in found[0].items()})
+        of_one = {name: found[1][name] for name in ("fixed", "chunked_per_token")}  # of the layer that needs most
+        movable = min(rows.movable_per_token, rows.moved_per_token)
+        rows = replace(rows, movable_per_token=movable, **of_one)
+        if activations.offload is not None:
+            activations.offload.pool.token_bytes = rows.moved_per_token
+        return rows
+
+
+@contextmanager
+def _with_layers(decoder: HFDecoder, number: int) -> Iterator[None]:
+    """Let so many of equal layers compute: the first ones, and the last two, which offloading treats apart."""
+    skipped, calls = decoder.layers[number - 2 : -2], decoder.num_calls
+    before = [vars(layer).get("forward") for layer in skipped]
+    decoder.num_calls = calls * number // len(decoder.layers)
+    for layer in skipped:
+        layer.forward = _hand_on
+    try:
+        yield
+    finally:
+        decoder.num_calls = calls
+        for layer, forward in zip(skipped, before, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+def _hand_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return hidden_states
 
 
 def _measured(
@@ -82,8 +121,8 @@ def _measured(
     chunk, activations.row_chunk.rows = activations.row_chunk.rows, NUM_DOCUMENTS[-1] * length
     kept, fixed = _slopes(run, 0.0, length)
     rows = MeasuredRows(saved_per_token=kept[0], peak_per_token=kept[1], fixed=fixed)
-    activations.row_chunk.rows = 32
-    apart = run(NUM_DOCUMENTS[-1], 0.0)[1] / (NUM_DOCUMENTS[-1] * length)  # row-wise parts need next to nothing
+    activations.row_chunk.rows = length  # a twelfth of all rows
+    apart = run(NUM_DOCUMENTS[-1], 0.0)[1] / (NUM_DOCUMENTS[-1] * length)
     activations.row_chunk.rows = chunk
     if apart < kept[1]:
         rows = replace(rows, peak_per_token=apart, chunked_per_token=kept[1] - apart)
