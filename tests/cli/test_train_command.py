@@ -130,8 +130,9 @@ def test_a_rank_that_dies_stops_the_others_and_is_named(
     )
     try:
         wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics_so_far(run)) >= 2, seconds=300)
-        ranks = {int(rank.environ()["RANK"]): rank for rank in psutil.Process(launcher.pid).children(recursive=True)
-                 if "RANK" in rank.environ()}  # fmt: skip
+        children = psutil.Process(launcher.pid).children(recursive=True)
+        named = re.compile(r"bytescale-(\d+)")
+        ranks = {int(found[1]): child for child in children if (found := named.fullmatch(child.name()))}
         assert sorted(ranks) == list(range(num_ranks))
         places = listening([psutil.Process(launcher.pid), *ranks.values()])
         assert len(places) >= num_ranks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config.description import ModelDescription
 from bytescale.config.hugging_face import read_hf_config
-from bytescale.hf.files import folder as folders
+from bytescale.hf.files import export
 from bytescale.hf.files.folder import load_model as load_for_training
 from bytescale.hf.files.folder import read_model
 from bytescale.parity import small_model
@@ -127,7 +127,7 @@ def test_a_checkpoint_with_a_head_that_its_folder_would_lose(tmp_path: Path, mon
     architecture = ModelDescription(content=read_hf_config(folder)).as_dict()
     held = {f"master.{name}": () for name, _ in small_model("qwen3", tie_word_embeddings=False).named_parameters()}
     stored = SimpleNamespace(state=SimpleNamespace(architecture=architecture), shapes=lambda: held, folder=tmp_path)
-    monkeypatch.setattr(folders, "CheckpointReader", lambda _: stored)
+    monkeypatch.setattr(export, "CheckpointReader", lambda _: stored)
     checkpoint = tmp_path / "checkpoint"
     with pytest.raises(CheckpointError, match=r"has lm_head\.weight, for which its model has no place"):
-        folders.export_checkpoint(checkpoint, tmp_path / "back")
+        export.export_checkpoint(checkpoint, tmp_path / "back")

@@ -11,8 +11,8 @@ from torch.optim import _muon
 
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
-from bytescale.config import validate
 from bytescale.config.schema import ModelConfig, OptimizerConfig
+from bytescale.config.validate import validate
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.flat import Entry, FlatParameters

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import validate
 from bytescale.config.schema import Config, EvalConfig, ModelConfig, ParallelConfig
+from bytescale.config.validate import validate
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import batches_once
 from bytescale.parity import small_model

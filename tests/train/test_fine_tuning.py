@@ -14,11 +14,11 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import Config, ModelConfig
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import BatchSampler
-from bytescale.parity.families import small_model
+from bytescale.parity import small_model
 from tests.data.chats import MARKED, chat_folder, conversations
 from tests.data.support import read_whole, write_jsonl
 from tests.helpers.effort import one_of
-from tests.train.runs import first_model, interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
+from tests.train.runs import interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
 
 TRANSFORMERS = pytest.importorskip("transformers")
 
@@ -69,7 +69,8 @@ def plain_step(config: Config, examples: list[tuple[list[int], list[float], list
     """
     corpus = prepare_corpus(config.data)
     batch = BatchSampler(corpus.index, config.data).next_batch()
-    model = first_model(config, corpus.metadata.vocab_size)
+    folder = config.trainer.init.removeprefix("hf:")
+    model = TRANSFORMERS.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     by_tokens = {tuple(tokens): (weights, labels) for tokens, weights, labels in examples}
     sums, weighed = [], []
     for sample in batch.samples.name.tolist():

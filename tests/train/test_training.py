@@ -145,7 +145,7 @@ def test_a_checkpoint_of_another_model_is_refused(corpus: Path, tmp_path: Path) 
     config = small_run(corpus, tmp_path / "run", steps=1)
     run(config)
     other = replace(with_trainer(config, resume=True, steps=2), model=replace(config.model, num_layers=3))
-    with pytest.raises(CheckpointError, match=r"another model \(num_layers 2 there, 3 here\)"):
+    with pytest.raises(CheckpointError, match=r"another model \(num_hidden_layers 2 there, 3 here\)"):
         train(other, print_line=lambda line: None)
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -99,6 +100,7 @@ def _become_rank(main: Main, arguments: Sequence[str], environment: dict[str, st
         signal.signal(signal.SIGINT, signal.default_int_handler)
         atexit._clear()
         os.environ.update(environment)
+        Path("/proc/self/comm").write_text(f"bytescale-{environment['RANK']}")  # for top and ps
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]

@@ -9,11 +9,10 @@ import torch
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
-from bytescale.config.description import ModelDescription, check_model
+from bytescale.config.description import ModelDescription
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config
 from bytescale.config.sharing import sharing_domain
-from bytescale.config.validate import check_ranks
 from bytescale.cost.assumed import ASSUMED, assumed_cost, times_of
 from bytescale.cost.calibration import Calibrator, lag_of
 from bytescale.cost.gradient_sync import round_seconds
@@ -102,16 +101,12 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, st
     check_vocabulary(loader.metadata, architecture.vocab_size)
 
     # 1. Model: this rank's part of it, with its initial weights, and the optimizer.
-    check_model(config, architecture)
-    check_ranks(config.parallel, ranks.world.size)
     model = build_rank_model(
         config,
         architecture,
         kernels.choice.kernel,
         device=ranks.device,
         dtype=ranks.dtype,
-        num_shards=ranks.mesh.hdp.size,
-        rank=ranks.mesh.hdp.rank,
         smallest=ranks.smallest_of_stage,
         mesh=ranks.mesh,
     )
@@ -145,7 +140,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, st
         spec=spec,
         loader=loader,
         executor=Executor(
-            part=replace(model.decoder(config, ranks, kernels, memory), tied=model.tied(optimizer, ranks.mesh)),
+            part=model.decoder(optimizer, ranks.mesh),
             kernel=kernels.choice.kernel,
             mesh=ranks.mesh,
             z_loss=config.optimizer.z_loss,

@@ -34,9 +34,7 @@ from bytescale.runtime.plain_data import all_gather_json
 from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.tied import TiedHead
 from bytescale.train.parts.activations import activations_of
-from bytescale.train.parts.budget import MemoryBudget
 from bytescale.train.parts.large_model import Initial, part_of_large, shapes_of
-from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
 
 
@@ -87,7 +85,7 @@ class RankModel:
             load_states(place, optimizer, self.architecture.as_dict(), ranks.checkpoint_group, only=["master"])
             optimizer.finish_restore(0, {})
 
-    def decoder(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> Decoder:
+    def decoder(self, optimizer: ShardedOptimizer, mesh: Mesh) -> Decoder:
         part = self.part
         return Decoder(
             module=part,
@@ -95,9 +93,10 @@ class RankModel:
             head=part.head,
             splits_loss=part.splits_loss,
             batch_loss=part.balance,
+            tied=self._tied(optimizer, mesh),
         )
 
-    def tied(self, optimizer: ShardedOptimizer, mesh: Mesh) -> TiedHead | None:
+    def _tied(self, optimizer: ShardedOptimizer, mesh: Mesh) -> TiedHead | None:
         """What keeps a tied embedding one, if its two places are on two stages, and this is one of them."""
         weight = None if self.part.stage is None else self.part.stage.tied
         if weight is None or not weight.requires_grad:
@@ -112,44 +111,44 @@ def build_rank_model(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    num_shards: int,
-    rank: int = 0,
     smallest: Callable[[Sequence[float]], Sequence[float]] = list,
     mesh: Mesh | None = None,
+    num_shards: int = 1,
+    rank: int = 0,
     stage: tuple[int, int] = (0, 1),
     planned_parts: int = 1,
 ) -> RankModel:
     """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
 
     ``smallest``: the minimum over ranks of each of these numbers. All ranks go by the rank whose kernels keep most.
-    ``mesh``: of the ranks; None: one rank builds it to look at it: at a ``stage`` of a pipeline of so many, and at one
-    of the ``planned_parts`` of tensor parallelism.
+    ``mesh``: of the ranks; None: one rank builds it to look at it: at shards of the HDP rank ``rank`` of
+    ``num_shards``, at a ``stage`` of a pipeline of so many, and at one of the ``planned_parts`` of tensor parallelism.
 
     Raises ``ConfigError`` if the model cannot be attached, or has no weights that can be read; ``CheckpointError`` if
     weights are missing, have other shapes or no place.
     """
-    flash = isinstance(kernel, CudaFlashKernel)
     initial: Initial | None = None
     rows: MeasuredRows | None = None
+    if mesh is not None:
+        num_shards, rank = mesh.hdp.size, mesh.hdp.rank
     shapes = None if mesh is None else shapes_of(architecture, dtype, config.data.context_length)
     if mesh is not None and shapes is not None:
-        architecture, part, own, rows, initial, exact = part_of_large(
-            config, architecture, shapes, mesh, device=device, dtype=dtype
-        )
-        check_widths(part.structure, cuda_flash=flash)
+        made = part_of_large(config, architecture, shapes, mesh, device=device, dtype=dtype)
+        architecture, part, own, rows, initial, exact = made
     else:
         architecture, part, exact = _whole_model(config, architecture, mesh, device=device, dtype=dtype)
-        check_widths(part.structure, cuda_flash=flash)
         own = parallelize(part, mesh, stage=stage if mesh is None else None, planned_parts=planned_parts)
 
+    check_widths(part.structure, cuda_flash=isinstance(kernel, CudaFlashKernel))
+
     # Flat buffers, in the order in which the model names its parameters.
-    flat, units = _flat_buffers(config, part, own, mesh, initial, device=device, dtype=dtype)
+    like = torch.empty(0, dtype=dtype, device=device)
+    flat, units = _flat_buffers(config, part, own, mesh, initial, num_shards, like)
     masters = [shard for own in flat for shard in shard_of(exact, own, rank)]
     exact.clear()
 
     # Checkpointing and offloading, and what a token needs with them.
-    tp = None if mesh is None else mesh.tp
-    activations = activations_of(config, part, device, num_ranks=num_shards, tp=tp)
+    activations = activations_of(config, part, device, num_ranks=num_shards, tp=None if mesh is None else mesh.tp)
     if rows is None:
         rows = measure_rows(part, kernel, activations, device)
         for parameters in flat:
@@ -212,13 +211,12 @@ def _flat_buffers(
     own: RankPart,
     mesh: Mesh | None,
     initial: Initial | None,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
+    num_shards: int,
+    like: Tensor,
 ) -> tuple[list[FlatParameters], Units | None]:
     """Move what is trained into flat buffers, and where ranks share layers also the rest of these.
 
-    ``initial``: the values of a parameter's part; None: those that parameters have.
+    ``initial``: the values of a parameter's part; None: those that parameters have. ``like``: their dtype and device.
     """
 
     def value_of(entry: Entry) -> Tensor:
@@ -237,7 +235,7 @@ def _flat_buffers(
             named,
             part.parts,
             mesh,
-            dtype=dtype,
+            dtype=like.dtype,
             late=late,
             cuts=own.cuts,
             initial=value_of if initial else None,
@@ -245,13 +243,10 @@ def _flat_buffers(
         )
         flat += shared
         for _, parameter in named:
-            parameter.data = parameter.data.to(device, dtype)
-        part.model.to(device)
+            parameter.data = parameter.data.to(like.device, like.dtype)
+        part.model.to(like.device)
     if any(parameter.requires_grad for _, parameter in named):
-        bucket_bytes, num_shards = (
-            int(config.parallel.gradient_bucket_mib * 2**20),
-            1 if mesh is None else mesh.hdp.size,
-        )
+        bucket_bytes = int(config.parallel.gradient_bucket_mib * 2**20)
         late = part.late_parameters()
         flat.insert(0, FlatParameters(named, num_shards, own.cuts, bucket_bytes=bucket_bytes, late=late))
         for entry in flat[0].entries if initial else ():
