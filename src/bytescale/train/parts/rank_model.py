@@ -115,7 +115,7 @@ def build_rank_model(
     mesh: Mesh | None = None,
     num_shards: int = 1,
     rank: int = 0,
-    stage: tuple[int, int] = (0, 1),
+    stage: tuple[int, int] | None = None,
     planned_parts: int = 1,
 ) -> RankModel:
     """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
@@ -129,16 +129,16 @@ def build_rank_model(
     """
     initial: Initial | None = None
     rows: MeasuredRows | None = None
+    shapes = None
     if mesh is not None:
         num_shards, rank = mesh.hdp.size, mesh.hdp.rank
-    shapes = None if mesh is None else shapes_of(architecture, dtype, config.data.context_length)
+        shapes = shapes_of(architecture, dtype, config.data.context_length)
     if mesh is not None and shapes is not None:
         made = part_of_large(config, architecture, shapes, mesh, device=device, dtype=dtype)
         architecture, part, own, rows, initial, exact = made
     else:
         architecture, part, exact = _whole_model(config, architecture, mesh, device=device, dtype=dtype)
-        own = parallelize(part, mesh, stage=stage if mesh is None else None, planned_parts=planned_parts)
-
+        own = parallelize(part, mesh, stage=stage, planned_parts=planned_parts)
     check_widths(part.structure, cuda_flash=isinstance(kernel, CudaFlashKernel))
 
     # Flat buffers, in the order in which the model names its parameters.
@@ -146,8 +146,6 @@ def build_rank_model(
     flat, units = _flat_buffers(config, part, own, mesh, initial, num_shards, like)
     masters = [shard for own in flat for shard in shard_of(exact, own, rank)]
     exact.clear()
-
-    # Checkpointing and offloading, and what a token needs with them.
     activations = activations_of(config, part, device, num_ranks=num_shards, tp=None if mesh is None else mesh.tp)
     if rows is None:
         rows = measure_rows(part, kernel, activations, device)
