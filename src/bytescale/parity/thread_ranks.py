@@ -45,6 +45,10 @@ def run_ranks(
             errors[rank] = error
 
     threads = [threading.Thread(target=one_rank, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    # A collection runs Python code, of callbacks and finalizers, also while PyTorch holds a lock of its own (that of
+    # random numbers) for which another thread waits with the interpreter's: neither would go on.
+    was_enabled = gc.isenabled()
+    gc.disable()
     if not (frozen := gc.get_freeze_count() > 0):  # what a caller has frozen stays so
         gc.freeze()  # a collection looks at all objects of all modules otherwise, which takes 0.25 s
     try:
@@ -69,6 +73,8 @@ def run_ranks(
         gc.collect()  # groups that stand in reference cycles, before their store goes and before anybody forks
         if not frozen:
             gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 @functools.cache

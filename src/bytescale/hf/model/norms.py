@@ -82,11 +82,11 @@ class RMSNorm(torch.autograd.Function):
 
 def _is_plain(module: nn.Module, eps: float) -> bool:
     """Whether a norm of this class is ``RMSNorm``: tried on a copy with random weights, and rows of any size."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+    with torch.no_grad():
+        random = torch.Generator().manual_seed(0)
         own = copy.deepcopy(module).float().to_empty(device="cpu")
-        weight = own.get_parameter("weight").normal_()
-        rows = torch.randn(2, 3, len(weight)) * torch.tensor([[1e-3], [1.0], [30.0]])
+        weight = own.get_parameter("weight").normal_(generator=random)
+        rows = torch.randn(2, 3, len(weight), generator=random) * torch.tensor([[1e-3], [1.0], [30.0]])
         try:
             given = own(rows)
         except (TypeError, RuntimeError):
