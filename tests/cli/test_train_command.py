@@ -131,9 +131,11 @@ def test_a_rank_that_dies_stops_the_others_and_is_named(
     try:
         wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics_so_far(run)) >= 2, seconds=300)
         children = psutil.Process(launcher.pid).children(recursive=True)
-        named = re.compile(r"bytescale-(\d+)")
+        named = re.compile(r"bytescale-(\d+)")  # of copies of the launcher; other processes have a variable
         ranks = {int(found[1]): child for child in children if (found := named.fullmatch(child.name()))}
-        assert sorted(ranks) == list(range(num_ranks))
+        ranks |= {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
+        told = [(child.name(), child.status(), child.cmdline()) for child in children], launcher.poll()
+        assert sorted(ranks) == list(range(num_ranks)), told
         places = listening([psutil.Process(launcher.pid), *ranks.values()])
         assert len(places) >= num_ranks
         assert {host for host, _ in places} <= LOOPBACK
