@@ -35,7 +35,7 @@ DOCUMENT_TOKENS = 32
 SHAPE_TOKENS = 1024
 """The same on the meta device, where rows cost nothing."""
 NUM_DOCUMENTS = (4, 12)
-_MANY = 8
+_MANY = 4
 """Equal layers on the meta device: of more, so many are run."""
 
 
@@ -122,7 +122,7 @@ def _measured(
     kept, fixed = _slopes(run, 0.0, length)
     rows = MeasuredRows(saved_per_token=kept[0], peak_per_token=kept[1], fixed=fixed)
     activations.row_chunk.rows = length  # a twelfth of all rows
-    apart = run(NUM_DOCUMENTS[-1], 0.0)[1] / (NUM_DOCUMENTS[-1] * length)
+    apart = run(NUM_DOCUMENTS[-1], 0.0)[1] / (NUM_DOCUMENTS[-1] * length) if activations.has_chunks else kept[1]
     activations.row_chunk.rows = chunk
     if apart < kept[1]:
         rows = replace(rows, peak_per_token=apart, chunked_per_token=kept[1] - apart)

@@ -33,6 +33,7 @@ class Activations:
         attention_memory: what ``PackedAttention`` has to be given.
         offload: None when no activations may go to host memory.
         row_chunk: how many rows ``row_wise`` methods process at a time.
+        has_chunks: whether there are such methods.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Activations:
         kind = "cpu" if device is None or device.type == "meta" else device.type
         self.row_chunk = RowChunk(chunk_rows or ROWS_PER_CHUNK[kind])
         pairs = row_wise if checkpointing != "none" else ()
+        self.has_chunks = bool(pairs)
         self._undo = [apply_row_chunks(module, method, self.row_chunk) for module, method in pairs]
         self._undo.append(apply_checkpointing(layers, checkpointing, kept := KeptAttention()))
         self.attention_memory = kept if checkpointing == "attention" else None
