@@ -4,9 +4,11 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +16,32 @@ import pytest
 from bytescale.cli import plan, simulate
 from bytescale.cli.costs import read_lengths
 from bytescale.common.errors import ConfigError, DataError, PlanError
+from bytescale.config.schema import Config
 from bytescale.plan.io import load_plan, save_plan
 from bytescale.plan.verify import verify
+from bytescale.train.parts import describe
 from tests.attention.test_grid import grid_plan
 
 SMALL = ["--data.batch-tokens", "256K", "--data.context-length", "64K", "--cost.profile", "case-study"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def described_once() -> Iterator[None]:
+    """The same model is measured once for all tests of this file."""
+    found: dict[str, Any] = {}
+    describe_model = describe.describe_model
+
+    def once(config: Config, *given: Any, **named: Any) -> Any:
+        architecture, _, *others = given
+        memory, parallel = config.memory, config.parallel
+        key = repr((config.model, memory.checkpointing, memory.offload, parallel, architecture, others, named))
+        if key not in found:
+            found[key] = describe_model(config, *given, **named)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(describe, "describe_model", once)
+        yield
 
 
 def test_plan_prints_every_planner_and_what_would_help(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
