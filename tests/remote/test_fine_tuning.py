@@ -38,6 +38,6 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path, ray_address: str, kin
 def test_prefixes_are_shared_by_rows_that_servers_send(tmp_path: Path, ray_address: str) -> None:
     apart, shared = pair(tmp_path, 2, loss_per="sequence")
     data = replace(shared.data, loader="ray", ray_address=ray_address, servers=2)
-    assert run(replace(shared, data=data)) == pytest.approx(run(apart), rel=1e-10)
+    assert run(replace(shared, data=data)) == pytest.approx(run(apart), rel=1e-8)
     rows, tokens = ([line["num_tokens"] for line in metrics(tmp_path / name)] for name in ("shared", "apart"))
     assert sum(rows) < 0.7 * sum(tokens)

@@ -47,7 +47,9 @@ def measure_rows(
     The pool for offloading is told what a token takes. Gradients of parameters are added to; set them to zero after.
     The embedding has none meanwhile: theirs would be the most that a few rows need (``MeasuredMemory.phases``).
     """
-    alone, length = RankGroup(device=device), SHAPE_TOKENS if device.type == "meta" else DOCUMENT_TOKENS
+    # Recurrences fill up a chunk for each document: short ones need most.
+    is_free = device.type == "meta" and not decoder.mixers
+    alone, length = RankGroup(device=device), SHAPE_TOKENS if is_free else DOCUMENT_TOKENS
     embedding = embeddings_of(decoder.model)[0]
     with ExitStack() as after:
         if isinstance(weight := getattr(embedding, "weight", None), nn.Parameter) and weight.requires_grad:
