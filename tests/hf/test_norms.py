@@ -54,3 +54,13 @@ def test_gradients_are_those_of_the_formula() -> None:
 
 def test_models_in_double_precision_keep_theirs() -> None:
     assert replace_norms(small_model("llama", dtype=torch.float64)) == 0
+
+
+def test_a_norm_of_another_stage_says_nothing_of_its_class() -> None:
+    """It has no numbers, and all norms are alike on rows without any."""
+    model = small_model("qwen3_next", dtype=torch.float32)
+    norms = [module for module in model.modules() if type(module).__name__ == "Qwen3NextRMSNorm"]
+    with torch.no_grad():
+        norms[0].weight.data = norms[0].weight.new_empty(0)
+    replace_norms(model)
+    assert not any("forward" in vars(norm) for norm in norms)
