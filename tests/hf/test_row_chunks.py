@@ -66,15 +66,18 @@ def test_only_plain_feed_forward_parts_are_taken(name: str, number: int) -> None
     assert len(row_wise_parts(HFDecoder(small_model(name, dtype=torch.float32)))) == number
 
 
-@pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.exhaustive), "full"])
-def test_equal_layers_are_measured_by_a_few(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device, a line through two numbers of layers is what all of them give."""
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [pytest.param("llama", "none", marks=pytest.mark.exhaustive), ("llama", "full"), ("falcon_h1", "none")],
+)
+def test_equal_layers_are_measured_by_a_few(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, a line through two numbers of layers is what all of them give. Falcon-H1's return tuples."""
 
     def measured(many: int) -> MeasuredRows:
         monkeypatch.setattr(measure, "_MANY", many)
         meta, kernel = torch.device("meta"), select_kernel("auto", CPU, torch.bfloat16)
         with measure.OnMeta():
-            model = small_model("llama", dtype=torch.float32, num_hidden_layers=9).to(meta, torch.bfloat16)
+            model = small_model(name, dtype=torch.float32, num_hidden_layers=9).to(meta, torch.bfloat16)
             decoder = HFDecoder(model.train())
             activations = Activations(
                 decoder.layers,
@@ -86,5 +89,5 @@ def test_equal_layers_are_measured_by_a_few(mode: str, monkeypatch: pytest.Monke
             return measure_rows(decoder, kernel, activations, meta)
 
     few, all_of_them = measured(4), measured(100)
-    for name in ("saved_per_token", "peak_per_token", "moved_per_token", "movable_per_token", "chunked_per_token"):
-        assert getattr(few, name) == pytest.approx(getattr(all_of_them, name), rel=0.03), name
+    for number in ("saved_per_token", "peak_per_token", "moved_per_token", "movable_per_token", "chunked_per_token"):
+        assert getattr(few, number) == pytest.approx(getattr(all_of_them, number), rel=0.03), number

@@ -24,6 +24,7 @@ from bytescale.cost.memory.rows import RingWidths
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.probe import LayerAttention
+from bytescale.hf.model.stages import hand_on, parts_of
 from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import PlainHead
@@ -59,15 +60,17 @@ def measure_rows(
             weight.requires_grad_(False)
         if device.type != "meta" or len(decoder.layers) <= _MANY or len(set(map(decoder.kind_of, decoder.layers))) > 1:
             return _measured(decoder, kernel, activations, alone, length)
-        # Equal layers: a line through two numbers of them.
-        few, more = _MANY - 2, _MANY
-        found = []
-        for number in (few, more):
-            with _with_layers(decoder, number):
+        # Equal layers: a line through two numbers of them. The first layer, of more of them, shows what one returns.
+        found, parts = list[dict[str, float]](), list[int]()
+        shows = decoder.layers[0].register_forward_hook(lambda _, args, out: parts.append(parts_of(out)))
+        after.callback(shows.remove)
+        for number in (_MANY, _MANY - 2):
+            with _with_layers(decoder, number, lambda *args, **kwargs: hand_on(parts[0], *args, **kwargs)):
                 found.append(asdict(_measured(decoder, kernel, activations, alone, length)))
-        steps = (len(decoder.layers) - few) / (more - few)
-        rows = MeasuredRows(**{name: own + steps * (found[1][name] - own) for name, own in found[0].items()})
-        of_one = {name: found[1][name] for name in ("fixed", "chunked_per_token")}  # of the layer that needs most
+        more, few = found
+        steps = (len(decoder.layers) - _MANY) / 2
+        rows = MeasuredRows(**{name: own + steps * (own - few[name]) for name, own in more.items()})
+        of_one = {name: more[name] for name in ("fixed", "chunked_per_token")}  # of the layer that needs most
         movable = min(rows.movable_per_token, rows.moved_per_token)
         rows = replace(rows, movable_per_token=movable, **of_one)
         if activations.offload is not None:
@@ -76,13 +79,16 @@ def measure_rows(
 
 
 @contextmanager
-def _with_layers(decoder: HFDecoder, number: int) -> Iterator[None]:
-    """Let so many of equal layers compute: the first ones, and the last two, which offloading treats apart."""
+def _with_layers(decoder: HFDecoder, number: int, absent: Callable[..., Any]) -> Iterator[None]:
+    """Let so many of equal layers compute: the first ones, and the last two, which offloading treats apart.
+
+    The others do what ``absent`` does.
+    """
     skipped, calls = decoder.layers[number - 2 : -2], decoder.num_calls
     before = [vars(layer).get("forward") for layer in skipped]
     decoder.num_calls = calls * number // len(decoder.layers)
     for layer in skipped:
-        layer.forward = _hand_on
+        layer.forward = absent
     try:
         yield
     finally:
@@ -91,10 +97,6 @@ def _with_layers(decoder: HFDecoder, number: int) -> Iterator[None]:
             del layer.forward
             if forward is not None:
                 layer.forward = forward
-
-
-def _hand_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return hidden_states
 
 
 def _measured(

@@ -95,7 +95,7 @@ def _whole_pass(decoder: HFDecoder, layers: Sequence[nn.Module]) -> _Pass:
         if not isinstance(given := _stream(args, kwargs), Tensor):
             raise _refusal(names[layer], "it is not given hidden states")
         seen.given[layer] = given
-        seen.parts[layer] = len(out) if isinstance(out, tuple) else 0
+        seen.parts[layer] = parts_of(out)
 
     def of_rest(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if seen.given:
@@ -168,7 +168,7 @@ def _cut(
 ) -> None:
     first, last = layers.index(own[0]), layers.index(own[-1])
     for layer in layers[:first]:
-        layer.forward = partial(_hand_on, seen.parts[layer])
+        layer.forward = partial(hand_on, seen.parts[layer])
     for layer in layers[last + 1 :]:
         layer.forward = _end
     if not stage.is_first:
@@ -208,7 +208,13 @@ def _stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs.get("hidden_states")
 
 
-def _hand_on(parts: int, *args: Any, **kwargs: Any) -> Any:
+def parts_of(result: Any) -> int:
+    """How many parts a layer has returned. 0: it was a tensor."""
+    return len(result) if isinstance(result, tuple) else 0
+
+
+def hand_on(parts: int, *args: Any, **kwargs: Any) -> Any:
+    """What an absent layer returns that returns so many parts (0: a tensor): the hidden states that it was given."""
     hidden = _stream(args, kwargs)
     return (hidden, *[None] * (parts - 1)) if parts else hidden
 
