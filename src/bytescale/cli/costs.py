@@ -41,8 +41,7 @@ from bytescale.cost.cluster import Cluster
 from bytescale.cost.curve import Curve
 from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.memory.device_kernels import DeviceKind
-from bytescale.cost.memory.device_memory import DeviceMemory, fitting_capacity
-from bytescale.cost.memory.measured import MeasuredMemory
+from bytescale.cost.memory.measured import MeasuredMemory, fitting_capacity
 from bytescale.cost.model import CostModel
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile, warn_of_bad_fits
@@ -231,7 +230,7 @@ class Costs:
         return usable_device_bytes(torch.device(kind), config.parallel.ranks, None)
 
     @cached_property
-    def memory(self) -> DeviceMemory:
+    def memory(self) -> MeasuredMemory:
         """The memory of the fullest device of a rank: that of the pipeline's fullest stage."""
         return self.describe()[1].of_run(self.config, domain=self.domain).fullest_stage(self.usable_bytes)
 

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import ClassVar
 from bytescale.cli.options import Settings, leading_path, read
 from bytescale.common.environment import ranks_of_torchrun, use_expandable_segments
 from bytescale.common.errors import ConfigError, typed_path
-from bytescale.config.architecture import Architecture
+from bytescale.config.description import shape_settings
 from bytescale.config.load import config_to_toml
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model, source_folder
 from bytescale.config.schema import Config, ModelConfig
@@ -173,9 +173,7 @@ def _started_from(init: str | None, config: Config) -> Config:
         raise ConfigError(
             f"--init {init} is given, but trainer.init is {config.trainer.init}", fix="leave one of them out"
         )
-    names = [spec.name for spec in fields(Architecture) if spec.name != "router_aux_loss_weight"]
-    void = [name for name in names if getattr(config.model, name) is not None]
-    if void:
+    if void := shape_settings(config.model):
         raise ConfigError(
             f"model.{void[0]} = {getattr(config.model, void[0])} is set, and --init {init} brings its own shape",
             so="the setting would have no effect",

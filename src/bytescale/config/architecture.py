@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from bytescale.common.limits import limits
 
@@ -33,17 +33,6 @@ class Architecture:
     num_experts: int = field(default=0, metadata=limits(least=0, most=2**16))
     experts_per_token: int = 0
     router_aux_loss_weight: float = field(default=0.0, metadata=limits(least=0))
-
-    has_windows: ClassVar[bool] = False
-    """Whether a layer has a sliding window."""
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """Query heads, key/value heads and the width of one."""
-        return self.num_heads, self.num_kv_heads, self.head_dim
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def _llama(layers: int, heads: int, kv_heads: int, hidden: int, ffn: int, *, vocab: int = 128256) -> Architecture:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from bytescale.common.errors import ConfigError
-from bytescale.config.architecture import Architecture
+from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.schema import Config, ModelConfig
 
 _KEY = "config_json"
@@ -70,12 +70,15 @@ class ModelDescription:
         )
 
 
+def shape_settings(model: ModelConfig) -> list[str]:
+    """Names of the settings that change a preset's shape, of those that are set."""
+    names = [spec.name for spec in fields(Architecture) if spec.name != "router_aux_loss_weight"]
+    return [name for name in names if getattr(model, name) is not None]
+
+
 def check_model(config: Config, shape: ModelDescription) -> None:
     """Raise ``ConfigError`` for changes of a folder's model, and for a loss that would depend on the plan."""
-    of_folder = config.model.preset.startswith(("hf:", "checkpoint:"))
-    names = [spec.name for spec in fields(Architecture) if spec.name != "router_aux_loss_weight"] if of_folder else []
-    changed = [name for name in names if getattr(config.model, name) is not None]
-    if changed:
+    if config.model.preset not in PRESETS and (changed := shape_settings(config.model)):
         raise ConfigError(
             f"model.{changed[0]} is set, but the model of type {shape.model_type} is what its config.json says",
             so="the setting would have no effect",

@@ -36,17 +36,9 @@ def active_feed_forward_parameters(architecture: Architecture) -> int:
     return architecture.experts_per_token * block + architecture.num_experts * architecture.hidden_size
 
 
-def layer_parameters(architecture: Architecture, *, tensor_parallel: int = 1) -> int:
-    """The weights of one layer on one of ``tensor_parallel`` devices. Without tensor parallelism, all of its weights.
-
-    Matrices are cut, and key heads only as far as there are any. Every device has the router and the two norms.
-    """
-    shape, parts = architecture, tensor_parallel
-    query = shape.num_heads * shape.head_dim // parts
-    kv = shape.num_kv_heads * shape.head_dim // min(parts, shape.num_kv_heads)
-    router = shape.num_experts * shape.hidden_size
-    experts = (feed_forward_parameters(shape) - router) // parts
-    return 2 * shape.hidden_size * (query + kv) + experts + router + 2 * shape.hidden_size
+def layer_parameters(architecture: Architecture) -> int:
+    """All weights of one layer, its two norms among them."""
+    return attention_parameters(architecture) + feed_forward_parameters(architecture) + 2 * architecture.hidden_size
 
 
 def head_parameters(architecture: Architecture) -> int:

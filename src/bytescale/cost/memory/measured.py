@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bytescale.common.errors import ConfigError
-from bytescale.config.schema import Config
+from bytescale.common.units import format_bytes
+from bytescale.config.schema import AUTO_CAPACITY, Config
 from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, ROWS_PER_CHUNK, DeviceKind, loss_chunk_tokens
-from bytescale.cost.memory.device_memory import DeviceMemory, States
+from bytescale.cost.memory.device_memory import States
 from bytescale.cost.memory.rows import RingWidths
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.cost.profile import Profile
@@ -58,8 +59,12 @@ class MeasuredRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredMemory(DeviceMemory):
-    """The memory of one device: of the model, or of a pipeline stage."""
+class MeasuredMemory:
+    """The memory of one device: of the model, or of a pipeline stage.
+
+    At any moment the device holds its states (parameters, gradient sums, its shard of the optimizer) and what the
+    layers have saved for backward. One of the phases comes on top.
+    """
 
     states: States
     rows: MeasuredRows
@@ -143,22 +148,26 @@ class MeasuredMemory(DeviceMemory):
         return replace(self, rows=rows, states=replace(states, **numbers), rings=tuple(rings), embedding_numbers=words)
 
     def fullest_stage(self, device_bytes: float) -> MeasuredMemory:
-        """As ``DeviceMemory``."""
+        """The same for the pipeline stage that has room for the fewest tokens: itself, unless there are stages."""
         return min((self, *self.other_stages), key=lambda stage: stage.capacity_tokens(device_bytes))
 
     @property
     def saved_bytes_per_token(self) -> float:
+        """What all layers keep of a token from forward to backward."""
         return self.rows.saved_per_token * self.num_in_flight
 
     @property
     def layer_saved_bytes_per_token(self) -> float:
+        """What a layer keeps of a token, of one micro-batch."""
         return self.rows.saved_per_token / self.num_layers
 
     @property
     def movable_bytes_per_token(self) -> float:
+        """The part of it that may wait in host memory."""
         return self.rows.movable_per_token * self.num_in_flight
 
     def phases(self) -> tuple[Phase, ...]:
+        """What comes on top of states and saved activations."""
         beside = max(0.0, self.rows.peak_per_token - self.rows.saved_per_token) + self.kernel_bytes_per_token
         layers = Phase(
             name="layer",
@@ -169,19 +178,48 @@ class MeasuredMemory(DeviceMemory):
         )
         ends = [self._loss()] if self.has_head else []
         if self.embedding_numbers:
-            element = self.states.element_bytes
-            of_rows = float(self.hidden_size * element)
-            size = float(self.embedding_numbers * element)
-            ends.append(Phase(name="embedding", fixed_bytes=size, bytes_per_token=of_rows))
+            size, row = (float(n * self.states.element_bytes) for n in (self.embedding_numbers, self.hidden_size))
+            ends.append(Phase(name="embedding", fixed_bytes=size, bytes_per_token=row))
         return (*ends, layers, *(self._ring(ring, beside) for ring in self.rings))
 
     def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
-        """As ``DeviceMemory``. What else keeps moved bytes alive takes host memory in addition."""
+        """The same as plain numbers, for ``plan.verify``. What else keeps moved bytes alive takes host memory, too."""
         freed = self.rows.movable_per_token / (self.rows.moved_per_token or math.inf)
-        return DeviceMemory.limits(self, device_bytes=device_bytes, host_bytes=host_bytes * freed)
+        return MemoryLimits(
+            states_bytes=self.states.device_bytes + self.nccl_bytes,
+            saved_bytes_per_token=self.saved_bytes_per_token,
+            movable_bytes_per_token=self.movable_bytes_per_token,
+            phases=self.phases(),
+            device_bytes=device_bytes,
+            host_bytes=host_bytes * freed,
+        )
+
+    def capacity_tokens(self, device_bytes: float, moved_share: float = 0.0) -> int:
+        """The tokens that one micro-batch may hold if all of them are slices of a shared group (0: none).
+
+        ``moved_share`` of them are offloaded. This is for this stage alone: a pipeline's capacity is the least of all
+        its stages.
+        """
+        return self.limits().most_tokens(device_bytes, moved_share)
+
+    def parts_in_words(self, tokens: int, shared: int) -> str:
+        """The parts of the peak of a micro-batch of ``tokens``, ``shared`` of them in a slice of a shared group."""
+        states, phase = self.states, self.limits().worst_phase(tokens, shared)
+        parts = {
+            "parameters": states.parameter_bytes,
+            "gradients": states.gradient_bytes,
+            **({} if states.on_host else {"optimizer": states.optimizer_bytes}),
+            **({"NCCL": self.nccl_bytes} if self.nccl_bytes else {}),
+            "activations": self.saved_bytes_per_token * tokens,
+            phase.name: float(phase.bytes(tokens, shared)),
+        }
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
 
     def offload_rule(self, times: Profile, host_bytes: float) -> OffloadRule:
-        """As ``DeviceMemory``. Raises ``ConfigError`` where offloading frees nothing."""
+        """What a micro-batch may offload into ``host_bytes`` of a rank.
+
+        Raises ``ConfigError`` where that frees nothing.
+        """
         if self.limits().movable_share <= 0:
             raise ConfigError(
                 f"activations shall be offloaded, but that frees no memory of this model of {self.num_layers} layers",
@@ -234,3 +272,39 @@ class MeasuredMemory(DeviceMemory):
             bytes_per_grid_token=ring.own_message + 2 * ring.keys * wide,
             bytes_per_row_token=ring.row_buffers + ring.query * (1 + wide),
         )
+
+
+def fitting_capacity(model: MeasuredMemory, wanted: int, usable_bytes: float, who: str = "a rank") -> int:
+    """Return ``wanted`` tokens a micro-batch, or as many as fit if ``wanted`` is ``AUTO_CAPACITY``.
+
+    Args:
+        model: the memory of the pipeline's fullest stage.
+        usable_bytes: what a rank may use of its device.
+        who: the rank, for messages.
+
+    Raises:
+        ConfigError: nothing fits, or fewer tokens than ``wanted``.
+    """
+    fits = model.capacity_tokens(usable_bytes)
+    if fits == 0:
+        raise ConfigError(
+            f"{'NCCL, ' if model.nccl_bytes else ''}parameters, gradients and optimizer need "
+            f"{format_bytes(model.states.device_bytes + model.nccl_bytes)} a rank, of "
+            f"{format_bytes(usable_bytes)} that {who} may use",
+            so="not one token would fit beside them",
+            fix="use more ranks (the optimizer is sharded over them), more devices per rank (tp, pp), "
+            + ("" if model.states.on_host else "optimizer.offload, ")
+            + 'parallel.shard = "parameters", a smaller model, or a larger device_gib',
+        )
+    if wanted == AUTO_CAPACITY:
+        return fits
+    if wanted > fits:
+        needed = float(model.limits().device_peak(wanted, 0, wanted))
+        raise ConfigError(
+            f"a micro-batch of parallel.capacity_tokens = {wanted} needs {format_bytes(needed)}, "
+            f"{format_bytes(needed - usable_bytes)} more than the {format_bytes(usable_bytes)} that {who} may use",
+            so="training would run out of memory",
+            fix=f'set parallel.capacity_tokens to {fits} or less (or "auto"), memory.checkpointing to attention '
+            "or full, or memory.device_gib",
+        )
+    return wanted

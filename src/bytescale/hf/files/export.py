@@ -14,6 +14,7 @@ from torch import nn
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import CheckpointError, ConfigError, typed_path
 from bytescale.common.parsing import parse_json, read_input
+from bytescale.config.architecture import PRESETS
 from bytescale.config.hugging_face import SPECIAL_TOKENS
 from bytescale.config.resolve import SEEN_WEIGHTS, described_architecture, source_folder
 from bytescale.config.schema import Config
@@ -94,7 +95,7 @@ def _known_of_run(content: dict[str, Any], run_config: Config | None, origin: Pa
     """What config.json of a model that began with random weights lacks: its context, and what ends a document."""
     if run_config is None or not {*SPECIAL_TOKENS, "max_position_embeddings"} <= content.keys():
         return {}
-    if run_config.model.preset.startswith(("hf:", "checkpoint:")) or run_config.trainer.init:
+    if run_config.model.preset not in PRESETS or run_config.trainer.init:
         return {}
     context = max(run_config.data.context_length, int(content["max_position_embeddings"]))
     has_tokenizer = origin is not None and (origin / "tokenizer.json").is_file()

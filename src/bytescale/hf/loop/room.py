@@ -47,7 +47,7 @@ class Room:
         wanted = AUTO_CAPACITY if capacity_tokens == "auto" else capacity_tokens
         if not (auto or device_gib is not None or engine.pool):
             return Room(capacity_tokens=wanted)
-        from bytescale.cost.memory.device_memory import fitting_capacity
+        from bytescale.cost.memory.measured import fitting_capacity
         from bytescale.runtime.usable import usable_device_bytes  # where memory is limited
 
         memory, group = engine.measured_memory(), engine.group

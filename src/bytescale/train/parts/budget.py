@@ -14,11 +14,10 @@ from bytescale.config.schema import Config
 from bytescale.config.validate import kind_of_ranks, may_offload
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.memory.device_kernels import DeviceKind
-from bytescale.cost.memory.device_memory import DeviceMemory, fitting_capacity, host_bytes_left
-from bytescale.cost.memory.measured import MeasuredMemory
+from bytescale.cost.memory.device_memory import host_bytes_left
+from bytescale.cost.memory.measured import MeasuredMemory, fitting_capacity
 from bytescale.cost.profile import Profile
 from bytescale.plan.limits import MemoryLimits
-from bytescale.runtime.saved.host_pool import HostPool
 from bytescale.runtime.usable import usable_device_bytes
 from bytescale.train.parts.devices import Devices, RankDevice
 from bytescale.train.profiling.peak import device_name, known_peak
@@ -32,7 +31,7 @@ _PROCESS_BYTES = 340e6
 class MemoryBudget:
     """The ranks' memory, the same numbers on every rank. Bytes, of the rank with the least memory."""
 
-    model: DeviceMemory
+    model: MeasuredMemory
     cluster: Cluster
     """The ranks as planners see them, with what they may offload."""
     limits: MemoryLimits
@@ -43,13 +42,6 @@ class MemoryBudget:
     def capacity_tokens(self) -> int:
         """Of the rank with the least memory."""
         return int(self.cluster.capacity_tokens.min())
-
-    def host_pool(self, device: torch.device) -> HostPool | None:
-        """Room for offloaded activations, made before the steps that need it; None when nothing is offloaded."""
-        if self.cluster.offload is None:
-            return None
-        token_bytes = self.model.movable_bytes_per_token
-        return HostPool(int(self.limits.host_bytes), pinned=device.type == "cuda", token_bytes=token_bytes)
 
     def lines(self) -> list[str]:
         """The estimate for a full micro-batch, for people."""

@@ -18,13 +18,13 @@ from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.memory.device_memory import States, host_bytes_left
 from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.cost.spec import ModelSpec
-from bytescale.hf.files.folder import empty_model, make_model, parameters_of, require_positions, set_constants
+from bytescale.hf.files.folder import make_model, parameters_of, require_positions, set_constants
 from bytescale.hf.files.large import twin_of
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.measure import OnMeta
 from bytescale.hf.model.norms import replace_norms
+from bytescale.train.parts import large_model
 from bytescale.train.parts.budget import usable_host_bytes
-from bytescale.train.parts.large_model import is_large
 from bytescale.train.parts.rank_model import build_rank_model
 
 BYTES_PER_PARAMETER = 12
@@ -43,8 +43,8 @@ def describe_model(
 ) -> tuple[ModelSpec, MeasuredMemory]:
     """The counts of a model, and its memory on devices of a ``kind``, without ranks.
 
-    It is built as one rank, stage by stage, to be measured: a large one without memory for its
-    weights, on the meta device. Raises ``ConfigError`` where it needs weights, and has no room for them.
+    It is built as one rank, stage by stage, to be measured: a large one without memory for its weights, on the meta
+    device. Raises ``ConfigError`` where it needs weights, and has no room for them.
     """
     check_model(config, architecture)
     check_positions(config, architecture)
@@ -60,7 +60,7 @@ def describe_model(
         return model.spec, MeasuredMemory.of_stages(memories)
 
     number, why = sum(value.numel() for value in parameters_of(architecture.content).values()), ""
-    if is_large(architecture) and not config.trainer.init:  # its weights are to be read, and checked
+    if number > large_model.FEW_PARAMETERS and not config.trainer.init:  # its weights are to be read, and checked
         try:
             with OnMeta():
                 return describe(torch.device("meta"))
@@ -101,10 +101,8 @@ def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) 
     """What ``profiling.Measurer`` takes: the model with random weights, on ``device``; of a large one, some layers."""
     architecture, longest = resolve_model(config.model), config.data.context_length
     check_model(config, architecture)
-    whole: HFDecoder | None = None
-    if is_large(architecture):
+    if (whole := large_model.shapes_of(architecture, dtype, longest)) is not None:
         with OnMeta():
-            whole = HFDecoder(empty_model(architecture.content).train(), longest_document=longest)
             model = twin_of(whole, architecture.content, dtype).to(dtype)
     else:
         model = make_model(architecture.content, dtype)

@@ -23,7 +23,7 @@ from bytescale.config.description import ModelDescription
 from bytescale.config.resolve import HF_PREFIX, source_folder
 from bytescale.config.schema import Config
 from bytescale.cost.memory.measured import MeasuredRows
-from bytescale.hf.files.folder import constants_of, empty_model, load_model, parameters_of, set_constants
+from bytescale.hf.files.folder import constants_of, empty_model, load_model, set_constants
 from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.files.large import InitialValues, give_memory, hollow_model, twin_of
 from bytescale.hf.model.balance import BalanceLoss
@@ -50,19 +50,14 @@ class LargePart(NamedTuple):
     exact: dict[str, Tensor]  # weights by name, where the parameters are rounded
 
 
-def is_large(architecture: ModelDescription) -> bool:
-    return sum(value.numel() for value in parameters_of(architecture.content).values()) > FEW_PARAMETERS
-
-
 def shapes_of(architecture: ModelDescription, dtype: torch.dtype, longest: int) -> HFDecoder | None:
     """The shapes of a large model, attached; None: it is small, or has to be made as a whole.
 
     Adapters, frozen parts, angles of the longest position, and types whose code looks at numbers need the whole.
     """
-    if architecture.trained or not is_large(architecture):
-        return None
     model = empty_model(architecture.content)
-    if depends_on_pass(model):
+    is_small = sum(parameter.numel() for parameter in model.parameters()) <= FEW_PARAMETERS
+    if architecture.trained or is_small or depends_on_pass(model):
         return None
     try:
         with OnMeta():
