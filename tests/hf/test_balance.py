@@ -154,6 +154,17 @@ def test_one_layer_has_the_value_of_transformers() -> None:
     assert loss == pytest.approx(WEIGHT * theirs.item(), rel=1e-6)
 
 
-def test_a_model_without_plain_routers_is_refused_by_name() -> None:
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_model_without_plain_routers_is_refused_by_name(name: str) -> None:
+    """DeepSeek-V3's choice has a bias, which the loss does not know."""
     with pytest.raises(ConfigError, match=r"set model.router_aux_loss_weight to 0"):
-        BalanceLoss(HFDecoder(small_model("llama", dtype=torch.float64)), WEIGHT)
+        BalanceLoss(HFDecoder(small_model(name, dtype=torch.float32)), WEIGHT)
+
+
+def test_routers_that_choose_otherwise_are_refused() -> None:
+    model = mixture()
+    router = next(iter(routers_of(model).values()))
+    before = router.forward
+    router.forward = lambda rows: (*before(rows)[:2], before(-rows)[2])
+    with pytest.raises(ConfigError, match=r"mlp\.gate cannot be attached"):
+        BalanceLoss(HFDecoder(model), WEIGHT)

@@ -46,11 +46,10 @@ class BalanceLoss:
     """The loss over all layers that this rank holds (``runtime.BatchLoss``)."""
 
     def __init__(self, decoder: HasRows, weight: float) -> None:
-        """``decoder``: the whole model. Raises ``ConfigError`` where it has no routers that are a linear layer."""
+        """``decoder``: the whole model. Raises ``ConfigError`` where it has no routers of this kind."""
         self.decoder, routers = decoder, _routers_of(decoder.model)
         self.weight, self.num_layers, self.num_experts = weight, len(routers), len(routers[0].weight)
-        config: Any = decoder.model.config
-        self.experts_per_token = int(config.get_text_config().num_experts_per_tok)
+        self.experts_per_token = _experts_per_token(decoder.model)
         self.layers = [_LayerSums(router, self.experts_per_token) for router in routers]
         for sums in self.layers:
             sums.router.register_forward_pre_hook(partial(_watch, decoder, sums))
@@ -136,7 +135,7 @@ class _LayerSums:
 
 
 def _routers_of(model: nn.Module) -> Sequence[Any]:
-    """The routers by transformers' own account (``_can_record_outputs``), whose logits are a product with a weight."""
+    """The routers by transformers' own account (``_can_record_outputs``), which compute what ``_LayerSums`` does."""
     kinds = {
         recorder.target_class
         for module in model.modules()
@@ -144,26 +143,47 @@ def _routers_of(model: nn.Module) -> Sequence[Any]:
         if name == "router_logits" and hasattr(recorder, "target_class")
     }
     found = {name: module for name, module in model.named_modules() if type(module) in kinds}
-    for name, module in found.items():
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or len(list(module.parameters())) > 1:
-            found = {}
-            break
-        if not weight.is_meta:
-            rows = torch.linspace(-1, 1, 3 * weight.shape[1], device=weight.device).to(weight.dtype).view(3, -1)
-            with torch.no_grad():
-                given: Any = module(rows)
-            if not isinstance(given, tuple) or not torch.allclose(given[0], F.linear(rows, weight)):
-                raise _refusal(name)
     if not found:
         raise _refusal("the model")
+    for name, module in found.items():
+        if not _is_plain(module, _experts_per_token(model)):
+            raise _refusal(name)
     return list(found.values())
+
+
+def _experts_per_token(model: Any) -> int:
+    number = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if number is None:
+        raise _refusal("the model")
+    return int(number)
+
+
+def _is_plain(router: nn.Module, experts_per_token: int) -> bool:
+    """Whether it chooses the experts with the largest products of a row and its only weight, and returns both.
+
+    A bias for the choice, as DeepSeek-V3 has, is a buffer, zero at first.
+    """
+    weight = getattr(router, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or len([*router.parameters(), *router.buffers()]) > 1:
+        return False
+    if weight.is_meta:
+        return True
+    rows = torch.linspace(-1, 1, 64 * weight.shape[1], device=weight.device).sin().to(weight.dtype).view(64, -1)
+    with torch.no_grad():
+        logits = F.linear(rows, weight)
+        own = logits.topk(experts_per_token).values
+        try:
+            theirs, *_, chosen = router(rows)
+            largest = logits.gather(-1, chosen).sort(descending=True).values
+            return bool(torch.allclose(theirs.to(logits), logits)) and torch.equal(largest, own)
+        except (TypeError, ValueError, RuntimeError):  # it wants more than rows, or returns something else
+            return False
 
 
 def _refusal(name: str) -> Exception:
     return refusal(
         name,
-        "its routers are none, or more than a product with one matrix of weights",
+        "it has no routers that choose the experts with the largest products of a row and one matrix of weights",
         so="the loss for even use of experts (model.router_aux_loss_weight) is not known for it",
         fix="set model.router_aux_loss_weight to 0: experts are then trained by cross-entropy alone",
     )
