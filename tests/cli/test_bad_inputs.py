@@ -105,7 +105,19 @@ SETTINGS = [
     ("--trainer.epochs", "1000000000000"), ("--data.bpe-vocab-size", "2000000000"), ("--optimizer.beta1", "1"),
     ("--parallel.ranks", "65536"), ("--trainer.run-dir", "~no-such-user/run"), ("--data.text-key", "\udce9"),
 ]  # fmt: skip
-DRAWN = ("plan", "--parallel.ranks", "4", "--data.batch-tokens", "64K", "--data.context-length", "16K")
+DRAWN = (
+    "plan",
+    "--parallel.ranks",
+    "4",
+    "--data.batch-tokens",
+    "64K",
+    "--data.context-length",
+    "16K",
+    "--model.preset",
+    "7b",
+    "--model.num-layers",
+    "1",
+)
 PLANS = [
     ("--parallel.capacity-tokens", "-1"), ("--memory.device-gib", "0"), ("--parallel.tp", "0"), ("--parallel.pp", "-1"),
     ("--parallel.ranks", "0"), ("--gpus-per-node", "0"), ("--data.batch-tokens", "7"), ("--data.context-length", "0"),

@@ -20,6 +20,7 @@ from bytescale.config.schema import Config, ModelConfig
 from bytescale.config.validate import validate
 from bytescale.cost.links import Links
 from bytescale.cost.profile import Profile
+from tests.helpers.command import Command
 from tests.train.runs import metrics, write_corpus
 
 COMPARED = re.compile(r"^ {10}(static|naive|adaptive) +(\d+\.\d+) +\S+ +\d+% +\S+ \S+ +(.*)$", re.MULTILINE)
@@ -30,24 +31,22 @@ SMALL += ["--data.batch-tokens", "2K", "--parallel.ranks", "2", "--parallel.capa
 SMALL += ["--trainer.device", "cpu", "--trainer.steps", "2"]
 
 
-def run(command: str, capfd: pytest.CaptureFixture[str]) -> str:
+def run(command: str) -> str:
     """What ``bytescale`` and its ranks print. It must succeed."""
     program, *arguments = shlex.split(command)
     assert program == "bytescale"
-    code = main(arguments)
-    printed = capfd.readouterr()
-    assert code == 0, printed.out + printed.err
-    return printed.out
+    copy = Command(arguments)
+    printed, errors = copy.communicate(timeout=600)
+    assert copy.returncode == 0, printed + errors
+    return printed
 
 
-def test_the_demo_and_all_that_it_suggests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_and_all_that_it_suggests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On little text: planners are measured and simulated, losses are equal, and what is printed can be run."""
     write_corpus(tmp_path / "text", 80)
     (tmp_path / "text" / "long.txt").write_text("every rank waits for none of them " * 40, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    printed = run(shlex.join(["bytescale", "demo", "--data.sources", "text", *SMALL]), capfd)
+    printed = run(shlex.join(["bytescale", "demo", "--data.sources", "text", *SMALL]))
     rows = COMPARED.findall(printed)
     assert [name for name, _, _ in rows] == ["static", "naive", "adaptive"]
     losses = [list(map(float, row.split())) for _, _, row in rows]
@@ -64,7 +63,7 @@ def test_the_demo_and_all_that_it_suggests(
 
     suggested = re.findall(r"^ {10}(bytescale .*)$", printed, re.MULTILINE)
     assert [command.split()[1] for command in suggested] == ["train", "report", "convert", "init"]
-    resume, report, convert, init = (run(command, capfd) for command in suggested)
+    resume, report, convert, init = (run(command) for command in suggested)
     assert "a rank holds 1024 tokens instead of 512" in resume
     assert len(metrics(folder)) == 4
     assert "report.html" in report

@@ -71,15 +71,20 @@ def seen_by_simulate(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, 
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         {"gib": None},
-        {"checkpointing": "full"},
-        {"checkpointing": "attention", "parallel": {"tp": 2}},
         {"checkpointing": "attention", "parallel": {"pp": 2}, "dtype": "fp64"},
         {"checkpointing": "full", "parallel": {"tp": 2}, "model": {"preset": "tiny-moe", "ffn_hidden_size": 64}},
         {"checkpointing": "full", "device": "cuda", "gib": 3, "dtype": "auto"},
-        {"checkpointing": "full", "parallel": {"capacity_tokens": 300}},
-        {"device": "auto", "dtype": "auto"},
+        *(
+            pytest.param(changes, marks=pytest.mark.exhaustive)
+            for changes in (
+                {},
+                {"checkpointing": "full"},
+                {"checkpointing": "attention", "parallel": {"tp": 2}},
+                {"checkpointing": "full", "parallel": {"capacity_tokens": 300}},
+                {"device": "auto", "dtype": "auto"},
+            )
+        ),
     ],
     ids=str,
 )
@@ -150,7 +155,7 @@ def test_without_a_profile_times_are_those_of_the_device_that_would_train(
 
 def test_checkpointing_without_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     small = ["--data.batch-tokens", "256K", "--data.context-length", "64K", "--parallel.ranks", "64"]
-    small += ["--parallel.capacity-tokens", "auto"]
+    small += ["--parallel.capacity-tokens", "auto", "--model.preset", "7b", "--model.num-layers", "8"]
     capacities = [
         seen_by_plan([*small, "--memory.checkpointing", mode], monkeypatch)[0] for mode in ("none", "attention", "full")
     ]

@@ -23,6 +23,7 @@ from bytescale.config.load import config_to_toml, load_config
 from bytescale.config.removed import REMOVED
 from bytescale.config.schema import Config
 from tests.cli.test_private_runs import LOOPBACK, listening
+from tests.helpers.command import Command
 from tests.train.runs import losses, metrics, on_ranks, small_run, write_corpus
 
 COMMAND = [sys.executable, "-m", "bytescale"]
@@ -122,12 +123,7 @@ def test_a_rank_that_dies_stops_the_others_and_is_named(
 ) -> None:
     run, last = tmp_path / "run", num_ranks - 1
     config = [str(folder / "config.toml"), "--trainer.run-dir", str(run), *mesh]
-    launcher = subprocess.Popen(
-        [*COMMAND, "train", *config, "--trainer.steps", "100000"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    launcher = Command(["train", *config, "--trainer.steps", "100000"])
     try:
         wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics_so_far(run)) >= 2, seconds=300)
         children = psutil.Process(launcher.pid).children(recursive=True)

@@ -29,6 +29,7 @@ def deep_run(corpus: Path, run_dir: Path, num_ranks: int, capacity: int, **memor
     return replace(config, model=replace(config.model, num_layers=6), memory=MemoryConfig(**memory))  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_offloading_and_recomputation_give_the_same_losses(corpus: Path, tmp_path: Path) -> None:
     """With a capacity of 144, two ranks hold sequences of up to 256 tokens whole only by offloading."""
     plain = run(deep_run(corpus, tmp_path / "plain", 2, 256, offload="off"))

@@ -1,11 +1,11 @@
 """A rank that is stopped ends the run within the time limit, in any phase, and the message says which one it was.
 
-The rank stops itself (SIGSTOP) when it comes to a function: a ``sitecustomize`` of its own does it. Runs are real:
-the command, its launcher and two ranks.
+The rank stops itself (SIGSTOP) when it comes to a function. Runs are real: the command, its launcher and two ranks.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from bytescale.common import atomic
 from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError
 from bytescale.config.load import config_to_toml
+from tests.helpers.command import Command
 from tests.helpers.effort import one_of
 from tests.train.runs import on_ranks, small_run, with_trainer, write_corpus
 
@@ -29,33 +31,26 @@ LIMIT = 5.0
 MORE = 10.0
 """Seconds that the end of the run may take beyond it."""
 
-STOPS_ITSELF = """
-import importlib.abc, importlib.machinery, os, pathlib, signal, sys, time
 
-module, name = os.environ["STOP_IN"].split(":")
-owner, _, function = name.rpartition(".")
+def stop_itself(place: str, note: Path) -> None:
+    """Let rank 1 of the ranks that this process becomes stop where it comes to ``module:function``."""
+    module, _, name = place.partition(":")
+    owner, _, function = name.rpartition(".")
+    holder = importlib.import_module(module)
+    holder = getattr(holder, owner) if owner else holder
+    before = getattr(holder, function)
 
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, wanted, path, target=None):
-        if wanted != module:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(wanted, path, target)
-        run = spec.loader.exec_module
-        def exec_module(made):
-            run(made)
-            holder = getattr(made, owner) if owner else made
-            before = getattr(holder, function)
-            def stopping(*arguments, **named):
-                if os.environ.get("RANK") == "1":
-                    pathlib.Path(os.environ["STOPPED_AT"]).write_text(str(time.time()))
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                return before(*arguments, **named)
-            setattr(holder, function, stopping)
-        spec.loader.exec_module = exec_module
-        return spec
+    def stopping(*arguments: Any, **named: Any) -> Any:
+        if os.environ.get("RANK") == "1":
+            note.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return before(*arguments, **named)
 
-sys.meta_path.insert(0, Finder())
-"""
+    for known in list(sys.modules.values()):  # those that have imported the function, too
+        if known.__name__.startswith("bytescale") and getattr(known, function, None) is before:
+            setattr(known, function, stopping)
+    setattr(holder, function, stopping)
+
 
 PHASES = {
     "loading": "bytescale.data.loading.corpus:prepare_corpus",
@@ -78,24 +73,16 @@ def test_a_stopped_rank_ends_the_run(tmp_path: Path, phase: str) -> None:
     if phase == "upload":
         config = replace(config, checkpoint=replace(config.checkpoint, folder="memory://store"))
     (tmp_path / "config.toml").write_text(config_to_toml(config))
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(STOPS_ITSELF)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path]),
-        "STOP_IN": PHASES[phase],
-        "STOPPED_AT": str(tmp_path / "stopped"),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "bytescale", "train", str(tmp_path / "config.toml")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    seconds = time.time() - float((tmp_path / "stopped").read_text())
+    note = tmp_path / "stopped"
+    command = Command(["train", str(tmp_path / "config.toml")], lambda: stop_itself(PHASES[phase], note))
+    out, errors = command.communicate(timeout=300)
+    seconds = time.time() - float(note.read_text())
     print(f"{phase}: {seconds:.1f} s")
-    print(done.stdout, done.stderr)
-    assert done.returncode == 1
-    assert "Rank 1" in done.stderr
-    assert "was stopped (SIGSTOP)" in done.stderr
-    assert "out of memory" not in done.stderr
+    print(out, errors)
+    assert command.returncode == 1
+    assert "Rank 1" in errors
+    assert "was stopped (SIGSTOP)" in errors
+    assert "out of memory" not in errors
     assert seconds < LIMIT + MORE
 
 
@@ -150,12 +137,14 @@ def test_a_signal_while_data_is_prepared_is_answered(tmp_path: Path) -> None:
         (corpus / f"{number}.txt").write_text("the ring moves keys " * 40_000)
     config = small_run(corpus, tmp_path / "run")
     (tmp_path / "config.toml").write_text(config_to_toml(replace(config, data=replace(config.data, tokenizer="bpe"))))
-    command = [sys.executable, "-m", "bytescale", "train", str(tmp_path / "config.toml")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    running = Command(["train", str(tmp_path / "config.toml")])
+    try:
         while not list(tmp_path.glob("cache/*/*.lock")):
             assert running.poll() is None
             time.sleep(0.05)
         running.terminate()
         _, said = running.communicate(timeout=60)
+    finally:
+        running.kill()
     assert running.returncode == 143
     assert "stopped by SIGTERM before training began" in said

@@ -84,6 +84,7 @@ def test_resume_with_other_buckets_is_exact(corpus: Path, tmp_path: Path, first:
     assert run(with_trainer(parts, resume=True, gradient_bucket_mib=then)) == whole
 
 
+@pytest.mark.exhaustive  # meshes and folders go on on other ranks in `make test`
 def test_resume_on_other_ranks_gives_the_same_losses(corpus: Path, tmp_path: Path) -> None:
     config = small_run(corpus, tmp_path / "whole", steps=6)
     config = replace(config, checkpoint=replace(config.checkpoint, every=2))

@@ -1,0 +1,74 @@
+"""The command ``bytescale`` in a copy of this process: a new one would need seconds for its imports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from bytescale.cli.main import main
+
+
+class Command:
+    """What tests use of ``subprocess.Popen``. ``before`` is called in the copy, before the command is."""
+
+    def __init__(self, arguments: Sequence[str], before: Callable[[], object] = list) -> None:
+        self._streams = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 - closed with this object
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run(arguments, before)
+
+    def _run(self, arguments: Sequence[str], before: Callable[[], object]) -> NoReturn:
+        code: object = 1
+        try:
+            for number, stream in enumerate(self._streams, start=1):
+                os.dup2(stream.fileno(), number)
+            sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            before()
+            code = main(arguments)
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it printed, and its errors, when it has ended. Raises ``TimeoutExpired``, and kills it."""
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                self.kill()
+                raise subprocess.TimeoutExpired("bytescale", timeout)
+            time.sleep(0.02)
+        for stream in self._streams:
+            stream.seek(0)
+        out, errors = (stream.read() for stream in self._streams)
+        return out, errors
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
