@@ -48,7 +48,8 @@ def samples_slowly(lengths: list[int], context_length: int, over_length: str) ->
 @given(lengths=LENGTHS, context_length=st.integers(1, 45), over_length=POLICIES)
 def test_samples_are_those_of_the_obvious_way(lengths: list[int], context_length: int, over_length: str) -> None:
     ends, settings = np.cumsum(lengths), DataConfig(context_length=context_length, over_length=over_length)
-    table, counts = make_samples(3, np.concatenate([[0], ends]), settings)
+    made, counts = make_samples(3, np.concatenate([[0], ends]), settings)
+    table = made[:]
     assert table.part.tolist() == [3] * len(table)
     rows = zip(
         table.document.tolist(), table.start.tolist(), table.length.tolist(), table.num_targets.tolist(), strict=True

@@ -26,6 +26,7 @@ A pair is named by the path of its ``.bin``. What belongs to it has another endi
 from __future__ import annotations
 
 import errno
+import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import IntArray, MappedOffsets, Offsets, blocks, lengths_in_blocks
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.storage.place import Place
@@ -73,20 +74,17 @@ class TokenIndex:
     """The content of an ``.idx``. Shape letter: D documents."""
 
     dtype: np.dtype
-    document_offsets: IntArray  # [D + 1] first token of each document in .bin, then the number of all tokens
+    num_tokens: int
+    document_offsets: Offsets  # [D + 1] first token of each document in .bin, then the number of all tokens
 
     @property
     def num_documents(self) -> int:
         return len(self.document_offsets) - 1
 
     @property
-    def num_tokens(self) -> int:
-        return int(self.document_offsets[-1])
-
-    @property
     def document_lengths(self) -> IntArray:
         """``[D]`` tokens of each document."""
-        return np.diff(self.document_offsets)
+        return np.concatenate([np.zeros(0, dtype=np.int64), *lengths_in_blocks(self.document_offsets)])
 
 
 class Tokens(Protocol):
@@ -123,7 +121,8 @@ class IndexedDataset:
             if not idx_path.exists():
                 continue
             own, found[name] = _open(idx_path.with_suffix(".bin"), NUMBER_DTYPES)
-            if not np.array_equal(own.document_offsets, index.document_offsets):
+            both = (lengths_in_blocks(one.document_offsets) for one in (own, index))
+            if not all(itertools.starmap(np.array_equal, itertools.zip_longest(*both))):
                 raise DataError(
                     f"{idx_path} describes {own.num_documents} documents with {own.num_tokens} numbers, for "
                     f"{index.num_documents} documents with {index.num_tokens} tokens",
@@ -174,7 +173,7 @@ def read_index(path: Path, dtypes: Mapping[int, np.dtype] = TOKEN_DTYPES) -> Tok
         if path.exists() and not path.is_file():
             raise OSError(errno.ENXIO, "it is no regular file")
         # Mapped: what is not as large as its header says is not read.
-        content = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
+        content = np.asarray(np.memmap(path, np.uint8, "r")) if path.stat().st_size else np.zeros(0, np.uint8)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror})",
@@ -185,15 +184,21 @@ def read_index(path: Path, dtypes: Mapping[int, np.dtype] = TOKEN_DTYPES) -> Tok
     arrays = np.split(
         content[HEADER.size :], [4 * num_sequences, 12 * num_sequences, 12 * num_sequences + 8 * num_bounds]
     )
-    lengths = arrays[0].view("<i4").astype(np.int64)
-    pointers, bounds = arrays[1].view("<i8"), arrays[2].view("<i8")
-    offsets = np.zeros(num_sequences + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    if (lengths < 0).any() or not np.array_equal(pointers, offsets[:-1] * dtype.itemsize):
-        raise _broken(path, "its sequences do not follow each other without gaps")
-    if bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
+    lengths, pointers, bounds = (array.view(kind) for array, kind in zip(arrays, ("<i4", "<i8", "<i8"), strict=False))
+    num_tokens = 0
+    for block in blocks(num_sequences):
+        ends = num_tokens + np.cumsum(lengths[block], dtype=np.int64)
+        if (lengths[block] < 0).any() or not np.array_equal(pointers[block], (ends - lengths[block]) * dtype.itemsize):
+            raise _broken(path, "its sequences do not follow each other without gaps")
+        num_tokens = int(ends[-1])
+    is_plain = num_bounds == num_sequences + 1 and all((own == 1).all() for own in lengths_in_blocks(bounds))
+    is_rising = is_plain or all((own >= 0).all() for own in lengths_in_blocks(bounds))
+    if bounds[0] != 0 or bounds[-1] != num_sequences or not is_rising:
         raise _broken(path, f"its documents do not divide its {num_sequences} sequences")
-    return TokenIndex(dtype=dtype, document_offsets=offsets[bounds])
+    offsets = MappedOffsets(
+        pointers=pointers, bounds=None if is_plain else bounds, itemsize=dtype.itemsize, num_tokens=num_tokens
+    )
+    return TokenIndex(dtype=dtype, num_tokens=num_tokens, document_offsets=offsets)
 
 
 def _read_header(path: Path, content: NDArray[np.uint8], dtypes: Mapping[int, np.dtype]) -> tuple[np.dtype, int, int]:
