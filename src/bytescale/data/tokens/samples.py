@@ -115,11 +115,17 @@ class SampleTable:
     def __getitem__(self, rows: Rows) -> Samples:
         rows = numbers_of(rows if self._rows is None else self._rows[rows], len(self))
         table = np.searchsorted(self.starts, rows, side="right") - 1
+        if len(self.tables) < 2**16:  # numbers of 16 bits are sorted five times as fast
+            table = table.astype(np.uint16)
         by_table = np.argsort(table, kind="stable")
         numbers, firsts = np.unique(table[by_table], return_index=True)
         own = zip(numbers.tolist(), np.split(rows[by_table], firsts[1:]), strict=False)  # no row: no table
         found = Samples.joined([self.tables[number][mine - self.starts[number]] for number, mine in own])
-        return found[np.argsort(by_table, kind="stable")] if len(numbers) > 1 else found
+        if len(numbers) < 2:
+            return found
+        place = np.empty_like(by_table)
+        place[by_table] = np.arange(len(rows))
+        return found[place]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ rows, divided by something that all ranks know, therefore gives the gradients of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -35,13 +35,14 @@ from bytescale.cost.model import CostModel
 from bytescale.hf.batch.documents import Batch, RankBatch
 from bytescale.hf.batch.planning import make_planner
 from bytescale.hf.loop.alike import digest_of, weight_sums
-from bytescale.hf.loop.batch_plan import BatchToPlan
+from bytescale.hf.loop.batch_plan import BatchToPlan, CutBatch, planned_ahead
 from bytescale.hf.loop.micro_batch import Engine, Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.room import Capacity, Room, require_use_of_memory
 from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.decoder import HFDecoder, second_model
 from bytescale.plan import Plan
+from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.saved.checkpointing import Checkpointing
 
@@ -222,11 +223,56 @@ class HDP(Updates):
                 so="the plan is of documents, and not of the trees that they make",
                 fix="leave one of them out",
             )
-        of_documents = tuple(per_document) if share_prefixes else None
-        given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=of_documents)
-        plan, forest = given.plan(together, capacity_tokens) if plan is None else (plan, None)
-        self.looped = None
-        return given.part(plan, forest, last=last)
+        shared = per_document if share_prefixes else None
+        return self._cut(batch, plan, together, self.planner_of(capacity_tokens), shift_labels, shared).agreed(
+            last=last
+        )
+
+    def planned(
+        self,
+        batches: Iterable[Batch],
+        *,
+        shift_labels: bool = False,
+        together: Callable[[Batch], Sequence[Hashable]] | None = None,
+        capacity_tokens: int | None = None,
+        last: bool = False,
+        share_prefixes: bool = False,
+        per_document: Collection[str] = (),
+    ) -> Iterator[PlannedBatch]:
+        """Yield of each global batch what ``plan`` returns. Every rank calls it, with the same batches.
+
+        The next batch is taken, checked, planned and cut in a thread while the loop runs this one. Ranks compare it in
+        the training thread, when its turn comes. Its errors are raised then, those of ``batches`` too. The thread ends
+        with the loop, also where the loop is left early. ``batches`` is asked for one batch more than the loop has had,
+        outside of the training thread: its random numbers have to be its own.
+
+        Args:
+            together: from a batch to the labels of its documents. This and all other arguments: see ``plan``.
+        """
+        planner, shared = self.planner_of(capacity_tokens), per_document if share_prefixes else None
+
+        def cuts(source: Iterator[Batch], stream: torch.cuda.Stream | None) -> Iterator[CutBatch]:
+            with torch.cuda.stream(stream):  # the training thread's: documents may lie on a GPU
+                for batch in source:
+                    labels = None if together is None else together(batch)
+                    yield self._cut(batch, None, labels, planner, shift_labels, shared)
+
+        stream = torch.cuda.current_stream(self.group.device) if self.group.device.type == "cuda" else None
+        return planned_ahead(cuts(iter(batches), stream), last)
+
+    def _cut(
+        self,
+        batch: Batch,
+        plan: Plan | None,
+        together: Sequence[Hashable] | None,
+        planner: VerifiedPlanner,
+        shift_labels: bool,
+        per_document: Collection[str] | None,
+    ) -> CutBatch:
+        """Plan a batch and take this rank's part, without a message to others, in any thread."""
+        shared = None if per_document is None else tuple(per_document)
+        given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=shared)
+        return given.cut(*(given.plan(together, planner) if plan is None else (plan, None)))
 
     def backward(
         self,
@@ -264,7 +310,6 @@ class HDP(Updates):
         given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=() if share_prefixes else None)
         if share_prefixes and values is None:
             given = replace(given, per_document=set(given.all_documents.fields) - {"tokens", "labels", "weights"})
-        self.looped = None
         return backward_of(given, batch, loss, labels=labels, values=values, passes=passes)
 
     def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
@@ -272,7 +317,6 @@ class HDP(Updates):
         for rows in part.rows:
             fields = {name: {0: values} for name, values in rows.items()}
             self.engine.decoder.require_fitting(fields, part.lengths)
-        self.looped = None
         return PlannedBatch(self, part, last=last)
 
     def batches(

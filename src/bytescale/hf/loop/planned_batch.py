@@ -28,7 +28,7 @@ class PlannedBatch(Collector):
 
     def __init__(self, hdp: Session, part: RankBatch, *, last: bool = False) -> None:
         super().__init__(hdp.group, part)
-        self.hdp = hdp
+        self.hdp, hdp.looped = hdp, None
         self.number = next(hdp.pending.numbers)
         self.rank_plan, self.forest = part.rank_plan, part.forest
         self._last = last
