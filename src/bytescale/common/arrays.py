@@ -20,21 +20,19 @@ def numbers_of(rows: Rows, count: int) -> IntArray:
     return np.arange(*rows.indices(count)) if isinstance(rows, slice) else rows.astype(np.int64, copy=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MappedOffsets:
-    """Offsets that lie in an ``.idx``, of which processes share the pages. Shape letter: S sequences."""
+    """Offsets of D documents, one sequence each, that lie in an ``.idx``, of which processes share the pages."""
 
-    pointers: IntArray  # [S] memory-mapped: byte at which each sequence starts
-    bounds: IntArray | None  # [D + 1] memory-mapped: first sequence of each document; None: documents are sequences
+    pointers: IntArray  # [D] memory-mapped: byte at which each starts
     itemsize: int
     num_tokens: int
 
     def __len__(self) -> int:
-        return len(self.pointers if self.bounds is None else self.bounds[1:]) + 1
+        return len(self.pointers) + 1
 
     def __getitem__(self, wanted: Rows) -> IntArray:
         rows = numbers_of(wanted, len(self))
-        rows = rows if self.bounds is None else self.bounds[rows]
         found, is_start = np.full(rows.shape, self.num_tokens), rows < len(self.pointers)
         found[is_start] = self.pointers[rows[is_start]] // self.itemsize
         return found

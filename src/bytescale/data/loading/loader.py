@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
-from bytescale.common.ahead import Ahead
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus
@@ -65,21 +66,42 @@ class Reader:
     """Replaces the items of a list by those of the first process. Every process calls it."""
 
 
-class PrefetchedSteps(Ahead[StepData]):
-    """Iterates over the steps of one rank, which a thread makes ahead of training."""
+class PrefetchedSteps(Iterator[StepData]):
+    """Iterates over the steps of one rank. A thread makes them ahead of training. Use it in a ``with`` block.
+
+    An error of the thread is raised when the turn of its step comes, with its own traceback.
+    """
 
     def __init__(self, steps: Iterator[StepData], depth: int, write: Callable[[StepData], None] | None = None) -> None:
-        """``depth``: see ``Ahead``. ``write`` is called with every step before it is used."""
-        super().__init__(steps, depth, "bytescale-loader")
+        """``depth``: steps that may wait behind the next one. ``write`` is called with every step before it is used."""
+        assert depth >= 1, f"prefetching {depth} steps is not prefetching"
+        self._steps = steps
         self._write = write
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bytescale-loader")
+        self._asked = deque(self._thread.submit(next, steps, None) for _ in range(depth + 1))  # None: the end
 
     def __next__(self) -> StepData:
-        started, ready = time.perf_counter(), self.num_ready
-        data = super().__next__()
+        started, ready = time.perf_counter(), sum(step.done() for step in self._asked)
+        data = self._asked[0].result() if self._asked else None  # an error stays, for whoever asks again
+        if data is None:
+            raise StopIteration
         waited = time.perf_counter() - started
+        self._asked.popleft()
+        self._asked.append(self._thread.submit(next, self._steps, None))
         if self._write is not None:
             self._write(data)
         return replace(data, times=replace(data.times, wait_seconds=waited, steps_ready=ready))
+
+    def close(self) -> None:
+        """Drop what is ready, and wait until the thread has made what it is making. May be called twice."""
+        self._thread.shutdown(cancel_futures=True)
+        self._asked.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class Loader:

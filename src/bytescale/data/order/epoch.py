@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray, blocks
 from bytescale.common.errors import CheckpointError
 from bytescale.data.order.index import CorpusIndex
-from bytescale.data.tokens.samples import NO_SAMPLES, Samples, SampleTable
+from bytescale.data.tokens.samples import Samples, SampleTable
 
 MIB = 1024**2
 EVERYTHING = "everything"
@@ -88,7 +88,7 @@ class SampleStream:
         """Samples of the window, and of one that is not windowed, of all epochs."""
         self.order = epoch_order(0, 0, 0)  # [W] rows of ``samples`` in the order of the window
         self._content = ""
-        self._at_hand, self._at_hand_from = NO_SAMPLES, 0  # samples from a position on, in the order of the window
+        self._at_hand, self._at_hand_from = self.samples[:], 0  # samples from a position on, in the order of the window
         self._tokens_before = np.zeros(1, dtype=np.int64)  # tokens before each of ``_at_hand``, then of all
         self._order_of_bins = -1, self.order  # an epoch, and the order of all samples of .bin files in it
 

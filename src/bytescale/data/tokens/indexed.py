@@ -195,10 +195,10 @@ def read_index(path: Path, dtypes: Mapping[int, np.dtype] = TOKEN_DTYPES) -> Tok
     is_rising = is_plain or all((own >= 0).all() for own in lengths_in_blocks(bounds))
     if bounds[0] != 0 or bounds[-1] != num_sequences or not is_rising:
         raise _broken(path, f"its documents do not divide its {num_sequences} sequences")
-    offsets = MappedOffsets(
-        pointers=pointers, bounds=None if is_plain else bounds, itemsize=dtype.itemsize, num_tokens=num_tokens
+    offsets = MappedOffsets(pointers, dtype.itemsize, num_tokens)
+    return TokenIndex(
+        dtype=dtype, num_tokens=num_tokens, document_offsets=offsets if is_plain else offsets[np.asarray(bounds)]
     )
-    return TokenIndex(dtype=dtype, num_tokens=num_tokens, document_offsets=offsets)
 
 
 def _read_header(path: Path, content: NDArray[np.uint8], dtypes: Mapping[int, np.dtype]) -> tuple[np.dtype, int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +35,6 @@ class Samples:
     num_trained: IntArray  # [P] how many of these labels have a weight other than 0
     weight_sums: NDArray[np.float64]  # [P] sum of the absolute weights of these labels
 
-    @staticmethod
-    def joined(tables: Sequence[Samples]) -> Samples:
-        """Return the samples of ``tables``, one table behind the other."""
-        tables = [NO_SAMPLES, *tables] if len(tables) != 1 else tables
-        names = [spec.name for spec in fields(Samples)]
-        return Samples(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in names})
-
     def __getitem__(self, rows: Rows) -> Samples:
         return Samples(**{spec.name: getattr(self, spec.name)[rows] for spec in fields(Samples)})
 
@@ -58,6 +52,7 @@ class Samples:
 
 
 _AND_NEXT = np.array([[0], [1]])
+_DTYPES = {"weight_sums": np.float64}
 Trained = tuple[NDArray[np.int32], NDArray[np.float64] | None]
 """``num_trained [P]`` and ``weight_sums [P]`` of the samples of a part; None: the sums are the numbers."""
 
@@ -68,8 +63,7 @@ class PartSamples:
 
     part: int
     offsets: Offsets  # [D + 1]
-    context_length: int
-    is_split: bool  # whether a longer document is several samples; else its first one is all that is kept
+    config: DataConfig
     document: NDArray[np.uint32] | None  # [P] number of each sample's document; None: every document is one sample
     trained: Trained | None = None  # None: every label has weight 1
 
@@ -80,11 +74,12 @@ class PartSamples:
         rows = numbers_of(rows, len(self))
         document = rows if self.document is None else self.document[rows].astype(np.int64)
         start, stop = self.offsets[document + _AND_NEXT]
-        if self.is_split and self.document is not None:
-            long = np.flatnonzero(stop - start > self.context_length)
-            start[long] += self.context_length * (rows[long] - self.document.searchsorted(self.document[rows[long]]))
-        length = np.minimum(stop - start, self.context_length)
-        num_targets = length - ((start + length == stop) if self.is_split else 1)
+        most, is_split = self.config.context_length, self.config.over_length == "split"
+        if is_split and self.document is not None:
+            long = np.flatnonzero(stop - start > most)
+            start[long] += most * (rows[long] - self.document.searchsorted(self.document[rows[long]]))
+        length = np.minimum(stop - start, most)
+        num_targets = length - ((start + length == stop) if is_split else 1)
         counts, sums = self.trained or (None, None)
         num_trained = num_targets if counts is None else counts[rows].astype(np.int64)
         return Samples(
@@ -96,9 +91,6 @@ class PartSamples:
             num_trained=num_trained,
             weight_sums=num_trained.astype(np.float64) if sums is None else sums[rows],
         )
-
-
-NO_SAMPLES = PartSamples(part=0, offsets=np.zeros(1, np.int64), context_length=1, is_split=True, document=None)[:]
 
 
 class SampleTable:
@@ -115,17 +107,15 @@ class SampleTable:
     def __getitem__(self, rows: Rows) -> Samples:
         rows = numbers_of(rows if self._rows is None else self._rows[rows], len(self))
         table = np.searchsorted(self.starts, rows, side="right") - 1
-        if len(self.tables) < 2**16:  # numbers of 16 bits are sorted five times as fast
-            table = table.astype(np.uint16)
-        by_table = np.argsort(table, kind="stable")
-        numbers, firsts = np.unique(table[by_table], return_index=True)
-        own = zip(numbers.tolist(), np.split(rows[by_table], firsts[1:]), strict=False)  # no row: no table
-        found = Samples.joined([self.tables[number][mine - self.starts[number]] for number, mine in own])
-        if len(numbers) < 2:
-            return found
-        place = np.empty_like(by_table)
-        place[by_table] = np.arange(len(rows))
-        return found[place]
+        columns: dict[str, Any] = {
+            spec.name: np.empty(len(rows), _DTYPES.get(spec.name, np.int64)) for spec in fields(Samples)
+        }
+        for number in np.unique(table).tolist():
+            own = np.flatnonzero(table == number)
+            found = self.tables[number][rows[own] - self.starts[number]]
+            for name, values in columns.items():
+                values[own] = getattr(found, name)
+        return Samples(**columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,11 +205,5 @@ def make_samples(part: int, offsets: Offsets, config: DataConfig) -> tuple[PartS
             num_tokens=num_tokens,
         )
         first, is_plain = first + len(lengths), is_plain and bool((number == 1).all())
-    samples = PartSamples(
-        part=part,
-        offsets=offsets,
-        context_length=context_length,
-        is_split=over_length == "split",
-        document=None if is_plain else np.concatenate(documents),
-    )
-    return samples, counts
+    document = None if is_plain else np.concatenate(documents)
+    return PartSamples(part=part, offsets=offsets, config=config, document=document), counts

@@ -8,11 +8,12 @@ and by another one, and both have to have the same. All is told in one exchange:
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
-from bytescale.common.ahead import Ahead
 from bytescale.common.errors import DataError, PlanError, RankFailure
 from bytescale.hf.batch.documents import Batch, Documents, RankBatch, lengths_of, require_trainable
 from bytescale.hf.loop.alike import digest_of
@@ -76,7 +77,7 @@ class BatchToPlan:
         return self.cut(plan, forest).agreed()
 
     def cut(self, plan: Plan, forest: Forest | None = None) -> CutBatch:
-        """What ``part`` does without a message. Raises ``PlanError`` for a plan of other documents or ranks."""
+        """What ``part`` does without a message to others, in any thread."""
         hdp, ranks = self.hdp, self.hdp.group.size
         lengths = self.lengths if forest is None else forest.sequence_lengths.tolist()
         if plan.lengths.tolist() != lengths or plan.num_ranks != ranks:
@@ -89,40 +90,28 @@ class BatchToPlan:
             )
         rank_plan = RankPlan.of(plan, hdp.group.rank)
         if self.documents is None:
-            following = RankPlan.of(plan, (hdp.group.rank + 1) % ranks, digest=0)
-            return self._cut_of_own_documents(rank_plan, _numbers(following))
-        if forest is None:
-            part = RankBatch.of(rank_plan, self.documents)
-        else:
-            from bytescale.hf.batch.prefixes import part_of_trees  # with share_prefixes alone
-
-            dtype = next(hdp.model.parameters()).dtype
-            part = part_of_trees(rank_plan, self.documents, forest, self.per_document or (), dtype)
+            return self._cut_of_own(rank_plan, _numbers(RankPlan.of(plan, (hdp.group.rank + 1) % ranks, digest=0)))
         value = rank_plan.digest ^ self.documents.digest(range(len(self.lengths)))
+        if forest is None:
+            return CutBatch(hdp=hdp, value=value, part=RankBatch.of(rank_plan, self.documents))
+        from bytescale.hf.batch.prefixes import part_of_trees  # with share_prefixes alone
+
+        dtype = next(hdp.model.parameters()).dtype
+        part = part_of_trees(rank_plan, self.documents, forest, self.per_document or (), dtype)
         return CutBatch(hdp=hdp, value=value, part=part)
 
-    def _cut_of_own_documents(self, rank_plan: RankPlan, following: list[int]) -> CutBatch:
-        """Look at this rank's documents and those of the ``following`` one."""
+    def _cut_of_own(self, rank_plan: RankPlan, following: list[int]) -> CutBatch:
+        """Look at this rank's documents and the ``following`` ones, which are the next rank's."""
         own, value = _numbers(rank_plan), rank_plan.digest ^ digest_of(self.lengths)
         try:
             wanted = [*own, *following]
             documents = Documents.of(self.batch, shift_labels=self.shift_labels, numbers=wanted, lengths=self.lengths)
             self.require_fitting(documents)
         except DataError as error:
-            return CutBatch(hdp=self.hdp, value=value, seen=Seen(error=error))
-        seen = Seen(
-            digests=(documents.digest(own), documents.digest(following)), totals=documents.totals(_counted(rank_plan))
-        )
-        return CutBatch(hdp=self.hdp, value=value, part=RankBatch.of(rank_plan, documents), seen=seen)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What a rank has seen in its own documents of a large batch, and in those of the next rank."""
-
-    error: DataError | None = None
-    digests: tuple[int, int] = (0, 0)
-    totals: Sequence[float] = (0.0,) * 4
+            return CutBatch(hdp=self.hdp, value=value, part=error, digests=(0, 0))
+        part, digests = RankBatch.of(rank_plan, documents), (documents.digest(own), documents.digest(following))
+        totals = documents.totals(_counted(rank_plan))
+        return CutBatch(hdp=self.hdp, value=value, part=part, digests=digests, totals=totals)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +120,9 @@ class CutBatch:
 
     hdp: Session
     value: int  # the same on all ranks
-    part: RankBatch | None = None  # None: there was an error
-    seen: Seen | None = None  # None: the value covers the contents of all documents
+    part: RankBatch | DataError  # or what was wrong with this rank's documents
+    digests: tuple[int, int] | None = None  # of this rank's documents and the next one's; None: the value has all
+    totals: Sequence[float] = (0.0,) * 4  # of those that this rank counts
 
     def agreed(self, *, last: bool = False) -> PlannedBatch:
         """Return the part when all ranks have the same batch and plan. Every rank calls it, in its training thread.
@@ -142,39 +132,46 @@ class CutBatch:
         """
         self.hdp.require_no_reduction("a batch was planned")
         self.hdp.agree("the documents of a batch, or its plan", self.value)
-        if self.seen is not None:
-            self._require_same_documents(self.seen)
-        assert self.part is not None, "there was no error"
+        if self.digests is not None:
+            self._require_same_documents(self.digests)
+        assert not isinstance(self.part, DataError), "all ranks have raised it"
         return PlannedBatch(self.hdp, self.part, last=last)
 
-    def _require_same_documents(self, seen: Seen) -> None:
-        group = self.hdp.group
+    def _require_same_documents(self, digests: tuple[int, int]) -> None:
+        group, error = self.hdp.group, self.part if isinstance(self.part, DataError) else None
         # A digest is counted once for its owner and once less for the rank before it: halves of it are exact in fp64.
-        halves = [divmod(digest, _HALF) for digest in seen.digests]
+        halves = [divmod(digest, _HALF) for digest in digests]
         difference = [float(ours - theirs) for ours, theirs in zip(*halves, strict=True)]
-        failed, *sums = group.sum_of([float(seen.error is not None), *difference, *seen.totals])
+        failed, *sums = group.sum_of([float(error is not None), *difference, *self.totals])
         if failed:
-            told = all_gather_json(None if seen.error is None else str(seen.error), group.group, group.device)
+            told = all_gather_json(None if error is None else str(error), group.group, group.device)
             rank = next(number for number, text in enumerate(told) if text)
-            raise seen.error or DataError(f"rank {rank} found in its documents: {told[rank]}")
-        if any(sums[:2]):
-            told = all_gather_json(seen.digests, group.group, group.device)
-            for rank in range(group.size):
-                following = (rank + 1) % group.size
-                if told[rank][1] != told[following][0]:
-                    raise RankFailure(
-                        f"ranks {rank} and {following} have different contents in the documents of a batch that rank "
-                        f"{following} trains on",
-                        so="they would train on different data",
-                        fix="give every rank the same batch, in the same order",
-                    )
+            raise error or DataError(f"rank {rank} found in its documents: {told[rank]}")
+        told = all_gather_json(digests, group.group, group.device) if any(sums[:2]) else []
+        for rank, (_, copied) in enumerate(told):
+            following = (rank + 1) % group.size
+            if copied != told[following][0]:
+                raise RankFailure(
+                    f"ranks {rank} and {following} have different contents in the documents of a batch that rank "
+                    f"{following} trains on",
+                    so="they would train on different data",
+                    fix="give every rank the same batch, in the same order",
+                )
         require_trainable(sums[2:])
 
 
-def planned_ahead(cuts: Iterator[CutBatch], last: bool) -> Iterator[PlannedBatch]:
-    """``HDP.planned``. ``cuts`` are made in a thread, which ends with the loop over what is returned."""
-    with Ahead(cuts, 0, "bytescale-planner") as made:
-        for cut in made:
+def planned_ahead(cuts: Iterator[CutBatch], device: torch.device, last: bool) -> Iterator[PlannedBatch]:
+    """``HDP.planned``. A thread makes one of ``cuts`` while the one before is used, and ends with the loop."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # documents may lie on a GPU
+
+    def make() -> CutBatch | None:
+        with torch.cuda.stream(stream):
+            return next(cuts, None)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="bytescale-planner") as thread:
+        made = thread.submit(make)
+        while (cut := made.result()) is not None:
+            made = thread.submit(make)
             yield cut.agreed(last=last)
 
 

@@ -1,14 +1,4 @@
-"""``HDP``: hybrid data parallelism for a model of transformers, in a loop that is not ours.
-
-::
-
-    hdp = bytescale.HDP(model, capacity_tokens=8192)
-    hdp.adamw(lr=1e-5)
-    for batch in loader:                            # a list of documents, the same on every rank
-        for micro in hdp.plan(batch):
-            logits = model(**micro.inputs).logits[0, : micro.num_rows]
-            loss_of(logits, micro).backward()       # a sum over tokens, divided by a number of the GLOBAL batch
-        hdp.step()
+"""``HDP``: hybrid data parallelism for a model of transformers, in a loop that is not ours (``docs/own_loop.md``).
 
 The gradient is a sum over all tokens of the global batch, whoever computes them. A loss that is a sum over this rank's
 rows, divided by something that all ranks know, therefore gives the gradients of one process.
@@ -42,7 +32,6 @@ from bytescale.hf.loop.room import Capacity, Room, require_use_of_memory
 from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.decoder import HFDecoder, second_model
 from bytescale.plan import Plan
-from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.saved.checkpointing import Checkpointing
 
@@ -223,10 +212,10 @@ class HDP(Updates):
                 so="the plan is of documents, and not of the trees that they make",
                 fix="leave one of them out",
             )
-        shared = per_document if share_prefixes else None
-        return self._cut(batch, plan, together, self.planner_of(capacity_tokens), shift_labels, shared).agreed(
-            last=last
-        )
+        shared = tuple(per_document) if share_prefixes else None
+        given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=shared)
+        cut = given.cut(*(given.plan(together, self.planner_of(capacity_tokens)) if plan is None else (plan, None)))
+        return cut.agreed(last=last)
 
     def planned(
         self,
@@ -241,38 +230,21 @@ class HDP(Updates):
     ) -> Iterator[PlannedBatch]:
         """Yield of each global batch what ``plan`` returns. Every rank calls it, with the same batches.
 
-        The next batch is taken, checked, planned and cut in a thread while the loop runs this one. Ranks compare it in
-        the training thread, when its turn comes. Its errors are raised then, those of ``batches`` too. The thread ends
-        with the loop, also where the loop is left early. ``batches`` is asked for one batch more than the loop has had,
-        outside of the training thread: its random numbers have to be its own.
+        The next batch is taken, checked, planned and cut in a thread while the loop runs this one. When its turn comes,
+        ranks compare it in the training thread, and its errors are raised there, those of ``batches`` too. The thread
+        ends with the loop, also where the loop is left early. ``batches`` is one ahead of the loop, outside of the
+        training thread: its random numbers have to be its own.
 
         Args:
-            together: from a batch to the labels of its documents. This and all other arguments: see ``plan``.
+            together: from a batch to the labels of its documents. All other arguments: see ``plan``.
         """
-        planner, shared = self.planner_of(capacity_tokens), per_document if share_prefixes else None
+        planner, shared = self.planner_of(capacity_tokens), tuple(per_document) if share_prefixes else None
 
-        def cuts(source: Iterator[Batch], stream: torch.cuda.Stream | None) -> Iterator[CutBatch]:
-            with torch.cuda.stream(stream):  # the training thread's: documents may lie on a GPU
-                for batch in source:
-                    labels = None if together is None else together(batch)
-                    yield self._cut(batch, None, labels, planner, shift_labels, shared)
+        def cut(batch: Batch) -> CutBatch:
+            given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=shared)
+            return given.cut(*given.plan(None if together is None else together(batch), planner))
 
-        stream = torch.cuda.current_stream(self.group.device) if self.group.device.type == "cuda" else None
-        return planned_ahead(cuts(iter(batches), stream), last)
-
-    def _cut(
-        self,
-        batch: Batch,
-        plan: Plan | None,
-        together: Sequence[Hashable] | None,
-        planner: VerifiedPlanner,
-        shift_labels: bool,
-        per_document: Collection[str] | None,
-    ) -> CutBatch:
-        """Plan a batch and take this rank's part, without a message to others, in any thread."""
-        shared = None if per_document is None else tuple(per_document)
-        given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=shared)
-        return given.cut(*(given.plan(together, planner) if plan is None else (plan, None)))
+        return planned_ahead(map(cut, iter(batches)), self.group.device, last)
 
     def backward(
         self,
