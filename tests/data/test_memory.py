@@ -16,7 +16,7 @@ from bytescale.data.order import epoch
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.tokens.pairs import IndexedWriter, MetadataGatherer
 from bytescale.data.tokens.samples import make_samples, trained_of
-from tests.data.support import config, memory_corpus, sampler_of
+from tests.data.support import config, index_of, memory_corpus, sampler_of
 
 MOST_BYTES = 16
 """Of each document and process, besides pages of files, which the processes of a machine share."""
@@ -65,7 +65,7 @@ def test_a_process_keeps_few_bytes_of_a_document(tmp_path: Path, settings: dict[
 
 
 def test_weights_of_zero_and_one_are_kept_as_counts() -> None:
-    samples, _ = make_samples(0, np.array([0, 3, 3, 5]), DataConfig(context_length=2, over_length="split"))
+    samples, _ = make_samples(0, index_of([3, 0, 2]), DataConfig(context_length=2, over_length="split"))
     counts, sums = trained_of(samples, np.array([9, 1, 0, 9, 1], dtype=np.float32), "weights")
     assert (counts.dtype.itemsize, counts.tolist(), sums) == (4, [1, 0, 1], None)
     counts, sums = trained_of(samples, np.array([9, 1, 0.5, 9, -3], dtype=np.float32), "weights")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -131,8 +131,10 @@ class TokeniseHere:
     def find(self, parts: Sequence[int]) -> list[PartContent]:
         shards = [self._shards[part] for part in parts]
         self._reader.prepare(shards, self._reader.config.num_workers, self._progress)
-        mapped = len(self._shards) <= MOST_OPEN
-        return [self._reader.content(shard, self._progress, mapped=mapped) for shard in shards]
+        contents = [self._reader.content(shard, self._progress) for shard in shards]
+        if len(self._shards) <= MOST_OPEN:
+            return contents
+        return [replace(content, index=content.index.in_memory()) for content in contents]
 
     def close(self) -> None:
         """End the thread, after the unit of text (``data.sources.records``) that it works on."""

@@ -153,7 +153,7 @@ class CorpusIndex:
             logger.warning("the corpus is without %d corrupt records (%d are allowed)", len(corrupt), limit)
         found = []
         for part, content in zip(parts, contents, strict=True):
-            samples, counts = make_samples(part, content.document_offsets, self._config)
+            samples, counts = make_samples(part, content.index, self._config)
             if content.trained is not None:
                 self.has_weights = True
                 samples = replace(samples, trained=content.trained)

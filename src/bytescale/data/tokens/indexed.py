@@ -26,17 +26,16 @@ A pair is named by the path of its ``.bin``. What belongs to it has another endi
 from __future__ import annotations
 
 import errno
-import itertools
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray, MappedOffsets, Offsets, blocks, lengths_in_blocks
+from bytescale.common.arrays import IntArray, blocks
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.storage.place import Place
@@ -71,20 +70,20 @@ def without_field(name: str, tokens: NDArray) -> NDArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenIndex:
-    """The content of an ``.idx``. Shape letter: D documents."""
+    """The content of an ``.idx``, memory-mapped where documents are sequences. Shape letter: D documents."""
 
     dtype: np.dtype
     num_tokens: int
-    document_offsets: Offsets  # [D + 1] first token of each document in .bin, then the number of all tokens
+    pointers: IntArray  # [D] byte at which each document starts in .bin
+    document_lengths: NDArray[np.integer]  # [D] tokens of each
 
     @property
     def num_documents(self) -> int:
-        return len(self.document_offsets) - 1
+        return len(self.document_lengths)
 
-    @property
-    def document_lengths(self) -> IntArray:
-        """``[D]`` tokens of each document."""
-        return np.concatenate([np.zeros(0, dtype=np.int64), *lengths_in_blocks(self.document_offsets)])
+    def in_memory(self) -> TokenIndex:
+        """Return a copy, which holds no file handle."""
+        return replace(self, pointers=self.pointers.copy(), document_lengths=self.document_lengths.copy())
 
 
 class Tokens(Protocol):
@@ -121,8 +120,7 @@ class IndexedDataset:
             if not idx_path.exists():
                 continue
             own, found[name] = _open(idx_path.with_suffix(".bin"), NUMBER_DTYPES)
-            both = (lengths_in_blocks(one.document_offsets) for one in (own, index))
-            if not all(itertools.starmap(np.array_equal, itertools.zip_longest(*both))):
+            if not np.array_equal(own.document_lengths, index.document_lengths):
                 raise DataError(
                     f"{idx_path} describes {own.num_documents} documents with {own.num_tokens} numbers, for "
                     f"{index.num_documents} documents with {index.num_tokens} tokens",
@@ -191,14 +189,16 @@ def read_index(path: Path, dtypes: Mapping[int, np.dtype] = TOKEN_DTYPES) -> Tok
         if (lengths[block] < 0).any() or not np.array_equal(pointers[block], (ends - lengths[block]) * dtype.itemsize):
             raise _broken(path, "its sequences do not follow each other without gaps")
         num_tokens = int(ends[-1])
-    is_plain = num_bounds == num_sequences + 1 and all((own == 1).all() for own in lengths_in_blocks(bounds))
-    is_rising = is_plain or all((own >= 0).all() for own in lengths_in_blocks(bounds))
+    plain, is_rising = num_bounds == num_sequences + 1, True
+    for block in blocks(num_bounds - 1):
+        counts = np.diff(bounds[block.start : block.stop + 1])
+        plain, is_rising = plain and bool((counts == 1).all()), is_rising and bool((counts >= 0).all())
     if bounds[0] != 0 or bounds[-1] != num_sequences or not is_rising:
         raise _broken(path, f"its documents do not divide its {num_sequences} sequences")
-    offsets = MappedOffsets(pointers, dtype.itemsize, num_tokens)
-    return TokenIndex(
-        dtype=dtype, num_tokens=num_tokens, document_offsets=offsets if is_plain else offsets[np.asarray(bounds)]
-    )
+    if not plain:  # documents of several sequences, or of none
+        ends = np.concatenate([pointers, [num_tokens * dtype.itemsize]])[bounds]
+        pointers, lengths = ends[:-1], np.diff(ends) // dtype.itemsize
+    return TokenIndex(dtype=dtype, num_tokens=num_tokens, pointers=pointers, document_lengths=lengths)
 
 
 def _read_header(path: Path, content: NDArray[np.uint8], dtypes: Mapping[int, np.dtype]) -> tuple[np.dtype, int, int]:

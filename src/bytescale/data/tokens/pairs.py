@@ -19,7 +19,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray, lengths_in_blocks
+from bytescale.common.arrays import IntArray, blocks
 from bytescale.common.atomic import remove_stale_temporaries, temporary_path, write_atomically
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
@@ -180,7 +180,7 @@ class TokenMetadata:
     def describes(self, index: TokenIndex) -> bool:
         """Return whether these metadata fit a pair that has this index."""
         return (self.num_tokens, self.dtype) == (index.num_tokens, index.dtype.str) and (
-            self.lengths_hash == _hash(lengths_in_blocks(index.document_offsets))
+            self.lengths_hash == _hash(index.document_lengths[own] for own in blocks(index.num_documents))
         )
 
 

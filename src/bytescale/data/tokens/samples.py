@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray, Offsets, Rows, blocks, lengths_in_blocks, numbers_of
+from bytescale.common.arrays import IntArray, Rows, blocks, numbers_of
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
+from bytescale.data.tokens.indexed import TokenIndex
 
 PART_SHIFT = 32
 """The name of a sample is ``(number of its part << PART_SHIFT) + number of the sample in that part``."""
@@ -51,7 +52,6 @@ class Samples:
         return int(self.length.sum())
 
 
-_AND_NEXT = np.array([[0], [1]])
 _DTYPES = {"weight_sums": np.float64}
 Trained = tuple[NDArray[np.int32], NDArray[np.float64] | None]
 """``num_trained [P]`` and ``weight_sums [P]`` of the samples of a part; None: the sums are the numbers."""
@@ -62,18 +62,19 @@ class PartSamples:
     """All samples of a part: a ``SampleTable``. Shape letters: P samples, D documents."""
 
     part: int
-    offsets: Offsets  # [D + 1]
+    index: TokenIndex
     config: DataConfig
     document: NDArray[np.uint32] | None  # [P] number of each sample's document; None: every document is one sample
     trained: Trained | None = None  # None: every label has weight 1
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1 if self.document is None else len(self.document)
+        return self.index.num_documents if self.document is None else len(self.document)
 
     def __getitem__(self, rows: Rows) -> Samples:
         rows = numbers_of(rows, len(self))
         document = rows if self.document is None else self.document[rows].astype(np.int64)
-        start, stop = self.offsets[document + _AND_NEXT]
+        start = self.index.pointers[document] // self.index.dtype.itemsize
+        stop = start + self.index.document_lengths[document]
         most, is_split = self.config.context_length, self.config.over_length == "split"
         if is_split and self.document is not None:
             long = np.flatnonzero(stop - start > most)
@@ -106,12 +107,16 @@ class SampleTable:
 
     def __getitem__(self, rows: Rows) -> Samples:
         rows = numbers_of(rows if self._rows is None else self._rows[rows], len(self))
-        table = np.searchsorted(self.starts, rows, side="right") - 1
+        if len(self.tables) == 1:
+            return self.tables[0][rows]
         columns: dict[str, Any] = {
             spec.name: np.empty(len(rows), _DTYPES.get(spec.name, np.int64)) for spec in fields(Samples)
         }
-        for number in np.unique(table).tolist():
-            own = np.flatnonzero(table == number)
+        table = np.searchsorted(self.starts, rows, side="right") - 1
+        # Numbers of 16 bits are sorted several times as fast.
+        by_table = np.argsort(table.astype(np.uint16) if len(self.tables) < 2**16 else table, kind="stable")
+        numbers, firsts = np.unique(table[by_table], return_index=True)
+        for number, own in zip(numbers.tolist(), np.split(by_table, firsts[1:]), strict=False):  # no row: no table
             found = self.tables[number][rows[own] - self.starts[number]]
             for name, values in columns.items():
                 values[own] = getattr(found, name)
@@ -173,25 +178,26 @@ def trained_of(samples: PartSamples, weights: NDArray, place: str) -> Trained:
     return counts, None if np.array_equal(counts, sums) else sums
 
 
-def make_samples(part: int, offsets: Offsets, config: DataConfig) -> tuple[PartSamples, SampleCounts]:
+def make_samples(part: int, index: TokenIndex, config: DataConfig) -> tuple[PartSamples, SampleCounts]:
     """Apply the length filters, then the over-length policy, to a part. Returns its samples and the counts.
 
     Args:
         part: its number.
-        offsets: ``[D + 1]`` first token of each of its documents, then the number of its tokens.
+        index: of its documents.
         config: whose ``over_length`` makes several samples of a longer document than ``context_length`` (``split``),
             keeps its first tokens (``truncate``) or nothing (``drop``).
     """
     context_length, over_length = config.context_length, config.over_length
     least, most = config.min_document_tokens, config.max_document_tokens
-    counts, first, is_plain, documents = SampleCounts(), 0, True, [np.zeros(0, dtype=np.uint32)]
-    for lengths in lengths_in_blocks(offsets):
+    counts, is_plain, documents = SampleCounts(), True, [np.zeros(0, dtype=np.uint32)]
+    for own in blocks(index.num_documents):
+        lengths = index.document_lengths[own].astype(np.int64)
         is_empty = lengths == 0
         filtered = ~is_empty & ((lengths < least) | (lengths > (np.inf if most is None else most)))
         too_long = (lengths > context_length) & ~filtered
         kept = ~is_empty & ~filtered & ~(too_long if over_length == "drop" else np.zeros_like(too_long))
         number = np.where(kept, -(-lengths // context_length) if over_length == "split" else 1, 0)  # [D] samples
-        documents.append(np.repeat(np.arange(first, first + len(lengths), dtype=np.uint32), number))
+        documents.append(np.repeat(np.arange(own.start, own.stop, dtype=np.uint32), number))
         num_tokens = int((lengths if over_length == "split" else np.minimum(lengths, context_length))[kept].sum())
         counts += SampleCounts(
             num_documents=len(lengths) - int(is_empty.sum()),
@@ -204,6 +210,6 @@ def make_samples(part: int, offsets: Offsets, config: DataConfig) -> tuple[PartS
             num_samples=int(number.sum()),
             num_tokens=num_tokens,
         )
-        first, is_plain = first + len(lengths), is_plain and bool((number == 1).all())
+        is_plain = is_plain and bool((number == 1).all())
     document = None if is_plain else np.concatenate(documents)
-    return PartSamples(part=part, offsets=offsets, config=config, document=document), counts
+    return PartSamples(part=part, index=index, config=config, document=document), counts

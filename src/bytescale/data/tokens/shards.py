@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 
-from bytescale.common.arrays import Offsets
 from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError, typed_path
 from bytescale.common.labels import OWN_FIELDS
@@ -31,12 +30,13 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.records import UNIT_BYTES, ReadCounts, WorkUnit, iter_records, plan_units
 from bytescale.data.tokens.examples import EncodedUnit, UnitEncoder
-from bytescale.data.tokens.indexed import WEIGHTS, IndexedDataset, Tokens, check_size, read_index
+from bytescale.data.tokens.indexed import WEIGHTS, IndexedDataset, TokenIndex, Tokens, check_size, read_index
 from bytescale.data.tokens.open_parts import RemoteTokens, local_copy
 from bytescale.data.tokens.pairs import TokenMetadata, load_metadata, metadata_of, write_units
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.samples import Trained, make_samples, trained_of
 from bytescale.data.tokens.tokenizer import Tokenizer
+from bytescale.plan.plan import offsets_of
 from bytescale.storage.place import Url
 from bytescale.storage.retry import with_retries
 
@@ -71,7 +71,7 @@ class Shard:
 class PartContent:
     """What the corpus index needs to know of a part that was read."""
 
-    document_offsets: Offsets
+    index: TokenIndex
     metadata: TokenMetadata
     trained: Trained | None = None
     """None: every token has weight 1."""
@@ -165,19 +165,14 @@ class ShardReader:
             )
         return dataset, metadata
 
-    def content(
-        self, shard: Shard, progress: ProgressCallback = ignore_progress, *, mapped: bool = False
-    ) -> PartContent:
-        """What the corpus index needs to know of a shard that is prepared. Raises as ``open``.
-
-        ``mapped``: whether offsets stay in the file, which takes a file handle until they are given up.
-        """
+    def content(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> PartContent:
+        """What the corpus index needs to know of a shard that is prepared. Raises as ``open``."""
         dataset, metadata = self.open(shard, progress)
-        offsets, weights, trained = dataset.index.document_offsets, dataset.fields.get(WEIGHTS), None
+        weights, trained = dataset.fields.get(WEIGHTS), None
         if weights is not None:
-            samples, _ = make_samples(0, offsets, self.config)
+            samples, _ = make_samples(0, dataset.index, self.config)
             trained = trained_of(samples, np.asarray(weights), str(dataset.path.with_suffix(f".{WEIGHTS}.bin")))
-        return PartContent(document_offsets=offsets if mapped else offsets[:], metadata=metadata, trained=trained)
+        return PartContent(index=dataset.index, metadata=metadata, trained=trained)
 
     def open_part(self, shard: Shard) -> tuple[Tokens, Mapping[str, Tokens]]:
         """Return the tokens of a shard, and its fields by name; text that the cache does not have is tokenised."""
@@ -264,7 +259,7 @@ def write_as_pair(
 
 def _documents_of(dataset: IndexedDataset, made: TokenMetadata) -> Iterator[EncodedUnit]:
     """Yield the documents of a shard, about ``_COPY_TOKENS`` at a time, and what was left out when it was tokenised."""
-    offsets = dataset.index.document_offsets[:]
+    offsets = offsets_of(dataset.index.document_lengths)
     skipped, corrupt = list(made.skipped_files), list(made.corrupt_records)
     counts = ReadCounts(num_empty=made.num_empty_documents, skipped_files=skipped, corrupt=corrupt)
     bounds = [0]

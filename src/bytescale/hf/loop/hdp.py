@@ -244,7 +244,7 @@ class HDP(Updates):
             given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=shared)
             return given.cut(*given.plan(None if together is None else together(batch), planner))
 
-        return planned_ahead(map(cut, iter(batches)), self.group.device, last)
+        return planned_ahead((cut(batch) for batch in batches), self.group.device, last)
 
     def backward(
         self,
