@@ -39,8 +39,9 @@ def epoch_order(num_samples: int, seed: int, epoch: int, *stream: int) -> NDArra
     The permutation sorts raw 64-bit draws. NumPy promises that its bit streams and ``SeedSequence`` never change, but
     makes no such promise for ``Generator.permutation``, and a resumed run may use another version of NumPy.
     """
-    seeds, sorted_draws = np.random.SeedSequence((seed, epoch, *stream)), []
-    kind: type[np.integer] = np.uint32 if num_samples < 2**32 else np.int64
+    seeds, kind = np.random.SeedSequence((seed, epoch, *stream)), np.uint32 if num_samples < 2**32 else np.int64
+    order: NDArray[np.integer] = np.empty(num_samples, kind)
+    first = 0
     for number in range(_SORTED_APART):
         generator, draws, rows = np.random.PCG64(seeds), [np.zeros(0, np.uint64)], [np.zeros(0, kind)]
         for own in blocks(num_samples):
@@ -48,8 +49,10 @@ def epoch_order(num_samples: int, seed: int, epoch: int, *stream: int) -> NDArra
             mine = np.flatnonzero(drawn // np.uint64(2**64 // _SORTED_APART) == number)
             draws.append(drawn[mine])
             rows.append((mine + own.start).astype(kind))
-        sorted_draws.append(np.concatenate(rows)[np.argsort(np.concatenate(draws), kind="stable")])
-    return np.concatenate(sorted_draws)
+        by_draw = np.argsort(np.concatenate(draws), kind="stable")
+        order[first : first + len(by_draw)] = np.concatenate(rows)[by_draw]
+        first += len(by_draw)
+    return order
 
 
 class SampleStream:
