@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,19 @@ def test_weights_of_zero_and_one_are_kept_as_counts() -> None:
     counts, sums = trained_of(samples, np.array([9, 1, 0.5, 9, -3], dtype=np.float32), "weights")
     assert sums is not None
     assert (counts.tolist(), sums.tolist()) == ([2, 0, 1], [1.5, 0.0, 3.0])
+
+
+@pytest.mark.parametrize(("most_mapped", "num_handles"), [(4, 4), (3, 0)])
+def test_few_files_are_mapped_and_of_many_none_takes_a_handle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_mapped: int, num_handles: int
+) -> None:
+    for number in range(4):
+        write_corpus(tmp_path / f"{number}.bin", 9)
+    monkeypatch.setattr("bytescale.data.loading.corpus.MOST_OPEN", most_mapped)
+    corpus = prepare_corpus(config(tmp_path, tmp_path))
+    open_files = [os.readlink(handle) for handle in Path("/proc/self/fd").iterdir() if handle.is_symlink()]
+    assert sum(path.startswith(str(tmp_path)) and path.endswith(".idx") for path in open_files) == num_handles
+    assert corpus.samples.length.tolist() == np.random.default_rng(0).integers(2, 15, 9).tolist() * 4
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 50, 2**18 + 5])

@@ -101,7 +101,8 @@ def test_the_next_batch_is_planned_in_a_thread_and_no_more(llama: nn.Module) -> 
             taken.append(number)
             yield Batch(documents(LENGTHS, number))
 
-    for number, _ in enumerate(hdp.planned(source())):
+    for number, planned in enumerate(hdp.planned(source())):
+        assert torch.equal(list.__getitem__(planned.batch, 0)["tokens"], documents(LENGTHS, number)[0]["tokens"])
         deadline = time.monotonic() + 60
         while len(taken) < min(number + 2, 5) and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -132,9 +133,7 @@ class TokeniseHere:
         shards = [self._shards[part] for part in parts]
         self._reader.prepare(shards, self._reader.config.num_workers, self._progress)
         contents = [self._reader.content(shard, self._progress) for shard in shards]
-        if len(self._shards) <= MOST_OPEN:
-            return contents
-        return [replace(content, index=content.index.in_memory()) for content in contents]
+        return contents if len(self._shards) <= MOST_OPEN else deepcopy(contents)  # each map takes a file handle
 
     def close(self) -> None:
         """End the thread, after the unit of text (``data.sources.records``) that it works on."""

@@ -28,7 +28,7 @@ from __future__ import annotations
 import errno
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -80,10 +80,6 @@ class TokenIndex:
     @property
     def num_documents(self) -> int:
         return len(self.document_lengths)
-
-    def in_memory(self) -> TokenIndex:
-        """Return a copy, which holds no file handle."""
-        return replace(self, pointers=self.pointers.copy(), document_lengths=self.document_lengths.copy())
 
 
 class Tokens(Protocol):

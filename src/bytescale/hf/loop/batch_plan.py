@@ -93,12 +93,12 @@ class BatchToPlan:
             return self._cut_of_own(rank_plan, _numbers(RankPlan.of(plan, (hdp.group.rank + 1) % ranks, digest=0)))
         value = rank_plan.digest ^ self.documents.digest(range(len(self.lengths)))
         if forest is None:
-            return CutBatch(hdp=hdp, value=value, part=RankBatch.of(rank_plan, self.documents))
+            return CutBatch(hdp=hdp, batch=self.batch, value=value, part=RankBatch.of(rank_plan, self.documents))
         from bytescale.hf.batch.prefixes import part_of_trees  # with share_prefixes alone
 
         dtype = next(hdp.model.parameters()).dtype
         part = part_of_trees(rank_plan, self.documents, forest, self.per_document or (), dtype)
-        return CutBatch(hdp=hdp, value=value, part=part)
+        return CutBatch(hdp=hdp, batch=self.batch, value=value, part=part)
 
     def _cut_of_own(self, rank_plan: RankPlan, following: list[int]) -> CutBatch:
         """Look at this rank's documents and the ``following`` ones, which are the next rank's."""
@@ -108,10 +108,10 @@ class BatchToPlan:
             documents = Documents.of(self.batch, shift_labels=self.shift_labels, numbers=wanted, lengths=self.lengths)
             self.require_fitting(documents)
         except DataError as error:
-            return CutBatch(hdp=self.hdp, value=value, part=error, digests=(0, 0))
+            return CutBatch(hdp=self.hdp, batch=self.batch, value=value, part=error, digests=(0, 0))
         part, digests = RankBatch.of(rank_plan, documents), (documents.digest(own), documents.digest(following))
         totals = documents.totals(_counted(rank_plan))
-        return CutBatch(hdp=self.hdp, value=value, part=part, digests=digests, totals=totals)
+        return CutBatch(hdp=self.hdp, batch=self.batch, value=value, part=part, digests=digests, totals=totals)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +119,7 @@ class CutBatch:
     """This rank's part of a planned batch. Any thread may have made it; ranks have not compared anything yet."""
 
     hdp: Session
+    batch: Batch
     value: int  # the same on all ranks
     part: RankBatch | DataError  # or what was wrong with this rank's documents
     digests: tuple[int, int] | None = None  # of this rank's documents and the next one's; None: the value has all
@@ -172,7 +173,9 @@ def planned_ahead(cuts: Iterator[CutBatch], device: torch.device, last: bool) ->
         made = thread.submit(make)
         while (cut := made.result()) is not None:
             made = thread.submit(make)
-            yield cut.agreed(last=last)
+            planned = cut.agreed(last=last)
+            planned.batch = cut.batch
+            yield planned
 
 
 def _numbers(rank_plan: RankPlan) -> list[int]:

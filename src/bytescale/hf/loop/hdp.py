@@ -228,7 +228,7 @@ class HDP(Updates):
         share_prefixes: bool = False,
         per_document: Collection[str] = (),
     ) -> Iterator[PlannedBatch]:
-        """Yield of each global batch what ``plan`` returns. Every rank calls it, with the same batches.
+        """Yield of each batch what ``plan`` returns, which knows its ``batch``. Every rank calls it with the same ones.
 
         The next batch is taken, checked, planned and cut in a thread while the loop runs this one. When its turn comes,
         ranks compare it in the training thread, and its errors are raised there, those of ``batches`` too. The thread
