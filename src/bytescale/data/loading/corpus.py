@@ -132,8 +132,9 @@ class TokeniseHere:
     def find(self, parts: Sequence[int]) -> list[PartContent]:
         shards = [self._shards[part] for part in parts]
         self._reader.prepare(shards, self._reader.config.num_workers, self._progress)
-        contents = [self._reader.content(shard, self._progress) for shard in shards]
-        return contents if len(self._shards) <= MOST_OPEN else deepcopy(contents)  # each map takes a file handle
+        contents = (self._reader.content(shard, self._progress) for shard in shards)
+        # Each map takes a file handle.
+        return list(contents if len(self._shards) <= MOST_OPEN else map(deepcopy, contents))
 
     def close(self) -> None:
         """End the thread, after the unit of text (``data.sources.records``) that it works on."""
