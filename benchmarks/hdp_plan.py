@@ -1,5 +1,7 @@
 """CPU seconds of ``hdp.plan`` on one of many ranks, whose other ranks are not there: four fields, lognormal lengths.
 
+Beside it what ``hdp.planned`` takes of the training thread, for the same batches.
+
 ``python benchmarks/hdp_plan.py [--documents 100000 --ranks 16384]``
 """
 
@@ -55,15 +57,20 @@ def main(arguments: list[str] | None = None) -> None:
     hdp = bytescale.HDP(small_model("qwen3", dtype=torch.float32), capacity_tokens=CAPACITY)
     hdp.group = OneOfMany(given.ranks)
     hdp.planner = bytescale.make_planner(num_ranks=given.ranks, capacity_tokens=CAPACITY, cost=hdp.cost)
-    seconds: dict[str, list[float]] = {"hdp.plan": [], "of it the planner": []}
+    seconds: dict[str, list[float]] = {"hdp.plan": [], "of it the planner": [], "hdp.planned, training thread": []}
     for _ in range(given.repeat):
         for name, work in (("hdp.plan", lambda: hdp.plan(batch)), ("of it the planner", lambda: hdp.planner(lengths))):
             began = time.process_time()
             work()
             seconds[name].append(time.process_time() - began)
+    ahead = hdp.planned(batch for _ in range(given.repeat))
+    for _ in range(given.repeat):
+        began = time.thread_time()
+        next(ahead)
+        seconds["hdp.planned, training thread"].append(time.thread_time() - began)
     print(f"{given.documents} documents, {lengths.sum()} tokens, one of {given.ranks} ranks; medians of {given.repeat}")
     for name, found in seconds.items():
-        print(f"{name:18} {statistics.median(found):.3f} CPU s")
+        print(f"{name:28} {statistics.median(found):.4f} CPU s")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
     .venv/bin/python benchmarks/loader.py bytes    # bytes, memory and CPU of 8 ranks, also if each reads whole batches
     .venv/bin/python benchmarks/loader.py plan     # batches of 32M tokens for 1024 and 16384 ranks, planned by one
     .venv/bin/python benchmarks/loader.py start    # time until the first step, with and without a filled cache
+    .venv/bin/python benchmarks/loader.py index    # what one process keeps of each of 10M documents, without Ray
 
-Each of them starts its own Ray on loopback and ends it. Results: docs/benchmarks/data.md, ``Remote dataloader``.
+The first four start their own Ray on loopback and end it. Results: docs/benchmarks/data.md, ``Remote dataloader``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import argparse
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -231,11 +234,63 @@ def start(folder: Path) -> None:
         )
 
 
+# index: one process opens a corpus of tiny documents and draws batches. Pages of files are shared by all processes.
+
+
+def index(folder: Path) -> None:
+    count = 10_000_000
+    lengths = np.random.default_rng(0).integers(2, 15, count)
+    gatherer = MetadataGatherer(np.dtype("<u2"))
+    with IndexedWriter(folder / "corpus.bin", np.dtype("<u2")) as writer:
+        for run in np.array_split(lengths, 32):
+            tokens = np.arange(run.sum()).astype("<u2")
+            writer.add_documents(tokens, run)
+            gatherer.add(tokens)
+        writer.commit(gatherer.finish(lengths).to_json())
+    config = replace(config_for(folder, context_length=8192, batch_tokens=65536), loader="local")
+    for watched in (False, True):
+        code = f"from benchmarks.loader import opened; opened({config!r}, {count}, {watched})"
+        subprocess.run([sys.executable, "-c", f"from bytescale.config.schema import DataConfig; {code}"], check=True)
+
+
+def opened(config: DataConfig, count: int, watched: bool) -> None:
+    """Print the bytes of a document that are kept, and the most of them until then; or seconds, of the CPU."""
+
+    def anonymous() -> int:
+        found = re.search(r"Anonymous: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(encoding="ascii"))
+        return int(found[1]) * 1024 if found else 0
+
+    before, peak, ended = anonymous(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.005):
+            peak = max(peak, anonymous())
+
+    thread, started = threading.Thread(target=watch), time.process_time()
+    if watched:
+        thread.start()
+    sampler = BatchSampler(prepare_corpus(config).index, config)
+    first = time.process_time() - started
+    for _ in range(200):
+        sampler.next_batch()
+    ended.set()
+    if watched:
+        thread.join()
+        print(
+            f"{(anonymous() - before) / count:.1f} bytes of a document are kept, {(peak - before) / count:.1f} at most"
+        )
+    else:
+        batch = (time.process_time() - started - first) / 200
+        print(f"{count} documents: {first:.2f} CPU s to open, {1e3 * batch:.2f} CPU ms to draw a batch of 8,200")
+
+
 WAYS: dict[str, Callable[[Path], None]] = {
     "rate": rate,
     "bytes": bytes_read,
     "plan": plan,
     "start": start,
+    "index": index,
 }
 
 

@@ -20,6 +20,7 @@ from bytescale.data.order.epoch import MIB
 from bytescale.data.order.index import CorpusIndex, PartFinder
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.records import WorkUnit
+from bytescale.data.tokens.indexed import TokenIndex
 from bytescale.data.tokens.open_parts import OpenParts
 from bytescale.data.tokens.pairs import IndexedWriter, MetadataGatherer
 from bytescale.data.tokens.samples import Samples
@@ -63,6 +64,13 @@ class PartsAtHand:
         return [self._contents[part] for part in parts]
 
 
+def index_of(lengths: Sequence[int] | IntArray) -> TokenIndex:
+    """Of documents of these lengths, with a byte for each token."""
+    own = np.asarray(lengths, dtype=np.int64)
+    pointers = np.cumsum(own) - own
+    return TokenIndex(dtype=np.dtype("u1"), num_tokens=int(own.sum()), pointers=pointers, document_lengths=own)
+
+
 def memory_corpus(
     lengths: Sequence[int],
     context_length: int,
@@ -88,9 +96,8 @@ def memory_corpus(
         first += len(tokens)
         gatherer = MetadataGatherer(tokens.dtype)
         gatherer.add(tokens)
-        offsets = np.concatenate([[0], np.cumsum(own)])
         parts.append(tokens)
-        contents.append(PartContent(document_offsets=offsets, metadata=gatherer.finish(own)))
+        contents.append(PartContent(index=index_of(own), metadata=gatherer.finish(own)))
         if len(shards) < num_parts:
             shards.append(Shard(source=0, units=(WorkUnit(files=(), num_bytes=part_mib * MIB),)))
         else:

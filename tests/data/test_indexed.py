@@ -50,7 +50,7 @@ def test_reads_what_megatron_writes_in_every_integer_type(tmp_path: Path, code: 
     dataset = IndexedDataset.open(tmp_path / "m.bin")
     assert dataset.index.document_lengths.tolist() == [4, 0, 2]
     assert dataset.tokens[:].tolist() == [1, 2, 3, 4, 5, 6]
-    assert dataset.index.document_offsets.tolist() == [0, 4, 4, 6]
+    assert dataset.index.pointers.tolist() == [0, 4 * itemsize, 4 * itemsize]
     assert (dataset.index.num_documents, dataset.index.num_tokens) == (3, 6)
 
 

@@ -156,15 +156,15 @@ def test_only_the_window_is_read_and_the_next_one_expected() -> None:
 def test_samples_of_bins_are_dealt_to_the_windows(text: list[int], bins: list[int], part_mib: int) -> None:
     """All of them once an epoch, about as many to a window as its share of the text; also of petabytes of it."""
     corpus = memory_corpus([*text, *bins], 20, num_parts=4, part_mib=part_mib, num_bins=1)
-    of_bins = set(corpus.index.load([4]).name.tolist())
+    of_bins = set(corpus.index.load([4])[:].name.tolist())
     stream = SampleStream(corpus.index, np.arange(5), window_mib=2 * part_mib, seed=1)
     for epoch in range(2):
         seen: list[int] = []
         for window, parts in enumerate(stream.windows(epoch)):
-            wanted = corpus.index.load(parts.tolist()).name
+            wanted = corpus.index.load(parts.tolist())[:].name
             stream._load(epoch, window, stream.windows(epoch))
-            own = set(stream.samples.name.tolist()) & of_bins
-            assert set(stream.samples.name.tolist()) == set(wanted.tolist()) | own
+            own = set(stream.samples[:].name.tolist()) & of_bins
+            assert set(stream.samples[:].name.tolist()) == set(wanted.tolist()) | own
             assert abs(len(own) - len(of_bins) * len(parts) / 4) <= 1
             seen.extend(own)
         assert len(stream.windows(epoch)) == 2

@@ -71,7 +71,7 @@ def mixed(tmp_path: Path) -> list[SourceFile]:
 
 def documents(path: Path) -> list[list[int]]:
     dataset = IndexedDataset.open(path)
-    offsets = dataset.index.document_offsets.tolist()
+    offsets = itertools.accumulate(dataset.index.document_lengths.tolist(), initial=0)
     return [dataset.tokens[start:stop].tolist() for start, stop in itertools.pairwise(offsets)]
 
 

@@ -118,7 +118,7 @@ def test_an_epoch_of_windows_through_kills_and_over_other_ranks(tmp_path: Path, 
     for window in range(state["window"] + 1):
         stream.enter(1, window)
         stop = state["position"] if window == state["window"] else None
-        begun.extend(stream.samples.name[stream.order[:stop]].tolist())
+        begun.extend(stream.samples[stream.order[:stop]].name.tolist())
     assert Counter(taken) == Counter(corpus.samples.name.tolist()) + Counter(begun)
 
 

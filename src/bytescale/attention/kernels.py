@@ -69,12 +69,7 @@ class CpuFlashKernel:
         lse = q.new_empty(blocks.num_query_rows, q.shape[1], dtype=lse_dtype(q.dtype))
         for queries, keys, rows, _ in blocks.places():
             block_out, block_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _heads_first(q[queries]),
-                _heads_first(k[keys]),
-                _heads_first(v[keys]),
-                0.0,
-                blocks.causal,
-                scale=scale,
+                _heads_first(q[queries]), _heads_first(k[keys]), _heads_first(v[keys]), 0.0, blocks.causal, scale=scale
             )
             out[rows], lse[rows] = block_out[0].transpose(0, 1), block_lse[0].transpose(0, 1)
         return _narrowed(out, width), lse

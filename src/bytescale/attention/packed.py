@@ -109,14 +109,7 @@ class PackedAttention:
         return (out, lse) if sinks is None else join_sinks(out, lse, sinks)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        rules: AttentionRules = PLAIN,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rules: AttentionRules = PLAIN
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of ``q``, ``k`` and ``v`` from that of ``out`` and the results of ``forward``.
 

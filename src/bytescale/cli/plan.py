@@ -252,10 +252,7 @@ def _losses(item: Planned, cost: CostModel) -> list[tuple[float, str]]:
         (shares["dp bubble"] + shares["members"], late if counts.min() else idle),
         (shares["pp bubble"], stages),
         (shares["gradient sync"], "gradients are reduced once per step; use more tokens per batch"),
-        (
-            shares["offload"],
-            "offload transfers take longer than the layers that hide them; use smaller offload ratios",
-        ),
+        (shares["offload"], "offload transfers take longer than the layers that hide them; use smaller offload ratios"),
     ]
     return sorted((one for one in found if one[0] > NOTICEABLE), reverse=True)
 

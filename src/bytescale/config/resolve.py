@@ -104,8 +104,7 @@ def _stored_architecture(folder: str) -> ModelDescription:
         raise
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"the folder {folder} is not a checkpoint of bytescale: {error}",
-            fix="name a folder checkpoints/step-*",
+            f"the folder {folder} is not a checkpoint of bytescale: {error}", fix="name a folder checkpoints/step-*"
         ) from error
 
 

@@ -12,14 +12,7 @@ from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.description import ModelDescription, check_model, check_trained
 from bytescale.config.overrides import parse_override
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, preset_shape, resolve_model
-from bytescale.config.schema import (
-    AUTO_CAPACITY,
-    Config,
-    CorpusConfig,
-    DataConfig,
-    ParallelConfig,
-    TrainerConfig,
-)
+from bytescale.config.schema import AUTO_CAPACITY, Config, CorpusConfig, DataConfig, ParallelConfig, TrainerConfig
 from bytescale.config.sharing import check_experts, sharing_domain
 
 

@@ -116,13 +116,7 @@ def num_buckets(parameters_per_device: float, bucket_bytes: float) -> int:
 
 
 def visible_reduction(
-    seconds: float,
-    count: int,
-    *,
-    starts: FloatArray,
-    ends: FloatArray,
-    silent: NDArray[np.bool_],
-    in_front: float,
+    seconds: float, count: int, *, starts: FloatArray, ends: FloatArray, silent: NDArray[np.bool_], in_front: float
 ) -> float:
     """Seconds from the end of the last rank's last backward to the end of ``count`` reductions, made one by one.
 

@@ -213,11 +213,7 @@ def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: 
         schedule[rank] = merged
     capacity = int(np.sum(lengths))
     plan = Plan.build(
-        lengths=lengths,
-        capacity_tokens=[capacity] * num_ranks,
-        groups=groups,
-        schedule=schedule,
-        planner="random",
+        lengths=lengths, capacity_tokens=[capacity] * num_ranks, groups=groups, schedule=schedule, planner="random"
     )
     if domain > 1:
         plan = align(plan, cluster=Cluster.uniform(num_ranks, capacity), cost=CostModel.from_work())

@@ -33,12 +33,7 @@ from bytescale.plan.plan import Plan, segment_sums
 from bytescale.plan.slices import largest_slice, micro_batch_tokens, slice_tokens
 
 
-def verify(
-    plan: Plan,
-    *,
-    num_stages: int = 1,
-    limits: MemoryLimits | None = None,
-) -> None:
+def verify(plan: Plan, *, num_stages: int = 1, limits: MemoryLimits | None = None) -> None:
     """Raise ``PlanError`` for the first rule that ``plan`` breaks. The message gives the numbers that break it.
 
     Args:

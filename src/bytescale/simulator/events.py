@@ -54,11 +54,7 @@ class Events:
 
 
 def events_of(
-    plan: Plan,
-    *,
-    ranks_per_node: int = 8,
-    speeds: FloatArray | None = None,
-    windows: Sequence[tuple[int, float]] = (),
+    plan: Plan, *, ranks_per_node: int = 8, speeds: FloatArray | None = None, windows: Sequence[tuple[int, float]] = ()
 ) -> Events:
     """The events of a verified ``plan`` on nodes of ``ranks_per_node`` consecutive ranks.
 

@@ -45,12 +45,7 @@ from bytescale.simulator.result import SimulatedStep, Traffic
 
 
 def simulate(
-    plan: Plan,
-    profile: Profile,
-    cluster: ClusterConfig,
-    *,
-    speeds: FloatArray | None = None,
-    recompute: bool = False,
+    plan: Plan, profile: Profile, cluster: ClusterConfig, *, speeds: FloatArray | None = None, recompute: bool = False
 ) -> SimulatedStep:
     """Execute ``plan`` event by event. ``profile`` gives the time of each. Input costs no time.
 
@@ -77,12 +72,7 @@ def simulate(
 
 
 def step_seconds(
-    plan: Plan,
-    profile: Profile,
-    cluster: ClusterConfig,
-    *,
-    speeds: FloatArray | None = None,
-    recompute: bool = False,
+    plan: Plan, profile: Profile, cluster: ClusterConfig, *, speeds: FloatArray | None = None, recompute: bool = False
 ) -> float:
     """Return ``simulate(...).step_seconds``, without a pipeline some ten times as fast: planners compare plans by it.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +23,7 @@ from bytescale.data.loading.assemble import MicroBatchData, Segments, assemble, 
 from bytescale.data.order.index import CorpusIndex, CorpusMetadata, PartContent
 from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.tokens.indexed import WEIGHTS
-from bytescale.data.tokens.open_parts import OpenParts, PartReader, Slice
+from bytescale.data.tokens.open_parts import MOST_OPEN, OpenParts, PartReader, Slice
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.samples import Samples
 from bytescale.data.tokens.shards import Shard, ShardReader
@@ -53,7 +54,7 @@ class Corpus:
     @property
     def samples(self) -> Samples:
         """All samples, ordered by the number of their part."""
-        return self.index.load(range(self.index.num_parts))
+        return self.index.load(range(self.index.num_parts))[:]
 
     def micro_batches(self, rank_plan: RankPlan, segments: Segments) -> tuple[MicroBatchData, ...]:
         """Read the ``segments`` of ``rank_plan``. Nothing else is read."""
@@ -131,7 +132,9 @@ class TokeniseHere:
     def find(self, parts: Sequence[int]) -> list[PartContent]:
         shards = [self._shards[part] for part in parts]
         self._reader.prepare(shards, self._reader.config.num_workers, self._progress)
-        return [self._reader.content(shard, self._progress) for shard in shards]
+        contents = (self._reader.content(shard, self._progress) for shard in shards)
+        # Each map takes a file handle.
+        return list(contents if len(self._shards) <= MOST_OPEN else map(deepcopy, contents))
 
     def close(self) -> None:
         """End the thread, after the unit of text (``data.sources.records``) that it works on."""

@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import IntArray, blocks
 from bytescale.common.errors import CheckpointError, DataError
 from bytescale.config.schema import DataConfig, LossPer
 from bytescale.config.validate import check_batches
 from bytescale.data.order.epoch import EVERYTHING, SampleStream
 from bytescale.data.order.index import CorpusIndex
-from bytescale.data.tokens.samples import Samples
+from bytescale.data.tokens.samples import Samples, SampleTable
 
 SamplerState = dict[str, Any]
 logger = logging.getLogger(__name__)
@@ -195,13 +195,10 @@ class BatchSampler:
 def _picked(drawn: Sequence[tuple[Samples, IntArray]]) -> Samples:
     """Return rows of tables, in the order in which they were drawn. Each table is looked at once."""
     tables = {id(samples): samples for samples, _ in drawn}
-    numbers = {key: number for number, key in enumerate(tables)}
-    rows = np.concatenate([own for _, own in drawn])
-    if len(tables) == 1:
-        return drawn[0][0][rows]
-    table = np.repeat([numbers[id(samples)] for samples, _ in drawn], [len(own) for _, own in drawn])
-    joined = Samples.joined([samples[rows[table == number]] for number, samples in enumerate(tables.values())])
-    return joined[np.argsort(np.argsort(table, kind="stable"))]
+    joined = SampleTable(list(tables.values()))
+    first = dict(zip(tables, joined.starts.tolist(), strict=False))
+    before = np.repeat([first[id(samples)] for samples, _ in drawn], [len(rows) for _, rows in drawn])
+    return joined[before + np.concatenate([rows for _, rows in drawn])]
 
 
 def batches_once(index: CorpusIndex, batch_tokens: int) -> Iterator[GlobalBatch]:
@@ -211,7 +208,9 @@ def batches_once(index: CorpusIndex, batch_tokens: int) -> Iterator[GlobalBatch]
     """
     # The index lists .bin files of all sources behind the text of all sources.
     samples = index.load(np.argsort(index.part_sources, kind="stable").tolist())
-    before = np.concatenate([[0], np.cumsum(samples.length)])
+    before = np.zeros(len(samples) + 1, dtype=np.int64)
+    for own in blocks(len(samples)):
+        before[own.start + 1 : own.stop + 1] = before[own.start] + np.cumsum(samples[own].length)
     start = step = 0
     while start < len(samples):
         stop = int(np.searchsorted(before, before[start] + batch_tokens, side="right")) - 1

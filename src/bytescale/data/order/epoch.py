@@ -14,27 +14,45 @@ import itertools
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import IntArray, blocks
 from bytescale.common.errors import CheckpointError
 from bytescale.data.order.index import CorpusIndex
-from bytescale.data.tokens.samples import NO_SAMPLES, Samples
+from bytescale.data.tokens.samples import Samples, SampleTable
 
 MIB = 1024**2
 EVERYTHING = "everything"
 
 # An epoch of several windows needs three more kinds of random draws. Each kind adds its own number to the seed.
 _DRAW_OF_BINS, _DRAW_OF_PARTS, _DRAW_OF_WINDOW = 1, 2, 3
+_SORTED_APART = 8
+"""Ranges of draws that are sorted one after the other: a temporary array has an eighth of them."""
+_BLOCK = 2**16
+"""Samples of a window that are looked up together, before they are drawn."""
+_ROWS = np.arange(_BLOCK)
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int, *stream: int) -> IntArray:
-    """Return the permutation of one epoch, int64 ``[num_samples]``. Numbers in ``stream`` give independent ones.
+def epoch_order(num_samples: int, seed: int, epoch: int, *stream: int) -> NDArray[np.integer]:
+    """Return the permutation of one epoch, ``[num_samples]``. Numbers in ``stream`` give independent ones.
 
     The permutation sorts raw 64-bit draws. NumPy promises that its bit streams and ``SeedSequence`` never change, but
     makes no such promise for ``Generator.permutation``, and a resumed run may use another version of NumPy.
     """
-    draws = np.random.PCG64(np.random.SeedSequence((seed, epoch, *stream))).random_raw(num_samples)
-    return np.argsort(draws, kind="stable")
+    seeds, kind = np.random.SeedSequence((seed, epoch, *stream)), np.uint32 if num_samples < 2**32 else np.int64
+    order: NDArray[np.integer] = np.empty(num_samples, kind)
+    first = 0
+    for number in range(_SORTED_APART):
+        generator, draws, rows = np.random.PCG64(seeds), [np.zeros(0, np.uint64)], [np.zeros(0, kind)]
+        for own in blocks(num_samples):
+            drawn = generator.random_raw(own.stop - own.start)
+            mine = np.flatnonzero(drawn // np.uint64(2**64 // _SORTED_APART) == number)
+            draws.append(drawn[mine])
+            rows.append((mine + own.start).astype(kind))
+        by_draw = np.argsort(np.concatenate(draws), kind="stable")
+        order[first : first + len(by_draw)] = np.concatenate(rows)[by_draw]
+        first += len(by_draw)
+    return order
 
 
 class SampleStream:
@@ -67,12 +85,13 @@ class SampleStream:
         self._weight = weight
         self.num_tokens = 0
         self.epoch = self.window = self.position = 0
-        self.samples = NO_SAMPLES
+        self.samples = SampleTable([])
         """Samples of the window, and of one that is not windowed, of all epochs."""
-        self.order = np.zeros(0, dtype=np.int64)  # [W] rows of ``samples`` in the order of the window
-        self.tokens_before = np.zeros(1, dtype=np.int64)  # [W + 1] tokens of the window before each of ``order``
+        self.order = epoch_order(0, 0, 0)  # [W] rows of ``samples`` in the order of the window
         self._content = ""
-        self._bins_shuffled = -1, NO_SAMPLES  # an epoch, and all samples of .bin files in the order of that epoch
+        self._at_hand, self._at_hand_from = self.samples[:], 0  # samples from a position on, in the order of the window
+        self._tokens_before = np.zeros(1, dtype=np.int64)  # tokens before each of ``_at_hand``, then of all
+        self._order_of_bins = -1, self.order  # an epoch, and the order of all samples of .bin files in it
 
     @property
     def progress(self) -> float:
@@ -115,21 +134,25 @@ class SampleStream:
                 raise self._index.nothing_to_draw(self._source)
 
     def draw(self, budget: int, at_most: int) -> tuple[Samples, IntArray, int]:
-        """Take the next samples: as many as fit in ``budget`` tokens, lie in this window, and are not over ``at_most``.
+        """Take the next samples: as many as fit in ``budget`` tokens, are at hand, and are not over ``at_most``.
 
-        Returns a table, rows of it, and their tokens. No row: the next one exceeds the budget.
+        Returns samples, rows of them, and their tokens. No row: the next one exceeds the budget.
         """
-        first, before = self.position, self.tokens_before
-        count = 1
+        first = self.position - self._at_hand_from
+        if not 0 <= first < len(self._tokens_before) - 1:
+            self._at_hand = self.samples[self.order[self.position : self.position + _BLOCK]]
+            self._tokens_before = np.concatenate([[0], np.cumsum(self._at_hand.length)])
+            self._at_hand_from, first = self.position, 0
+        samples, before, count = self._at_hand, self._tokens_before, 1
         if at_most > 1:  # a search for a single sample takes twice as long
             tokens_before = before[first : first + at_most + 1]
             count = int(np.searchsorted(tokens_before, tokens_before[0] + budget, side="right")) - 1
         num_tokens = int(before[first + count] - before[first])
         if num_tokens > budget:
             count = num_tokens = 0
-        samples, rows = self.samples, self.order[first : first + count]
+        rows = _ROWS[first : first + count]
         self.num_tokens += num_tokens
-        self.position = first + count
+        self.position += count
         if self.position == len(self.order):
             last = self.window + 1 == len(self.windows(self.epoch))
             self.enter(*((self.epoch + 1, 0) if last else (self.epoch, self.window + 1)))
@@ -172,25 +195,24 @@ class SampleStream:
         if self.is_windowed:
             stream = (*stream, _DRAW_OF_WINDOW, window)
             share = self._share_of_bins(epoch, window, windows)
-            self.samples = Samples.joined([self._index.load(parts), share])
+            self.samples = SampleTable([self._index.load(parts), share])
         elif not len(self.samples):
             self.samples = self._index.load(sorted((*parts, *self._bins.tolist())))  # in corpus order
         self.epoch, self.window, self.position = epoch, window, 0
         self.order = epoch_order(len(self.samples), self._seed, epoch, *stream)
-        self.tokens_before = np.concatenate([[0], np.cumsum(self.samples.length[self.order])])
+        self._tokens_before = self._tokens_before[:1]
         self._content = self._index.content_hash(parts)
 
-    def _share_of_bins(self, epoch: int, window: int, windows: list[IntArray]) -> Samples:
+    def _share_of_bins(self, epoch: int, window: int, windows: list[IntArray]) -> SampleTable:
         """Return the samples of ``.bin`` files that a window gets: in proportion to its bytes of text."""
-        if self._bins_shuffled[0] != epoch:
-            of_bins = self._index.load(self._bins.tolist())
-            order = epoch_order(len(of_bins), self._seed, epoch, *self._stream, _DRAW_OF_BINS)
-            self._bins_shuffled = (epoch, of_bins[order])
-        shuffled = self._bins_shuffled[1]
+        of_bins = self._index.load(self._bins.tolist())
+        if self._order_of_bins[0] != epoch:
+            self._order_of_bins = epoch, epoch_order(len(of_bins), self._seed, epoch, *self._stream, _DRAW_OF_BINS)
+        shuffled = self._order_of_bins[1]
         ends = np.cumsum([0, *(self._index.part_bytes[parts].sum() for parts in windows)]).tolist()
         # Python integers: the products may exceed 64 bits.
         first, stop = (end * len(shuffled) // ends[-1] for end in ends[window : window + 2])
-        return shuffled[first:stop]
+        return SampleTable(of_bins.tables, shuffled[first:stop])
 
 
 def _outside(place: str, what: str) -> CheckpointError:

@@ -22,7 +22,7 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.sources.records import check_corrupt_records
 from bytescale.data.tokens.examples import UnitEncoder
 from bytescale.data.tokens.pairs import TokenMetadata
-from bytescale.data.tokens.samples import SampleCounts, Samples, make_samples
+from bytescale.data.tokens.samples import PartSamples, SampleCounts, SampleTable, make_samples
 from bytescale.data.tokens.shards import PartContent, Shard
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class CorpusIndex:
         if missing := [part for part in parts if part not in self._at_hand]:
             self._finder.expect(missing)
 
-    def load(self, parts: Sequence[int]) -> Samples:
+    def load(self, parts: Sequence[int]) -> SampleTable:
         """Return all samples of ``parts``, in their order. Waits until text among them is tokenised.
 
         Raises:
@@ -138,9 +138,9 @@ class CorpusIndex:
         """
         missing = [part for part in parts if part not in self._at_hand]
         found = self._at_hand | dict(zip(missing, self._read(missing) if missing else (), strict=True))
-        return Samples.joined([found[part] for part in parts])
+        return SampleTable([found[part] for part in parts])
 
-    def _read(self, parts: Sequence[int]) -> list[Samples]:
+    def _read(self, parts: Sequence[int]) -> list[PartSamples]:
         contents = self._finder.find(parts)
         known = self._known | dict(zip(parts, (content.metadata for content in contents), strict=True))
         check_one_tokenizer(list(known.values()))
@@ -153,11 +153,11 @@ class CorpusIndex:
             logger.warning("the corpus is without %d corrupt records (%d are allowed)", len(corrupt), limit)
         found = []
         for part, content in zip(parts, contents, strict=True):
-            samples, counts = make_samples(part, content.document_offsets, self._config)
+            samples, counts = make_samples(part, content.index, self._config)
             if content.trained is not None:
                 self.has_weights = True
-                samples = replace(samples, num_trained=content.trained[0], weight_sums=content.trained[1])
-                counts = replace(counts, num_untrained=int((samples.num_trained == 0).sum()))
+                samples = replace(samples, trained=content.trained)
+                counts = replace(counts, num_untrained=int((content.trained[0] == 0).sum()))
             found.append(samples)
             if part not in self._known:
                 self._counts += counts

@@ -35,7 +35,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import IntArray, blocks
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.storage.place import Place
@@ -70,23 +70,16 @@ def without_field(name: str, tokens: NDArray) -> NDArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenIndex:
-    """The content of an ``.idx``. Shape letter: D documents."""
+    """The content of an ``.idx``, memory-mapped where documents are sequences. Shape letter: D documents."""
 
     dtype: np.dtype
-    document_offsets: IntArray  # [D + 1] first token of each document in .bin, then the number of all tokens
+    num_tokens: int
+    pointers: IntArray  # [D] byte at which each document starts in .bin
+    document_lengths: NDArray[np.integer]  # [D] tokens of each
 
     @property
     def num_documents(self) -> int:
-        return len(self.document_offsets) - 1
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.document_offsets[-1])
-
-    @property
-    def document_lengths(self) -> IntArray:
-        """``[D]`` tokens of each document."""
-        return np.diff(self.document_offsets)
+        return len(self.document_lengths)
 
 
 class Tokens(Protocol):
@@ -123,7 +116,7 @@ class IndexedDataset:
             if not idx_path.exists():
                 continue
             own, found[name] = _open(idx_path.with_suffix(".bin"), NUMBER_DTYPES)
-            if not np.array_equal(own.document_offsets, index.document_offsets):
+            if not np.array_equal(own.document_lengths, index.document_lengths):
                 raise DataError(
                     f"{idx_path} describes {own.num_documents} documents with {own.num_tokens} numbers, for "
                     f"{index.num_documents} documents with {index.num_tokens} tokens",
@@ -174,7 +167,7 @@ def read_index(path: Path, dtypes: Mapping[int, np.dtype] = TOKEN_DTYPES) -> Tok
         if path.exists() and not path.is_file():
             raise OSError(errno.ENXIO, "it is no regular file")
         # Mapped: what is not as large as its header says is not read.
-        content = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
+        content = np.asarray(np.memmap(path, np.uint8, "r")) if path.stat().st_size else np.zeros(0, np.uint8)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror})",
@@ -185,15 +178,23 @@ def read_index(path: Path, dtypes: Mapping[int, np.dtype] = TOKEN_DTYPES) -> Tok
     arrays = np.split(
         content[HEADER.size :], [4 * num_sequences, 12 * num_sequences, 12 * num_sequences + 8 * num_bounds]
     )
-    lengths = arrays[0].view("<i4").astype(np.int64)
-    pointers, bounds = arrays[1].view("<i8"), arrays[2].view("<i8")
-    offsets = np.zeros(num_sequences + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    if (lengths < 0).any() or not np.array_equal(pointers, offsets[:-1] * dtype.itemsize):
-        raise _broken(path, "its sequences do not follow each other without gaps")
-    if bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
+    lengths, pointers, bounds = (array.view(kind) for array, kind in zip(arrays, ("<i4", "<i8", "<i8"), strict=False))
+    num_tokens = 0
+    for block in blocks(num_sequences):
+        ends = num_tokens + np.cumsum(lengths[block], dtype=np.int64)
+        if (lengths[block] < 0).any() or not np.array_equal(pointers[block], (ends - lengths[block]) * dtype.itemsize):
+            raise _broken(path, "its sequences do not follow each other without gaps")
+        num_tokens = int(ends[-1])
+    plain, is_rising = num_bounds == num_sequences + 1, True
+    for block in blocks(num_bounds - 1):
+        counts = np.diff(bounds[block.start : block.stop + 1])
+        plain, is_rising = plain and bool((counts == 1).all()), is_rising and bool((counts >= 0).all())
+    if bounds[0] != 0 or bounds[-1] != num_sequences or not is_rising:
         raise _broken(path, f"its documents do not divide its {num_sequences} sequences")
-    return TokenIndex(dtype=dtype, document_offsets=offsets[bounds])
+    if not plain:  # documents of several sequences, or of none
+        ends = np.concatenate([pointers, [num_tokens * dtype.itemsize]])[bounds]
+        pointers, lengths = ends[:-1], np.diff(ends) // dtype.itemsize
+    return TokenIndex(dtype=dtype, num_tokens=num_tokens, pointers=pointers, document_lengths=lengths)
 
 
 def _read_header(path: Path, content: NDArray[np.uint8], dtypes: Mapping[int, np.dtype]) -> tuple[np.dtype, int, int]:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import IntArray, blocks
 from bytescale.common.atomic import remove_stale_temporaries, temporary_path, write_atomically
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
@@ -180,7 +180,7 @@ class TokenMetadata:
     def describes(self, index: TokenIndex) -> bool:
         """Return whether these metadata fit a pair that has this index."""
         return (self.num_tokens, self.dtype) == (index.num_tokens, index.dtype.str) and (
-            self.lengths_hash == _hash(index.document_lengths.astype("<i8"))
+            self.lengths_hash == _hash(index.document_lengths[own] for own in blocks(index.num_documents))
         )
 
 
@@ -223,8 +223,8 @@ class MetadataGatherer:
         self, lengths: NDArray[np.integer], tokenizer: Tokenizer | None = None, left_out: Sequence[ReadCounts] = ()
     ) -> TokenMetadata:
         """Return the metadata of documents of these ``lengths [D]``. ``tokenizer`` is None if it is not known."""
-        lengths = lengths.astype("<i8")
-        lengths_hash = _hash(lengths)
+        lengths = lengths.astype("<i8", copy=False)
+        lengths_hash = _hash([lengths])
         self._tokens_hash.update(lengths_hash.encode())
         for name in sorted(self._field_hashes):
             self._tokens_hash.update(self._field_hashes[name].digest())
@@ -308,5 +308,8 @@ def _scan(dataset: IndexedDataset, progress: ProgressCallback) -> TokenMetadata:
     return gatherer.finish(dataset.index.document_lengths)
 
 
-def _hash(array: NDArray) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=8).hexdigest()
+def _hash(arrays: Iterable[NDArray]) -> str:
+    content = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        content.update(np.ascontiguousarray(array, dtype="<i8").data)
+    return content.hexdigest()

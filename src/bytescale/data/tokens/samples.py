@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import IntArray, Rows, blocks, numbers_of
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
-from bytescale.plan.plan import concatenated_ranges
+from bytescale.data.tokens.indexed import TokenIndex
 
 PART_SHIFT = 32
 """The name of a sample is ``(number of its part << PART_SHIFT) + number of the sample in that part``."""
@@ -35,27 +36,7 @@ class Samples:
     num_trained: IntArray  # [P] how many of these labels have a weight other than 0
     weight_sums: NDArray[np.float64]  # [P] sum of the absolute weights of these labels
 
-    @staticmethod
-    def unweighted(part: int, document: IntArray, start: IntArray, length: IntArray, num_targets: IntArray) -> Samples:
-        """Return all samples of a part in which every label has weight 1."""
-        return Samples(
-            name=(part << PART_SHIFT) + np.arange(len(length)),
-            document=document,
-            start=start,
-            length=length,
-            num_targets=num_targets,
-            num_trained=num_targets,
-            weight_sums=num_targets.astype(np.float64),
-        )
-
-    @staticmethod
-    def joined(tables: Sequence[Samples]) -> Samples:
-        """Return the samples of ``tables``, one table behind the other."""
-        tables = [NO_SAMPLES, *tables] if len(tables) != 1 else tables
-        names = [spec.name for spec in fields(Samples)]
-        return Samples(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in names})
-
-    def __getitem__(self, rows: IntArray | slice) -> Samples:
+    def __getitem__(self, rows: Rows) -> Samples:
         return Samples(**{spec.name: getattr(self, spec.name)[rows] for spec in fields(Samples)})
 
     def __len__(self) -> int:
@@ -71,7 +52,75 @@ class Samples:
         return int(self.length.sum())
 
 
-NO_SAMPLES = Samples.unweighted(0, *(np.zeros(0, dtype=np.int64) for _ in range(4)))
+_DTYPES = {"weight_sums": np.float64}
+Trained = tuple[NDArray[np.int32], NDArray[np.float64] | None]
+"""``num_trained [P]`` and ``weight_sums [P]`` of the samples of a part; None: the sums are the numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSamples:
+    """All samples of a part: a ``SampleTable``. Shape letters: P samples, D documents."""
+
+    part: int
+    index: TokenIndex
+    config: DataConfig
+    document: NDArray[np.uint32] | None  # [P] number of each sample's document; None: every document is one sample
+    trained: Trained | None = None  # None: every label has weight 1
+
+    def __len__(self) -> int:
+        return self.index.num_documents if self.document is None else len(self.document)
+
+    def __getitem__(self, rows: Rows) -> Samples:
+        rows = numbers_of(rows, len(self))
+        document = rows if self.document is None else self.document[rows].astype(np.int64)
+        start = self.index.pointers[document] // self.index.dtype.itemsize
+        stop = start + self.index.document_lengths[document]
+        most, is_split = self.config.context_length, self.config.over_length == "split"
+        if is_split and self.document is not None:
+            long = np.flatnonzero(stop - start > most)
+            start[long] += most * (rows[long] - self.document.searchsorted(self.document[rows[long]]))
+        length = np.minimum(stop - start, most)
+        num_targets = length - ((start + length == stop) if is_split else 1)
+        counts, sums = self.trained or (None, None)
+        num_trained = num_targets if counts is None else counts[rows].astype(np.int64)
+        return Samples(
+            name=(self.part << PART_SHIFT) + rows,
+            document=document,
+            start=start,
+            length=length,
+            num_targets=num_targets,
+            num_trained=num_trained,
+            weight_sums=num_trained.astype(np.float64) if sums is None else sums[rows],
+        )
+
+
+class SampleTable:
+    """Samples of several tables, one behind the other. They are made when they are asked for, from few bytes each."""
+
+    def __init__(self, tables: Sequence[PartSamples | SampleTable | Samples], rows: NDArray | None = None) -> None:
+        """``rows``: those that are wanted, in their order; None: all."""
+        self.tables, self._rows = tables, rows
+        self.starts = np.cumsum([0, *map(len, tables)])  # the first row of each table, then the number of all rows
+
+    def __len__(self) -> int:
+        return int(self.starts[-1]) if self._rows is None else len(self._rows)
+
+    def __getitem__(self, rows: Rows) -> Samples:
+        rows = numbers_of(rows if self._rows is None else self._rows[rows], len(self))
+        if len(self.tables) == 1:
+            return self.tables[0][rows]
+        columns: dict[str, Any] = {
+            spec.name: np.empty(len(rows), _DTYPES.get(spec.name, np.int64)) for spec in fields(Samples)
+        }
+        table = np.searchsorted(self.starts, rows, side="right") - 1
+        # Numbers of 16 bits are sorted several times as fast.
+        by_table = np.argsort(table.astype(np.uint16) if len(self.tables) < 2**16 else table, kind="stable")
+        numbers, firsts = np.unique(table[by_table], return_index=True)
+        for number, own in zip(numbers.tolist(), np.split(by_table, firsts[1:]), strict=False):  # no row: no table
+            found = self.tables[number][rows[own] - self.starts[number]]
+            for name, values in columns.items():
+                values[own] = getattr(found, name)
+        return Samples(**columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,69 +154,62 @@ class SampleCounts:
         )
 
 
-def trained_of(samples: Samples, weights: NDArray, place: str) -> tuple[IntArray, NDArray[np.float64]]:
-    """``num_trained`` and ``weight_sums`` of the samples of a part that has these ``weights [T]``.
+def trained_of(samples: PartSamples, weights: NDArray, place: str) -> Trained:
+    """What of the samples of a part is trained on under these ``weights [T]``.
 
     Each sum depends on its own weights alone, to the last bit. Raises ``DataError`` if a weight is not finite in fp32.
     """
-    values = np.asarray(weights).astype(np.float32)
-    if not np.isfinite(values).all():
-        token = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise DataError(
-            f"{place}: the weight of token {token} is {values[token]}",
-            so="the loss would not be a number",
-            fix="write finite weights",
-        )
-    first = samples.start + 1  # the label of a token is the next one
-    counts, sums = np.zeros(len(samples), np.int64), np.zeros(len(samples))
-    for row, (start, count) in enumerate(zip(first.tolist(), samples.num_targets.tolist(), strict=True)):
-        own = np.abs(values[start : start + count]).astype(np.float64)
-        counts[row], sums[row] = np.count_nonzero(own), own.sum()
-    return counts, sums
+    for own in blocks(len(weights)):
+        finite = np.isfinite(weights[own].astype(np.float32, copy=False))
+        if not finite.all():
+            token = own.start + int(finite.argmin())
+            raise DataError(
+                f"{place}: the weight of token {token} is {weights[token]}",
+                so="the loss would not be a number",
+                fix="write finite weights",
+            )
+    counts, sums = np.zeros(len(samples), np.int32), np.zeros(len(samples))
+    for own in blocks(len(samples)):
+        found = samples[own]
+        starts = (found.start + 1).tolist()  # the label of a token is the next one
+        for row, start, count in zip(range(len(samples))[own], starts, found.num_targets.tolist(), strict=True):
+            values = np.abs(weights[start : start + count].astype(np.float32)).astype(np.float64)
+            counts[row], sums[row] = np.count_nonzero(values), values.sum()
+    return counts, None if np.array_equal(counts, sums) else sums
 
 
-def make_samples(part: int, offsets: IntArray, config: DataConfig) -> tuple[Samples, SampleCounts]:
+def make_samples(part: int, index: TokenIndex, config: DataConfig) -> tuple[PartSamples, SampleCounts]:
     """Apply the length filters, then the over-length policy, to a part. Returns its samples and the counts.
 
     Args:
         part: its number.
-        offsets: ``[D + 1]`` first token of each of its documents, then the number of its tokens.
+        index: of its documents.
         config: whose ``over_length`` makes several samples of a longer document than ``context_length`` (``split``),
             keeps its first tokens (``truncate``) or nothing (``drop``).
     """
     context_length, over_length = config.context_length, config.over_length
     least, most = config.min_document_tokens, config.max_document_tokens
-    starts, lengths = offsets[:-1], np.diff(offsets)
-    num_empty = int((lengths == 0).sum())
-    filtered = (lengths > 0) & ((lengths < least) | (lengths > (np.inf if most is None else most)))
-    too_long = (lengths > context_length) & ~filtered
-    kept = (lengths > 0) & ~filtered & ~(too_long if over_length == "drop" else np.zeros_like(too_long))
-    document = np.flatnonzero(kept)
-    starts, lengths, cut = starts[kept], lengths[kept], too_long[kept]
-    if over_length == "split":
-        samples = _split(part, document, starts, lengths, context_length)
-    else:
-        length = np.minimum(lengths, context_length)
-        samples = Samples.unweighted(part, document, starts, length, length - 1)
-    counts = SampleCounts(
-        num_documents=len(too_long) - num_empty,
-        num_empty_documents=num_empty,
-        num_split=int(cut.sum()) if over_length == "split" else 0,
-        num_truncated=int(cut.sum()) if over_length == "truncate" else 0,
-        num_dropped=int(too_long.sum()) if over_length == "drop" else 0,
-        num_filtered=int(filtered.sum()),
-        num_lost_tokens=int(offsets[-1]) - samples.num_tokens,
-        num_samples=len(samples),
-        num_tokens=samples.num_tokens,
-    )
-    return samples, counts
-
-
-def _split(part: int, document: IntArray, starts: IntArray, lengths: IntArray, context_length: int) -> Samples:
-    num_samples = -(-lengths // context_length)
-    place = concatenated_ranges(np.zeros_like(num_samples), num_samples)  # number of a sample inside its document
-    offset = place * context_length
-    length = np.minimum(np.repeat(lengths, num_samples) - offset, context_length)
-    is_last = place == np.repeat(num_samples, num_samples) - 1
-    start = np.repeat(starts, num_samples) + offset
-    return Samples.unweighted(part, np.repeat(document, num_samples), start, length, length - is_last)
+    counts, is_plain, documents = SampleCounts(), True, [np.zeros(0, dtype=np.uint32)]
+    for own in blocks(index.num_documents):
+        lengths = index.document_lengths[own].astype(np.int64)
+        is_empty = lengths == 0
+        filtered = ~is_empty & ((lengths < least) | (lengths > (np.inf if most is None else most)))
+        too_long = (lengths > context_length) & ~filtered
+        kept = ~is_empty & ~filtered & ~(too_long if over_length == "drop" else np.zeros_like(too_long))
+        number = np.where(kept, -(-lengths // context_length) if over_length == "split" else 1, 0)  # [D] samples
+        documents.append(np.repeat(np.arange(own.start, own.stop, dtype=np.uint32), number))
+        num_tokens = int((lengths if over_length == "split" else np.minimum(lengths, context_length))[kept].sum())
+        counts += SampleCounts(
+            num_documents=len(lengths) - int(is_empty.sum()),
+            num_empty_documents=int(is_empty.sum()),
+            num_split=int(too_long.sum()) if over_length == "split" else 0,
+            num_truncated=int(too_long.sum()) if over_length == "truncate" else 0,
+            num_dropped=int(too_long.sum()) if over_length == "drop" else 0,
+            num_filtered=int(filtered.sum()),
+            num_lost_tokens=int(lengths.sum()) - num_tokens,
+            num_samples=int(number.sum()),
+            num_tokens=num_tokens,
+        )
+        is_plain = is_plain and bool((number == 1).all())
+    document = None if is_plain else np.concatenate(documents)
+    return PartSamples(part=part, index=index, config=config, document=document), counts

@@ -21,9 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError, typed_path
 from bytescale.common.labels import OWN_FIELDS
@@ -32,12 +30,13 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.records import UNIT_BYTES, ReadCounts, WorkUnit, iter_records, plan_units
 from bytescale.data.tokens.examples import EncodedUnit, UnitEncoder
-from bytescale.data.tokens.indexed import WEIGHTS, IndexedDataset, Tokens, check_size, read_index
+from bytescale.data.tokens.indexed import WEIGHTS, IndexedDataset, TokenIndex, Tokens, check_size, read_index
 from bytescale.data.tokens.open_parts import RemoteTokens, local_copy
 from bytescale.data.tokens.pairs import TokenMetadata, load_metadata, metadata_of, write_units
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
-from bytescale.data.tokens.samples import make_samples, trained_of
+from bytescale.data.tokens.samples import Trained, make_samples, trained_of
 from bytescale.data.tokens.tokenizer import Tokenizer
+from bytescale.plan.plan import offsets_of
 from bytescale.storage.place import Url
 from bytescale.storage.retry import with_retries
 
@@ -70,12 +69,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartContent:
-    """What the corpus index needs to know of a part that was read. Shape letter: D documents."""
+    """What the corpus index needs to know of a part that was read."""
 
-    document_offsets: IntArray  # [D + 1] first token of each document of the part, then the number of all tokens
+    index: TokenIndex
     metadata: TokenMetadata
-    trained: tuple[IntArray, NDArray[np.float64]] | None = None
-    """Of each sample, as ``tokens.samples.trained_of``; None: every token has weight 1."""
+    trained: Trained | None = None
+    """None: every token has weight 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,12 +168,11 @@ class ShardReader:
     def content(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> PartContent:
         """What the corpus index needs to know of a shard that is prepared. Raises as ``open``."""
         dataset, metadata = self.open(shard, progress)
-        offsets, weights = dataset.index.document_offsets, dataset.fields.get(WEIGHTS)
-        if weights is None:
-            return PartContent(document_offsets=offsets, metadata=metadata)
-        samples, _ = make_samples(0, offsets, self.config)
-        trained = trained_of(samples, weights[:], str(dataset.path.with_suffix(f".{WEIGHTS}.bin")))
-        return PartContent(document_offsets=offsets, metadata=metadata, trained=trained)
+        weights, trained = dataset.fields.get(WEIGHTS), None
+        if weights is not None:
+            samples, _ = make_samples(0, dataset.index, self.config)
+            trained = trained_of(samples, np.asarray(weights), str(dataset.path.with_suffix(f".{WEIGHTS}.bin")))
+        return PartContent(index=dataset.index, metadata=metadata, trained=trained)
 
     def open_part(self, shard: Shard) -> tuple[Tokens, Mapping[str, Tokens]]:
         """Return the tokens of a shard, and its fields by name; text that the cache does not have is tokenised."""
@@ -261,7 +259,7 @@ def write_as_pair(
 
 def _documents_of(dataset: IndexedDataset, made: TokenMetadata) -> Iterator[EncodedUnit]:
     """Yield the documents of a shard, about ``_COPY_TOKENS`` at a time, and what was left out when it was tokenised."""
-    offsets = dataset.index.document_offsets
+    offsets = offsets_of(dataset.index.document_lengths)
     skipped, corrupt = list(made.skipped_files), list(made.corrupt_records)
     counts = ReadCounts(num_empty=made.num_empty_documents, skipped_files=skipped, corrupt=corrupt)
     bounds = [0]

@@ -20,11 +20,7 @@ from bytescale.config.resolve import SEEN_WEIGHTS, described_architecture, sourc
 from bytescale.config.schema import Config
 from bytescale.data.tokens.tokenizer import load_tokenizer
 from bytescale.hf.files.folder import load_model, make_model, parameters_of, quiet, set_constants, train_a_part
-from bytescale.hf.files.hf_folder import (
-    copy_companions,
-    weights_fingerprint,
-    write_json,
-)
+from bytescale.hf.files.hf_folder import copy_companions, weights_fingerprint, write_json
 from bytescale.hf.files.weight_stream import adapted_ties, untie
 from bytescale.runtime.optimizer.flat import DTYPES
 from bytescale.storage.hub import local_folder

@@ -25,11 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config.hugging_face import refuse_quantised
-from bytescale.hf.files.hf_folder import (
-    finite,
-    some,
-    stored_tensors,
-)
+from bytescale.hf.files.hf_folder import finite, some, stored_tensors
 from bytescale.hf.model.long_rope import longest_document_of
 
 MOST_CONSTANT_BYTES = 2**24

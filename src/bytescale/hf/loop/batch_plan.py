@@ -7,10 +7,12 @@ and by another one, and both have to have the same. All is told in one exchange:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from bytescale.common.errors import DataError, PlanError, RankFailure
 from bytescale.hf.batch.documents import Batch, Documents, RankBatch, lengths_of, require_trainable
@@ -19,6 +21,7 @@ from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.session import Session
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.trees import Forest
+from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.plain_data import all_gather_json
 
 ALL_DOCUMENTS = 256
@@ -41,11 +44,7 @@ class BatchToPlan:
     def of(
         hdp: Session, batch: Batch, *, shift_labels: bool, per_document: Collection[str] | None, whole: bool = False
     ) -> BatchToPlan:
-        """Raises as ``HDP.plan`` for a batch that cannot be used, or not now.
-
-        ``whole``: whether every rank needs all documents.
-        """
-        hdp.require_no_reduction("a batch was planned")
+        """Raises as ``HDP.plan`` for a batch that cannot be used. ``whole``: whether every rank needs all documents."""
         given = BatchToPlan(hdp=hdp, batch=batch, lengths=lengths_of(batch), shift_labels=shift_labels)
         if per_document is None and not whole and hdp.group.size > 1 and len(batch) > ALL_DOCUMENTS:
             return given
@@ -63,18 +62,22 @@ class BatchToPlan:
         return self.documents
 
     def plan(
-        self, labels: Sequence[Hashable] | None = None, capacity_tokens: int | None = None
+        self, labels: Sequence[Hashable] | None = None, planner: VerifiedPlanner | None = None
     ) -> tuple[Plan, Forest | None]:
-        """A plan, and the trees that are its sequences; None: they are the documents. Arguments: see ``HDP.plan``."""
-        planner = self.hdp.planner_of(capacity_tokens)
+        """A plan, and the trees that are its sequences; None: they are the documents. ``labels``: ``together``."""
+        planner = planner or self.hdp.planner
         if self.per_document is None:
             return planner(np.array(self.lengths), labels), None
         from bytescale.hf.batch.prefixes import shared_plan  # with share_prefixes alone
 
         return shared_plan(self.all_documents, planner, labels=labels, per_document=self.per_document)
 
-    def part(self, plan: Plan, forest: Forest | None = None, *, last: bool = False) -> PlannedBatch:
+    def part(self, plan: Plan, forest: Forest | None = None) -> PlannedBatch:
         """This rank's part of the batch under a plan. Raises as ``HDP.plan`` for a plan of other documents or ranks."""
+        return self.cut(plan, forest).agreed()
+
+    def cut(self, plan: Plan, forest: Forest | None = None) -> CutBatch:
+        """What ``part`` does without a message to others, in any thread."""
         hdp, ranks = self.hdp, self.hdp.group.size
         lengths = self.lengths if forest is None else forest.sequence_lengths.tolist()
         if plan.lengths.tolist() != lengths or plan.num_ranks != ranks:
@@ -86,61 +89,93 @@ class BatchToPlan:
                 fix="give the plan that was made for these documents, in the same order",
             )
         rank_plan = RankPlan.of(plan, hdp.group.rank)
-        what = "the documents of a batch, or its plan"
         if self.documents is None:
-            hdp.agree(what, rank_plan.digest ^ digest_of(self.lengths))
-            return PlannedBatch(hdp, RankBatch.of(rank_plan, self._own_documents(plan, rank_plan)), last=last)
-        hdp.agree(what, rank_plan.digest ^ self.documents.digest(range(len(self.lengths))))
+            return self._cut_of_own(rank_plan, _numbers(RankPlan.of(plan, (hdp.group.rank + 1) % ranks, digest=0)))
+        value = rank_plan.digest ^ self.documents.digest(range(len(self.lengths)))
         if forest is None:
-            return PlannedBatch(hdp, RankBatch.of(rank_plan, self.documents), last=last)
+            return CutBatch(hdp=hdp, batch=self.batch, value=value, part=RankBatch.of(rank_plan, self.documents))
         from bytescale.hf.batch.prefixes import part_of_trees  # with share_prefixes alone
 
         dtype = next(hdp.model.parameters()).dtype
         part = part_of_trees(rank_plan, self.documents, forest, self.per_document or (), dtype)
-        return PlannedBatch(hdp, part, last=last)
+        return CutBatch(hdp=hdp, batch=self.batch, value=value, part=part)
 
-    def _own_documents(self, plan: Plan, rank_plan: RankPlan) -> Documents:
-        """This rank's documents, checked, when all ranks have checked theirs. Every rank calls it.
-
-        Raises ``DataError`` on every rank where one has found what cannot be used, and ``RankFailure`` where two ranks
-        have different documents.
-        """
-        group = self.hdp.group
-        own, following = _numbers(rank_plan), _numbers(RankPlan.of(plan, (group.rank + 1) % group.size, digest=0))
-        error, documents, digests, totals = None, None, (0, 0), [0.0] * 4
+    def _cut_of_own(self, rank_plan: RankPlan, following: list[int]) -> CutBatch:
+        """Look at this rank's documents and the ``following`` ones, which are the next rank's."""
+        own, value = _numbers(rank_plan), rank_plan.digest ^ digest_of(self.lengths)
         try:
             wanted = [*own, *following]
             documents = Documents.of(self.batch, shift_labels=self.shift_labels, numbers=wanted, lengths=self.lengths)
             self.require_fitting(documents)
-            digests = documents.digest(own), documents.digest(following)
-            totals = documents.totals(_counted(rank_plan))
-        except DataError as found:
-            error = found
+        except DataError as error:
+            return CutBatch(hdp=self.hdp, batch=self.batch, value=value, part=error, digests=(0, 0))
+        part, digests = RankBatch.of(rank_plan, documents), (documents.digest(own), documents.digest(following))
+        totals = documents.totals(_counted(rank_plan))
+        return CutBatch(hdp=self.hdp, batch=self.batch, value=value, part=part, digests=digests, totals=totals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutBatch:
+    """This rank's part of a planned batch. Any thread may have made it; ranks have not compared anything yet."""
+
+    hdp: Session
+    batch: Batch
+    value: int  # the same on all ranks
+    part: RankBatch | DataError  # or what was wrong with this rank's documents
+    digests: tuple[int, int] | None = None  # of this rank's documents and the next one's; None: the value has all
+    totals: Sequence[float] = (0.0,) * 4  # of those that this rank counts
+
+    def agreed(self, *, last: bool = False) -> PlannedBatch:
+        """Return the part when all ranks have the same batch and plan. Every rank calls it, in its training thread.
+
+        Raises ``DataError`` on every rank where one has found what cannot be used, and ``RankFailure`` where two ranks
+        have different documents or plans.
+        """
+        self.hdp.require_no_reduction("a batch was planned")
+        self.hdp.agree("the documents of a batch, or its plan", self.value)
+        if self.digests is not None:
+            self._require_same_documents(self.digests)
+        assert not isinstance(self.part, DataError), "all ranks have raised it"
+        return PlannedBatch(self.hdp, self.part, last=last)
+
+    def _require_same_documents(self, digests: tuple[int, int]) -> None:
+        group, error = self.hdp.group, self.part if isinstance(self.part, DataError) else None
         # A digest is counted once for its owner and once less for the rank before it: halves of it are exact in fp64.
         halves = [divmod(digest, _HALF) for digest in digests]
         difference = [float(ours - theirs) for ours, theirs in zip(*halves, strict=True)]
-        failed, *sums = group.sum_of([float(error is not None), *difference, *totals])
+        failed, *sums = group.sum_of([float(error is not None), *difference, *self.totals])
         if failed:
             told = all_gather_json(None if error is None else str(error), group.group, group.device)
             rank = next(number for number, text in enumerate(told) if text)
             raise error or DataError(f"rank {rank} found in its documents: {told[rank]}")
-        if any(sums[:2]):
-            self._raise_different(digests)
-        require_trainable(sums[2:])
-        assert documents is not None, "there was no error"
-        return documents
-
-    def _raise_different(self, digests: tuple[int, int]) -> None:
-        group = self.hdp.group
-        told = all_gather_json(digests, group.group, group.device)
-        for rank in range(group.size):
-            if told[rank][1] != told[(rank + 1) % group.size][0]:
+        told = all_gather_json(digests, group.group, group.device) if any(sums[:2]) else []
+        for rank, (_, copied) in enumerate(told):
+            following = (rank + 1) % group.size
+            if copied != told[following][0]:
                 raise RankFailure(
-                    f"ranks {rank} and {(rank + 1) % group.size} have different contents in the documents of a batch "
-                    f"that rank {(rank + 1) % group.size} trains on",
+                    f"ranks {rank} and {following} have different contents in the documents of a batch that rank "
+                    f"{following} trains on",
                     so="they would train on different data",
                     fix="give every rank the same batch, in the same order",
                 )
+        require_trainable(sums[2:])
+
+
+def planned_ahead(cuts: Iterator[CutBatch], device: torch.device, last: bool) -> Iterator[PlannedBatch]:
+    """``HDP.planned``. A thread makes one of ``cuts`` while the one before is used, and ends with the loop."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # documents may lie on a GPU
+
+    def make() -> CutBatch | None:
+        with torch.cuda.stream(stream):
+            return next(cuts, None)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="bytescale-planner") as thread:
+        made = thread.submit(make)
+        while (cut := made.result()) is not None:
+            made = thread.submit(make)
+            planned = cut.agreed(last=last)
+            planned.batch = cut.batch
+            yield planned
 
 
 def _numbers(rank_plan: RankPlan) -> list[int]:

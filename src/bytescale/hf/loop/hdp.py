@@ -1,14 +1,4 @@
-"""``HDP``: hybrid data parallelism for a model of transformers, in a loop that is not ours.
-
-::
-
-    hdp = bytescale.HDP(model, capacity_tokens=8192)
-    hdp.adamw(lr=1e-5)
-    for batch in loader:                            # a list of documents, the same on every rank
-        for micro in hdp.plan(batch):
-            logits = model(**micro.inputs).logits[0, : micro.num_rows]
-            loss_of(logits, micro).backward()       # a sum over tokens, divided by a number of the GLOBAL batch
-        hdp.step()
+"""``HDP``: hybrid data parallelism for a model of transformers, in a loop that is not ours (``docs/own_loop.md``).
 
 The gradient is a sum over all tokens of the global batch, whoever computes them. A loss that is a sum over this rank's
 rows, divided by something that all ranks know, therefore gives the gradients of one process.
@@ -16,7 +6,7 @@ rows, divided by something that all ranks know, therefore gives the gradients of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -35,7 +25,7 @@ from bytescale.cost.model import CostModel
 from bytescale.hf.batch.documents import Batch, RankBatch
 from bytescale.hf.batch.planning import make_planner
 from bytescale.hf.loop.alike import digest_of, weight_sums
-from bytescale.hf.loop.batch_plan import BatchToPlan
+from bytescale.hf.loop.batch_plan import BatchToPlan, CutBatch, planned_ahead
 from bytescale.hf.loop.micro_batch import Engine, Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.room import Capacity, Room, require_use_of_memory
@@ -222,11 +212,39 @@ class HDP(Updates):
                 so="the plan is of documents, and not of the trees that they make",
                 fix="leave one of them out",
             )
-        of_documents = tuple(per_document) if share_prefixes else None
-        given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=of_documents)
-        plan, forest = given.plan(together, capacity_tokens) if plan is None else (plan, None)
-        self.looped = None
-        return given.part(plan, forest, last=last)
+        shared = tuple(per_document) if share_prefixes else None
+        given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=shared)
+        cut = given.cut(*(given.plan(together, self.planner_of(capacity_tokens)) if plan is None else (plan, None)))
+        return cut.agreed(last=last)
+
+    def planned(
+        self,
+        batches: Iterable[Batch],
+        *,
+        shift_labels: bool = False,
+        together: Callable[[Batch], Sequence[Hashable]] | None = None,
+        capacity_tokens: int | None = None,
+        last: bool = False,
+        share_prefixes: bool = False,
+        per_document: Collection[str] = (),
+    ) -> Iterator[PlannedBatch]:
+        """Yield of each batch what ``plan`` returns, which knows its ``batch``. Every rank calls it with the same ones.
+
+        The next batch is taken, checked, planned and cut in a thread while the loop runs this one. When its turn comes,
+        ranks compare it in the training thread, and its errors are raised there, those of ``batches`` too. The thread
+        ends with the loop, also where the loop is left early. ``batches`` is one ahead of the loop, outside of the
+        training thread: its random numbers have to be its own.
+
+        Args:
+            together: from a batch to the labels of its documents. All other arguments: see ``plan``.
+        """
+        planner, shared = self.planner_of(capacity_tokens), tuple(per_document) if share_prefixes else None
+
+        def cut(batch: Batch) -> CutBatch:
+            given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=shared)
+            return given.cut(*given.plan(None if together is None else together(batch), planner))
+
+        return planned_ahead((cut(batch) for batch in batches), self.group.device, last)
 
     def backward(
         self,
@@ -264,7 +282,6 @@ class HDP(Updates):
         given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=() if share_prefixes else None)
         if share_prefixes and values is None:
             given = replace(given, per_document=set(given.all_documents.fields) - {"tokens", "labels", "weights"})
-        self.looped = None
         return backward_of(given, batch, loss, labels=labels, values=values, passes=passes)
 
     def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
@@ -272,7 +289,6 @@ class HDP(Updates):
         for rows in part.rows:
             fields = {name: {0: values} for name, values in rows.items()}
             self.engine.decoder.require_fitting(fields, part.lengths)
-        self.looped = None
         return PlannedBatch(self, part, last=last)
 
     def batches(

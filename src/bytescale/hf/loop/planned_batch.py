@@ -15,7 +15,7 @@ import torch
 
 from bytescale.attention import RingBuffers
 from bytescale.common.errors import ConfigError, PlanError
-from bytescale.hf.batch.documents import RankBatch
+from bytescale.hf.batch.documents import Batch, RankBatch
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.pending import Collector
 from bytescale.hf.loop.session import Session
@@ -26,9 +26,11 @@ from bytescale.plan.last_message import last_backward_is_silent
 class PlannedBatch(Collector):
     """This rank's micro-batches of one global batch; iterating runs through them once, in the plan's order."""
 
+    batch: Batch = ()  # the global batch, where ``HDP.planned`` has taken it
+
     def __init__(self, hdp: Session, part: RankBatch, *, last: bool = False) -> None:
         super().__init__(hdp.group, part)
-        self.hdp = hdp
+        self.hdp, hdp.looped = hdp, None
         self.number = next(hdp.pending.numbers)
         self.rank_plan, self.forest = part.rank_plan, part.forest
         self._last = last

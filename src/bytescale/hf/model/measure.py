@@ -195,13 +195,7 @@ def _is_row_wise(part: nn.Module, first: nn.Linear) -> bool:
     return whole.is_meta or torch.allclose(whole, apart, rtol=1e-2, atol=1e-3)
 
 
-def measured_memory(
-    decoder: HFDecoder,
-    rows: MeasuredRows,
-    *,
-    kind: DeviceKind,
-    num_ranks: int,
-) -> MeasuredMemory:
+def measured_memory(decoder: HFDecoder, rows: MeasuredRows, *, kind: DeviceKind, num_ranks: int) -> MeasuredMemory:
     """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows.
 
     The copy of a tied embedding counts as a weight of its own, with states that it does not have.

@@ -53,9 +53,7 @@ def next_attempt(config: Config, num_ranks: int) -> Config:
     """
     num_ranks -= num_ranks % (config.parallel.tp * config.parallel.pp) if num_ranks < config.parallel.ranks else 0
     resumed = replace(
-        config,
-        trainer=replace(config.trainer, resume=True),
-        parallel=replace(config.parallel, ranks=num_ranks),
+        config, trainer=replace(config.trainer, resume=True), parallel=replace(config.parallel, ranks=num_ranks)
     )
     try:
         validate(resumed)

@@ -68,13 +68,7 @@ class MemoryBudget:
 
 
 def memory_budget(
-    config: Config,
-    memory: MeasuredMemory,
-    *,
-    device: torch.device,
-    devices: Devices,
-    profile: Profile,
-    domain: int = 1,
+    config: Config, memory: MeasuredMemory, *, device: torch.device, devices: Devices, profile: Profile, domain: int = 1
 ) -> MemoryBudget:
     """The budget of a run.
 

@@ -167,12 +167,7 @@ def build_rank_model(
 
 
 def _whole_model(
-    config: Config,
-    architecture: ModelDescription,
-    mesh: Mesh | None,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
+    config: Config, architecture: ModelDescription, mesh: Mesh | None, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[ModelDescription, HFDecoder, dict[str, Tensor]]:
     """The attached model on its device, and its weights by name where they would be rounded."""
     source, content = config.trainer.init, architecture.content

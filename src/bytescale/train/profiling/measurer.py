@@ -95,10 +95,7 @@ class Measurer:
             return tensor
 
         plan = Plan.build(
-            lengths=[tokens],
-            capacity_tokens=[tokens],
-            groups=[GroupSpec(sequences=[0], ranks=[0])],
-            schedule=[[[0]]],
+            lengths=[tokens], capacity_tokens=[tokens], groups=[GroupSpec(sequences=[0], ranks=[0])], schedule=[[[0]]]
         )
         (alone,) = RankPlan.of(plan, 0).micro_batches
         attention = PackedAttention(alone, self.kernel, RankGroup(device=self.device).exchange)
