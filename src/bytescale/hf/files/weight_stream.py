@@ -6,25 +6,35 @@ tensor is brought into the files' form by itself. Adapters (LoRA) are added to t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
 from bytescale.hf.model.head import causal_model, embeddings_of
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.optimizer.lockstep import Units
+from bytescale.runtime.optimizer.zero import whole_of
 
 _BASE = ".base_layer."
 
 
 @torch.no_grad()
 def named_weights(
-    model: nn.Module, dtype: torch.dtype | None, units: Units | None = None
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    units: Units | None = None,
+    cuts: Mapping[int, Cut] | None = None,
+    tp: RankGroup | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and whole tensors; ``HDP.weights``. ``units``: of parameters that ranks share."""
+    """Yield names and whole tensors; ``HDP.weights``.
+
+    ``units``: of parameters that ranks share. ``cuts``: by the id of a parameter, which part the ``tp`` ranks have.
+    """
     root = causal_model(model)
     if adapted_ties(root):
         raise ConfigError(
@@ -44,6 +54,8 @@ def named_weights(
                 fix="merge the adapters (merge_and_unload()) into a copy, and give it that",
             )
         value: Any = parameter.detach() if units is None else units.whole(parameter)
+        if cuts and tp is not None:
+            value = whole_of(value, cuts[id(parameter)], tp)
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         if _BASE in name:
             owner, _, rest = name.partition(_BASE)

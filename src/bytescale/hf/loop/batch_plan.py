@@ -47,7 +47,8 @@ class BatchToPlan:
         """
         hdp.require_no_reduction("a batch was planned")
         given = BatchToPlan(hdp=hdp, batch=batch, lengths=lengths_of(batch), shift_labels=shift_labels)
-        if per_document is None and not whole and hdp.group.size > 1 and len(batch) > ALL_DOCUMENTS:
+        is_split = hdp.group.size > 1 and hdp.mesh.tp.size == 1 and len(batch) > ALL_DOCUMENTS
+        if per_document is None and not whole and is_split:
             return given
         documents = Documents.of(batch, shift_labels=shift_labels, lengths=given.lengths)
         given.require_fitting(documents)
@@ -75,7 +76,7 @@ class BatchToPlan:
 
     def part(self, plan: Plan, forest: Forest | None = None, *, last: bool = False) -> PlannedBatch:
         """This rank's part of the batch under a plan. Raises as ``HDP.plan`` for a plan of other documents or ranks."""
-        hdp, ranks = self.hdp, self.hdp.group.size
+        hdp, ranks = self.hdp, self.hdp.mesh.hdp.size
         lengths = self.lengths if forest is None else forest.sequence_lengths.tolist()
         if plan.lengths.tolist() != lengths or plan.num_ranks != ranks:
             raise PlanError(
@@ -85,7 +86,7 @@ class BatchToPlan:
                 so="rows would go to wrong places",
                 fix="give the plan that was made for these documents, in the same order",
             )
-        rank_plan = RankPlan.of(plan, hdp.group.rank)
+        rank_plan = RankPlan.of(plan, hdp.mesh.hdp.rank)
         what = "the documents of a batch, or its plan"
         if self.documents is None:
             hdp.agree(what, rank_plan.digest ^ digest_of(self.lengths))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import Experts
 from bytescale.cost.cluster import Cluster
@@ -19,7 +20,7 @@ from bytescale.hf.loop.pending import Collector, PendingPasses
 from bytescale.hf.loop.room import Room
 from bytescale.hf.model.probe import ModelStructure
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.parking import Parking
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class Session:
 
     Attributes:
         planner, room, cost: see ``HDP``.
-        sharing: ranks that share parameters.
+        mesh, group: the ranks as a mesh, in which those of ``mesh.domain`` share parameters, and all of them.
+        cuts: with tensor parallelism, by name which part of a parameter this rank has; None: it has whole ones.
         domain: ranks that run in lockstep.
         looped: takes the results of the loop that ran last; None: a batch was planned since.
         is_reducing: whether ranks reduce gradients already: the loop over a batch that was planned with last=True has
@@ -43,15 +45,14 @@ class Session:
     planner: VerifiedPlanner
     room: Room
     cost: CostModel
-    sharing: int
     domain: int
-    experts: Experts
     looped: Collector | None = None
     is_reducing = False
     _num_agreed = 0
 
-    def __init__(self, model: nn.Module, group: RankGroup) -> None:
-        self.model, self.group = model, group
+    def __init__(self, model: nn.Module, mesh: Mesh, experts: Experts) -> None:
+        self.model, self.mesh, self.group, self.experts = model, mesh, mesh.world, experts
+        self.cuts: dict[str, Cut] | None = None
         self.pending = PendingPasses()
         self._optimizer: ShardedOptimizer | None = None
         self.checkpoint_group: dist.ProcessGroup | None = None
@@ -69,7 +70,7 @@ class Session:
             return self.planner
         key = (capacity_tokens, torch.is_grad_enabled())
         if key not in self._planners:
-            cluster = Cluster.uniform(self.group.size, capacity_tokens, offload=self.planner.cluster.offload)
+            cluster = Cluster.uniform(self.mesh.hdp.size, capacity_tokens, offload=self.planner.cluster.offload)
             planner = replace(self.planner, cluster=cluster)
             if not torch.is_grad_enabled():
                 planner = replace(planner, cost=self.forward_cost(), limits=None)
@@ -97,7 +98,11 @@ class Session:
         those of one rank alone, and weights are not compared.
         """
         is_due, self._num_agreed = self._num_agreed % WEIGHTS_EVERY == 0, self._num_agreed + 1
-        require_alike(self.group, what, value, weight_sums(self.model) if is_due and self.units is None else {})
+        sums = weight_sums(self.model) if is_due and self.units is None else {}
+        parts = {name: sums.pop(name) for name, cut in (self.cuts or {}).items() if cut.count > 1 and name in sums}
+        require_alike(self.group, what, value, sums)
+        if parts:
+            require_alike(self.mesh.hdp, "their parts of the weights", 0, parts)
 
     def require_at_home(self, *kinds: str) -> None:
         """Raise ``ConfigError`` if one of ``weights``, ``gradients`` and ``states`` was sent away by ``to``."""

@@ -76,18 +76,19 @@ class Updates(Session):
         decoder = self.engine.decoder
         decoder.require_unchanged(with_training=False)
         named = list(self.model.named_parameters())
-        if self.sharing > 1:
-            _ = decoder.head  # found by a pass
+        parts = decoder.layers
+        if self.mesh.domain.size > 1:
+            _, parts = decoder.head, decoder.parts  # the head is found by a pass
         self._optimizer = take_over(
             named,
-            self.group,
+            self.mesh,
             cls,
             options,
             group_options,
-            domain=self.sharing,
+            cuts=self.cuts,
             experts=decoder.experts if self.experts == "parallel" else (),
             on_host=offload,
-            chunk=(decoder.model, decoder.parts if self.sharing > 1 else decoder.layers),
+            chunk=None if self.cuts else (decoder.model, parts),
             late=decoder.late_parameters(),
         )
         self._optimizer.join(self.model)
@@ -102,7 +103,7 @@ class Updates(Session):
         states = States(
             num_parameters=sum(parameter.numel() for parameter in trained),
             element_bytes=max((parameter.element_size() for parameter in trained), default=4),
-            num_ranks=self.group.size,
+            num_ranks=self.mesh.hdp.size,
             on_host=True,
         )
         room = bytes_of_a_rank(HOST_SHARE_WITH_OPTIMIZER, self.group.size) - self.engine.host_bytes
@@ -255,12 +256,15 @@ class Updates(Session):
 
         For inference engines: adapters are merged into what is yielded, and tied weights come once. ``dtype``: of the
         tensors; None: the model's. Without it a tensor may be the model's own memory. Every rank may call it alone,
-        unless ranks share the parameters. Raises ``ConfigError`` for adapters that are not added to a weight.
+        unless ranks share the parameters (``shard``, ``tp``): all of them go through it to its end then. Raises
+        ``ConfigError`` for adapters that are not added to a weight.
         """
         from bytescale.hf.files.weight_stream import named_weights  # for inference engines
 
         self.require_at_home("weights")
-        return named_weights(self.model, dtype, self.units)
+        named = () if self.cuts is None else self.model.named_parameters()
+        cuts = {id(own): self.cuts[name] for name, own in named if self.cuts is not None}
+        return named_weights(self.model, dtype, self.units, cuts, self.mesh.tp)
 
 
 class HDPOptimizer(torch.optim.Optimizer):
