@@ -366,7 +366,7 @@ def _mesh_of(
     world = RankGroup(None if group is None or group.size() == 1 else group, device=next(model.parameters()).device)
     if tp < 1 or world.size % tp:
         raise ConfigError(f"tp is {tp}, and there are {world.size} ranks", fix="give a tp that divides their number")
-    for what, is_asked in (("equal_counts = True", equal_counts), ('shard = "parameters"', shard == "parameters")):
+    for what, is_asked in (("equal_counts = True", equal_counts), ('experts = "parallel"', experts == "parallel")):
         if is_asked:
             require_beside_tp(what, tp)
     shape = MeshShape(hdp=world.size // tp, tp=tp)

@@ -16,7 +16,6 @@ import torch
 from bytescale.attention import RingBuffers
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.hf.batch.documents import RankBatch
-from bytescale.hf.loop.beside_tp import require_beside_tp
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.pending import Collector
 from bytescale.hf.loop.session import Session
@@ -39,8 +38,6 @@ class PlannedBatch(Collector):
                 so="ranks would run different numbers of passes and wait for each other for ever",
                 fix="make the plan for the same domain, or with equal_counts = True, as HDP(...) was told",
             )
-        if last:
-            require_beside_tp("last = True", hdp.mesh.tp.size)
         if last and hdp.sharded().overlap is None:
             raise ConfigError(
                 "last=True, but the gradients of this model cannot be reduced layer by layer: ranks share its "

@@ -88,7 +88,7 @@ class Updates(Session):
             cuts=self.cuts,
             experts=decoder.experts if self.experts == "parallel" else (),
             on_host=offload,
-            chunk=None if self.cuts else (decoder.model, parts),
+            chunk=(decoder.model, parts),
             late=decoder.late_parameters(),
         )
         self._optimizer.join(self.model)

@@ -73,6 +73,7 @@ def apply_tensor_parallelism(decoder: HFDecoder, shards: TokenShards, *, cuts_wo
     whole = {name: Cut(shape=cut.shape) for name, cut in cuts.items()}
     before = None if is_hollow else sample(decoder, shards.tp, whole, num_words)
     plan.replace_parameters(cuts)
+    vars(decoder.model)["is_cut"] = True
     rows = decoder.token_rows = TokenRows(shards, splits_loss=not plan.cuts_words)
     if isinstance(decoder.head, PlainHead):
         decoder.head = PlainHead(decoder.head_weight, shards.tp.group if plan.cuts_words else None)

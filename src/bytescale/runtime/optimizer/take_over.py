@@ -64,7 +64,7 @@ def take_over(
     units = None
     if mesh.domain.size > 1:
         assert chunk is not None, "whoever shares parts knows them"
-        named_parameters, shared, units = shard_parts(named_parameters, chunk[1], mesh, experts=experts)
+        named_parameters, shared, units = shard_parts(named_parameters, chunk[1], mesh, cuts=cuts, experts=experts)
     trainable = [item for item in named_parameters if item[1].requires_grad]
     dtypes = sorted({p.dtype for _, p in trainable}, key=str)
     size = BUCKET_BYTES if chunk is not None and len(dtypes) == 1 else 0
