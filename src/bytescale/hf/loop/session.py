@@ -15,6 +15,7 @@ from bytescale.config.schema import Experts
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
 from bytescale.hf.loop.alike import WEIGHTS_EVERY, require_alike, weight_sums
+from bytescale.hf.loop.beside_tp import require_beside_tp
 from bytescale.hf.loop.micro_batch import Engine
 from bytescale.hf.loop.pending import Collector, PendingPasses
 from bytescale.hf.loop.room import Room
@@ -83,6 +84,8 @@ class Session:
     def begin_batch(self, looped: Collector) -> None:
         self.require_no_reduction("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
+        if self.cuts and any(module._compiled_call_impl for module in self.model.modules()):
+            require_beside_tp("layer.compile()", self.mesh.tp.size)
         for decoder in (self.engine.decoder, *self.engine.others):
             decoder.require_unchanged(with_training=self.has_optimizer)
         self.require_at_home("weights")
