@@ -6,19 +6,16 @@ tensor is brought into the files' form by itself. Adapters (LoRA) are added to t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
 from bytescale.hf.model.head import causal_model, embeddings_of
-from bytescale.runtime.group import RankGroup
 from bytescale.runtime.optimizer.lockstep import Units
-from bytescale.runtime.optimizer.zero import whole_of
 
 _BASE = ".base_layer."
 
@@ -27,14 +24,10 @@ _BASE = ".base_layer."
 def named_weights(
     model: nn.Module,
     dtype: torch.dtype | None,
+    whole: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach,
     units: Units | None = None,
-    cuts: Mapping[int, Cut] | None = None,
-    tp: RankGroup | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and whole tensors; ``HDP.weights``.
-
-    ``units``: of parameters that ranks share. ``cuts``: by the id of a parameter, which part the ``tp`` ranks have.
-    """
+    """Yield names and whole tensors; ``HDP.weights``. ``whole``: all of a parameter's values. ``units``: open it."""
     root = causal_model(model)
     if adapted_ties(root):
         raise ConfigError(
@@ -53,9 +46,7 @@ def named_weights(
                 so="an inference engine would run another model",
                 fix="merge the adapters (merge_and_unload()) into a copy, and give it that",
             )
-        value: Any = parameter.detach() if units is None else units.whole(parameter)
-        if cuts and tp is not None:
-            value = whole_of(value, cuts[id(parameter)], tp)
+        value: Any = whole(parameter)
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         if _BASE in name:
             owner, _, rest = name.partition(_BASE)

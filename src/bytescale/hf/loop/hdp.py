@@ -41,10 +41,9 @@ from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.room import Capacity, Room, require_use_of_memory
 from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.decoder import HFDecoder, second_model
-from bytescale.hf.model.parallelize import parallelize
 from bytescale.plan import Plan
 from bytescale.runtime.group import RankGroup
-from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.saved.checkpointing import Checkpointing
 
 if TYPE_CHECKING:
@@ -132,7 +131,8 @@ class HDP(Updates):
         """Reduce the model to this rank's part, once all ranks have been seen to have the same one."""
         self._weights = weight_sums(self.model)
         if self.mesh.tp.size > 1:
-            from bytescale.runtime.optimizer.lockstep import refuse_state_dicts  # where no rank has a whole model
+            from bytescale.hf.model.parallelize import parallelize  # where no rank has a whole model
+            from bytescale.runtime.optimizer.lockstep import refuse_state_dicts
 
             self.group.agree("the weights of the model", self._fingerprint(decoder.structure))
             self.cuts = parallelize(decoder, self.mesh, cuts_words=False).cuts
@@ -369,6 +369,5 @@ def _mesh_of(
     for what, is_asked in (("equal_counts = True", equal_counts), ('experts = "parallel"', experts == "parallel")):
         if is_asked:
             require_beside_tp(what, tp)
-    shape = MeshShape(hdp=world.size // tp, tp=tp)
-    sharing = sharing_domain(shard, domain or 0, shape.hdp, ranks_here(world.size))
-    return Mesh.of(world, shape, world.make_part, domain=sharing)
+    per_node = max(1, ranks_here(world.size) // tp)
+    return Mesh.of_hdp(world, sharing_domain(shard, domain or 0, world.size // tp, per_node), tp)

@@ -18,7 +18,6 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.units import GIBI
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.hf.loop.beside_tp import require_beside_tp
-from bytescale.hf.loop.whole_documents import WholeDocuments
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
 from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
@@ -27,14 +26,14 @@ from bytescale.hf.model.probe import check_widths, heads_of
 from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import loss_sum
-from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.saved.checkpointing import Checkpointing
-from bytescale.runtime.token_shards import own_rows
 
 if TYPE_CHECKING:
     from bytescale.cost.memory.measured import MeasuredMemory
+    from bytescale.hf.loop.whole_documents import WholeDocuments
     from bytescale.hf.model.token_rows import TokenRows
+    from bytescale.runtime.mesh import Mesh
     from bytescale.runtime.saved.host_pool import HostPool
 
 
@@ -68,7 +67,7 @@ class Micro:
         """``fields``: all rows of them. ``token_rows``: which are this rank's, with tensor parallelism."""
         self.plan = plan
         self.index = plan.index
-        own = range(plan.num_tokens) if token_rows is None else own_rows(plan.num_tokens, token_rows.shards.tp)
+        own = range(plan.num_tokens) if token_rows is None else token_rows.range_of(plan.num_tokens)
         self.rows, self.num_rows = slice(own.start, own.stop), len(own)
         self.target = target
         self._given = {name: rows[self.rows] for name, rows in fields.items()}
@@ -124,6 +123,8 @@ class Micro:
         Differentiable. Ranks that share documents send one another their rows, so that all of them call it, at the same
         place and with values of one dtype and shape. Losses of documents are added up by ``sum`` of the result.
         """
+        from bytescale.hf.loop.whole_documents import WholeDocuments  # few losses look at them
+
         if len(values) != self.num_rows:
             raise PlanError(
                 f"{len(values)} values for the {self.num_rows} rows of micro-batch {self.index}",

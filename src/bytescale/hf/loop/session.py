@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import Experts
 from bytescale.cost.cluster import Cluster
@@ -21,10 +20,11 @@ from bytescale.hf.loop.pending import Collector, PendingPasses
 from bytescale.hf.loop.room import Room
 from bytescale.hf.model.probe import ModelStructure
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.parking import Parking
 
 if TYPE_CHECKING:
+    from bytescale.common.cut import Cut
+    from bytescale.runtime.mesh import Mesh
     from bytescale.runtime.optimizer.lockstep import Units
     from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, bytes_of_a_rank
 from bytescale.common.errors import ConfigError, NonFiniteError
@@ -260,11 +260,16 @@ class Updates(Session):
         ``ConfigError`` for adapters that are not added to a weight.
         """
         from bytescale.hf.files.weight_stream import named_weights  # for inference engines
+        from bytescale.runtime.optimizer.zero import whole_of
 
         self.require_at_home("weights")
-        named = () if self.cuts is None else self.model.named_parameters()
-        cuts = {id(own): self.cuts[name] for name, own in named if self.cuts is not None}
-        return named_weights(self.model, dtype, self.units, cuts, self.mesh.tp)
+        cuts = None if self.cuts is None else {id(p): self.cuts[name] for name, p in self.model.named_parameters()}
+
+        def whole(parameter: nn.Parameter) -> Tensor:
+            value = parameter.detach() if self.units is None else self.units.whole(parameter)
+            return value if cuts is None else whole_of(value, cuts[id(parameter)], self.mesh.tp)
+
+        return named_weights(self.model, dtype, whole, self.units)
 
 
 class HDPOptimizer(torch.optim.Optimizer):
