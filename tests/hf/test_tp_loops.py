@@ -182,7 +182,6 @@ def asked(hdp: bytescale.HDP, model: nn.Module, group: dist.ProcessGroup, what: 
     return {
         "equal_counts = True": lambda: bytescale.HDP(model, group, equal_counts=True, **options),
         'experts = "parallel"': lambda: bytescale.HDP(model, group, shard="parameters", experts="parallel", **options),
-        "a second model (hdp.attach)": lambda: hdp.attach(nn.Linear(1, 1)),
         "hdp.prefill": lambda: hdp.prefill([[3, 4, 5]]),
         "hdp.run": lambda: hdp.run(hdp.plan(batch).part),
     }[what]()

@@ -7,8 +7,6 @@ from bytescale.common.errors import ConfigError
 _REFUSED = {
     "equal_counts = True": ("FSDP would shard parts of weights as if they were whole", "leave equal_counts out"),
     'experts = "parallel"': ("experts would be cut twice", "leave experts out"),
-    "a second model (hdp.attach)": ("it would score rows of other ranks than those that the loop has",
-                                    "score by bytescale.score of an HDP of its own, and give a field of the documents"),
     "hdp.prefill": ("a cache would have the keys of this rank's heads alone", "prefill with an HDP without tp"),
     "hdp.run": ("ranks that were given different rows would wait for each other", "call hdp.plan(batch, plan=plan)"),
     "micro.segments": ("a run of this rank's rows is not a document", "take whole ones, micro.documents(values)"),

@@ -47,6 +47,7 @@ from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.saved.checkpointing import Checkpointing
 
 if TYPE_CHECKING:
+    from bytescale.common.cut import Cut
     from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values
     from bytescale.hf.loop.loaded import LoadedBatches
     from bytescale.hf.loop.prefill import Prefill, Ready
@@ -131,13 +132,19 @@ class HDP(Updates):
         """Reduce the model to this rank's part, once all ranks have been seen to have the same one."""
         self._weights = weight_sums(self.model)
         if self.mesh.tp.size > 1:
-            from bytescale.hf.model.parallelize import parallelize  # where no rank has a whole model
-            from bytescale.runtime.optimizer.lockstep import refuse_state_dicts
-
             self.group.agree("the weights of the model", self._fingerprint(decoder.structure))
-            self.cuts = parallelize(decoder, self.mesh, cuts_words=False).cuts
-            for layer in decoder.layers:
-                refuse_state_dicts(layer)
+        self.cuts = self._cut(decoder)
+
+    def _cut(self, decoder: HFDecoder) -> dict[str, Cut] | None:
+        if self.mesh.tp.size == 1:
+            return None
+        from bytescale.hf.model.parallelize import parallelize  # where no rank has a whole model
+        from bytescale.runtime.optimizer.lockstep import refuse_state_dicts
+
+        cuts = parallelize(decoder, self.mesh, cuts_words=False).cuts
+        for layer in decoder.layers:
+            refuse_state_dicts(layer)
+        return cuts
 
     def _prepare(
         self,
@@ -182,9 +189,10 @@ class HDP(Updates):
 
         Raises ``ConfigError`` as ``HDP(...)``, and for another vocabulary; ``RankFailure`` for different weights.
         """
-        require_beside_tp("a second model (hdp.attach)", self.mesh.tp.size)
         decoder = second_model(model, self.model, same_tokenizer=same_tokenizer)
         self.group.agree("the weights of a second model", digest_of(decoder.structure, weight_sums(model)))
+        self._cut(decoder)
+        decoder.is_frozen = True
         self.engine.others.append(decoder)
 
     def detach(self) -> None:
@@ -345,15 +353,9 @@ class HDP(Updates):
 
 
 def _mesh_of(
-    group: dist.ProcessGroup | None,
-    model: nn.Module,
-    tp: int,
-    shard: Shard,
-    domain: int | None,
-    experts: Experts,
-    *,
+    group: dist.ProcessGroup | None, model: nn.Module, tp: int, shard: Shard, domain: int | None, experts: Experts, *,
     equal_counts: bool,
-) -> Mesh:
+) -> Mesh:  # fmt: skip
     check_experts(experts, shard)
     if equal_counts and shard == "parameters":
         raise ConfigError(

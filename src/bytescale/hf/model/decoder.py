@@ -316,6 +316,4 @@ def second_model(model: nn.Module, first: nn.Module, *, same_tokenizer: bool) ->
             fix="use a model with the same tokenizer; if only the padding of the matrices differs, say "
             "hdp.attach(model, same_tokenizer=True)",
         )
-    decoder = HFDecoder(model)
-    decoder.is_frozen = True
-    return decoder
+    return HFDecoder(model)
