@@ -35,6 +35,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 from bytescale.parity.compare import WideCasts
 from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.take_over import take_over
 
 GIB = 2**30
@@ -176,10 +177,8 @@ def on_ranks(shape: Shape, dtype: torch.dtype, way: str) -> tuple[nn.ModuleList,
     parts = [nn.Module(), *layers, nn.Module()]
     named = [*layers.named_parameters(), ("last", nn.Parameter(torch.zeros(1, dtype=dtype)))]
     experts = [mixture.experts for mixture in mixtures] if way == "parallel" else []
-    group = RankGroup(dist.group.WORLD)
-    optimizer = take_over(
-        named, group, torch.optim.SGD, {"lr": 0.0}, chunk=(layers, parts), domain=group.size, experts=experts
-    )
+    mesh = Mesh.of_hdp(RankGroup(dist.group.WORLD), dist.get_world_size())
+    optimizer = take_over(named, mesh, torch.optim.SGD, {"lr": 0.0}, chunk=(layers, parts), experts=experts)
     return layers, optimizer
 
 

@@ -20,7 +20,7 @@ import bytescale
 from bytescale.integrations.whole_batch import WholeBatch, word_columns
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
-from tests.helpers.effort import one_in, pairs
+from tests.helpers.effort import one_in, one_of, pairs
 
 from .support import documents, on_ranks, small_model
 
@@ -75,7 +75,8 @@ def with_a_second_model(hdp: Hdp, model: nn.Module, batch: list[dict[str, Any]],
     for micro in hdp.plan(batch, plan=plan):
         kl = micro.logprobs(model) - micro.logprobs(reference)
         with torch.no_grad():
-            assert reference(**micro.inputs_for(reference)).logits.shape[1] == max(1, micro.num_rows)
+            rows = -(-micro.plan.num_tokens // hdp.mesh.tp.size)  # of which some pad
+            assert reference(**micro.inputs_for(reference)).logits.shape[1] == max(1, rows)
         kl.square().sum().backward()
 
 
@@ -160,3 +161,17 @@ def test_rounds_in_which_a_rank_has_no_documents(name: str, domain: int) -> None
     batch = documents([20], reward=0.5)
     wanted = gradients(1, LOOPS[name], batch)
     assert_close(gradients(domain, LOOPS[name], batch, shard="parameters", domain=domain), wanted)
+
+
+@pytest.mark.parametrize("name", one_in(4, [name for name in LOOPS if name != "other trainers"]))
+@pytest.mark.parametrize("shard", one_of(["optimizer", "parameters"], "parameters"))
+def test_tensor_parallel_ranks_without_rows(name: str, shard: str) -> None:
+    """Two documents of one and two tokens on two HDP ranks, each of which is two tensor-parallel ones."""
+    batch, options = documents([2, 1], reward=0.5), {"domain": 2} if shard == "parameters" else {}
+    plan = Plan.build(
+        lengths=[2, 1], capacity_tokens=[40] * 2, schedule=[[[0], [1]], [[0]]], planner="by hand",
+        groups=[GroupSpec(sequences=[0], ranks=[1, 0]), GroupSpec(sequences=[1], ranks=[0])],
+    )  # fmt: skip
+    given = None if shard == "parameters" else plan
+    wanted = gradients(1, LOOPS[name], batch)
+    assert_close(gradients(4, LOOPS[name], batch, given, tp=2, shard=shard, **options), wanted)

@@ -105,7 +105,7 @@ def test_every_rank_count_gives_the_same_losses_and_fields(tmp_path: Path) -> No
     config = settings(tmp_path, write_jsonl(tmp_path / "a.jsonl", records()))
     losses, state, seen = trained(tmp_path, 1, config)
     assert len(losses) == 4
-    for num_ranks, options in ((2, {}), (3, {"equal_counts": True})):
+    for num_ranks, options in ((2, {}), (3, {"equal_counts": True}), (4, {"tp": 2})):
         found, where, other = trained(tmp_path, num_ranks, config, **options)
         assert found == pytest.approx(losses, rel=1e-10)
         assert where == state

@@ -27,6 +27,7 @@ def train(
     save: bool,
     load: bool,
     domain: int = 1,
+    tp: int = 1,
     offload: bool = False,
     head: torch.dtype | None = None,
 ) -> list[dict[str, Any]]:
@@ -41,7 +42,7 @@ def train(
         dist.init_process_group("gloo")
         model = copy.deepcopy(llama)
         shard: Any = "parameters" if domain > 1 else "optimizer"
-        hdp = bytescale.HDP(model, capacity_tokens=120 // num_ranks, shard=shard, domain=domain)
+        hdp = bytescale.HDP(model, capacity_tokens=120 * tp // num_ranks, tp=tp, shard=shard, domain=domain)
         hdp.optimizer(
             torch.optim.AdamW,
             lr=1e-2,
@@ -61,13 +62,13 @@ def train(
     return run_forked(num_ranks, one_rank, timeout_seconds=120)
 
 
-@pytest.mark.parametrize("domain", one_of([1, 3], 3))
-def test_a_run_continues_exactly_on_other_ranks(tmp_path: Path, domain: int) -> None:
-    """Three ranks, which may share parameters and have the optimizer in host memory, then two without either."""
+@pytest.mark.parametrize(("ranks", "domain", "tp"), one_of([(3, 1, 1), (3, 3, 1), (4, 1, 2), (4, 2, 2)], (4, 2, 2)))
+def test_a_run_continues_exactly_on_other_ranks(tmp_path: Path, ranks: int, domain: int, tp: int) -> None:
+    """Ranks that may share parameters and matrices and have the optimizer in host memory, then two without all this."""
     straight = train(tmp_path / "none", 2, updates=3, save=False, load=False)[0]
-    train(tmp_path / "saved", 3, updates=2, save=True, load=False, domain=domain, offload=domain > 1)
+    train(tmp_path / "saved", ranks, updates=2, save=True, load=False, domain=domain, tp=tp, offload=domain > 1)
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-000002"]
-    for continued in train(tmp_path / "saved", 2, updates=1, save=False, load=True):
+    for continued in train(tmp_path / "saved", 2, updates=1, save=False, load=True, tp=1 if tp > 1 else 2):
         assert continued.pop("extra") == {"place": [1, 2]}
         for name, value in continued.items():
             assert abs(value - straight[name]).max() <= 1e-7, name

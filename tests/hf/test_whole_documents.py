@@ -99,10 +99,14 @@ def assert_gradients(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-10 * max(1.0, largest))
 
 
-@pytest.mark.parametrize(("loss", "num_ranks"), pairs([gspo, length_normalised], [1, 2, 3, 4]))
-def test_a_loss_per_document(llama: nn.Module, loss: Any, num_ranks: int) -> None:
+MESHES = [(4, 1), (3, 1), (2, 1), (1, 1), (4, 2)]
+"""Ranks, and tensor-parallel ranks among them."""
+
+
+@pytest.mark.parametrize(("loss", "mesh"), pairs([gspo, length_normalised], MESHES))
+def test_a_loss_per_document(llama: nn.Module, loss: Any, mesh: tuple[int, int]) -> None:
     """Under random plans, in which any ranks share any documents in grids of any shape."""
-    batch = rollouts()
+    batch, (num_ranks, tp) = rollouts(), mesh
 
     def of_all(values: list[Tensor]) -> Any:
         losses = [loss(v, d) for v, d in zip(values, batch, strict=True)]
@@ -111,11 +115,11 @@ def test_a_loss_per_document(llama: nn.Module, loss: Any, num_ranks: int) -> Non
     wanted, gradients, _ = one_process(llama, batch, of_all)
 
     def work(group: Any, model: nn.Module) -> tuple[list[float], list[dict[str, Tensor]]]:
-        hdp = bytescale.HDP(model, group, capacity_tokens=60)
+        hdp = bytescale.HDP(model, group, capacity_tokens=60, tp=tp)
         hdp.adamw(lr=0.0)
         found: tuple[list[float], list[dict[str, Tensor]]] = ([], [])
         for seed in range(4):
-            plan = random_plan(LENGTHS, num_ranks, seed, weighted=seed % 2 == 1)
+            plan = random_plan(LENGTHS, num_ranks // tp, seed, weighted=seed % 2 == 1)
             share = 0.0
             for micro in hdp.plan(batch, plan=plan):
                 whole = micro.documents(micro.logprobs(model))
@@ -134,16 +138,16 @@ def test_a_loss_per_document(llama: nn.Module, loss: Any, num_ranks: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("loss_and_labels", "num_ranks"), pairs([(dpo, PAIRS), (group_advantages, [0, 1, 0, 1, 1, 0])], [4, 3, 2, 1])
+    ("loss_and_labels", "mesh"), pairs([(dpo, PAIRS), (group_advantages, [0, 1, 0, 1, 1, 0])], MESHES)
 )
-def test_a_loss_that_couples_documents(llama: nn.Module, loss_and_labels: tuple, num_ranks: int) -> None:
+def test_a_loss_that_couples_documents(llama: nn.Module, loss_and_labels: tuple, mesh: tuple[int, int]) -> None:
     """In one pass and in two, loss, gradients and metrics are those of one process."""
-    loss, labels = loss_and_labels
+    (loss, labels), (num_ranks, tp) = loss_and_labels, mesh
     batch = rollouts()
     wanted, gradients, metrics = one_process(llama, batch, by_labels(batch, labels, loss))
 
     def work(group: Any, model: nn.Module) -> list[Any]:
-        hdp = bytescale.HDP(model, group, capacity_tokens=160 // num_ranks)
+        hdp = bytescale.HDP(model, group, capacity_tokens=160 * tp // num_ranks, tp=tp)
         hdp.adamw(lr=0.0)
         found = []
         for passes in (1, 2, None):

@@ -13,6 +13,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.parity.thread_ranks import run_ranks
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import accumulated_at_once
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.optimizer.take_over import take_over
 from bytescale.runtime.saved.checkpointing import KeptAttention, apply_checkpointing
@@ -88,7 +89,7 @@ def test_weights_that_are_loaded_later_become_the_master_weights(num_ranks: int)
     def one_rank(group: dist.ProcessGroup) -> dict[str, Tensor]:
         model = nn.Linear(40, 3).bfloat16()
         optimizer = take_over(
-            list(model.named_parameters()), RankGroup(group, device=torch.device("cpu")), torch.optim.SGD, {"lr": 0.25}
+            list(model.named_parameters()), Mesh.of_hdp(RankGroup(group)), torch.optim.SGD, {"lr": 0.25}
         )
         model.load_state_dict(loaded)
         for parameter in model.parameters():

@@ -61,3 +61,12 @@ class Cut:
             return whole.narrow(self.dim, self.start, size)
         packs = whole.unflatten(self.dim, (self.packs, -1)).narrow(self.dim + 1, self.start, size)
         return packs.flatten(self.dim, self.dim + 1)
+
+    def put(self, part: Any, whole: Any) -> None:
+        """Write this part to its place in the tensor ``whole``."""
+        if self.count == 1:
+            whole.copy_(part)
+            return
+        packs = whole.unflatten(self.dim, (self.packs, -1))
+        size = packs.shape[self.dim + 1] // self.count
+        packs.narrow(self.dim + 1, self.index * size, size).copy_(part.unflatten(self.dim, (self.packs, -1)))

@@ -34,6 +34,7 @@ class Setup:
     """One comparison. ``seed`` decides documents and plan."""
 
     num_ranks: int = 3
+    tp: int = 1
     lengths: tuple[int, ...] = (37, 1, 8, 3, 24)
     seed: int = 0
     planner: str = "random"
@@ -113,10 +114,10 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
     """The same step by ``HDP``, on ranks that are threads of this process."""
     lengths = [len(document["tokens"]) for document in documents]
     total = float(sum(document["weights"].sum() for document in documents))
-    plan = None
+    plan, num_hdp = None, setup.num_ranks // setup.tp
     if setup.planner == "random":
-        plan = random_plan(lengths, setup.num_ranks, setup.seed, weighted=setup.domain == 1, domain=setup.domain)
-    capacity = max(-(-sum(lengths) // 3), -(-max(lengths) // setup.num_ranks) + 1)
+        plan = random_plan(lengths, num_hdp, setup.seed, weighted=setup.domain == 1, domain=setup.domain)
+    capacity = max(-(-sum(lengths) // 3), -(-max(lengths) // num_hdp) + 1)
 
     def one_rank(group: dist.ProcessGroup) -> StepNumbers:
         own = copy.deepcopy(model)  # here, because what is older than the ranks outlives them, with its groups' threads
@@ -124,6 +125,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
             own,
             group,
             capacity_tokens=capacity,
+            tp=setup.tp,
             planner="adaptive" if setup.planner == "random" else setup.planner,  # type: ignore[arg-type]
             equal_counts=setup.equal_counts,
             shard="parameters" if setup.domain > 1 else "optimizer",

@@ -76,7 +76,10 @@ class RankGroup:
         if self.group in _world.pg_map:
             known = dist.get_process_group_ranks(self.group)
             members = [known[rank] for rank in ranks]
-            return dist.new_group(members, use_local_synchronization=True, group_desc=name)
+            made = dist.new_group(members, use_local_synchronization=True, group_desc=name)
+            if self.device.type == "cuda":  # connected while no rank waits: the first message may be between two alone
+                dist.all_reduce(torch.zeros(1, device=self.device), group=made)
+            return made
         store = self.group.get_group_store()
         number = store.add(f"{name}/made by {self.rank}", 1)  # the same on all of its ranks
         return gloo_group(dist.PrefixStore(f"{name}/{number}", store), list(ranks).index(self.rank), len(ranks))

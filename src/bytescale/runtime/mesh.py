@@ -193,9 +193,9 @@ class Mesh:
         )
 
     @staticmethod
-    def of_hdp(hdp: RankGroup, domain: int = 1) -> Mesh:
-        """The mesh without tensor and pipeline parallelism. Every rank calls it."""
-        return Mesh.of(hdp, MeshShape(hdp=hdp.size), hdp.make_part, domain=domain)
+    def of_hdp(world: RankGroup, domain: int = 1, tp: int = 1) -> Mesh:
+        """The mesh without pipelines of all ranks of ``world``, which call it together."""
+        return Mesh.of(world, MeshShape(hdp=world.size // tp, tp=tp), world.make_part, domain=domain)
 
 
 def node_group(

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bytescale.attention.autocast import in_autocast
 from bytescale.runtime.group import PendingCollective, RankGroup
 from bytescale.runtime.saved.checkpointing import save_now
 
@@ -63,15 +64,17 @@ class TokenShards:
         """``gather(rows [t, in])`` by each of ``linears``, which have no bias, ``-> [T, out]``, beside its products."""
         if self.num_tokens == 0:
             return [linear(rows) for linear in linears]
-        result: Sequence[Tensor] = _GatheredProducts.apply(rows, self._slices(), *(one.weight for one in linears))
+        weights = (in_autocast(linear.weight) for linear in linears)
+        result: Sequence[Tensor] = _GatheredProducts.apply(in_autocast(rows), self._slices(), *weights)
         return result
 
     def project_and_scatter(self, rows: Tensor, linear: nn.Linear) -> Tensor:
         """``scatter`` of ``rows [T, in]`` by ``linear``, which has no bias, ``-> [t, out]``, beside its products."""
         if self.num_tokens == 0:
             return linear(rows)
-        saved, ticket = save_now(rows, linear.weight)
-        return _ScatteredProduct.apply(rows, linear.weight, ticket, saved, self._slices())
+        rows, weight = in_autocast(rows), in_autocast(linear.weight)
+        saved, ticket = save_now(rows, weight)
+        return _ScatteredProduct.apply(rows, weight, ticket, saved, self._slices())
 
     def _slices(self) -> _Slices:
         return _Slices(self.tp, self.num_tokens, self.overlap, self.rows_per_slice)

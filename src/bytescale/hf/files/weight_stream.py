@@ -6,7 +6,7 @@ tensor is brought into the files' form by itself. Adapters (LoRA) are added to t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,9 +22,12 @@ _BASE = ".base_layer."
 
 @torch.no_grad()
 def named_weights(
-    model: nn.Module, dtype: torch.dtype | None, units: Units | None = None
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    whole: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach,
+    units: Units | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and whole tensors; ``HDP.weights``. ``units``: of parameters that ranks share."""
+    """Yield names and whole tensors; ``HDP.weights``. ``whole``: all of a parameter's values. ``units``: open it."""
     root = causal_model(model)
     if adapted_ties(root):
         raise ConfigError(
@@ -43,7 +46,7 @@ def named_weights(
                 so="an inference engine would run another model",
                 fix="merge the adapters (merge_and_unload()) into a copy, and give it that",
             )
-        value: Any = parameter.detach() if units is None else units.whole(parameter)
+        value: Any = whole(parameter)
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         if _BASE in name:
             owner, _, rest = name.partition(_BASE)

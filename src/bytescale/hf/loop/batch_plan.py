@@ -46,7 +46,8 @@ class BatchToPlan:
     ) -> BatchToPlan:
         """Raises as ``HDP.plan`` for a batch that cannot be used. ``whole``: whether every rank needs all documents."""
         given = BatchToPlan(hdp=hdp, batch=batch, lengths=lengths_of(batch), shift_labels=shift_labels)
-        if per_document is None and not whole and hdp.group.size > 1 and len(batch) > ALL_DOCUMENTS:
+        is_split = hdp.group.size > 1 and hdp.mesh.tp.size == 1 and len(batch) > ALL_DOCUMENTS
+        if per_document is None and not whole and is_split:
             return given
         documents = Documents.of(batch, shift_labels=shift_labels, lengths=given.lengths)
         given.require_fitting(documents)
@@ -78,7 +79,7 @@ class BatchToPlan:
 
     def cut(self, plan: Plan, forest: Forest | None = None) -> CutBatch:
         """What ``part`` does without a message to others, in any thread."""
-        hdp, ranks = self.hdp, self.hdp.group.size
+        hdp, ranks = self.hdp, self.hdp.mesh.hdp.size
         lengths = self.lengths if forest is None else forest.sequence_lengths.tolist()
         if plan.lengths.tolist() != lengths or plan.num_ranks != ranks:
             raise PlanError(
@@ -88,7 +89,7 @@ class BatchToPlan:
                 so="rows would go to wrong places",
                 fix="give the plan that was made for these documents, in the same order",
             )
-        rank_plan = RankPlan.of(plan, hdp.group.rank)
+        rank_plan = RankPlan.of(plan, hdp.mesh.hdp.rank)
         if self.documents is None:
             return self._cut_of_own(rank_plan, _numbers(RankPlan.of(plan, (hdp.group.rank + 1) % ranks, digest=0)))
         value = rank_plan.digest ^ self.documents.digest(range(len(self.lengths)))

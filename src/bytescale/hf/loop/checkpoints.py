@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def save(session: Session, folder: Path, extra: dict[str, Any], keep: int) -> Pa
         step=optimizer.num_updates,
         sampler={"extra": extra},
         architecture=_architecture(session),
-        mesh={"hdp": session.group.size},
+        mesh=asdict(session.mesh.shape),
     )
     checkpoints.save(state, optimizer)
     checkpoints.finish()

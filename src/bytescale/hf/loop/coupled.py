@@ -128,7 +128,7 @@ def backward_from(planned: PlannedBatch, gradients: Sequence[Tensor], of_rows: V
     """Run a batch and go backward from ``gradients [T, ...]`` of each micro-batch's rows ``of_rows``."""
     for micro, gradient in zip(planned, gradients, strict=True):
         rows = of_rows(micro)
-        rows.backward(gradient=gradient.to(rows).reshape(rows.shape))
+        rows.backward(gradient=gradient[micro.rows].to(rows).reshape(rows.shape))
 
 
 def _scalar(returned: Any, numbers: list[int]) -> tuple[Tensor, Mapping[str, Any]]:

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -26,6 +25,7 @@ from bytescale.hf.batch.documents import Batch, RankBatch
 from bytescale.hf.batch.planning import make_planner
 from bytescale.hf.loop.alike import digest_of, weight_sums
 from bytescale.hf.loop.batch_plan import BatchToPlan, CutBatch, planned_ahead
+from bytescale.hf.loop.beside_tp import require_beside_tp
 from bytescale.hf.loop.micro_batch import Engine, Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.room import Capacity, Room, require_use_of_memory
@@ -33,9 +33,11 @@ from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.decoder import HFDecoder, second_model
 from bytescale.plan import Plan
 from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.saved.checkpointing import Checkpointing
 
 if TYPE_CHECKING:
+    from bytescale.common.cut import Cut
     from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values
     from bytescale.hf.loop.loaded import LoadedBatches
     from bytescale.hf.loop.prefill import Prefill, Ready
@@ -56,6 +58,7 @@ class HDP(Updates):
         group: dist.ProcessGroup | None = None,
         *,
         capacity_tokens: Capacity,
+        tp: int = 1,
         device_gib: float | None = None,
         planner: PlannerName = "adaptive",
         equal_counts: bool = False,
@@ -77,16 +80,15 @@ class HDP(Updates):
             group: the ranks; None: all ranks, or this one alone where torch.distributed has not been initialised.
             capacity_tokens: tokens that one micro-batch of a rank may hold (``auto``: as many as fit for training, see
                 ``hf.loop.room``). A longer document is shared by several.
+            tp: so many consecutive ranks share each layer's matrices and the rows of a micro-batch, and are one rank
+                for ``capacity_tokens`` and plans. The model becomes this rank's part of itself, for good.
             device_gib: what plans may use of a rank's device; None: most of it with ``auto``, else they are unchecked.
             planner: see ``make_planner``.
-            equal_counts: whether every rank gets equally many micro-batches, as FSDP needs (see ``make_planner``).
-                Those that the plan does not have are one row that stands for no token.
-            shard: ``optimizer`` shards states over all ranks; every rank has all parameters and gradients. With
-                ``parameters``, ranks share the parameters and gradients of the layers, too, from ``adamw`` or
-                ``optimizer`` on, and gather a layer when it computes. They run in lockstep, as with ``equal_counts``.
+            equal_counts: whether all ranks get equally many micro-batches, as FSDP needs; some have a row of no token.
+            shard: ``optimizer`` shards states over all ranks. With ``parameters``, ranks share the layers' parameters
+                and gradients, too, from ``adamw`` on: they gather a layer when it computes, and run in lockstep.
             domain: consecutive ranks that share parameters; None: those of a node. It divides the number of ranks.
-            experts: ``gathered`` as all else of a layer, or ``parallel``: the ranks of a domain keep whole experts,
-                equally many each, and tokens travel to those that the router has chosen and back (``runtime.experts``).
+            experts: ``gathered`` as the rest of a layer, or ``parallel``: tokens travel to them (``runtime.experts``).
             longest_document: its tokens, fixed for good, where rotary positions depend on it (dynamic NTK, longrope).
             cost: what the planner is to believe of training; None: counted from the model.
             forward_only: whether plans are for passes without backward, as scoring and prefill have them.
@@ -99,14 +101,14 @@ class HDP(Updates):
         Raises ``ConfigError`` where a plan would not give the results of one process, with the part of the model that
         is in the way; ``RankFailure`` if the ranks have different settings or models.
         """
-        super().__init__(model, _rank_group(group, next(model.parameters()).device))
-        self.sharing, self.experts = _sharing(shard, domain, self.group, experts, equal_counts=equal_counts), experts
-        self.domain = self.group.size if equal_counts else self.sharing
+        super().__init__(model, _mesh_of(group, model, tp, shard, domain, experts, equal_counts=equal_counts), experts)
+        self.domain = self.mesh.hdp.size if equal_counts else self.mesh.domain.size
         require_use_of_memory(capacity_tokens, device_gib, host_gib, equal_counts, forward_only)
         decoder = HFDecoder(model, longest_document=longest_document)
         with ExitStack() as undo:
             undo.callback(decoder.undo)
-            self.engine = Engine(decoder, self.group, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
+            self._make_part(decoder)
+            self.engine = Engine(decoder, self.mesh, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
             undo.callback(self.engine.close)
             self._prepare(capacity_tokens, device_gib, planner, cost, forward_only)
             undo.pop_all()
@@ -115,6 +117,24 @@ class HDP(Updates):
     def capacity_tokens(self) -> int:
         """Tokens that one micro-batch of a rank may hold."""
         return self.room.capacity_tokens
+
+    def _make_part(self, decoder: HFDecoder) -> None:
+        """Reduce the model to this rank's part, once all ranks have been seen to have the same one."""
+        self._weights = weight_sums(self.model)
+        if self.mesh.tp.size > 1:
+            self.group.agree("the weights of the model", self._fingerprint(decoder.structure))
+        self.cuts = self._cut(decoder)
+
+    def _cut(self, decoder: HFDecoder) -> dict[str, Cut] | None:
+        if self.mesh.tp.size == 1:
+            return None
+        from bytescale.hf.model.parallelize import parallelize  # where no rank has a whole model
+        from bytescale.runtime.optimizer.lockstep import refuse_state_dicts
+
+        cuts = parallelize(decoder, self.mesh, cuts_words=False).cuts
+        for layer in decoder.layers:
+            refuse_state_dicts(layer)
+        return cuts
 
     def _prepare(
         self,
@@ -125,8 +145,8 @@ class HDP(Updates):
         forward_only: bool,
     ) -> None:
         if self.experts == "parallel":
-            self.engine.decoder.require_experts(self.sharing)
-        self.room = Room.of(self.engine, capacity_tokens, device_gib, self.sharing, self.experts)
+            self.engine.decoder.require_experts(self.mesh.domain.size)
+        self.room = Room.of(self.engine, capacity_tokens, device_gib, self.mesh.domain.size, self.experts)
         parameter = next(self.model.parameters())
         element = parameter.element_size()
         if cost is None:
@@ -135,7 +155,7 @@ class HDP(Updates):
             cost = assumed_cost(spec, device=device, bytes_per_element=element, domain=domain, experts=experts)
         self.cost = cost.forward_only(element) if forward_only else cost
         self.planner = make_planner(
-            num_ranks=self.group.size,
+            num_ranks=self.mesh.hdp.size,
             capacity_tokens=self.capacity_tokens,
             cost=self.cost,
             planner=planner,
@@ -143,7 +163,10 @@ class HDP(Updates):
             offload=self.room.offload,
             limits=self.room.limits,
         )
-        self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint())
+        sharing = self.domain, self.mesh.domain.size, self.experts
+        settings = (self.structure, self.cost, self.capacity_tokens, sharing, self.planner.config)
+        what = "the weights of the model, its attention or the settings of HDP"
+        self.group.agree(what, self._fingerprint(settings))
 
     def attach(self, model: nn.Module, *, same_tokenizer: bool = False) -> None:
         """Let a second model run the micro-batches of this object, without gradients: a reference, or a teacher.
@@ -158,6 +181,8 @@ class HDP(Updates):
         """
         decoder = second_model(model, self.model, same_tokenizer=same_tokenizer)
         self.group.agree("the weights of a second model", digest_of(decoder.structure, weight_sums(model)))
+        self._cut(decoder)
+        decoder.is_frozen = True
         self.engine.others.append(decoder)
 
     def detach(self) -> None:
@@ -286,6 +311,7 @@ class HDP(Updates):
 
     def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
         """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``); ``last``: see ``plan``."""
+        require_beside_tp("hdp.run", self.mesh.tp.size)
         for rows in part.rows:
             fields = {name: {0: values} for name, values in rows.items()}
             self.engine.decoder.require_fitting(fields, part.lengths)
@@ -333,23 +359,19 @@ class HDP(Updates):
         """
         from bytescale.hf.loop.prefill import prefill  # few loops generate
 
+        require_beside_tp("hdp.prefill", self.mesh.tp.size)
         return prefill(self, prompts, ready)
 
-    def _fingerprint(self) -> int:
-        """63 bits of what has to be equal on all ranks."""
+    def _fingerprint(self, settings: object) -> int:
+        """63 bits of what has to be equal on all ranks: of the model, its weights when they were whole, and more."""
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
-        sharing = self.domain, self.sharing, self.experts
-        settings = (self.structure, self.cost, self.capacity_tokens, sharing, self.planner.config)
-        return digest_of(settings, shapes, weight_sums(self.model))
+        return digest_of(settings, shapes, self._weights)
 
 
-def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGroup:
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    return RankGroup(None if group is None or group.size() == 1 else group, device=device)
-
-
-def _sharing(shard: Shard, domain: int | None, group: RankGroup, experts: str, *, equal_counts: bool) -> int:
+def _mesh_of(
+    group: dist.ProcessGroup | None, model: nn.Module, tp: int, shard: Shard, domain: int | None, experts: Experts, *,
+    equal_counts: bool,
+) -> Mesh:  # fmt: skip
     check_experts(experts, shard)
     if equal_counts and shard == "parameters":
         raise ConfigError(
@@ -357,4 +379,13 @@ def _sharing(shard: Shard, domain: int | None, group: RankGroup, experts: str, *
             so="two engines would shard the same parameters",
             fix="leave equal_counts out: ranks that share parameters run in lockstep",
         )
-    return sharing_domain(shard, domain or 0, group.size, ranks_here(group.size))
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    world = RankGroup(None if group is None or group.size() == 1 else group, device=next(model.parameters()).device)
+    if tp < 1 or world.size % tp:
+        raise ConfigError(f"tp is {tp}, and there are {world.size} ranks", fix="give a tp that divides their number")
+    for what, is_asked in (("equal_counts = True", equal_counts), ('experts = "parallel"', experts == "parallel")):
+        if is_asked:
+            require_beside_tp(what, tp)
+    per_node = max(1, ranks_here(world.size) // tp)
+    return Mesh.of_hdp(world, sharing_domain(shard, domain or 0, world.size // tp, per_node), tp)

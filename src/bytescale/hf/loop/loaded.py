@@ -82,7 +82,7 @@ def loaded_batches(
     def broadcast(items: list[Any]) -> None:
         items[:] = broadcast_json(items, group.group, device=group.device)
 
-    reader = Reader(hdp_rank=group.rank, num_processes=group.size, is_first=group.rank == 0, broadcast=broadcast)
+    reader = Reader(hdp_rank=hdp.mesh.hdp.rank, num_processes=group.size, is_first=group.rank == 0, broadcast=broadcast)
     with opened_loader(data, reader) as loader:
         check_vocabulary(loader.metadata, len(embeddings_of(hdp.model)[0].weight))
         if state is not None:

@@ -1,13 +1,4 @@
-"""One micro-batch as the caller's loop sees it, whole documents of it, and the engine that makes it.
-
-Of documents that ranks share, every member gets the rows of all members, in a ring of messages over the communicator
-that attention uses. Each computes the loss of the whole documents, and backward keeps the gradient of its own rows,
-without a message: together the members have every row's gradient once. The value of a loss is counted by the group's
-first member alone. All members send at the same place of the same micro-batch, between its forward and its backward,
-and so before the rank's reductions (``plan.last_message``). A send and its receive are one operation, as NCCL requires.
-
-Shape letters: T rows of a micro-batch, P of them of shared documents; D documents of the micro-batch, S tokens of one.
-"""
+"""One micro-batch as the caller's loop sees it, and the engine that makes it."""
 
 from __future__ import annotations
 
@@ -16,27 +7,23 @@ from contextlib import ExitStack, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, overload
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bytescale.attention import Exchange, PackedAttention, RingBuffers, select_kernel
+from bytescale.attention import PackedAttention, RingBuffers, select_kernel
 from bytescale.attention.copies import to_device
 from bytescale.attention.flash import open_attention
-from bytescale.attention.rings.messages import Kind
 from bytescale.common.errors import DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.units import GIBI
 from bytescale.cost.memory.device_kernels import DeviceKind
-from bytescale.hf.batch.documents import of_documents
+from bytescale.hf.loop.beside_tp import require_beside_tp
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
 from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
 from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.hf.model.probe import check_widths, heads_of
 from bytescale.plan import MicroBatch
-from bytescale.plan.plan import concatenated_ranges
-from bytescale.plan.rank_plan import SharedGroup
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import loss_sum
 from bytescale.runtime.saved.activations import Activations
@@ -44,11 +31,14 @@ from bytescale.runtime.saved.checkpointing import Checkpointing
 
 if TYPE_CHECKING:
     from bytescale.cost.memory.measured import MeasuredMemory
+    from bytescale.hf.loop.whole_documents import WholeDocuments
+    from bytescale.hf.model.token_rows import TokenRows
+    from bytescale.runtime.mesh import Mesh
     from bytescale.runtime.saved.host_pool import HostPool
 
 
 class Micro:
-    """A micro-batch of one rank. T: its rows, one per token.
+    """A micro-batch of one rank. T: its rows, one per token; with tensor parallelism, this rank's part of all rows.
 
     Every field of the documents is an attribute: ``micro.labels``, ``micro.weights`` and those that the batch has
     besides, each ``[T, ...]`` on the model's device.
@@ -57,10 +47,12 @@ class Micro:
         index: its place in this rank's order.
         inputs: keyword arguments of the model: ``input_ids`` and ``position_ids`` ``[1, max(T, 1)]``, and what
             reaches attention; a model that is not attached refuses them. A rank that takes part in a ring without a
-            token gets one row that stands for none.
+            token gets one row that stands for none. With tensor parallelism, positions are of all rows, and rows that
+            pad may follow behind the T.
         position_ids: ``[T]`` place of each row's token in its document.
         num_rows: T. The model's output may have one row more: use ``logits[0, :micro.num_rows]``.
         plan: the plan's view of this micro-batch.
+        rows: which of its rows these are: all of them without tensor parallelism.
     """
 
     def __init__(
@@ -70,18 +62,25 @@ class Micro:
         target: MicroBatchPass,
         group: RankGroup,
         others: Sequence[MicroBatchPass] = (),
+        token_rows: TokenRows | None = None,
     ) -> None:
+        """``fields``: all rows of them. ``token_rows``: which are this rank's, with tensor parallelism."""
         self.plan = plan
         self.index = plan.index
-        self.num_rows = plan.num_tokens
+        own = range(plan.num_tokens) if token_rows is None else token_rows.range_of(plan.num_tokens)
+        self.rows, self.num_rows = slice(own.start, own.stop), len(own)
         self.target = target
-        self._given, self._exchange, self._targets = fields, group.exchange, (target, *others)
+        self._given = {name: rows[self.rows] for name, rows in fields.items()}
+        self._exchange, self._targets, self._token_rows = group.exchange, (target, *others), token_rows
         device = group.device
-        self._fields = {name: to_device(rows, device) for name, rows in fields.items()}
-        tokens, self.position_ids = self._fields["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
-        places = self.position_ids
-        if not self.num_rows:
+        whole = {name: to_device(rows, device) for name, rows in fields.items()}
+        self._fields = {name: rows[self.rows] for name, rows in whole.items()}
+        tokens, places = whole["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
+        self.position_ids = places[self.rows]
+        if not plan.num_tokens:
             tokens = places = tokens.new_zeros(1)
+        if token_rows is not None:
+            tokens = token_rows.tokens(tokens)
         self.inputs: dict[str, Any] = {
             "input_ids": tokens[None],
             "position_ids": places[None],
@@ -102,6 +101,7 @@ class Micro:
 
         Raises ``PlanError`` where ranks share documents: a sum or mean over such a run is not the document's.
         """
+        require_beside_tp("micro.segments", 1 if self._token_rows is None else self._token_rows.shards.tp.size)
         if self.plan.trees is not None:
             raise PlanError(
                 f"micro-batch {self.index} has rows that several documents share",
@@ -123,7 +123,19 @@ class Micro:
         Differentiable. Ranks that share documents send one another their rows, so that all of them call it, at the same
         place and with values of one dtype and shape. Losses of documents are added up by ``sum`` of the result.
         """
-        return WholeDocuments(self.plan, values, self._exchange)
+        from bytescale.hf.loop.whole_documents import WholeDocuments  # few losses look at them
+
+        if len(values) != self.num_rows:
+            raise PlanError(
+                f"{len(values)} values for the {self.num_rows} rows of micro-batch {self.index}",
+                so="they could not be given to their documents",
+                fix="give one value per row, without the row that stands for none: values[: micro.num_rows]",
+            )
+        if self._token_rows is None:
+            return WholeDocuments(self.plan, values, self._exchange)
+        shards = self._token_rows.shards
+        shards.begin(self.plan.num_tokens)
+        return WholeDocuments(self.plan, shards.gather_for_loss(values), self._exchange, is_counted=shards.tp.rank == 0)
 
     def __getattr__(self, name: str) -> Tensor:
         fields = self.__dict__.get("_fields", {})
@@ -215,127 +227,20 @@ class Micro:
         )
 
 
-class WholeDocuments(Sequence[Tensor]):
-    """``[D]`` tensors ``[S, ...]``: of each document of a micro-batch, the values of all its tokens, in their order.
-
-    A gradient may flow through them. All members of a group have the documents that they share, and compute the same
-    loss. So add losses up by ``sum``, which counts the value of each document once over all ranks.
-
-    Attributes:
-        numbers: ``[D]`` places of the documents in the global batch.
-        counted: ``[D]`` whether this rank counts the document, which one rank does.
-    """
-
-    def __init__(self, plan: MicroBatch, values: Tensor, exchange: Exchange) -> None:
-        """``values [T, ...]``: of this rank's rows. Every member of the shared group calls it at the same place."""
-        if len(values) != plan.num_tokens:
-            raise PlanError(
-                f"{len(values)} values for the {plan.num_tokens} rows of micro-batch {plan.index}",
-                so="they could not be given to their documents",
-                fix="give one value per row, without the row that stands for none: values[: micro.num_rows]",
-            )
-        shared, num_shared = plan.shared, plan.num_shared_tokens
-        self.numbers = plan.documents
-        self.counted = [True] * len(plan.local_lengths)
-        self._values = list(values[num_shared:].split(plan.local_lengths.tolist()))
-        if shared is not None:
-            whole: Tensor = _Gathered.apply(values[:num_shared], shared, exchange)
-            self.counted = [shared.member == 0] * len(shared.sequences) + self.counted
-            self._values = [*whole.split(shared.lengths.tolist()), *self._values]
-        if plan.trees is not None:
-            places = plan.trees.sequence_of.tolist()
-            self.counted = [self.counted[place] for place in places]
-            self._values = of_documents(plan.trees, self._values)
-        self._index = plan.index
-        self._rows = values
-
-    def of(self, number: int) -> Tensor:
-        """``[S, ...]`` of the document at this place of the global batch. Raises ``PlanError`` if it is elsewhere."""
-        if number not in self.numbers:
-            raise PlanError(
-                f"document {number} is not in micro-batch {self._index}, which has documents {self.numbers}",
-                so="a loss that looks at documents of several micro-batches cannot be computed in one of them",
-                fix="use hdp.backward(batch, loss, together=...), which brings such documents together",
-            )
-        return self._values[self.numbers.index(number)]
-
-    def sum(self, losses: Tensor | Sequence[Tensor]) -> Tensor:
-        """The sum of ``losses [D]``: its value is over the documents that this rank counts, its gradient over all.
-
-        So the values of all ranks add up to that of one process, and so do the gradients of the model. Parameters of
-        the loss itself, such as a scale, belong before ``micro.documents``: they would get one gradient per member.
-        """
-        if not isinstance(losses, Tensor):
-            losses = torch.stack(list(losses)) if len(losses) else self._rows.new_zeros(0)
-        if losses.shape != (len(self),):
-            raise PlanError(
-                f"sum() got losses of shape {list(losses.shape)}, and the micro-batch has {len(self)} documents",
-                so="documents that several ranks share could not be counted once",
-                fix="give one loss for each document, in the order of micro.documents(...)",
-            )
-        # A rank without a row of these documents takes part in their backward all the same.
-        anchor = self._rows[:0].sum()
-        counted = torch.tensor(self.counted, dtype=torch.bool, device=losses.device)
-        return losses[counted].sum() + (losses - losses.detach())[~counted].sum() + anchor
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._values[place]
-
-
-class _Gathered(torch.autograd.Function):
-    """From this member's rows ``[P, ...]`` to those of all members, document by document. Backward keeps its own."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, shared: SharedGroup, exchange: Exchange) -> Tensor:
-        places = [torch.as_tensor(own, device=rows.device) for own in _places(shared)]
-        ctx.own = places[shared.member]
-        whole = rows.new_empty(int(shared.lengths.sum()), *rows.shape[1:])
-        held, member = rows.contiguous(), shared.member
-        whole[ctx.own] = held
-        for _ in range(shared.size - 1):
-            # The rows that came last go on to the next member, and those of one member further back arrive.
-            member = (member - 1) % shared.size
-            arriving = rows.new_empty(len(places[member]), *rows.shape[1:])
-            exchange.start(
-                send=held,
-                to=shared.ranks[(shared.member + 1) % shared.size],
-                receive=arriving,
-                source=shared.ranks[shared.member - 1],
-                tag=Kind.DOCUMENT_ROWS.tag(shared.group),
-            ).wait()
-            whole[places[member]] = held = arriving
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0][ctx.own], None, None
-
-
-def _places(shared: SharedGroup) -> list[np.ndarray]:
-    """For each member, where its rows lie in all shared documents, one behind the other."""
-    starts = np.cumsum(shared.lengths) - shared.lengths
-    places = []
-    for bounds in shared.bounds + starts[:, None, None]:
-        places.append(concatenated_ranges(bounds[:, :, 0].ravel(), bounds[:, :, 1].ravel()))
-    return places
-
-
 class Engine:
     """Micro-batches of one attached model on one rank; ``others`` run the same ones without gradients."""
 
     def __init__(
-        self, decoder: HFDecoder, group: RankGroup, *, kernel: str, checkpointing: Checkpointing, host_gib: float
+        self, decoder: HFDecoder, mesh: Mesh, *, kernel: str, checkpointing: Checkpointing, host_gib: float
     ) -> None:
         """Choose the kernel of attention, and apply checkpointing and offloading to the layers. Every rank calls it.
 
         Raises ``ConfigError`` where the layers have no numbers, or the kernel does not exist.
         """
+        group = mesh.world
         check_widths(decoder.structure, cuda_flash=group.device.type == "cuda" and kernel != "math")
         layers = decoder.layers if host_gib or checkpointing != "none" else []
-        self.decoder, self.group = decoder, group
+        self.decoder, self.group, self.mesh = decoder, group, mesh
         self.attention = ExitStack()
         """While it is open, the process has the flash implementation that was chosen for the model."""
         tried = torch.float16 if next(decoder.parameters()).dtype == torch.float16 else torch.bfloat16  # or by autocast
@@ -350,7 +255,9 @@ class Engine:
             from bytescale.runtime.saved.host_pool import HostPool  # with offloading alone
 
             self.pool = HostPool(self.host_bytes, pinned=group.device.type == "cuda")
-        self.activations = Activations(layers, checkpointing=checkpointing, pool=self.pool, device=group.device)
+        self.activations = Activations(
+            layers, checkpointing=checkpointing, pool=self.pool, device=group.device, tp=mesh.tp
+        )
 
     def close(self) -> None:
         """Give the layers and the process back what they had."""
@@ -361,7 +268,7 @@ class Engine:
         """The micro-batch of a plan with its rows ``fields``."""
         # Without a ring, the row that stands for no token is a document of its own.
         attended = plan if plan.num_tokens or plan.shared is not None else MicroBatch.of_documents(0, [1])
-        exchange = self.group.exchange
+        exchange = self.mesh.hdp.exchange
 
         def pass_of(decoder: HFDecoder) -> MicroBatchPass:
             own = decoder is self.decoder
@@ -376,7 +283,7 @@ class Engine:
             )
 
         own, *others = map(pass_of, (self.decoder, *self.others))
-        return Micro(plan, fields, own, self.group, others)
+        return Micro(plan, fields, own, self.mesh.hdp, others, self.decoder.token_rows)
 
     def measured_memory(self) -> MeasuredMemory:
         """What a micro-batch needs, from what the layers were seen to keep. Gradients stay.
@@ -395,4 +302,4 @@ class Engine:
             parameter.grad = gradient
         rows = rows.of_all(self.group.min_of)
         kind: DeviceKind = "cuda" if self.group.device.type == "cuda" else "cpu"
-        return measured_memory(self.decoder, rows, kind=kind, num_ranks=self.group.size)
+        return measured_memory(self.decoder, rows, kind=kind, num_ranks=self.mesh.hdp.size)

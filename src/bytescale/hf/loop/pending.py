@@ -108,9 +108,10 @@ class Collector:
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
         flat = torch.zeros(starts[-1], *shape, dtype=wide, device=group.device)
         for micro, values in self._kept:
-            runs = micro.plan.runs
-            for (document, start, stop), own in zip(runs, values.split([b - a for _, a, b in runs]), strict=True):
-                flat[starts[document] + start : starts[document] + stop] = own.to(wide)
+            runs, rows = micro.plan.runs, flat.new_zeros(micro.plan.num_tokens, *shape)
+            rows[micro.rows] = values.to(wide)
+            for (document, start, stop), own in zip(runs, rows.split([b - a for _, a, b in runs]), strict=True):
+                flat[starts[document] + start : starts[document] + stop] = own
         of_sequences = list(group.all_reduce(flat).to(dtype).split(lengths))
         if (forest := self.part.forest) is None:
             return of_sequences

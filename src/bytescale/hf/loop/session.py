@@ -14,15 +14,17 @@ from bytescale.config.schema import Experts
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
 from bytescale.hf.loop.alike import WEIGHTS_EVERY, require_alike, weight_sums
+from bytescale.hf.loop.beside_tp import require_beside_tp
 from bytescale.hf.loop.micro_batch import Engine
 from bytescale.hf.loop.pending import Collector, PendingPasses
 from bytescale.hf.loop.room import Room
 from bytescale.hf.model.probe import ModelStructure
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime.group import RankGroup
 from bytescale.runtime.parking import Parking
 
 if TYPE_CHECKING:
+    from bytescale.common.cut import Cut
+    from bytescale.runtime.mesh import Mesh
     from bytescale.runtime.optimizer.lockstep import Units
     from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 
@@ -32,7 +34,8 @@ class Session:
 
     Attributes:
         planner, room, cost: see ``HDP``.
-        sharing: ranks that share parameters.
+        mesh, group: the ranks as a mesh, in which those of ``mesh.domain`` share parameters, and all of them.
+        cuts: with tensor parallelism, by name which part of a parameter this rank has; None: it has whole ones.
         domain: ranks that run in lockstep.
         looped: takes the results of the loop that ran last; None: a batch was planned since.
         is_reducing: whether ranks reduce gradients already: the loop over a batch that was planned with last=True has
@@ -43,15 +46,14 @@ class Session:
     planner: VerifiedPlanner
     room: Room
     cost: CostModel
-    sharing: int
     domain: int
-    experts: Experts
     looped: Collector | None = None
     is_reducing = False
     _num_agreed = 0
 
-    def __init__(self, model: nn.Module, group: RankGroup) -> None:
-        self.model, self.group = model, group
+    def __init__(self, model: nn.Module, mesh: Mesh, experts: Experts) -> None:
+        self.model, self.mesh, self.group, self.experts = model, mesh, mesh.world, experts
+        self.cuts: dict[str, Cut] | None = None
         self.pending = PendingPasses()
         self._optimizer: ShardedOptimizer | None = None
         self.checkpoint_group: dist.ProcessGroup | None = None
@@ -69,7 +71,7 @@ class Session:
             return self.planner
         key = (capacity_tokens, torch.is_grad_enabled())
         if key not in self._planners:
-            cluster = Cluster.uniform(self.group.size, capacity_tokens, offload=self.planner.cluster.offload)
+            cluster = Cluster.uniform(self.mesh.hdp.size, capacity_tokens, offload=self.planner.cluster.offload)
             planner = replace(self.planner, cluster=cluster)
             if not torch.is_grad_enabled():
                 planner = replace(planner, cost=self.forward_cost(), limits=None)
@@ -82,6 +84,8 @@ class Session:
     def begin_batch(self, looped: Collector) -> None:
         self.require_no_reduction("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
+        if self.cuts and any(module._compiled_call_impl for module in self.model.modules()):
+            require_beside_tp("layer.compile()", self.mesh.tp.size)
         for decoder in (self.engine.decoder, *self.engine.others):
             decoder.require_unchanged(with_training=self.has_optimizer)
         self.require_at_home("weights")
@@ -97,7 +101,11 @@ class Session:
         those of one rank alone, and weights are not compared.
         """
         is_due, self._num_agreed = self._num_agreed % WEIGHTS_EVERY == 0, self._num_agreed + 1
-        require_alike(self.group, what, value, weight_sums(self.model) if is_due and self.units is None else {})
+        sums = weight_sums(self.model) if is_due and self.units is None else {}
+        parts = {name: sums.pop(name) for name, cut in (self.cuts or {}).items() if cut.count > 1 and name in sums}
+        require_alike(self.group, what, value, sums)
+        if parts:
+            require_alike(self.mesh.hdp, "their parts of the weights", 0, parts)
 
     def require_at_home(self, *kinds: str) -> None:
         """Raise ``ConfigError`` if one of ``weights``, ``gradients`` and ``states`` was sent away by ``to``."""

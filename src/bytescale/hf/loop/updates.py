@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, bytes_of_a_rank
 from bytescale.common.errors import ConfigError, NonFiniteError
@@ -76,18 +76,19 @@ class Updates(Session):
         decoder = self.engine.decoder
         decoder.require_unchanged(with_training=False)
         named = list(self.model.named_parameters())
-        if self.sharing > 1:
-            _ = decoder.head  # found by a pass
+        parts = decoder.layers
+        if self.mesh.domain.size > 1:
+            _, parts = decoder.head, decoder.parts  # the head is found by a pass
         self._optimizer = take_over(
             named,
-            self.group,
+            self.mesh,
             cls,
             options,
             group_options,
-            domain=self.sharing,
+            cuts=self.cuts,
             experts=decoder.experts if self.experts == "parallel" else (),
             on_host=offload,
-            chunk=(decoder.model, decoder.parts if self.sharing > 1 else decoder.layers),
+            chunk=(decoder.model, parts),
             late=decoder.late_parameters(),
         )
         self._optimizer.join(self.model)
@@ -102,7 +103,7 @@ class Updates(Session):
         states = States(
             num_parameters=sum(parameter.numel() for parameter in trained),
             element_bytes=max((parameter.element_size() for parameter in trained), default=4),
-            num_ranks=self.group.size,
+            num_ranks=self.mesh.hdp.size,
             on_host=True,
         )
         room = bytes_of_a_rank(HOST_SHARE_WITH_OPTIMIZER, self.group.size) - self.engine.host_bytes
@@ -255,12 +256,20 @@ class Updates(Session):
 
         For inference engines: adapters are merged into what is yielded, and tied weights come once. ``dtype``: of the
         tensors; None: the model's. Without it a tensor may be the model's own memory. Every rank may call it alone,
-        unless ranks share the parameters. Raises ``ConfigError`` for adapters that are not added to a weight.
+        unless ranks share the parameters (``shard``, ``tp``): all of them go through it to its end then. Raises
+        ``ConfigError`` for adapters that are not added to a weight.
         """
         from bytescale.hf.files.weight_stream import named_weights  # for inference engines
+        from bytescale.runtime.optimizer.zero import whole_of
 
         self.require_at_home("weights")
-        return named_weights(self.model, dtype, self.units)
+        cuts = None if self.cuts is None else {id(p): self.cuts[name] for name, p in self.model.named_parameters()}
+
+        def whole(parameter: nn.Parameter) -> Tensor:
+            value = parameter.detach() if self.units is None else self.units.whole(parameter)
+            return value if cuts is None else whole_of(value, cuts[id(parameter)], self.mesh.tp)
+
+        return named_weights(self.model, dtype, whole, self.units)
 
 
 class HDPOptimizer(torch.optim.Optimizer):

@@ -58,6 +58,12 @@ class HFDecoder(nn.Module):
         The model is then as it was.
         """
         super().__init__()
+        if any("is_cut" in vars(module) for module in model.modules()):
+            raise ConfigError(
+                "the model is a tensor-parallel rank's part of itself, which HDP(..., tp=...) has made",
+                so="it has some heads and columns alone, and could not be attached again",
+                fix="make the model anew",
+            )
         self.model = model
         with ExitStack() as undo:
             self.attachment = Attachment(model)
@@ -310,6 +316,4 @@ def second_model(model: nn.Module, first: nn.Module, *, same_tokenizer: bool) ->
             fix="use a model with the same tokenizer; if only the padding of the matrices differs, say "
             "hdp.attach(model, same_tokenizer=True)",
         )
-    decoder = HFDecoder(model)
-    decoder.is_frozen = True
-    return decoder
+    return HFDecoder(model)

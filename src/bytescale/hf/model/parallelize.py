@@ -39,12 +39,18 @@ class RankPart:
 
 
 def parallelize(
-    decoder: HFDecoder, mesh: Mesh | None, *, stage: tuple[int, int] | None = None, planned_parts: int = 1
+    decoder: HFDecoder,
+    mesh: Mesh | None,
+    *,
+    stage: tuple[int, int] | None = None,
+    planned_parts: int = 1,
+    cuts_words: bool = True,
 ) -> RankPart:
     """Reduce a whole decoder to this rank's part, in place (steps 1 and 2). All ranks of ``mesh`` call it together.
 
     ``stage``: its number, and the number of stages; None: those of the mesh. ``planned_parts``: without a mesh,
-    tensor-parallel parts that are planned alone: nothing but a stage is made.
+    tensor-parallel parts that are planned alone: nothing but a stage is made. ``cuts_words``: whether embedding and
+    head may be cut; otherwise every rank has the logits of its own rows.
 
     Raises ``ConfigError`` for a model that cannot be cut so, by name, and for a stage that has nothing to train.
     """
@@ -53,7 +59,7 @@ def parallelize(
     cuts = {name: Cut(shape=tuple(parameter.shape)) for name, parameter in named}
     planned = planned_cuts(decoder, planned_parts) if planned_parts > 1 else cuts
     if mesh is not None and mesh.tp.size > 1:
-        cuts = apply_tensor_parallelism(decoder, TokenShards(mesh.tp))
+        cuts = apply_tensor_parallelism(decoder, TokenShards(mesh.tp), cuts_words=cuts_words)
     if count > 1:
         cut_to_stage(decoder, number, count)
     here = None if decoder.stage is None else decoder.stage.names

@@ -52,20 +52,20 @@ _WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "re
 _EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
 
 
-def apply_tensor_parallelism(decoder: HFDecoder, shards: TokenShards) -> dict[str, Cut]:
+def apply_tensor_parallelism(decoder: HFDecoder, shards: TokenShards, *, cuts_words: bool = True) -> dict[str, Cut]:
     """Reduce an attached, whole model to one rank's part. All tensor-parallel ranks call it together.
 
     Returns the cut of every parameter, by its name in ``decoder.model``. ``decoder.head`` is then the head to use, and
     ``decoder.splits_loss`` says whether each rank has the loss of its own rows.
 
     It is compared in single precision, if its weights have less: rounding would hide most faults. A model of shapes
-    alone is cut and not compared.
+    alone is cut and not compared. ``cuts_words``: whether embedding and head may be cut.
 
     Raises ``ConfigError`` with what is in the way: before anything is changed where the plan shows it, and afterwards
     where the cut model does not compute what the whole one did.
     """
     _ = decoder.spec, decoder.head, decoder.layers  # found by passes of the whole model
-    plan = _Plan.of(decoder, shards.tp)
+    plan = _Plan.of(decoder, shards.tp, cuts_words=cuts_words)
     cuts = plan.cuts()
     round_again = _widen(decoder.model)
     num_words = min(len(module.weight) for module in embeddings_of(decoder.model) if module is not None)
@@ -73,6 +73,7 @@ def apply_tensor_parallelism(decoder: HFDecoder, shards: TokenShards) -> dict[st
     whole = {name: Cut(shape=cut.shape) for name, cut in cuts.items()}
     before = None if is_hollow else sample(decoder, shards.tp, whole, num_words)
     plan.replace_parameters(cuts)
+    vars(decoder.model)["is_cut"] = True
     rows = decoder.token_rows = TokenRows(shards, splits_loss=not plan.cuts_words)
     if isinstance(decoder.head, PlainHead):
         decoder.head = PlainHead(decoder.head_weight, shards.tp.group if plan.cuts_words else None)
@@ -117,7 +118,7 @@ class _Plan:
     cuts_words: bool
 
     @staticmethod
-    def of(decoder: HFDecoder, tp: RankGroup | _Rank) -> _Plan:
+    def of(decoder: HFDecoder, tp: RankGroup | _Rank, *, cuts_words: bool = True) -> _Plan:
         model = decoder.model
         modules, root = dict(model.named_modules()), causal_model(model)
         prefix = next(name for name, module in modules.items() if module is root)
@@ -162,7 +163,7 @@ class _Plan:
                 raise _refused(decoder, f"{name} has no weight of its own, but parts (adapters, quantised weights)")
         embedding, head = embeddings_of(model)
         words = [len(module.weight) for module in (embedding, head) if module is not None]
-        cuts_words = isinstance(decoder.head, PlainHead) and not any(number % tp.size for number in words)
+        cuts_words &= isinstance(decoder.head, PlainHead) and not any(number % tp.size for number in words)
         return _Plan(decoder, tp, styles, found, cuts_words and isinstance(embedding, nn.Embedding))
 
     def cuts(self) -> dict[str, Cut]:

@@ -62,6 +62,10 @@ class TokenRows:
         self.shards.begin(num_rows)
         return rows[: len(self._own())]
 
+    def range_of(self, num_rows: int) -> range:
+        """Which of T = ``num_rows`` rows are this rank's, without those that pad."""
+        return own_rows(num_rows, self.shards.tp)
+
     def tokens(self, tokens: Tensor) -> Tensor:
         """``[T] -> [n]``: what the model is given. Rows that pad repeat the last token, which any model can have."""
         count, tp = -(-len(tokens) // self.shards.tp.size), self.shards.tp
@@ -80,7 +84,7 @@ class TokenRows:
         return self.shards.scatter(rows)[None]
 
     def _own(self) -> range:
-        return own_rows(self.shards.num_tokens, self.shards.tp)
+        return self.range_of(self.shards.num_tokens)
 
     def _padded(self, rows: Tensor) -> Tensor:
         count = -(-self.shards.num_tokens // self.shards.tp.size)

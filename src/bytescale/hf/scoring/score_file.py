@@ -168,7 +168,7 @@ def score_corpus(
     Raises ``ConfigError`` if the file exists, or was begun with other settings; ``DataError`` if a document is longer
     than all ranks hold, or empty, so that rows would not be the caller's.
     """
-    check_documents(corpus, hdp.group.size, hdp.capacity_tokens, data)
+    check_documents(corpus, hdp.mesh.hdp.size, hdp.capacity_tokens, data)
     batches = list(batches_once(corpus.index, batch_tokens))
     settings = {
         "model": model_name,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError, RankFailure
@@ -214,18 +215,10 @@ class Units:
             for leaf in leaves[:1]:
                 leaf.register_hook(lambda _: self._enter_backward(place))
 
-        def refuse(*_: object) -> None:
-            raise ConfigError(
-                "the parameters of the model are shared by the ranks, and no rank has all of them",
-                so="a state_dict would hold numbers that mean nothing",
-                fix="use hdp.weights(), hdp.save() and hdp.load(), or load weights before hdp.adamw()",
-            )
-
         return [
             part.register_forward_pre_hook(enter, prepend=True),
             part.register_forward_hook(leave),
-            part.register_state_dict_pre_hook(refuse),
-            part.register_load_state_dict_pre_hook(refuse),
+            *refuse_state_dicts(part),
         ]
 
     def _hook_gradient(self, parameter: nn.Parameter) -> Any:
@@ -239,6 +232,20 @@ class Units:
                 units._enter_backward(units._head, is_outermost=False)
 
         return parameter.register_hook(comes)
+
+
+def refuse_state_dicts(part: nn.Module) -> list[RemovableHandle]:
+    """From now on, let ``state_dict`` and ``load_state_dict`` of a model with this part raise ``ConfigError``."""
+
+    def refuse(*_: object) -> None:
+        raise ConfigError(
+            "the parameters of the model are shared by the ranks, and no rank has all of them",
+            so="a state_dict would hold numbers that mean nothing",
+            fix="use hdp.weights(), hdp.save() and hdp.load(), or load weights before they are shared (hdp.adamw(), "
+            "or HDP(...) with tp)",
+        )
+
+    return [part.register_state_dict_pre_hook(refuse), part.register_load_state_dict_pre_hook(refuse)]
 
 
 def _trains_layers(parts: Sequence[nn.Module]) -> bool:

@@ -24,7 +24,7 @@ from bytescale.runtime.optimizer.flat import FlatParameters, Range, values_of
 from bytescale.runtime.optimizer.host_states import HostTransfers
 from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.optimizer.optimizers import LR_RATIO, GroupOptions, named_optimizer
-from bytescale.runtime.optimizer.zero import OptimizerShard, ZeroShards
+from bytescale.runtime.optimizer.zero import OptimizerShard, ZeroShards, whole_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ class ShardedOptimizer:
             for zero in self.zeros
             for entry, parameter in zip(zero.parameters.entries, zero.parameters.parameters, strict=True)
         }
+        self._cuts = {entry.name: entry.cut for zero in self.zeros for entry in zero.parameters.entries}
         self._made_with = cls, options
         self.torch_optimizer = cls(self._parameter_groups(), **options)
         shards = [shard for zero in self.zeros for shard in zero.shards]
@@ -238,7 +239,8 @@ class ShardedOptimizer:
             flat = zero.parameters
             flat.collect_gradients()
             total = self.group.all_reduce(flat.whole(flat.gradients))
-            found |= flat.by_name(total)
+            for name, part in flat.by_name(total).items():
+                found[name] = whole_of(part, self._cuts[name], self.mesh.tp, is_sum=True)
         return found
 
     def state(self) -> dict[str, Any]:
@@ -251,7 +253,8 @@ class ShardedOptimizer:
                 for own in ranges:
                     whole[own.start : own.start + len(own.values)] = own.values
                 self.group.all_reduce(whole)
-                for parameter, values in flat.by_name(whole).items():
+                for parameter, part in flat.by_name(whole).items():
+                    values = whole_of(part, self._cuts[parameter], self.mesh.tp)
                     tensors.setdefault(parameter, {})[name] = values.cpu()
         return {"num_updates": self.num_updates, "numbers": self.state_numbers(), "tensors": tensors}
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import ParallelConfig
-from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.runtime.optimizer.flat import FlatParameters
@@ -26,14 +26,14 @@ BUCKET_BYTES = int(ParallelConfig().gradient_bucket_mib * 2**20)
 
 def take_over(
     named_parameters: Sequence[tuple[str, nn.Parameter]],
-    group: RankGroup,
+    mesh: Mesh,
     cls: type[torch.optim.Optimizer],
     options: dict[str, Any],
     group_options: GroupOptions | None = None,
     *,
+    cuts: Mapping[str, Cut] | None = None,
     chunk: Chunk | None = None,
     late: Collection[str] = (),
-    domain: int = 1,
     experts: Sequence[nn.Module] = (),
     on_host: bool = False,
 ) -> ShardedOptimizer:
@@ -41,12 +41,12 @@ def take_over(
 
     Args:
         named_parameters: in the order in which a forward needs them.
-        group: the ranks that share the states.
+        mesh: of the ranks. HDP ranks share the states, and those of a domain the parameters of the chunk's parts.
         cls, options, group_options: as in ``ShardedOptimizer``.
+        cuts: by name, which part of the whole parameter this rank holds; None: it holds whole parameters.
         chunk: the model and its layers, so that gradients of one dtype can be reduced during backward; where ranks
             share parameters, its parts (``lockstep.Units``).
         late: names of parameters whose gradients are complete at the end alone (``FlatParameters``).
-        domain: consecutive ranks that share the parameters of the chunk's parts (``units``).
         experts: mixtures whose experts they compute in parallel (``shard_parts``).
         on_host: whether master weights and states are in host memory, and updated there (``host_states``).
 
@@ -60,17 +60,16 @@ def take_over(
             fix="set requires_grad on the parameters that shall be trained, before this call",
         )
     require_elementwise(cls, options, one_by_one=on_host)
-    mesh = Mesh.of_hdp(group, domain)
     shared: list[DomainParameters] = []
     units = None
-    if domain > 1:
+    if mesh.domain.size > 1:
         assert chunk is not None, "whoever shares parts knows them"
-        named_parameters, shared, units = shard_parts(named_parameters, chunk[1], mesh, experts=experts)
+        named_parameters, shared, units = shard_parts(named_parameters, chunk[1], mesh, cuts=cuts, experts=experts)
     trainable = [item for item in named_parameters if item[1].requires_grad]
     dtypes = sorted({p.dtype for _, p in trainable}, key=str)
     size = BUCKET_BYTES if chunk is not None and len(dtypes) == 1 else 0
     whole = [
-        FlatParameters(own, group.size, bucket_bytes=size, late=late)
+        FlatParameters(own, mesh.hdp.size, cuts, bucket_bytes=size, late=late)
         for own in ([item for item in trainable if item[1].dtype == dtype] for dtype in dtypes)
     ]
     zeros = [ZeroShards(parameters, mesh, on_host=on_host) for parameters in (*whole, *shared)]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bytescale.common.cut import Cut
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import BucketCollectives, Chunk, Overlap
@@ -119,6 +120,19 @@ class ZeroShards:
         torch.clear_autocast_cache()
         if self.overlap is None or not self.overlap.gathers:
             self.collectives.wait_for_parameters()
+
+
+def whole_of(part: Tensor, cut: Cut, tp: RankGroup, *, is_sum: bool = False) -> Tensor:
+    """A whole parameter from the tensor-parallel ranks' parts. They call it in the same order; a copy if they are many.
+
+    Of what several ranks hold alike, one counts; with ``is_sum`` they hold summands, which are added up.
+    """
+    if tp.size == 1:
+        return part
+    whole = part.new_zeros(cut.shape)
+    if is_sum or cut.replica == 0:
+        cut.put(part, whole)
+    return tp.all_reduce(whole)
 
 
 def sum_replicas(parameters: FlatParameters, tp: RankGroup) -> None:
