@@ -14,7 +14,7 @@ import bytescale
 
 ROOT = Path(bytescale.__file__).parent
 
-MOST_FILES_OF_HDP = 91
+MOST_FILES_OF_HDP = 90
 """Files of bytescale that ``from bytescale import HDP`` loads: readers of data, checkpoints, planners, optimizers, the
 measurement of memory and the kernels of recurrent layers come when they are used."""
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import bytescale
 from bytescale.common.errors import ConfigError, RankFailure
-from bytescale.hf.loop.beside_tp import _REFUSED
+from bytescale.config.sharing import REFUSED_WITH_TP
 from bytescale.parity.compare import Setup, WideCasts, compare
 from bytescale.parity.families import FAMILIES
 from bytescale.runtime.optimizer import sharded_optimizer, take_over, zero
@@ -190,7 +190,7 @@ def asked(hdp: bytescale.HDP, model: nn.Module, group: dist.ProcessGroup, what: 
 def test_what_does_not_go_together_is_refused_by_name() -> None:
     def refused(group: dist.ProcessGroup, model: nn.Module) -> None:
         hdp = bytescale.HDP(model, group, tp=2, capacity_tokens=60)
-        for what, (so, fix) in _REFUSED.items():
+        for what, (so, fix) in REFUSED_WITH_TP.items():
             with pytest.raises(ConfigError) as caught:
                 asked(hdp, model, group, what)
             told = str(caught.value).lower()

@@ -1,4 +1,4 @@
-"""Which ranks share the layers' parameters, and what becomes of experts there."""
+"""Which ranks share the layers' parameters, what becomes of experts there, and what cannot be had beside it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from typing import get_args
 
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import Experts, Shard
+
+REFUSED_WITH_TP = {
+    "equal_counts = True": ("FSDP would shard parts of weights as if they were whole", "leave equal_counts out"),
+    'experts = "parallel"': ("experts would be cut twice", "leave experts out"),
+    "hdp.prefill": ("a cache would have the keys of this rank's heads alone", "prefill with an HDP without tp"),
+    "hdp.run": ("ranks that were given different rows would wait for each other", "call hdp.plan(batch, plan=plan)"),
+    "micro.segments": ("a run of this rank's rows is not a document", "take whole ones, micro.documents(values)"),
+    "layer.compile()": ("the compiler cannot follow rows that travel beside products", "leave layers as they are"),
+}  # fmt: skip
+"""What a loop of one's own cannot do yet with tensor parallelism, the consequence, and what to do."""
 
 
 def sharing_domain(shard: str, domain: int, num_ranks: int, ranks_per_node: int) -> int:
@@ -41,3 +51,10 @@ def check_experts(experts: str, shard: str) -> None:
             so="every rank would keep all experts, and tokens had no reason to travel",
             fix='set shard to "parameters", or leave experts out',
         )
+
+
+def require_beside_tp(what: str, tp: int) -> None:
+    """Raise ``ConfigError`` where ``tp`` ranks share a model."""
+    so, fix = REFUSED_WITH_TP[what]
+    if tp > 1:
+        raise ConfigError(f"{what} with tp = {tp}", so=so, fix=f"{fix}, or leave tp at 1")

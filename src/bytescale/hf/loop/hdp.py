@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bytescale.common.environment import ranks_here
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.config.schema import DataConfig, Experts, PlannerName, Shard
-from bytescale.config.sharing import check_experts, sharing_domain
+from bytescale.config.sharing import check_experts, require_beside_tp, sharing_domain
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.model import CostModel
@@ -25,7 +25,6 @@ from bytescale.hf.batch.documents import Batch, RankBatch
 from bytescale.hf.batch.planning import make_planner
 from bytescale.hf.loop.alike import digest_of, weight_sums
 from bytescale.hf.loop.batch_plan import BatchToPlan, CutBatch, planned_ahead
-from bytescale.hf.loop.beside_tp import require_beside_tp
 from bytescale.hf.loop.micro_batch import Engine, Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.room import Capacity, Room, require_use_of_memory

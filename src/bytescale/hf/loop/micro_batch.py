@@ -16,8 +16,8 @@ from bytescale.attention.flash import open_attention
 from bytescale.common.errors import DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.units import GIBI
+from bytescale.config.sharing import require_beside_tp
 from bytescale.cost.memory.device_kernels import DeviceKind
-from bytescale.hf.loop.beside_tp import require_beside_tp
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
 from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model

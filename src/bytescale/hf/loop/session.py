@@ -11,10 +11,10 @@ from torch import nn
 
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import Experts
+from bytescale.config.sharing import require_beside_tp
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
 from bytescale.hf.loop.alike import WEIGHTS_EVERY, require_alike, weight_sums
-from bytescale.hf.loop.beside_tp import require_beside_tp
 from bytescale.hf.loop.micro_batch import Engine
 from bytescale.hf.loop.pending import Collector, PendingPasses
 from bytescale.hf.loop.room import Room
