@@ -155,7 +155,7 @@ def test_without_a_profile_times_are_those_of_the_device_that_would_train(
 
 def test_checkpointing_without_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     small = ["--data.batch-tokens", "256K", "--data.context-length", "64K", "--parallel.ranks", "64"]
-    small += ["--parallel.capacity-tokens", "auto", "--model.preset", "7b", "--model.num-layers", "8"]
+    small += ["--parallel.capacity-tokens", "auto", "--model.preset", "7b", "--model.num-layers", "2"]
     capacities = [
         seen_by_plan([*small, "--memory.checkpointing", mode], monkeypatch)[0] for mode in ("none", "attention", "full")
     ]
