@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
 
-from bytescale.attention import flash
+from bytescale.attention import flash, select_kernel
 from bytescale.attention.blocks import BlockSet, causal_triangles
-from bytescale.attention.flash import FA4, FASTEST_FIRST, FlashImplementation, Heads
+from bytescale.attention.flash import FA3, FA4, FASTEST_FIRST, FlashImplementation, Heads
 from bytescale.attention.kernels import CpuFlashKernel, MathKernel, OfQueries
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import Config, DataConfig, KernelsConfig
@@ -232,6 +233,19 @@ def test_a_package_that_was_built_for_another_torch_is_passed_over(
     monkeypatch.syspath_prepend(tmp_path)
     reason = flash.why_not(FA4, HOPPER, CPU, FP32, HEADS)
     assert reason == "is installed but fails (ImportError: undefined symbol: _ZN3c104cuda)"
+
+
+def test_a_gpu_of_amd_is_no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its capability is 9, too."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert flash.why_not(FA3, HOPPER, CPU, FP32, HEADS) == "needs a GPU of NVIDIA"
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps", "npu"])
+@pytest.mark.parametrize("name", ["auto", "math"])
+def test_other_devices_are_refused_by_name(kind: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"no attention for {kind} devices"):
+        select_kernel(name, SimpleNamespace(type=kind), FP32)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["fa3", "fa4"])

@@ -157,6 +157,8 @@ def why_not(
     """Return why an implementation cannot be used here, as the end of a sentence about it, or None if it can."""
     if implementation.registered not in list_flash_attention_impls():
         return f"is unknown to torch {torch.__version__}"
+    if torch.version.hip:
+        return "needs a GPU of NVIDIA"
     if major not in implementation.capabilities:
         needed = " or ".join(f"{capability}.x" for capability in implementation.capabilities)
         return f"needs a GPU of compute capability {needed}, and this one has {major}.x"
