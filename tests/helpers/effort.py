@@ -30,6 +30,11 @@ def examples(quick: int, rest: int, **options: Any) -> Callable[[Test], Test]:
     return decorate
 
 
+def in_the_rest(decorator: Callable[[Test], Test]) -> Callable[[Test], Test]:
+    """A decorator, such as a further example, that holds in ``make test-rest`` alone."""
+    return decorator if REST else lambda test: test
+
+
 def one_in(step: int, values: Sequence[Any]) -> list[Any]:
     """Parameters of a test, every ``step``-th of them in ``make test`` and the others in the rest.
 

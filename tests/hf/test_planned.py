@@ -25,7 +25,7 @@ def llama() -> nn.Module:
     return small_model("llama")
 
 
-@pytest.fixture(params=["whole batches", "own documents"])
+@pytest.fixture(params=[pytest.param("whole batches", marks=pytest.mark.exhaustive), "own documents"])
 def looked_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank looks at: as of a small batch, or as of a large one."""
     if request.param == "own documents":
