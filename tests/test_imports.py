@@ -25,6 +25,7 @@ print(*sorted(name for name in sys.modules if name.partition(".")[0] == "bytesca
 """
 
 
+@pytest.mark.exhaustive
 def test_the_door_loads_few_files() -> None:
     finished = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     loaded = finished.stdout.split()

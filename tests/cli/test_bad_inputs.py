@@ -246,7 +246,10 @@ SMALL_FILES: list[tuple[str, ...]] = [
 """All that read a whole file that a person names, ``@``, or one with this name in a folder that a person names."""
 
 
-@pytest.mark.parametrize("kind", ["device", "fifo", "socket", "folder", "huge"])
+@pytest.mark.parametrize(
+    "kind",
+    ["fifo", "huge", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("device", "socket", "folder"))],
+)
 def test_what_is_no_small_file_is_refused_at_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:

@@ -136,6 +136,7 @@ def test_bad_folders_are_refused_before_ranks_start(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.exhaustive
 def test_weights_of_another_run_on_another_mesh(corpus: Path, tmp_path: Path) -> None:
     """A new run from the weights that an old one ended with, on other ranks."""
     train_on(on_ranks(small_run(corpus, tmp_path / "old", steps=6), 2))

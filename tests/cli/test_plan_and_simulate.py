@@ -201,6 +201,7 @@ def test_capacity_auto_is_what_a_device_holds(command: ModuleType, capsys: pytes
         command.run([*SMALL, *devices, "--parallel.capacity-tokens", "auto", "--memory.device-gib", "10"])
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_share_parameters_hold_what_single_ranks_do_not(capsys: pytest.CaptureFixture[str]) -> None:
     devices = ["--parallel.ranks", "16", "--memory.device-gib", "40", "--parallel.capacity-tokens", "auto"]
     with pytest.raises(ConfigError, match=r"need .* GiB a rank, of 40 GiB that a rank may use"):
@@ -211,6 +212,7 @@ def test_ranks_that_share_parameters_hold_what_single_ranks_do_not(capsys: pytes
         plan.run([*SMALL, *devices, "--parallel.shard", "parameters", "--parallel.domain", "3"])
 
 
+@pytest.mark.exhaustive
 def test_experts_in_parallel_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     """A layer's experts are not open, so that a smaller device is enough."""
     devices = ["--model.preset", "mixtral-8x7b", "--parallel.ranks", "64", "--parallel.capacity-tokens", "auto"]

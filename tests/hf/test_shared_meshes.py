@@ -79,6 +79,7 @@ def test_gradients_are_those_of_one_process(name: str, hdp: int, tp: int, domain
         assert worst_relative_error(gradients, reference.gradients) <= 1e-10
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "tp"), [("llama", 2), *(pytest.param("mixtral", tp, marks=pytest.mark.exhaustive) for tp in (1, 2))]
 )

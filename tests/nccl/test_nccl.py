@@ -200,6 +200,7 @@ def test_a_collective_that_one_rank_leaves_out_is_caught() -> None:
         Replay(programs, STREAMS_ONLY)
 
 
+@pytest.mark.exhaustive
 @examples(3, 24, phases=NO_SHRINKING)
 @given(
     planner=st.sampled_from(["naive", "adaptive", "random"]),

@@ -40,6 +40,7 @@ def corpora(tmp_path: Path) -> tuple[Path, Path]:
     return write_corpus(tmp_path / "corpus"), write_jsonl(tmp_path / "eval.jsonl", records)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", one_of(["2 ranks", "4 tp", "2 pp", "4 pp", "4 tp pp"], "2 pp"))
 def test_losses_of_a_run_are_the_same_to_the_last_bit(tmp_path: Path, corpora: tuple[Path, Path], shape: str) -> None:
     degrees = {name: 2 for name in ("tp", "pp") if name in shape}

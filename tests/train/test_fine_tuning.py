@@ -157,6 +157,7 @@ def test_a_corpus_that_is_cut_before_its_first_weight_takes_no_step(tmp_path: Pa
         run(replace(config, data=data))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loss_per", one_of(["token", "sequence"], "sequence"))
 def test_a_model_of_transformers_on_conversations(tmp_path: Path, loss_per: str) -> None:
     """Loss and gradient norm of the first batch on 3 ranks are those of transformers, its template and its mask."""

@@ -120,6 +120,7 @@ def test_a_rank_that_is_a_copy_ends_as_a_process_of_its_own(tmp_path: Path, capf
     assert "KeyError: 'fails'" in written.err
 
 
+@pytest.mark.exhaustive
 def test_a_process_with_threads_is_not_copied() -> None:
     """What other threads hold, such as a lock, would be held for ever in the copy."""
     code = """if True:

@@ -56,6 +56,7 @@ def with_peft(model: nn.Module) -> Any:
 CASES = [(ranks, mode) for ranks in (1, 2, 4) for mode in ("none", "attention", "full")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("num_ranks", "checkpointing"), one_of(CASES, (2, "full")))
 def test_lora_gives_the_curve_of_peft(
     corpus: Path, folder: Path, tmp_path: Path, num_ranks: int, checkpointing: str

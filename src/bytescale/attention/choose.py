@@ -28,7 +28,7 @@ def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> Attent
 
     Raises ``ConfigError`` where flash attention does not exist. It never falls back to something slower.
     """
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda", "meta"):
         raise ConfigError(f"there is no attention for {device.type} devices", fix="use a CUDA GPU, or the CPU")
     if name not in ("auto", "flash", "math"):
         raise ConfigError(f"there is no attention kernel {name!r}", fix="use auto, flash or math")
