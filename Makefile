@@ -14,13 +14,13 @@ unexport PYTHONDONTWRITEBYTECODE
 train: setup  ## train a small Llama on 8 ranks, measure the planners, simulate 512 GPUs
 	$(BIN)/bytescale demo
 
-test: setup  ## every claim once (under 5 minutes on 2 cores)
+test: setup  ## every claim once (5 to 6 minutes on 2 cores)
 	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 
 test-rest: setup  ## what `make test` leaves out: exhaustive meshes, many examples, long runs
 	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --rest
 
-test-all: test test-rest  ## all of it (20 to 30 minutes on 2 cores)
+test-all: test test-rest  ## all of it (an hour on 2 cores)
 
 coverage: setup  ## which lines `make test` runs, in all of its processes; a third slower, so it is a command of its own
 	$(BIN)/coverage erase
