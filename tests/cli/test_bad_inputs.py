@@ -106,17 +106,8 @@ SETTINGS = [
     ("--parallel.ranks", "65536"), ("--trainer.run-dir", "~no-such-user/run"), ("--data.text-key", "\udce9"),
 ]  # fmt: skip
 DRAWN = (
-    "plan",
-    "--parallel.ranks",
-    "4",
-    "--data.batch-tokens",
-    "64K",
-    "--data.context-length",
-    "16K",
-    "--model.preset",
-    "7b",
-    "--model.num-layers",
-    "1",
+    *("plan", "--parallel.ranks", "4", "--data.batch-tokens", "64K", "--data.context-length", "16K"),
+    *("--model.preset", "7b", "--model.num-layers", "1"),
 )
 PLANS = [
     ("--parallel.capacity-tokens", "-1"), ("--memory.device-gib", "0"), ("--parallel.tp", "0"), ("--parallel.pp", "-1"),

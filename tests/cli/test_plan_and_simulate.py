@@ -58,31 +58,14 @@ def test_plan_prints_every_planner_and_what_would_help(capsys: pytest.CaptureFix
 def test_plan_of_a_pipeline_that_no_device_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The plan cannot hang under 1F1B, and memory is that of the fullest stage."""
     path = tmp_path / "plan.npz"
-    assert (
-        plan.run([*SHALLOW, "--parallel.ranks", "128", "--parallel.tp", "2", "--parallel.pp", "4", "--save", str(path)])
-        == 0
-    )
+    devices = [*SHALLOW, "--parallel.ranks", "128", "--parallel.tp", "2", "--parallel.pp", "4"]
+    assert plan.run([*devices, "--save", str(path)]) == 0
     printed = capsys.readouterr().out
     for word in ("(tp 2 x pp 4 devices each)", "pipeline fills and drains", "memory with 2-byte numbers"):
         assert word in printed
     assert "more than the" not in printed
     verify(load_plan(path), num_stages=4)
-    assert (
-        plan.run(
-            [
-                *SHALLOW,
-                "--parallel.ranks",
-                "128",
-                "--parallel.tp",
-                "2",
-                "--parallel.pp",
-                "4",
-                "--memory.device-gib",
-                "1",
-            ]
-        )
-        == 0
-    )
+    assert plan.run([*devices, "--memory.device-gib", "1"]) == 0
     assert "more than the 1 GiB of a device. To fix: use more devices" in capsys.readouterr().out
 
 

@@ -56,17 +56,18 @@ class Cut:
         """Return this part of the tensor ``whole``, as a view if it is one. This layer does not import torch."""
         if self.count == 1:
             return whole
-        size = self.part_shape[self.dim] // self.packs
         if self.packs == 1:
-            return whole.narrow(self.dim, self.start, size)
-        packs = whole.unflatten(self.dim, (self.packs, -1)).narrow(self.dim + 1, self.start, size)
-        return packs.flatten(self.dim, self.dim + 1)
+            return whole.narrow(self.dim, self.start, self.part_shape[self.dim])
+        return self._in_packs(whole).flatten(self.dim, self.dim + 1)
 
     def put(self, part: Any, whole: Any) -> None:
         """Write this part to its place in the tensor ``whole``."""
         if self.count == 1:
             whole.copy_(part)
             return
-        packs = whole.unflatten(self.dim, (self.packs, -1))
-        size = packs.shape[self.dim + 1] // self.count
-        packs.narrow(self.dim + 1, self.index * size, size).copy_(part.unflatten(self.dim, (self.packs, -1)))
+        self._in_packs(whole).copy_(part.unflatten(self.dim, (self.packs, -1)))
+
+    def _in_packs(self, whole: Any) -> Any:
+        """A view of this part of ``whole``, with its packs in a dimension in front of ``dim``."""
+        size = self.part_shape[self.dim] // self.packs
+        return whole.unflatten(self.dim, (self.packs, -1)).narrow(self.dim + 1, self.start, size)

@@ -73,9 +73,9 @@ class Micro:
         self._given = {name: rows[self.rows] for name, rows in fields.items()}
         self._exchange, self._targets, self._token_rows = group.exchange, (target, *others), token_rows
         device = group.device
-        whole = {name: to_device(rows, device) for name, rows in fields.items()}
-        self._fields = {name: rows[self.rows] for name, rows in whole.items()}
-        tokens, places = whole["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
+        self._fields = {name: to_device(rows, device) for name, rows in self._given.items()}
+        tokens = self._fields["tokens"] if token_rows is None else to_device(fields["tokens"], device)
+        places = to_device(torch.as_tensor(plan.position_ids()), device)
         self.position_ids = places[self.rows]
         if not plan.num_tokens:
             tokens = places = tokens.new_zeros(1)
