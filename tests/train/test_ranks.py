@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import resource
+import signal
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.config.schema import Config, ParallelConfig
 from bytescale.train import ranks
 from bytescale.train.ranks import FILES_BESIDE_SOCKETS, group_options, leave_early, open_ranks, prepare_gloo
@@ -106,6 +109,30 @@ def test_ranks_close_their_groups_together() -> None:
     for ranks_times in zip(*run_forked(3, one_rank), strict=True):
         ready, closed = zip(*ranks_times, strict=True)
         assert min(closed) > max(ready)
+
+
+def test_a_first_message_to_a_stopped_rank_keeps_the_time_limit() -> None:
+    """Connected at their first message, ranks 0 and 2, which do not meet before, would take five times the limit."""
+    first = multiprocessing.Value("i", 0)
+    config = replace(Config(), parallel=ParallelConfig(timeout_seconds=2.0))
+
+    def one_rank(rank: int) -> float:
+        seconds = 0.0
+        with contextlib.suppress(RuntimeError, RankFailure), open_ranks(config) as opened:
+            if rank == 0:
+                first.value = os.getpid()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif rank == 2:
+                while not first.value or "T (stopped)" not in Path(f"/proc/{first.value}/status").read_text():
+                    time.sleep(0.01)
+                began = time.monotonic()
+                with pytest.raises(RuntimeError, match=r"[Tt]ime"):
+                    dist.recv(torch.empty(4), 0, group=opened.world.group)
+                seconds = time.monotonic() - began
+                os.kill(first.value, signal.SIGCONT)
+        return seconds
+
+    assert 1.9 < run_forked(4, one_rank, timeout_seconds=60.0)[2] < 6.0
 
 
 @pytest.mark.parametrize("lazy", ["0", "1"])
