@@ -113,6 +113,7 @@ FOREIGN = {
     "bytes": (["--data.tokenizer", "bytes"], "in which id 0 is"),
     "another": (["--data.tokenizer", "OTHER"], "in which id"),
     "shape": (["--model.num-layers", "5"], "model.num_layers = 5 is set, and --init"),
+    "preset": (["--model.preset", "tiny-moe"], "model.preset = tiny-moe is set, and --init"),
 }
 
 
