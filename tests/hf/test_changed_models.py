@@ -54,7 +54,17 @@ def frozen(model: Any) -> None:
     model.model.layers[1].mlp.requires_grad_(False)
 
 
+def converted(model: Any) -> None:
+    model.float()
+
+
+def another_window(model: Any) -> None:
+    model.config.sliding_window = 3
+
+
 CHANGES = [
+    (converted, r"its parameter model\.embed_tokens\.weight was replaced or resized, or has another dtype"),
+    (another_window, r"config\.sliding_window, which was 5, is 3"),
     (attention_dropout, r"model\.layers\.1\.self_attn\.attention_dropout, which was 0\.0, is 0\.1"),
     (scaling, r"model\.layers\.0\.self_attn\.scaling, which was 0\.35.*, is 1\.0"),
     (a_dropout_put_in, r"its part model\.layers\.0\.mlp was put in, replaced or taken out"),
@@ -68,7 +78,8 @@ CHANGES = [
 
 @pytest.mark.parametrize(("change", "message"), CHANGES)
 def test_changes_after_the_optimizer_was_made(change: Callable[[Any], None], message: str) -> None:
-    model: Any = small_model("qwen3", tie_word_embeddings=False)
+    family = "mistral" if change is another_window else "qwen3"
+    model: Any = small_model(family, tie_word_embeddings=False)
     model.model.layers[0].requires_grad_(False)
     hdp = Hdp(model, capacity_tokens=30)
     hdp.adamw(lr=1e-2)
