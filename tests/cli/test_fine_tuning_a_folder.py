@@ -268,6 +268,10 @@ def test_convert_reads_the_run_folder_alone(
     assert main(["convert", str(newest), str(tmp_path / "linked")]) == 2
     assert "is a link to" in capsys.readouterr().err
     assert not (tmp_path / "linked").exists()
+    (run / "origin").rename(tmp_path / "elsewhere")
+    (run / "origin").symlink_to(tmp_path / "elsewhere")
+    assert main(["convert", str(newest), str(tmp_path / "moved")]) == 2
+    assert "origin is a link to" in capsys.readouterr().err
     assert CheckpointReader(newest).state.step > 0
 
 

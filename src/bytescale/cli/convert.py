@@ -36,7 +36,7 @@ class ConvertOptions:
         run = Path(os.path.realpath(typed_path(self.source))).parent.parent
         settings, origin = run / "config.toml", run / "origin"
         run_config = load_config(settings) if settings.is_file() else None
-        refuse_links_out(origin)
+        refuse_links_out(origin, run)
         from bytescale.hf.files.export import export_checkpoint  # takes seconds to import
 
         export_checkpoint(

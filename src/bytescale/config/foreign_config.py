@@ -28,15 +28,15 @@ _OBJECTS = ("text_config", "quantization_config", "rope_scaling", "rope_paramete
 _UNUSED = ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation")
 
 
-def refuse_links_out(folder: Path) -> None:
-    """Raise ``ConfigError`` if a file of ``folder`` is a link to something outside of it.
+def refuse_links_out(folder: Path, home: Path | None = None) -> None:
+    """Raise ``ConfigError`` if ``folder`` or a file of it is a link out of ``home``, the folder that the user named.
 
     Such a folder could have any file of this machine copied into what is published. Folders of the Hub's cache are
     links by design: to the files beside them (``blobs``) of the same model.
     """
-    home = folder.resolve()
+    home = (home or folder).resolve()
     roots = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    for path in (folder, *sorted(folder.iterdir())) if folder.is_dir() else ():
         if path.is_symlink() and not any(Path(os.path.realpath(path)).is_relative_to(root) for root in roots):
             raise ConfigError(
                 f"{path} is a link to {os.path.realpath(path)}, outside of its folder",

@@ -32,7 +32,7 @@ def _folder_beside(init: str) -> Path | None:
     if not init.startswith(CHECKPOINT_PREFIX):
         return None
     kept = typed_path(init.removeprefix(CHECKPOINT_PREFIX)).resolve().parent.parent / "origin"
-    refuse_links_out(kept)
+    refuse_links_out(kept, kept.parent)
     return kept if kept.is_dir() else None
 
 
@@ -102,7 +102,7 @@ def with_kept_tokenizer(config: Config, kept: Path) -> Config:
     named = config.data.tokenizer
     if named in ("auto", "bytes", "bpe") or typed_path(named).exists() or not (kept / "tokenizer.json").is_file():
         return config
-    refuse_links_out(kept)
+    refuse_links_out(kept, kept.parent)
     return replace(config, data=replace(config.data, tokenizer=str(kept)))
 
 
