@@ -117,6 +117,11 @@ class HDP(Updates):
         """Tokens that one micro-batch of a rank may hold."""
         return self.room.capacity_tokens
 
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Names of the routers, in the order that ``micro.routes`` and ``micro.replay`` have."""
+        return self.engine.routers.names
+
     def _make_part(self, decoder: HFDecoder) -> None:
         """Reduce the model to this rank's part, once all ranks have been seen to have the same one."""
         self._weights = weight_sums(self.model)
