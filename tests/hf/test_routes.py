@@ -213,6 +213,17 @@ def test_recorded_routes_are_those_of_each_document_alone(name: str) -> None:
             assert torch.equal(own.long(), wanted)
 
 
+def test_routes_of_all_layers_are_those_of_the_layers_that_have_routers() -> None:
+    """As vLLM and SGLang return them; DeepSeek's first layers are dense, and their numbers zeros."""
+    model = model_of("deepseek_v3", num_hidden_layers=3)
+    batch = with_routes(model, documents(LENGTHS))
+    of_layers = [{**d, "routed": F.pad(d["routed"], (0, 0, 1, 0))} for d in batch]
+    assert of_layers[0]["routed"].shape[1] == 3
+    found = [on_ranks(2, model, lambda group, own, one=one: replayed(group, own, one))[0] for one in (batch, of_layers)]
+    assert all(torch.equal(*pair) for pair in zip(*(logprobs for logprobs, _ in found), strict=True))
+    assert all(torch.equal(found[0][1][key], found[1][1][key]) for key in found[0][1])
+
+
 def test_what_stands_at_another_place_gives_other_numbers() -> None:
     """A route shifted by one token, and routes of swapped layers: what the comparison has to notice."""
     model = model_of("qwen3_moe")

@@ -162,14 +162,14 @@ class Micro:
         """Let routers choose, in all passes of the model over this micro-batch, what a field of the documents says.
 
         The field is ``[S, L, K]`` whole numbers, such as ``routes`` of another pass, or what an engine for rollouts
-        returns: the experts of each token for each router, in the order of ``hdp.routers``. A token with a -1 chooses
-        by itself. The weights of experts are computed from the current logits, and have gradients. A second model
-        (``HDP.attach``) chooses by itself.
+        returns: the experts of each token for each router, in the order of ``hdp.routers``, or for each layer, of which
+        those without routers are passed over. A token with a -1 chooses by itself. The weights of experts are computed
+        from the current logits, and have gradients. A second model (``HDP.attach``) chooses by itself.
 
         Raises ``DataError`` for numbers that are not this model's, ``ConfigError`` for a model without routers.
         """
-        self._routers().require_routes(field, self._given.get(field))
-        self._choices().given = self._fields[field]
+        routes = self._routers().of_field(field, self._given.get(field), self._fields.get(field))
+        self._choices().given = routes
 
     def _routers(self) -> Routers:
         assert self._routers_of is not None, "the engine gives them"
@@ -311,7 +311,7 @@ class Engine:
         """They are watched from the first use on. Raises ``ConfigError`` for a model without them."""
         from bytescale.hf.model.routes import Routers  # few loops look at routes
 
-        return Routers(self.decoder.model, self.decoder.structure.routers)
+        return Routers(self.decoder.model, self.decoder.structure.routers, len(self.decoder.layers))
 
     def micro(self, plan: MicroBatch, fields: dict[str, Tensor], buffers: RingBuffers) -> Micro:
         """The micro-batch of a plan with its rows ``fields``."""

@@ -10,6 +10,7 @@ Shape letters: T rows of a micro-batch, L routers in the model's order, K expert
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -44,8 +45,8 @@ class Choices:
 class Routers:
     """The routers of an attached model. They look at the ``Choices`` of the pass that runs, also when it runs again."""
 
-    def __init__(self, model: nn.Module, routers: Sequence[Router]) -> None:
-        """Raises ``ConfigError`` where there are none."""
+    def __init__(self, model: nn.Module, routers: Sequence[Router], num_layers: int) -> None:
+        """``num_layers``: of the model, also those without a router. Raises ``ConfigError`` for a model without any."""
         if not routers:
             raise refusal(
                 "the model",
@@ -55,6 +56,8 @@ class Routers:
             )
         self.names = tuple(router.name for router in routers)
         self.num_experts, self.experts_per_token = routers[0].num_experts, routers[0].experts_per_token
+        self._num_layers = num_layers
+        self._layers = [int(number[1]) for name in self.names if (number := re.search(r"\.(\d+)(\.|$)", name))]
         self._hooks = []
         for place, router in enumerate(routers):
             module, open_modes = model.get_submodule(router.name), list[_Choice]()
@@ -67,8 +70,20 @@ class Routers:
         for hook in self._hooks:
             hook.remove()
 
-    def require_routes(self, field: str, routes: Tensor | None) -> None:
-        """Raise ``DataError`` unless ``routes [T, L, K]`` can be those of this model."""
+    def of_field(self, field: str, given: Tensor | None, here: Tensor | None) -> Tensor:
+        """``[T, L, K]`` from a field ``given`` by the caller, which is ``here`` on the model's device.
+
+        Of ``[T, all layers, K]``, as engines for rollouts have it, those of the layers with routers. Raises
+        ``DataError`` for what cannot be this model's.
+        """
+        shape = [] if given is None else list(given.shape[1:])
+        if here is not None and given is not None and shape[:1] == [self._num_layers] != [len(self.names)]:
+            given, here = given[:, self._layers], here[:, self._layers]
+        self._require_routes(field, given)
+        assert here is not None, "it is there"
+        return here
+
+    def _require_routes(self, field: str, routes: Tensor | None) -> None:
         wanted = [len(self.names), self.experts_per_token]
         what = "" if routes is not None else "is not there, or does not have numbers"
         if routes is not None and (list(routes.shape[1:]) != wanted or routes.dtype not in _INTEGERS):
