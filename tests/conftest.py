@@ -57,7 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = list(items)  # whoever names a test or a mark wants to see it run
     else:
         kept = [item for item in items if "exhaustive" not in item.keywords]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    held = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in held])
     items[:] = kept
     if not torch.cuda.is_available():
         for item in items:
