@@ -42,6 +42,7 @@ from bytescale.data.open import opened_loader
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.tokens.pairs import IndexedWriter, MetadataGatherer
 from bytescale.plan import RankPlan
+from bytescale.plan.plan import PREFETCH_STEPS
 from bytescale.planner.verified import VerifiedPlanner
 
 MIB = 1024**2
@@ -152,7 +153,7 @@ def one_rank(folder: Path, told: Path, way: str, rank: int) -> None:
     if way == "spmd":  # reads whole batches, as many steps ahead as the others, and cuts its slices from them
         corpus = prepare_corpus(config)
         sampler = BatchSampler(corpus.index, config)
-        held: deque[list[dict[str, np.ndarray]]] = deque(maxlen=config.prefetch_steps + 1)
+        held: deque[list[dict[str, np.ndarray]]] = deque(maxlen=PREFETCH_STEPS + 1)
         for step in range(steps):
             batch = sampler.next_batch()
             RankPlan.of(planner(batch.lengths), rank)

@@ -130,8 +130,8 @@ def _type(hint: Any, spec: Field[Any]) -> str:
         return ", ".join(f"`{value}`" for value in inside)
     if origin is tuple:
         return f"list of {_type(inside[0], spec)}"
-    names = {int: "count", float: "number", str: "text", bool: "`true`, `false`", Path: "path"}
-    return names[hint] + "".join(f" or `{word}`" for word in spec.metadata.get("words", {}))
+    names = {dict: "table", int: "count", float: "number", str: "text", bool: "`true`, `false`", Path: "path"}
+    return names[origin or hint] + "".join(f" or `{word}`" for word in spec.metadata.get("words", {}))
 
 
 def _default(spec: Field[Any], *, toml: bool) -> str:
@@ -140,7 +140,7 @@ def _default(spec: Field[Any], *, toml: bool) -> str:
         return "required"
     for word, number in spec.metadata.items():
         value = word if value == number else value
-    if value in (None, "", ()):
+    if value in (None, "", (), {}):
         return "unset"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"

@@ -102,7 +102,7 @@ SETTINGS = [
     ("--data.batch-tokens", "9" * 30), ("--data.batch-tokens", "8Q"), ("--parallel.ranks", "0"),
     ("--cost.profile", "profile.toml"), ("--cost.profile", "deep.toml"), ("--cost.profile", "nothing"),
     ("--model.rope-theta", "-1"), ("--model.norm-eps", "-1"), ("--init", "nothing"), ("--init", "checkpoint:nothing"),
-    ("--trainer.epochs", "1000000000000"), ("--data.bpe-vocab-size", "2000000000"), ("--optimizer.beta1", "1"),
+    ("--trainer.epochs", "1000000000000"), ("--data.bpe-vocab-size", "2000000000"), ("--optimizer.options", "eps=1"),
     ("--parallel.ranks", "65536"), ("--trainer.run-dir", "~no-such-user/run"), ("--data.text-key", "\udce9"),
 ]  # fmt: skip
 DRAWN = (

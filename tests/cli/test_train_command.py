@@ -158,7 +158,7 @@ def test_a_rank_that_dies_stops_the_others_and_is_named(
         (["--data.sources", "/nowhere/*.txt"], r"/nowhere/\*\.txt"),
         (["--model.vocab-size", "64"], r"ids up to 256, but model.vocab_size is 64"),
         (["--model.preset", "9b"], r"preset is '9b'.*use one of tiny, 160m"),
-        (["--planner.static-cp", "3"], r"static_cp = 3 does not divide the 2 ranks"),
+        (["--optimizer.options", "beta=0.9"], r"beta = 0.9, which adamw does not know.*betas = \[0.9, 0.95\], eps"),
         (["--data.tokenizer", "nope.json"], r"nope\.json"),
         (["--trainer.init", "somewhere"], r"trainer.init is 'somewhere'.*write hf:FOLDER or checkpoint:FOLDER"),
     ],
@@ -201,7 +201,6 @@ def test_a_setting_that_is_gone_says_what_to_write(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("command", "written", "meant"),
     [
-        ("train", "--parallel.cp", "--planner.static-cp"),
         ("train", "--optimizer.learning-rate", "--optimizer.lr"),
         ("demo", "--optimizer.learning_rate=1", "--optimizer.lr"),
         ("train", "--max-steps", "--trainer.steps"),

@@ -33,7 +33,8 @@ RATES = (1e-2, 3e-3, 1e-3)
 
 
 def config_of(name: str) -> OptimizerConfig:
-    return OptimizerConfig(name=name, lr=RATES[0], weight_decay=0.2, momentum=0.9, overrides=OVERRIDES)  # type: ignore[arg-type]
+    options = {"momentum": 0.9} if name == "sgd" else {}
+    return OptimizerConfig(name=name, lr=RATES[0], weight_decay=0.2, options=options, overrides=OVERRIDES)  # type: ignore[arg-type]
 
 
 def options_of(name: str, parameter: torch.Tensor) -> tuple[float, float]:

@@ -7,12 +7,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from bytescale.attention import select_kernel
+from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import (
     CheckpointConfig,
@@ -92,13 +94,20 @@ def losses(run_dir: Path) -> list[float]:
 
 def interrupt(config: Config, *, after_step: int) -> None:
     """Train until the first rank dies without a word after a step, as by kill -9; checkpoints are written at once."""
-    config = replace(config, checkpoint=replace(config.checkpoint, background=False))
+    save = Checkpointer.save
+
+    def save_now(checkpoints: Checkpointer, *state: Any) -> None:
+        save(checkpoints, *state)
+        checkpoints._settle()
 
     def die_at(line: str) -> None:
         if line.startswith(f"{after_step}/"):
             os._exit(9)
 
-    with pytest.raises(AssertionError, match="rank 0: died without an answer"):
+    with (
+        mock.patch.object(Checkpointer, "save", save_now),
+        pytest.raises(AssertionError, match="rank 0: died without an answer"),
+    ):
         run_forked(config.parallel.ranks, lambda _: str(train(config, print_line=die_at)), kill_with_first=True)
 
 

@@ -1,4 +1,4 @@
-"""The denominator of MFU comes from the config or from a data sheet, or is unknown."""
+"""The denominator of MFU comes from a data sheet, or is unknown."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from bytescale.train.profiling.peak import datasheet_peak, known_peak
 CPU = torch.device("cpu")
 
 
-def test_a_configured_peak_is_taken_as_it_is() -> None:
-    assert known_peak(CPU, torch.float32, 0.5) == 0.5e12
-
-
 def test_nothing_is_measured_where_nobody_knows_the_peak() -> None:
-    assert known_peak(CPU, torch.float32, None) is None
+    assert known_peak(CPU, torch.float32) is None
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from rich.text import Text
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, typed_path, visible
-from bytescale.common.limits import limits
 from bytescale.common.parsing import read_input
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config.load import load_config
@@ -59,14 +58,12 @@ class TokenizeConfig(CorpusOptions):
 
     output: str
     """Prefix of the files: OUTPUT.bin, OUTPUT.idx, and OUTPUT.meta.json, which says how they were made."""
-    read_retries: int = field(default=3, metadata=limits(least=0))
-    """How many times a failing read is tried again, after 0.5, 1, 2, ... seconds."""
     overwrite: bool = False
     """Replace OUTPUT if it exists."""
 
     def run(self) -> int:
         """Return the exit code. Raises as ``write_as_pair``."""
-        console, data = Console(soft_wrap=True), replace(self.data_config(), read_retries=self.read_retries)
+        console, data = Console(soft_wrap=True), self.data_config()
         output = typed_path(self.output.removesuffix(".idx").removesuffix(".bin") + ".bin")
         idx_path = output.with_suffix(".idx")
         files = list_sources(data)

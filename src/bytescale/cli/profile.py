@@ -70,7 +70,6 @@ def run(arguments: Sequence[str]) -> int:
             main=main,
             modules=["bytescale.train.parts.describe", "bytescale.train.profiling.profiler"],
             again=lambda: again,
-            stop_seconds=10.0,
         )
         return 0
     profile_command(options)

@@ -7,7 +7,7 @@ two settings together are in ``config.validate``. Counts may be written as ``"8K
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from bytescale.common.limits import limits
 
@@ -104,8 +104,6 @@ class CorpusConfig:
     model that `--init` names, else `bytes`."""
     bpe_vocab_size: int = field(default=4096, metadata=limits(least=257, most=2**24))
     """Vocabulary of the tokenizer that `bpe` trains: the 256 bytes, the end of a document, and what is merged."""
-    eos_token: str | None = None
-    """Token of a tokenizer.json that ends a document; unset: what tokenizer_config.json says, or a usual one."""
     bos: Bos = "auto"
     """Whether documents of text, and prompts, begin with the tokenizer's bos_token. auto: where the tokenizer's own
     call puts it. A chat template writes it by itself."""
@@ -125,14 +123,8 @@ class DataConfig(CorpusConfig):
     the number of sequences in the GLOBAL batch that are trained on."""
     weights: tuple[float, ...] = ()
     """The share of tokens that each source gives: one number per source, 1 in all. Empty: all are one corpus."""
-    min_document_tokens: int = field(default=1, metadata=limits(least=1))
-    """Shorter documents are left out."""
-    max_document_tokens: int | None = None
-    """Longer documents are left out. Unset: no document is left out for its length (see over_length)."""
     max_corrupt_records: int = field(default=0, metadata=limits(least=0))
     """How many damaged records may be left out. One more stops the run."""
-    read_retries: int = field(default=3, metadata=limits(least=0))
-    """How many times a failing read is tried again, after 0.5, 1, 2, ... seconds."""
     context_length: int = field(default=8192, metadata=limits(least=1))
     """Longest sequence in tokens; see over_length."""
     over_length: Literal["split", "truncate", "drop"] = "split"
@@ -144,8 +136,6 @@ class DataConfig(CorpusConfig):
     shuffle_window_mib: int = field(default=256, metadata=limits(least=1))
     """MiB of text that are shuffled together. A larger corpus is shuffled in random parts of this size, one after the
     other, so training can start when the first part is tokenised."""
-    prefetch_steps: int = field(default=2, metadata=limits(least=1))
-    """Global batches that are read and planned ahead of the step that runs."""
     share_prefixes: bool = False
     """Compute what several sequences of a batch begin with once, where that saves time, with the same gradients. Every
     rank reads whole batches; cost.calibrate has no effect."""
@@ -157,8 +147,6 @@ class DataConfig(CorpusConfig):
     """ray only. Server actors per node."""
     ray_address: str = ""
     """ray only. host:port of a running Ray; empty: RAY_ADDRESS, and without it a Ray of its own on this machine."""
-    answer_seconds: float = field(default=120.0, metadata=limits(above=0))
-    """ray only. A server that takes longer to send tokens, including restarts, makes the run stop."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,8 +166,6 @@ class ParallelConfig:
     timeout_seconds: float | None = field(default=None, metadata=limits(above=0))
     """If a message takes longer than this, a rank counts as lost, and all ranks stop with a message. Unset: 120, or on
     GPUs 1800, since it counts from posting there, and a rank may post long before its peers come."""
-    stop_seconds: float = field(default=30.0, metadata=limits(above=0))
-    """How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died."""
     shard: Shard = "optimizer"
     """What is divided among ranks. optimizer: its states, among all HDP ranks. parameters: the weights and gradients of
     the layers, too, among the ranks of a domain, which gather a layer when it computes and run in lockstep; not with
@@ -190,11 +176,6 @@ class ParallelConfig:
     """How a domain that shares parameters computes mixtures of experts. gathered: as all else of a layer. parallel:
     every rank keeps whole experts, as many as the others, and tokens travel to the experts that the router has chosen
     and back; not with tp."""
-    gradient_bucket_mib: float = field(default=1.0, metadata=limits(least=0))
-    """MiB of gradients in one bucket. HDP ranks reduce gradients bucket by bucket while they compute, and gather
-    parameters in the same parts. Large models have larger buckets, because there are at most 64. 0: everything is
-    reduced and gathered once, between two steps. Results differ only by the order of sums, and checkpoints do not
-    differ."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -231,11 +212,6 @@ class PlannerConfig:
     """adaptive: ours; how many ranks share a sequence follows the cluster and the batch. paper: the paper's Algorithm 2
     as published. greedy: Algorithm 2, but each group goes to the ranks that are free first. naive: its Algorithm 1.
     static: a mesh of data and context parallelism, the baseline."""
-    grids: bool = True
-    """adaptive only. Ranks that share a sequence may form a grid, in which rows share queries and columns share keys,
-    where this is faster than a ring. false: all are rings, as in the paper."""
-    static_cp: int | None = field(default=None, metadata=limits(least=1))
-    """static only: context-parallel degree; unset: the smallest divisor of the ranks that holds the context."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,8 +231,9 @@ class OptimizerConfig:
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
     """muon: orthogonalised momentum for layers' matrices, AdamW for the rest, at AdamW's rates. sgd: with momentum."""
-    momentum: float = field(default=0.95, metadata=limits(least=0, most=0.9999))
-    """Decay of the momentum of Muon and SGD."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Numbers of the optimizer by its own names for them. adamw: betas = [0.9, 0.95] and eps = 1e-8. sgd: momentum =
+    0.95. muon: all three."""
     offload: bool = False
     """Master weights and states are in host memory and updated there: 12 bytes of it for each parameter with AdamW,
     over the number of ranks. Gradients go down and weights come up bucket by bucket. Not for muon."""
@@ -272,12 +249,6 @@ class OptimizerConfig:
     """Lowest learning rate over the peak. A constant schedule stays above it."""
     warmup_steps: int = field(default=10, metadata=limits(least=0))
     """Steps of linear warm-up."""
-    beta1: float = field(default=0.9, metadata=limits(least=0, most=0.999999))
-    """Decay of the first moment."""
-    beta2: float = field(default=0.95, metadata=limits(least=0, most=0.999999999))
-    """Decay of the second moment."""
-    eps: float = field(default=1e-8, metadata=limits(above=0))
-    """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Applied to matrices only, not to norms."""
     z_loss: float = field(default=0.0, metadata=limits(least=0))
@@ -313,20 +284,15 @@ class TrainerConfig:
 
 @dataclass(slots=True, kw_only=True)
 class LogConfig:
-    """What a run tells of itself: traces, trackers, plans."""
+    """What a run tells of itself: traces, trackers."""
 
     trace_steps: tuple[int, ...] = ()
     """Steps of which a trace is written to the run folder's traces/: what every rank did and when, beside what was
     predicted. Open it in https://ui.perfetto.dev."""
-    peak_tflops: float | None = None
-    """Peak TFLOP/s of one rank's device, for MFU. Unset: the data sheet's on a listed GPU in bf16; elsewhere the run
-    shows the FLOP/s that it reaches instead of MFU."""
-    tensorboard: bool = False
-    """Also write TensorBoard events to the run folder (extra `tensorboard`)."""
-    wandb: Literal["off", "online", "offline"] = "off"
-    """Also report to Weights & Biases (extra `wandb`); offline: into the run folder, for `wandb sync`. Its variables
-    WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME, WANDB_RUN_GROUP and WANDB_TAGS say where; without them the project is
-    bytescale and the name that of the run folder."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Who else gets the numbers of metrics.jsonl. tensorboard: events in the run folder (extra `tensorboard`). wandb:
+    Weights & Biases (extra `wandb`), whose own variables say where: WANDB_MODE=offline writes into the run folder, for
+    `wandb sync`; without WANDB_PROJECT and WANDB_NAME, the project is bytescale and the name that of the run folder."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -339,8 +305,6 @@ class CheckpointConfig:
     """Newest checkpoints that are kept."""
     keep_every: int = field(default=0, metadata=limits(least=0))
     """Checkpoints whose step is a multiple of this are kept for ever; 0: none are."""
-    background: bool = True
-    """Write while training goes on."""
     folder: str = ""
     """Where checkpoints are: a folder, or a URL (s3://BUCKET/NAME, or any that fsspec knows); empty: the run folder.
     Behind a URL they arrive while training goes on, and the run folder has copies."""

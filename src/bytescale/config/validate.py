@@ -10,7 +10,7 @@ from bytescale.common.labels import RESERVED_FIELDS
 from bytescale.common.limits import check_limits
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.description import ModelDescription, check_model, check_trained
-from bytescale.config.overrides import parse_override
+from bytescale.config.overrides import optimizer_options, parse_override
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, preset_shape, resolve_model
 from bytescale.config.schema import AUTO_CAPACITY, Config, CorpusConfig, DataConfig, ParallelConfig, TrainerConfig
 from bytescale.config.sharing import check_experts, sharing_domain
@@ -31,7 +31,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     if config.model.preset in PRESETS:
         _check_mesh(config.parallel, preset_shape(config.model))
     ranks, kind = hdp_ranks(config.parallel, num_ranks), kind_of_ranks(config.parallel)
-    data, parallel, planner = config.data, config.parallel, config.planner
+    data, parallel = config.data, config.parallel
     if not data.sources:
         raise ConfigError("data.sources is empty", so="there is nothing to train on", fix="name a folder, file or glob")
     # A capacity that memory decides, or activations that may leave it: known only when memory is.
@@ -54,12 +54,6 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     _check_weights(data)
     _check_prefixes(config, shape)
     check_batches(data)
-    if planner.static_cp is not None and ranks % planner.static_cp:
-        raise ConfigError(
-            f"planner.static_cp = {planner.static_cp} does not divide the {ranks} {kind}",
-            so="the DP x CP mesh would have a hole",
-            fix='use a divisor of the ranks, or planner.name = "adaptive", which needs none',
-        )
     _check_trace_steps(config.log.trace_steps, config.trainer)
     _check_trainer(config.trainer)
 
@@ -243,6 +237,7 @@ def _check_optimizer(config: Config) -> None:
         raise ConfigError("optimizer.name is muon, and optimizer.offload is true",
                           so="matrices are made orthogonal in the memory of the gradients, on the device",
                           fix="use adamw or sgd, or leave optimizer.offload out")  # fmt: skip
+    optimizer_options(config.optimizer)
     for override in config.optimizer.overrides:
         parse_override(override)
     if config.optimizer.name == "muon" and config.parallel.tp > 1:

@@ -69,7 +69,7 @@ def _refuse_foreign(data: DataConfig, folder: Path) -> None:
         what = "which trains a new one on the sources"
     else:
         tokens = own.tokens()
-        found = load_tokenizer(data.tokenizer, data.eos_token).tokens()
+        found = load_tokenizer(data.tokenizer).tokens()
         for number in sorted(tokens.keys() & found.keys()):
             if tokens[number] != found[number]:
                 what = f"in which id {number} is {found[number]!r} and not {tokens[number]!r}"
@@ -93,7 +93,7 @@ def _check_size(config: Config) -> None:
         source, num_ids = f"data.bpe_vocab_size = {data.bpe_vocab_size}", data.bpe_vocab_size
     else:
         source = f"tokenizer {data.tokenizer!r}"
-        num_ids = load_tokenizer(data.tokenizer, data.eos_token).vocab_size
+        num_ids = load_tokenizer(data.tokenizer).vocab_size
     check_ids(source, num_ids, resolve_model(model).vocab_size)
 
 
@@ -133,7 +133,7 @@ def _keep_tokenizer(kept: Path, name: str, data: DataConfig) -> None:
     from bytescale.hf.files.hf_folder import copy_companions
 
     path = typed_path(name)
-    tokenizer = load_tokenizer(name, data.eos_token)
+    tokenizer = load_tokenizer(name)
     if path.is_dir():
         copy_companions(path, kept)
     settings = tokenizer_settings(path if path.is_dir() else path.parent) if path.exists() else {}

@@ -40,6 +40,9 @@ FILES_BESIDE_SOCKETS = 256
 """Open files that a rank needs beside one socket for each other rank: libraries, the corpus, the run folder."""
 TIMEOUT_SECONDS = {"cpu": 120.0, "cuda": 1800.0}
 """How long a message may take. NCCL counts from posting, and a rank may post while its peers begin a long context."""
+STOP_SECONDS = 30.0
+"""How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died. Cluster
+managers kill what is left after as long (Kubernetes, Slurm)."""
 _LOOK_SECONDS = 0.2
 _NCCL_NUMBERS = (
     "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS",
@@ -249,7 +252,7 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
         world,
         shape,
         make_group,
-        overlapped=parallel.gradient_bucket_mib > 0 and domain == 1,
+        overlapped=domain == 1,
         nodes=nodes,
         domain=domain,
     )

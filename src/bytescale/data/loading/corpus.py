@@ -156,7 +156,7 @@ def plan_shards(config: DataConfig, progress: ProgressCallback = ignore_progress
 def list_sources(config: DataConfig) -> list[SourceFile]:
     """List the files of the corpus. Raises as ``expand_sources``, and for contents that do not fit."""
     check_content(config)
-    return with_retries(partial(expand_sources, config.sources, config.format, config.fields), config.read_retries)
+    return with_retries(partial(expand_sources, config.sources, config.format, config.fields))
 
 
 def check_vocabulary(corpus: CorpusMetadata, vocab_size: int) -> None:

@@ -14,8 +14,8 @@ from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config
 from bytescale.config.sharing import sharing_domain
 from bytescale.cost.assumed import ASSUMED, assumed_cost, times_of
-from bytescale.cost.calibration import Calibrator, lag_of
-from bytescale.cost.gradient_sync import round_seconds
+from bytescale.cost.calibration import Calibrator
+from bytescale.cost.gradient_sync import BUCKET_BYTES, round_seconds
 from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile, require_device, warn_of_bad_fits
@@ -113,7 +113,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, st
     optimizer = ShardedOptimizer.of_config(
         model.parameters, config.optimizer, ranks.mesh, more=model.more, units=model.units
     )
-    if config.parallel.gradient_bucket_mib and model.units is None:
+    if model.units is None:
         optimizer.zeros[0].overlap_with(model.layers)
     model.load(config, optimizer, ranks)
 
@@ -152,7 +152,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, st
         planner=planner,
         calibration=run_calibration(config, planner, ranks),
         step_times=planning.times,
-        peak_flops_per_second=known_peak(ranks.device, ranks.dtype, config.log.peak_tflops),
+        peak_flops_per_second=known_peak(ranks.device, ranks.dtype),
         stop=stop,
     )
 
@@ -198,7 +198,7 @@ def plan_of_run(
         gpus_per_node=ranks_per_node * mesh.tp,
         tp=mesh.tp,
         pp=mesh.pp,
-        gradient_bucket_mib=mesh.gradient_bucket_mib,
+        gradient_bucket_mib=BUCKET_BYTES / 2**20,
         optimizer_on_host=config.optimizer.offload,
     )
     times = StepTimes(profile=profile, devices=cluster, recompute=config.memory.checkpointing == "full")
@@ -229,5 +229,4 @@ def run_calibration(config: Config, planner: VerifiedPlanner, ranks: Ranks) -> R
         return None
     speeds = () if planner.cluster.is_uniform else tuple(planner.cluster.speeds.tolist())
     calibrator = Calibrator(first=planner.cost, first_speeds=speeds)
-    lag = lag_of(config.data.prefetch_steps)
-    return RunCalibration(CalibratedPlanner(planner, calibrator, lag), ranks.mesh)
+    return RunCalibration(CalibratedPlanner(planner, calibrator), ranks.mesh)

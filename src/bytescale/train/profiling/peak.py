@@ -32,14 +32,12 @@ def device_name(device: torch.device, dtype: torch.dtype) -> str:
     return f"{name}, {str(dtype).removeprefix('torch.')}"
 
 
-def known_peak(device: torch.device, dtype: torch.dtype, configured_tflops: float | None) -> float | None:
-    """Return the peak FLOP/s of one device: ``log.peak_tflops``, or the data sheet's for bf16 on a known GPU.
+def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the peak FLOP/s of one device: the data sheet's for bf16 on a known GPU.
 
-    None means that neither is known. It is not measured: other work on the cores makes it too low
+    None means that it is not known. It is not measured: other work on the cores makes it too low
     (docs/decisions/training.md).
     """
-    if configured_tflops is not None:
-        return configured_tflops * 1e12
     if device.type == "cuda" and dtype == torch.bfloat16:
         return datasheet_peak(torch.cuda.get_device_name(device))
     return None
