@@ -21,6 +21,7 @@ from bytescale.cli.main import COMMANDS
 from bytescale.cli.options import attribute_texts
 from bytescale.common.units import format_count
 from bytescale.config.architecture import PRESETS
+from bytescale.config.hugging_face import EXPERT_NAMES, NAMES
 from bytescale.config.schema import Config
 
 if TYPE_CHECKING:
@@ -164,7 +165,10 @@ def _summary(kind: type) -> str:
 
 def _presets() -> list[str]:
     shown = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "num_experts")
-    rows = ["| preset | " + " | ".join(f"`{name}`" for name in shown) + " |", "|---" * (len(shown) + 1) + "|"]
+    rows = [
+        "| preset | " + " | ".join(f"`{(NAMES | EXPERT_NAMES)[name]}`" for name in shown) + " |",
+        "|---" * (len(shown) + 1) + "|",
+    ]
     for name, shape in PRESETS.items():
         rows.append(f"| `{name}` | " + " | ".join(str(getattr(shape, field)) for field in shown) + " |")
     return rows

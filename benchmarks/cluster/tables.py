@@ -94,7 +94,7 @@ class Setting:
         return Network([Node(link=link, cpus=self.cpus, ranks=self.ranks_per_node)] * self.nodes)
 
     def model(self) -> list[str]:
-        return ["--model.preset", "tiny", "--model.num-layers", str(self.layers), "--model.vocab-size", "320"]
+        return ["--model.preset", "tiny", "--model.config", f"num_hidden_layers={self.layers}", "vocab_size=320"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,12 @@ from tests.helpers.forks import run_forked
 WORDS = ("the", "ring", "moves", "keys", "around", "and", "every", "rank", "waits", "for", "none", "of", "them")
 
 
+SHAPE = {
+    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}  # fmt: skip
+
+
 def write_corpus(folder: Path, num_documents: int = 60, seed: int = 0) -> Path:
     """Documents of a few to some hundred bytes, most of them short; learnable text."""
     random = np.random.default_rng(seed)
@@ -51,7 +57,7 @@ def write_corpus(folder: Path, num_documents: int = 60, seed: int = 0) -> Path:
 def small_run(corpus: Path, run_dir: Path, **trainer: object) -> Config:
     """Byte tokenizer, context 256 on ranks of 128 tokens at least (256 for one rank)."""
     config = Config(
-        model=ModelConfig(preset="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=48),
+        model=ModelConfig(preset="tiny", config=SHAPE),
         data=DataConfig(
             sources=(str(corpus),), context_length=256, batch_tokens=640, cache_dir=str(corpus.parent / "cache")
         ),
@@ -62,6 +68,11 @@ def small_run(corpus: Path, run_dir: Path, **trainer: object) -> Config:
         checkpoint=CheckpointConfig(every=3, keep=2),
     )
     return with_trainer(config, **trainer)
+
+
+def with_shape(config: Config, **fields: object) -> Config:
+    """The config with other fields of the model's config.json."""
+    return replace(config, model=replace(config.model, config={**config.model.config, **fields}))
 
 
 def on_ranks(config: Config, num_ranks: int, capacity_tokens: int = 256) -> Config:

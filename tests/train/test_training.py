@@ -15,7 +15,17 @@ from bytescale.config.schema import PlannerConfig
 from bytescale.train.loop.trainer import train
 from bytescale.train.reporting.metrics import NonFiniteError
 from tests.helpers.effort import one_of
-from tests.train.runs import interrupt, losses, metrics, on_ranks, run, small_run, with_trainer, write_corpus
+from tests.train.runs import (
+    interrupt,
+    losses,
+    metrics,
+    on_ranks,
+    run,
+    small_run,
+    with_shape,
+    with_trainer,
+    write_corpus,
+)
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
 
@@ -129,7 +139,7 @@ def test_a_run_folder_is_never_written_over(corpus: Path, tmp_path: Path) -> Non
 def test_a_checkpoint_of_another_model_is_refused(corpus: Path, tmp_path: Path) -> None:
     config = small_run(corpus, tmp_path / "run", steps=1)
     run(config)
-    other = replace(with_trainer(config, resume=True, steps=2), model=replace(config.model, num_layers=3))
+    other = with_shape(with_trainer(config, resume=True, steps=2), num_hidden_layers=3)
     with pytest.raises(CheckpointError, match=r"another model \(num_hidden_layers 2 there, 3 here\)"):
         train(other, print_line=lambda line: None)
 

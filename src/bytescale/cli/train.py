@@ -17,10 +17,9 @@ from typing import ClassVar
 from bytescale.cli.options import Settings, leading_path, read
 from bytescale.common.environment import ranks_of_torchrun, use_expandable_segments
 from bytescale.common.errors import ConfigError, typed_path
-from bytescale.config.description import shape_settings
 from bytescale.config.load import config_to_toml
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model, source_folder
-from bytescale.config.schema import Config, ModelConfig
+from bytescale.config.schema import Config
 from bytescale.config.validate import hdp_ranks, may_offload, validate
 from bytescale.train.origin import with_its_tokenizer, with_kept_tokenizer
 from bytescale.train.stop import StopRequest, said_when_stopped
@@ -173,16 +172,7 @@ def _started_from(init: str | None, config: Config) -> Config:
         raise ConfigError(
             f"--init {init} is given, but trainer.init is {config.trainer.init}", fix="leave one of them out"
         )
-    if void := shape_settings(config.model):
-        raise ConfigError(
-            f"model.{void[0]} = {getattr(config.model, void[0])} is set, and --init {init} brings its own shape",
-            so="the setting would have no effect",
-            fix=f"leave it out (`bytescale init FILE.toml --from {init}` writes a config for that model); to change "
-            f"the shape, write model.preset = {init!r} beside it and trainer.init = {init!r} in the place of --init",
-        )
-    kept = ("lora_rank", "lora_alpha", "lora_targets", "freeze", "router_aux_loss_weight")
-    model = ModelConfig(preset=init, **{name: getattr(config.model, name) for name in kept})
-    return replace(config, model=model, trainer=replace(config.trainer, init=init))
+    return replace(config, model=replace(config.model, preset=init), trainer=replace(config.trainer, init=init))
 
 
 def _from_checkpoint(config: Config, run: Path) -> Config:
@@ -289,9 +279,17 @@ def _check_initial_weights(config: Config) -> None:
         place = source.removeprefix(CHECKPOINT_PREFIX)
         check_same_model(place, CheckpointReader(place).state.architecture, shape.as_dict())
     elif source.startswith(HF_PREFIX):
-        from bytescale.hf.files.folder import check_sizes
+        from bytescale.hf.files.folder import check_sizes, parameters_of
 
         check_sizes(source_folder(source), shape.content)
+        own = resolve_model(replace(config.model, config={})).content if config.model.config else shape.content
+        there, here = ({name: p.shape for name, p in parameters_of(one).items()} for one in (own, shape.content))
+        if changed := sorted(name for name, _ in there.items() ^ here.items()):
+            raise ConfigError(
+                f"model.config gives the model other weights than {source} has, such as {changed[0]}",
+                so="they could not be read",
+                fix="leave it out, or change what has no weights, such as rope_theta",
+            )
     if config.model.lora_rank or config.model.freeze:
         from bytescale.hf.files.folder import empty_model, train_a_part
 

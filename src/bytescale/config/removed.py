@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from bytescale.common.errors import ConfigError
+from bytescale.config.hugging_face import EXPERT_NAMES, NAMES
 
 _FILTER = "leave it out, and leave such documents out of the sources"
 _ENVIRONMENT = "leave it out, and set the variable {} of Weights & Biases"
+_ROPE = ("rope_scaling", "rope_scaling_factor", "rope_original_context")
+_FIELDS = NAMES | EXPERT_NAMES | dict.fromkeys(_ROPE, "rope_scaling")
 REMOVED: dict[str, tuple[str, object]] = {
+    "architecture.rope_original_context": ("take the profile again", 8192),
+    "architecture.rope_scaling": ("take the profile again", "none"),
+    "architecture.rope_scaling_factor": ("take the profile again", 1.0),
     "checkpoint.background": ("leave it out: checkpoints are written while training goes on", True),
     "data.answer_seconds": ('leave it out: a server of data.loader = "ray" has 120 s to answer', 120.0),
     "data.eos_token": ('name it in the tokenizer_config.json beside tokenizer.json: {"eos_token": ...}', None),
@@ -27,6 +33,10 @@ REMOVED: dict[str, tuple[str, object]] = {
     "log.wandb_project": (_ENVIRONMENT.format("WANDB_PROJECT"), None),
     "log.wandb_tags": (_ENVIRONMENT.format("WANDB_TAGS"), []),
     "memory.head_groups": ("leave it out: attention is computed of all heads at once", None),
+    **{
+        f"model.{ours}": (f"write model.config = {{{theirs} = ...}}: the field of config.json", None)
+        for ours, theirs in _FIELDS.items()
+    },
     "optimizer.beta1": ("write optimizer.options = {betas = [BETA1, BETA2]}", 0.9),
     "optimizer.beta2": ("write optimizer.options = {betas = [BETA1, BETA2]}", 0.95),
     "optimizer.decay_share": ("leave it out: with wsd the rate falls over the last 0.2 of the steps", 0.2),

@@ -22,44 +22,16 @@ PlannerName = Literal["adaptive", "paper", "greedy", "naive", "static"]
 
 @dataclass(slots=True, kw_only=True)
 class ModelConfig:
-    """What is trained. A preset gives every number; any number set here replaces the preset's."""
+    """What is trained: a decoder of transformers."""
 
     preset: str = "tiny"
     """tiny, 160m, 1b, 7b, 13b, 30b, 70b (Llama shapes; 7b to 70b are the paper's), tiny-moe, mixtral-8x7b,
     mixtral-8x22b (top-2 of 8 experts), hf:FOLDER or checkpoint:FOLDER, the shape of the model in that folder.
     hf:OWNER/NAME: a model of the Hub."""
-    vocab_size: int | None = None
-    """Tokens in the vocabulary; unset: the tokenizer's, rounded up to a multiple of 64."""
-    num_layers: int | None = None
-    """Transformer layers."""
-    hidden_size: int | None = None
-    """Width of the residual stream."""
-    num_heads: int | None = None
-    """Query heads; must divide hidden_size unless head_dim is set."""
-    num_kv_heads: int | None = None
-    """Key and value heads (GQA); must divide num_heads."""
-    head_dim: int | None = None
-    """Width of one head; unset: hidden_size / num_heads."""
-    ffn_hidden_size: int | None = None
-    """Width of the SwiGLU feed-forward layer."""
-    rope_theta: float | None = None
-    """Base of the rotary position embedding; raise it for longer contexts."""
-    rope_scaling: Literal["none", "linear", "llama3"] | None = None
-    """How rotary frequencies are stretched beyond the context the model was first trained on."""
-    rope_scaling_factor: float | None = None
-    """By how much they are stretched."""
-    rope_original_context: int | None = None
-    """llama3 scaling: context length before stretching."""
-    norm_eps: float | None = None
-    """Epsilon of RMSNorm."""
-    tie_embeddings: bool | None = None
-    """Use the embedding matrix as the output head."""
-    init_std: float | None = None
-    """Standard deviation of the initial weights."""
-    num_experts: int | None = None
-    """Feed-forward blocks (experts) in every layer; 0: one, a dense model."""
-    experts_per_token: int | None = None
-    """Experts that each token runs through."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's config.json that get other values, by their names there: num_hidden_layers = 16,
+    rope_theta = 1e6. Of the model in a folder, those with which its weights still fit. A preset has the vocabulary of
+    the tokenizer, rounded up to a multiple of 64, unless vocab_size is here."""
     router_aux_loss_weight: float | None = None
     """Weight of the loss that keeps experts evenly used, counted over the global batch; 0: off. Unset: 0.02 for
     presets, 0 for models of folders."""

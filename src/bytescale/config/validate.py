@@ -26,7 +26,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     check_limits(config)
     shape = resolve_model(config.model)
     check_trained(config, shape)
-    check_model(config, shape)
+    check_model(shape)
     check_ranks(config.parallel, config.parallel.ranks if num_ranks is None else num_ranks)
     if config.model.preset in PRESETS:
         _check_mesh(config.parallel, preset_shape(config.model))
@@ -97,7 +97,7 @@ def _check_mesh(parallel: ParallelConfig, shape: Architecture) -> None:
         raise ConfigError(
             'parallel.experts is "parallel", and the model has no experts',
             so="no token could travel to another rank's",
-            fix="take a mixture of experts (model.num_experts), or leave parallel.experts out",
+            fix="take a mixture of experts, or leave parallel.experts out",
         )
     if pp > shape.num_layers:
         raise ConfigError(
@@ -105,17 +105,17 @@ def _check_mesh(parallel: ParallelConfig, shape: Architecture) -> None:
             so="a stage would have no layer",
             fix=f"use at most {shape.num_layers} stages",
         )
-    for name, value in (("num_heads", shape.num_heads), ("ffn_hidden_size", shape.ffn_hidden_size)):
+    for name, value in (("num_attention_heads", shape.num_heads), ("intermediate_size", shape.ffn_hidden_size)):
         if value % tp:
             raise ConfigError(
-                f"model.{name} = {value} is no multiple of parallel.tp = {tp}",
+                f"the model's {name} = {value} is no multiple of parallel.tp = {tp}",
                 so="the ranks could not take equal parts",
                 fix=f"use a degree that divides {value}",
             )
     heads = shape.num_kv_heads
     if heads % tp and tp % heads:
         raise ConfigError(
-            f"neither of parallel.tp = {tp} and model.num_kv_heads = {heads} divides the other",
+            f"neither of parallel.tp = {tp} and the model's num_key_value_heads = {heads} divides the other",
             so="key and value heads could be neither shared out nor repeated evenly",
             fix=f"use a divisor or a multiple of {heads}",
         )

@@ -87,7 +87,7 @@ def _refuse_foreign(data: DataConfig, folder: Path) -> None:
 def _check_size(config: Config) -> None:
     """Raise ``ConfigError`` if the tokenizer has more ids than the model, where the model's are known before."""
     data, model = config.data, config.model
-    if model.vocab_size is None and not model.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX)):
+    if "vocab_size" not in model.config and not model.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX)):
         return  # it follows the tokenizer
     if data.tokenizer == "bpe":
         source, num_ids = f"data.bpe_vocab_size = {data.bpe_vocab_size}", data.bpe_vocab_size
