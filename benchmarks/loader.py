@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -124,7 +125,7 @@ def bytes_read(folder: Path) -> None:
     write_corpus(folder / "corpus", 24 * MIB, _CONTEXT)
     print("way     first step   bytes a rank and step   CPU a rank and step   private memory a rank (beyond imports)")
     for way in ("spmd", "local", "ray"):
-        with ray_cluster("", 8) as address, tempfile.TemporaryDirectory() as told:
+        with ray_cluster(8) as address, tempfile.TemporaryDirectory() as told:
             arguments = [sys.executable, __file__, "one-rank", "--folder", str(folder), "--told", told, "--way", way]
             environment = {**os.environ, "RAY_ADDRESS": address}
             ranks = [
@@ -217,12 +218,12 @@ def start(folder: Path) -> None:
             cache_dir=str(folder / f"cache-{tokenizer}-{window_mib}"),
         )
         seconds = []
-        with ray_cluster("", 2) as address:
+        with ray_cluster(2) as address, mock.patch.dict(os.environ, RAY_ADDRESS=address):
             for _ in ("first", "second"):
                 started = time.perf_counter()
                 with (
                     tempfile.TemporaryDirectory() as told,
-                    opened_loader(replace(config, ray_address=address), reader_of(0, 1, Path(told))) as loader,
+                    opened_loader(config, reader_of(0, 1, Path(told))) as loader,
                     loader.open(planner_for(1, 131072), 1) as taken,
                 ):
                     next(taken)

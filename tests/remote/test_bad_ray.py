@@ -55,7 +55,7 @@ def test_a_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", refuse)
     with (
         pytest.raises(LoaderFailure, match=r"Ray did not start \(timed out .* the GCS\).*less busy"),
-        ray_cluster.ray_cluster("", 2),
+        ray_cluster.ray_cluster(2),
     ):
         pass
 

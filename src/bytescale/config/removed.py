@@ -19,6 +19,7 @@ REMOVED: dict[str, tuple[str, object]] = {
     "data.max_document_tokens": (_FILTER, None),
     "data.min_document_tokens": (_FILTER, 1),
     "data.prefetch_steps": ("leave it out: 2 steps are read ahead", 2),
+    "data.ray_address": ("set the environment variable RAY_ADDRESS", ""),
     "data.read_retries": ("leave it out: a failing read is tried again 4 times", 3),
     "data.verify": ('leave it out: data is checked when it is read ("bytescale data audit" checks a run)', None),
     "kernels.compile": ("leave it out: nothing is compiled (on CPUs it gained nothing)", False),

@@ -117,8 +117,6 @@ class DataConfig(CorpusConfig):
     """local: every rank reads its slices for itself; ray: servers tokenise, and ranks fetch their slices from them."""
     servers: int = field(default=2, metadata=limits(least=1))
     """ray only. Server actors per node."""
-    ray_address: str = ""
-    """ray only. host:port of a running Ray; empty: RAY_ADDRESS, and without it a Ray of its own on this machine."""
 
 
 @dataclass(slots=True, kw_only=True)

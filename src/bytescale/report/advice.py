@@ -48,8 +48,7 @@ def data_comes_late(run: RunRecord) -> Advice | None:
         return Advice(
             share,
             f"{figure} Planning a batch takes {format_seconds(planning)}, a step {format_seconds(seconds)}.",
-            'Let one planner plan for all ranks (`data.loader = "ray"`), or use `planner.name = "greedy"`, '
-            "which plans faster.",
+            'Use `planner.name = "greedy"`, which plans faster.',
         )
     return Advice(
         share,
