@@ -163,7 +163,7 @@ def cases() -> list[tuple[str, ...]]:
         ("checkpoint", "list", "nothing"),
         ("checkpoint", "upload", "run", "nope://x"),
         ("checkpoint", "upload", f"run/checkpoints/{STEP}", "nope://x"),
-        ("simulate", "c.toml", "--trace", "trace.json", "--trace-ranks", "-1"),
+        ("simulate", "c.toml", "--trace", "nothing/trace.json"),
         *([(*DRAWN, "--png", "picture.nope")] if REST else []),
         ("convert", f"run/checkpoints/{STEP}", "converted", "--base", "no-type"),
         ("report", "nothing"),

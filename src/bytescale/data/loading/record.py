@@ -23,7 +23,7 @@ from bytescale.common.parsing import parse_json, read_text
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus
 from bytescale.data.loading.loader import StepData
-from bytescale.data.order.batches import BatchSampler, SamplerState
+from bytescale.data.order.batches import BatchSampler
 
 _NO_SEGMENTS = np.zeros((0, 4), dtype=np.int64)
 
@@ -113,8 +113,6 @@ class RecordCheck:
     num_steps: int
     num_tokens: int
     num_attempts: int
-    state: SamplerState
-    """Where the step after the last one starts."""
 
 
 def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfig) -> RecordCheck:
@@ -142,7 +140,7 @@ def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfi
                 raise _wrong(step, f"tokens {starts[number]} to {stops[number]} of a sample of {document} differ")
         num_tokens += batch.num_tokens
     attempts = len(list(folder.glob("attempt-*")))
-    return RecordCheck(num_steps=num_steps, num_tokens=num_tokens, num_attempts=attempts, state=sampler.state_dict())
+    return RecordCheck(num_steps=num_steps, num_tokens=num_tokens, num_attempts=attempts)
 
 
 def _coverage(names: IntArray, starts: IntArray, stops: IntArray) -> dict[tuple[int, int], int]:

@@ -79,7 +79,8 @@ def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, 
     stop = job.stop
     traces = StepTraces(job, run, log.write)
     evaluation = Evaluation.of(job)
-    with job.open_steps() as steps:
+    planner = job.planner if job.calibration is None else job.calibration.planner
+    with job.loader.open(planner, stop_step=job.config.trainer.steps) as steps:
         for data in steps:
             step = data.step + 1  # batches count from 0, people from 1
             log.introduce(job, data)

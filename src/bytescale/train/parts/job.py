@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from bytescale.attention.flash import AttentionChoice
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
 from bytescale.config.description import ModelDescription
@@ -21,7 +22,7 @@ from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile, require_device, warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.loading.corpus import check_vocabulary
-from bytescale.data.loading.loader import Loader, PrefetchedSteps, StepData
+from bytescale.data.loading.loader import Loader, StepData
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.executor import Executor
@@ -33,7 +34,6 @@ from bytescale.train.parts.budget import MemoryBudget, kind_of, memory_budget, r
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices, RankDevice
 from bytescale.train.parts.rank_model import build_rank_model
-from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.profiling.peak import known_peak
 from bytescale.train.ranks import Ranks
 from bytescale.train.stop import StopRequest
@@ -52,7 +52,7 @@ class Job:
     executor: Executor
     """Runs plans on this rank's part of the model."""
     optimizer: ShardedOptimizer
-    kernels: Kernels
+    kernels: AttentionChoice
     memory: MemoryBudget
     planner: VerifiedPlanner
     """With the costs that the run began with."""
@@ -69,11 +69,6 @@ class Job:
         if self.spec.windows:
             squares = self.spec.squares_of(data.plan.lengths)
         return self.spec.training_flops(num_tokens=data.summary.num_tokens, sum_of_squares=squares)
-
-    def open_steps(self) -> PrefetchedSteps:
-        """This rank's view of the batches, from the loader's current position on."""
-        planner = self.planner if self.calibration is None else self.calibration.planner
-        return self.loader.open(planner, stop_step=self.config.trainer.steps)
 
     def state_after(self, step: int, data: StepData, best: dict[str, float]) -> RunState:
         """The state of the run that a checkpoint after this step stores, with the ``best`` evaluation so far."""
@@ -95,7 +90,7 @@ class Job:
         return step == self.config.trainer.steps or (every > 0 and step % every == 0)
 
 
-def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, stop: StopRequest) -> Job:
+def build_job(config: Config, ranks: Ranks, kernels: AttentionChoice, loader: Loader, stop: StopRequest) -> Job:
     """Build the parts in the order in which they depend on each other. Kernels and data exist already."""
     architecture = resolve_model(config.model, tokenizer_vocab_size=loader.metadata.vocab_size)
     check_vocabulary(loader.metadata, architecture.vocab_size)
@@ -104,7 +99,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, st
     model = build_rank_model(
         config,
         architecture,
-        kernels.choice.kernel,
+        kernels.kernel,
         device=ranks.device,
         dtype=ranks.dtype,
         smallest=ranks.smallest_of_stage,
@@ -141,7 +136,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, st
         loader=loader,
         executor=Executor(
             part=model.decoder(optimizer, ranks.mesh),
-            kernel=kernels.choice.kernel,
+            kernel=kernels.kernel,
             mesh=ranks.mesh,
             z_loss=config.optimizer.z_loss,
             units=model.units,

@@ -38,12 +38,7 @@ def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
     None means that it is not known. It is not measured: other work on the cores makes it too low
     (docs/decisions/training.md).
     """
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        return datasheet_peak(torch.cuda.get_device_name(device))
-    return None
-
-
-def datasheet_peak(gpu_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU, given the name that CUDA reports. None if the name is not listed."""
-    tflops = _DATASHEET_BF16_TFLOPS.get(gpu_name)
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    tflops = _DATASHEET_BF16_TFLOPS.get(torch.cuda.get_device_name(device))
     return None if tflops is None else tflops * 1e12
