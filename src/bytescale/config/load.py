@@ -101,9 +101,9 @@ def _value(hint: Any, value: Any, where: str, name: str) -> Any:
             raise ConfigError(f"{where}: {name} = {value!r} is not one of {', '.join(options)}", fix=hint_text)
         return value
     if origin is dict:
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) and value != []:  # an empty list: a table that was one in older runs
             raise ConfigError(f"{where}: {name} = {value!r} is not a table", fix=f"write [{name}], or {{name = value}}")
-        return value
+        return dict(value)
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list):

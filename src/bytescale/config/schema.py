@@ -207,8 +207,8 @@ class OptimizerConfig:
     offload: bool = False
     """Master weights and states are in host memory and updated there: 12 bytes of it for each parameter with AdamW,
     over the number of ranks. Gradients go down and weights come up bucket by bucket. Not for muon."""
-    overrides: tuple[str, ...] = ()
-    """Options of parameters by patterns of their names, such as "*.embed_tokens.*: lr_ratio=0.1, weight_decay=0".
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Options of parameters by patterns of their names: {"*.embed_tokens.*" = {lr_ratio = 0.1, weight_decay = 0}}.
     lr_ratio multiplies the learning rate. Later ones win."""
     lr: float = field(default=3e-4, metadata=limits(above=0))
     """Peak learning rate."""

@@ -10,7 +10,7 @@ from bytescale.common.labels import RESERVED_FIELDS
 from bytescale.common.limits import check_limits
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.description import ModelDescription, check_model, check_trained
-from bytescale.config.overrides import optimizer_options, parse_override
+from bytescale.config.overrides import check_overrides, optimizer_options
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, preset_shape, resolve_model
 from bytescale.config.schema import AUTO_CAPACITY, Config, CorpusConfig, DataConfig, ParallelConfig, TrainerConfig
 from bytescale.config.sharing import check_experts, sharing_domain
@@ -238,8 +238,7 @@ def _check_optimizer(config: Config) -> None:
                           so="matrices are made orthogonal in the memory of the gradients, on the device",
                           fix="use adamw or sgd, or leave optimizer.offload out")  # fmt: skip
     optimizer_options(config.optimizer)
-    for override in config.optimizer.overrides:
-        parse_override(override)
+    check_overrides(config.optimizer.overrides)
     if config.optimizer.name == "muon" and config.parallel.tp > 1:
         raise ConfigError(
             f"optimizer.name is muon, and parallel.tp is {config.parallel.tp}",

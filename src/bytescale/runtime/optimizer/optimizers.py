@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bytescale.common.errors import ConfigError
-from bytescale.config.overrides import optimizer_options, parse_override
+from bytescale.config.overrides import optimizer_options
 from bytescale.config.schema import OptimizerConfig
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.optimizer.flat import FlatParameters
@@ -57,8 +57,8 @@ def _checked_overrides(
 ) -> list[tuple[str, dict[str, float]]]:
     """Patterns with the options of a group of parameters, in the order in which they are applied."""
     found = []
-    for text in config.overrides:
-        pattern, numbers = parse_override(text)
+    for pattern, given in config.overrides.items():
+        numbers = dict(given)
         matches = any(fnmatchcase(name, pattern) for name in names)
         if not group.max_of([float(matches)])[0]:
             raise ConfigError(
