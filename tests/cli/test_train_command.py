@@ -197,7 +197,10 @@ def test_a_setting_that_is_gone_says_what_to_write(tmp_path: Path, capsys: pytes
     path.write_text("[model]\nnum_layers = 3\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"write model.config = \{num_hidden_layers = ...\}"):
         load_config(path)
-    path.write_text("[optimizer]\ndecay_share = 0.2\noverrides = []\n[log]\nsave_plans = true\n", encoding="utf-8")
+    path.write_text(
+        "[optimizer]\ndecay_share = 0.2\noverrides = []\n[data]\nchat_template_kwargs = ''\n[log]\nsave_plans = true\n",
+        encoding="utf-8",
+    )
     assert load_config(path) == Config()
     known = {f"{section.name}.{own.name}" for section in fields(Config) for own in fields(section.default_factory)}  # type: ignore[arg-type]
     assert not known & REMOVED.keys()
@@ -212,6 +215,10 @@ def test_a_table_stands_in_a_file_or_as_pairs(tmp_path: Path) -> None:
     assert (config.optimizer.options, config.model.config) == ({"betas": [0.9, 0.99]}, {"hidden_size": 64})
     again.write_text(config_to_toml(config), encoding="utf-8")
     assert load_config(again) == config
+    for wrong in ("2", "{day = 2026-11-27}", "{eps = nan}"):
+        again.write_text(f"[optimizer]\noptions = {wrong}\n", encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"optimizer\.options"):
+            load_config(again)
     pairs = [
         "--optimizer.options",
         "eps=1e-6",

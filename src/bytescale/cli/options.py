@@ -234,6 +234,7 @@ def _table(texts: list[str]) -> dict[str, Any]:
         with suppress(ValueError):
             value = parse_json(value)
         found[name] = value
+    json.dumps(found, allow_nan=False)  # raises ``ValueError``
     return found
 
 

@@ -101,8 +101,12 @@ def _value(hint: Any, value: Any, where: str, name: str) -> Any:
             raise ConfigError(f"{where}: {name} = {value!r} is not one of {', '.join(options)}", fix=hint_text)
         return value
     if origin is dict:
-        if not isinstance(value, dict) and value != []:  # an empty list: a table that was one in older runs
+        if not isinstance(value, dict) and value not in ([], ""):  # as older runs wrote what is a table now
             raise ConfigError(f"{where}: {name} = {value!r} is not a table", fix=f"write [{name}], or {{name = value}}")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:  # a date, or no number
+            raise ConfigError(f"{where}: {name} holds what JSON cannot ({error})", fix="mend its values") from error
         return dict(value)
     if origin is tuple:
         items = [value] if isinstance(value, str) else value

@@ -61,8 +61,8 @@ class CorpusConfig:
     completion is. tokens: `tokens` or `input_ids`, with `labels` and `weights` if there are any (docs/data.md)."""
     chat_template: str = ""
     """messages only. A file with the chat template; empty: the tokenizer's own."""
-    chat_template_kwargs: str = ""
-    """messages only. What chat templates are told, as JSON: '{"enable_thinking": false}'. A record may have its own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """messages only. What chat templates are told: {enable_thinking = false}. A record may have its own."""
     chat_template_date: str = "2024-07-26"
     """messages only. The day that chat templates are told if they ask for today (strftime_now), as YYYY-MM-DD."""
     train_empty_thoughts: bool = True
