@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import resource
+import signal
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.config.schema import Config, ParallelConfig
+from bytescale.runtime.group import RankGroup
 from bytescale.train import ranks
 from bytescale.train.ranks import FILES_BESIDE_SOCKETS, group_options, leave_early, open_ranks, prepare_gloo
 from tests.helpers.forks import run_forked
@@ -108,6 +113,30 @@ def test_ranks_close_their_groups_together() -> None:
         assert min(closed) > max(ready)
 
 
+def test_a_first_message_to_a_stopped_rank_keeps_the_time_limit() -> None:
+    """Connected at their first message, ranks 0 and 2, which do not meet before, would take five times the limit."""
+    first = multiprocessing.Value("i", 0)
+    config = replace(Config(), parallel=ParallelConfig(timeout_seconds=2.0))
+
+    def one_rank(rank: int) -> float:
+        seconds = 0.0
+        with contextlib.suppress(RuntimeError, RankFailure), open_ranks(config) as opened:
+            if rank == 0:
+                first.value = os.getpid()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif rank == 2:
+                while not first.value or "T (stopped)" not in Path(f"/proc/{first.value}/status").read_text():
+                    time.sleep(0.01)
+                began = time.monotonic()
+                with pytest.raises(RuntimeError, match=r"[Tt]ime"):
+                    dist.recv(torch.empty(4), 0, group=opened.world.group)
+                seconds = time.monotonic() - began
+                os.kill(first.value, signal.SIGCONT)
+        return seconds
+
+    assert 1.9 < run_forked(4, one_rank, timeout_seconds=60.0)[2] < 6.0
+
+
 @pytest.mark.parametrize("lazy", ["0", "1"])
 def test_ranks_that_do_not_meet_have_no_socket(lazy: str) -> None:
     """Ten ranks, a ring and a sum: each knows its neighbours, and not all nine others in both of two groups."""
@@ -138,3 +167,26 @@ def test_ranks_that_do_not_meet_have_no_socket(lazy: str) -> None:
 
     most = max(run_forked(10, one_rank))
     assert (most < 18) == (lazy == "1"), most
+
+
+def test_a_part_of_a_subset_does_not_split_the_communicator_of_all_ranks() -> None:
+    """NCCL's split is a call of all of WORLD's ranks, and those outside of the subset do not come."""
+
+    def one_rank(rank: int) -> list[object]:
+        dist.init_process_group("gloo")
+        world = dist.group.WORLD
+        assert world is not None
+        subset = dist.new_group([rank], use_local_synchronization=True)
+        world.bound_device_id = torch.device("cuda:0")  # as of init_process_group(device_id=...)
+        seen = []
+        with patch.object(dist, "new_group", lambda members, **_: seen.append((members, world.bound_device_id))):
+            RankGroup(subset).make_part("part", [0])
+            seen.append(world.bound_device_id)
+            RankGroup(world).make_part("part", [0, 1])
+        world.bound_device_id = None
+        dist.destroy_process_group()
+        return seen
+
+    device = torch.device("cuda:0")
+    for rank, seen in enumerate(run_forked(2, one_rank)):
+        assert seen == [([rank], None), device, ([0, 1], device)]

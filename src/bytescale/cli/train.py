@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 from bytescale.cli.options import Settings, leading_path, read
-from bytescale.common.environment import ranks_of_torchrun, use_expandable_segments
+from bytescale.common.environment import prepare_gpu, ranks_of_torchrun
 from bytescale.common.errors import ConfigError, RankFailure, RanksRefused, typed_path
 from bytescale.config.load import config_to_toml
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model, source_folder
@@ -64,7 +64,7 @@ def start_training(options: TrainOptions) -> None:
 
 
 def _start_training(options: TrainOptions) -> None:
-    use_expandable_segments()  # has to come before torch is imported; the ranks started from here inherit it
+    prepare_gpu(deterministic=options.config.kernels.deterministic)  # the ranks started from here inherit it
     if os.environ.get("RANK", "0") != "0":
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of, the first rank's says for all
     config = options.config

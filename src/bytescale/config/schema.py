@@ -172,6 +172,8 @@ class KernelsConfig:
     attention: Literal["auto", "flash", "fa3", "fa4", "math"] = "auto"
     """auto: the fastest flash implementation that works here; flash: PyTorch's own; fa3, fa4: FlashAttention 3 (Hopper)
     or 4 (Hopper, Blackwell), packages of their own; math: the slow reference written out in matrix products."""
+    deterministic: bool = False
+    """Two runs of one plan are equal to the last bit on GPUs, too: slower, and an error where an operation cannot."""
 
 
 @dataclass(slots=True, kw_only=True)

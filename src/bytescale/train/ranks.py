@@ -38,6 +38,8 @@ LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
 """Environment variable with the launcher's process id. The launcher may end before its ranks have imported torch."""
 FILES_BESIDE_SOCKETS = 256
 """Open files that a rank needs beside one socket for each other rank: libraries, the corpus, the run folder."""
+CONNECTED_AT_ONCE = 32
+"""Ranks up to which a gloo group connects all of them when it is made: some six groups of 31 sockets each."""
 TIMEOUT_SECONDS = {"cpu": 120.0, "cuda": 1800.0}
 """How long a message may take. NCCL counts from posting, and a rank may post while its peers begin a long context."""
 STOP_SECONDS = 30.0
@@ -212,9 +214,11 @@ def prepare_gloo(num_ranks: int) -> None:
 
     By default, gloo connects every rank to every other one when a group is made, so 1000 ranks exceed the usual limit
     of 1024 open files. With lazy initialisation (since torch 2.8), it connects two ranks at their first message. Then
-    only the first rank, to which checkpoints are announced, has a socket for each of the others.
+    only the first rank, to which checkpoints are announced, has a socket for each of the others; but a first message to
+    a rank that is stopped takes up to five times the time limit, so a few ranks connect at once.
     """
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if num_ranks > CONNECTED_AT_ONCE:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     needed = num_ranks + FILES_BESIDE_SOCKETS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

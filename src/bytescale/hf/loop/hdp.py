@@ -381,6 +381,7 @@ def _mesh_of(
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     world = RankGroup(None if group is None or group.size() == 1 else group, device=next(model.parameters()).device)
+    world.agree("tp, shard, domain or experts of HDP", digest_of(tp, shard, domain or 0, experts))
     if tp < 1 or world.size % tp:
         raise ConfigError(f"tp is {tp}, and there are {world.size} ranks", fix="give a tp that divides their number")
     for what, is_asked in (("equal_counts = True", equal_counts), ('experts = "parallel"', experts == "parallel")):

@@ -30,5 +30,10 @@ def open_kernels(
     shape, tp = resolve_model(config.model), config.parallel.tp
     query_heads, key_heads, width = shape.heads
     heads = Heads(max(1, query_heads // tp), max(1, key_heads // tp), width, windowed=shape.has_windows)
-    with open_attention(config.kernels.attention, device, dtype, heads, smallest) as choice:
-        yield choice
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before or config.kernels.deterministic)
+    try:
+        with open_attention(config.kernels.attention, device, dtype, heads, smallest) as choice:
+            yield choice
+    finally:
+        torch.use_deterministic_algorithms(before)
