@@ -9,7 +9,7 @@ from bytescale.common.errors import ConfigError, visible
 from bytescale.common.labels import RESERVED_FIELDS
 from bytescale.common.limits import check_limits
 from bytescale.config.architecture import PRESETS, Architecture
-from bytescale.config.description import ModelDescription, check_model, check_trained
+from bytescale.config.description import check_model, check_trained
 from bytescale.config.overrides import check_overrides, optimizer_options
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, preset_shape, resolve_model
 from bytescale.config.schema import AUTO_CAPACITY, Config, CorpusConfig, DataConfig, ParallelConfig, TrainerConfig
@@ -52,7 +52,10 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
                                   fix="name the documents to evaluate on in eval.sources")  # fmt: skip
     check_content(data)
     _check_weights(data)
-    _check_prefixes(config, shape)
+    if data.share_prefixes and shape.balance > 0:
+        raise ConfigError(f"data.share_prefixes is true, with model.router_aux_loss_weight = {shape.balance}",
+                          so="rows are shared, and a balance loss would count each of them once",
+                          fix="set the weight to 0, or leave data.share_prefixes out")  # fmt: skip
     check_batches(data)
     _check_trace_steps(config.log.trace_steps, config.trainer)
     _check_trainer(config.trainer)
@@ -196,13 +199,6 @@ def _check_weights(data: DataConfig) -> None:
             so="it is not clear what share of the tokens each source should give",
             fix="use numbers above 0 that sum to 1",
         )
-
-
-def _check_prefixes(config: Config, shape: ModelDescription) -> None:
-    if config.data.share_prefixes and shape.balance > 0:
-        raise ConfigError(f"data.share_prefixes is true, with model.router_aux_loss_weight = {shape.balance}",
-                          so="rows are shared, and a balance loss would count each of them once",
-                          fix="set the weight to 0, or leave data.share_prefixes out")  # fmt: skip
 
 
 def check_sharing(config: Config, ranks: int) -> None:

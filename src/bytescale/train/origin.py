@@ -19,12 +19,6 @@ from bytescale.data.loading.corpus import check_ids
 from bytescale.data.tokens.tokenizer import JsonTokenizer, load_tokenizer, tokenizer_settings
 
 
-def origin_of(init: str) -> Path | None:
-    """The folder with the config.json that weights came from at first, or None. ``init``: as ``trainer.init``."""
-    folder = _folder_beside(init)
-    return folder if folder is not None and (folder / "config.json").is_file() else None
-
-
 def _folder_beside(init: str) -> Path | None:
     """The folder with what belongs to the weights of ``init``; None for random ones, and for checkpoints elsewhere."""
     if init.startswith(HF_PREFIX):
@@ -114,7 +108,9 @@ def keep_origin(kept: Path, config: Config, tokenizer: str | None) -> None:
     from bytescale.hf.files.hf_folder import copy_companions, weights_fingerprint
 
     kept.mkdir()
-    source, data = origin_of(config.trainer.init), config.data
+    source, data = _folder_beside(config.trainer.init), config.data
+    if source is not None and not (source / "config.json").is_file():
+        source = None
     if source is not None:
         shutil.copyfile(source / "config.json", kept / "config.json")
         copy_companions(source, kept)

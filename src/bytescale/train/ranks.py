@@ -75,13 +75,9 @@ class Ranks:
         """The ranks with the same weights as this one."""
         return self.mesh.hdp
 
-    def nodes(self) -> list[int]:
-        """The node of every world rank, by a number that means nothing else. Every rank calls it."""
-        return nodes_of(self.world)
-
     def hdp_ranks_per_node(self) -> int:
         """HDP ranks of one stage that share a node, on the node that has fewest. Every rank calls it."""
-        nodes = self.nodes()
+        nodes = nodes_of(self.world)
         return max(1, min(nodes.count(node) for node in nodes) // self.mesh.shape.tp)
 
     def smallest_of_stage(self, own: Sequence[float]) -> list[float]:

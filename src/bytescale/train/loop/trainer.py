@@ -108,7 +108,9 @@ def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, 
 
 def restore_latest(job: Job, checkpoints: Checkpointer, log: RunLog) -> RunState | None:
     """Continue from the newest checkpoint and return what it says; None: the run was killed before its first."""
-    path = checkpoints.newest()
-    state = job.restore(checkpoints, path) if path else None
+    path, state = checkpoints.newest(), None
+    if path is not None:
+        state = checkpoints.restore(path, job.optimizer, job.architecture.as_dict())
+        job.loader.load_state_dict(state.sampler)
     log.resumed(path, state.step if state else 0)
     return state

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from bytescale.attention.flash import AttentionChoice
-from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
 from bytescale.config.description import ModelDescription
 from bytescale.config.resolve import resolve_model
@@ -29,7 +28,6 @@ from bytescale.runtime.executor import Executor
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.simulator import ClusterConfig, StepTimes
-from bytescale.storage.place import Place
 from bytescale.train.parts.budget import MemoryBudget, kind_of, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices, RankDevice
@@ -79,11 +77,6 @@ class Job:
             mesh=asdict(self.ranks.mesh.shape),
             best=best,
         )
-
-    def restore(self, checkpoints: Checkpointer, path: Place) -> RunState:
-        state = checkpoints.restore(path, self.optimizer, self.architecture.as_dict())
-        self.loader.load_state_dict(state.sampler)
-        return state
 
     def is_due(self, every: int, step: int) -> bool:
         """Whether to do after this step what is done ``every`` so many steps (0: never) and after the last one."""
