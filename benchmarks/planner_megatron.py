@@ -18,6 +18,7 @@ import argparse
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import statistics
 import sys
 import time
