@@ -113,6 +113,7 @@ FOREIGN = {
     "bytes": (["--data.tokenizer", "bytes"], "in which id 0 is"),
     "another": (["--data.tokenizer", "OTHER"], "in which id"),
     "shape": (["--model.config", "intermediate_size=80"], "model.config gives the model other weights than hf:"),
+    "preset": (["--model.preset", "tiny-moe"], "model.preset = tiny-moe is set, and --init"),
 }
 
 

@@ -50,6 +50,7 @@ WRONG: list[tuple[str, Any]] = [
     ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}), ("_attn_implementation", "kernels/evil"),
     ("attn_implementation", "evil/x:y"), ("intermediate_size", 0), ("architectures", 3), ("architectures", []),
     ("quantization_config", 3), ("text_config", 3),
+    ("query_pre_attn_scalar", -1), ("v_head_dim", 0),
     ("num_labels", 10**10), ("layer_types", ["nope", "nope"]), ("model_type", 3),
 ]  # fmt: skip
 

@@ -92,6 +92,11 @@ def test_epochs_become_steps(folder: Path, tmp_path: Path, capsys: pytest.Captur
     more = int(re.search(r"epochs  3 of the data are (\d+) steps", longer)[1])
     assert more > steps
     assert f"run     {more} steps into {run}" in longer
+    text = (folder / "config.toml").read_text()
+    (tmp_path / "passes.toml").write_text(text.replace("epochs = 0", "epochs = 2"))
+    asked = read_options([str(tmp_path / "passes.toml"), "--trainer.steps", "3"]).config.trainer
+    assert (asked.steps, asked.epochs) == (3, 0), "what the command line says counts"
+    assert read_options([str(tmp_path / "passes.toml"), "--optimizer.lr", "1"]).config.trainer.epochs == 2
 
 
 @pytest.mark.exhaustive
@@ -260,6 +265,8 @@ def test_fields_of_a_preset_that_cannot_be_are_refused_by_name(field: dict[str, 
         ("profile", "--dtype", "--trainer.dtype"),
         ("data stats", "--tokeniser", "--tokenizer"),
         ("score", "--capacity-token", "--capacity-tokens"),
+        ("train", "--num-train-epochs", "--trainer.epochs"),
+        ("train", "--epochs", "--trainer.epochs"),
     ],
 )
 def test_a_wrong_option_suggests_the_right_one(

@@ -299,6 +299,7 @@ def test_parts_where_the_template_reads_parts() -> None:
         ({"messages": [TURNS[0], {**TURNS[1], "train": "no"}]}, r"message 1 \(assistant\) has 'train': 'no'"),
         (user("\ufdd5"), r"U\+FDD0 to U\+FDEF"),
         ({"messages": CALLED[:2]}, "leaves the tool_calls of message 1 out"),
+        ({"messages": [TURNS[0], {**TURNS[1], "function_call": {"name": "f"}}]}, "message 1 .*or a 'function_call'"),
     ],
 )  # fmt: skip
 def test_what_is_no_conversation(record: dict[str, Any], message: str) -> None:

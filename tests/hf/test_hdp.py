@@ -484,3 +484,9 @@ def test_a_large_batch_without_weights_is_refused_by_all(llama: nn.Module, large
         hdp.plan(unshifted, shift_labels=True)
 
     on_ranks(2, llama, work)
+
+
+def test_a_model_without_experts_may_count_them_as_it_likes() -> None:
+    """A config.json may say null of what its family does not have."""
+    model = small_model("llama", num_experts_per_tok=None)
+    assert len(list(bytescale.HDP(model, capacity_tokens=30).plan(documents([20])))) == 1

@@ -48,7 +48,7 @@ _OTHER_WORDS = {
     "learning-rate": "optimizer.lr",
     "lr-scheduler-type": "optimizer.schedule",
     "max-steps": "trainer.steps",
-    "epochs": "trainer.steps",
+    "num-train-epochs": "trainer.epochs",
     "seq-length": "data.context-length",
     "max-length": "data.context-length",
     "global-batch-size": "data.batch-tokens",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,7 +19,7 @@ from bytescale.common.environment import prepare_gpu, ranks_of_torchrun
 from bytescale.common.errors import ConfigError, RankFailure, RanksRefused, typed_path
 from bytescale.config.load import config_to_toml
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model, source_folder
-from bytescale.config.schema import Config
+from bytescale.config.schema import Config, ModelConfig
 from bytescale.config.validate import hdp_ranks, may_offload, validate
 from bytescale.train.origin import with_its_tokenizer, with_kept_tokenizer
 from bytescale.train.stop import StopRequest, said_when_stopped
@@ -127,8 +127,7 @@ def read_options(
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ConfigError(f"{path} is no file and no folder", so="a run cannot go on with it", fix="remove it")
     path = resumed / "config.toml" if resumed is not None else path or default
-    given = [str(path), *rest] if path else rest
-    options = read(kind, given, prog=f"bytescale {kind.command}", default=Config())
+    options = read(kind, [str(path), *rest] if path else rest, prog=f"bytescale {kind.command}", default=Config())
     if path is None:
         raise ConfigError(
             "no config file is given", fix="write one with `bytescale init`, try `bytescale demo`, or see --help"
@@ -138,9 +137,12 @@ def read_options(
     config = _started_from(options.init, options.config)
     config = with_its_tokenizer(config) if resumed is None else with_kept_tokenizer(config, resumed / "origin")
     trainer = config.trainer
+    named = {argument.partition("=")[0].replace("_", "-") for argument in rest}
     if resumed is not None:
-        config = _fitted_to_ranks(_from_checkpoint(config, resumed), rest)
+        config = _fitted_to_ranks(_from_checkpoint(config, resumed), named)
         trainer = replace(config.trainer, run_dir=str(resumed), resume=True)
+    if "--trainer.steps" in named and "--trainer.epochs" not in named:
+        trainer = replace(trainer, epochs=0)  # of the file
     if not trainer.run_dir:
         if ranks_of_torchrun() is not None:
             raise ConfigError(
@@ -170,6 +172,12 @@ def _started_from(init: str | None, config: Config) -> Config:
         raise ConfigError(
             f"--init {init} is given, but trainer.init is {config.trainer.init}", fix="leave one of them out"
         )
+    if config.model.preset not in (ModelConfig().preset, init):
+        raise ConfigError(
+            f"model.preset = {config.model.preset} is set, and --init {init} names another model",
+            so="the setting would have no effect",
+            fix=f"leave it out (`bytescale init FILE.toml --from {init}` writes a config for that model)",
+        )
     return replace(config, model=replace(config.model, preset=init), trainer=replace(config.trainer, init=init))
 
 
@@ -188,19 +196,17 @@ def _from_checkpoint(config: Config, run: Path) -> Config:
     return replace(config, model=model, trainer=replace(config.trainer, init=""))
 
 
-def _fitted_to_ranks(config: Config, arguments: Sequence[str]) -> Config:
+def _fitted_to_ranks(config: Config, named: Container[str]) -> Config:
     """A resumed run on other ranks: fewer of them hold more tokens each, and domains divide them.
 
     What the command line says stays as it is.
     """
-    given = [argument.replace("_", "-") for argument in arguments]
     parallel, ranks = config.parallel, hdp_ranks(config.parallel)
-    if ranks % max(1, parallel.domain) and not any(one.startswith("--parallel.domain") for one in given):
+    if ranks % max(1, parallel.domain) and "--parallel.domain" not in named:
         domain = math.gcd(ranks, parallel.domain)
         print(f"resume  {domain} instead of {parallel.domain} ranks share parameters, which divides {ranks} ranks")
         parallel = replace(parallel, domain=domain)
-    is_given = any(one.startswith("--parallel.capacity-tokens") for one in given)
-    needed = -(-config.data.context_length // ranks)
+    needed, is_given = -(-config.data.context_length // ranks), "--parallel.capacity-tokens" in named
     if not is_given and 0 < parallel.capacity_tokens < needed and not may_offload(config, config.trainer.device):
         print(
             f"resume  a rank holds {needed} tokens instead of {parallel.capacity_tokens}, so that {ranks} can hold a "

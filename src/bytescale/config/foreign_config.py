@@ -19,12 +19,12 @@ _MOST = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "head_dim"), 2**17),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_hidden_size", "n_inner"), 2**22),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 2**16),
+    "v_head_dim": 2**17,
     "vocab_size": 2**30,
     "num_labels": 2**20,
 }
 """The sizes of a model, and how large each of them may be: far beyond all models that there are."""
 _OBJECTS = ("text_config", "quantization_config", "rope_scaling", "rope_parameters")
-_MAY_BE_ZERO = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
 _UNUSED = ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation")
 
 
@@ -68,13 +68,14 @@ def checked_config(content: dict[str, Any], where: str) -> dict[str, Any]:
     if named is not None and not (isinstance(named, list) and named and all(isinstance(one, str) for one in named)):
         raise _wrong(where, "architectures", named, "a list of names")
     for name, value in _entries(content):
-        is_epsilon = name.endswith(("_eps", "_epsilon")) and (value is not None or name == "rms_norm_eps")
-        if is_epsilon and not (isinstance(value, int | float) and value >= 0):
+        if value is None and name != "rms_norm_eps":
+            continue
+        if name.endswith(("_eps", "_epsilon", "_attn_scalar")) and not (isinstance(value, int | float) and value >= 0):
             raise _wrong(where, name, value, "a number from 0 on")
         if isinstance(value, float) and math.isnan(value):
             raise _wrong(where, name, value, "a number")
-        if name in _MOST and value is not None:
-            least = 0 if name in _MAY_BE_ZERO else 1
+        if name in _MOST:
+            least = 0 if "experts" in name else 1
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST[name]:
                 raise _wrong(where, name, value, f"a whole number from {least} to {_MOST[name]}")
         if name in _UNUSED and isinstance(value, str) and "/" in value:

@@ -340,8 +340,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }
 """By the name that a mixer's module gives to the stock function."""
 assert KERNELS.keys() == STOCK_KERNELS, "a mixer is known by the name of its kernel"
-
-
 _OF_DELTA_RULES = "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"
 _ARGUMENTS = {
     "torch_chunk_gated_delta_rule": _OF_DELTA_RULES,

@@ -70,8 +70,6 @@ _METADATA = ".meta.json"
 """Ending of the metadata of a pair of tokens (``data.tokens.indexed``)."""
 _NOT_STDLIB = {"site-packages", "dist-packages"}
 _TESTS = {"test", "tests", "idle_test"}
-
-
 _WHOLE_MODULES = 8
 """One of so many modules stays whole: the long tail."""
 _DEFINITION = re.compile(r"\n\n+(?=(?: {4})?(?:@|class |def |async def ))")

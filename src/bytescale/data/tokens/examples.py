@@ -43,8 +43,6 @@ _BATCH_CHARACTERS = 1 << 20
 """Text handed to the tokenizer at once. The tokenizer's results take some 100 bytes a token until they are arrays."""
 _BATCH_RECORDS = 64
 _EMPTY_THOUGHTS = re.compile(r"\s*<think>\s*</think>\s*")
-
-
 _PIECE_TOKENS = 1 << 24
 """Tokens of a piece of a unit: a row group of a Parquet file may be far larger than a unit of other files."""
 

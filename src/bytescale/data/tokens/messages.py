@@ -57,8 +57,8 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _wrong(f"message {number} has no role", "{'role': ..., 'content': ...}")
     place = f"message {number} ({message['role']})"
-    if "content" not in message and "tool_calls" not in message:
-        raise _wrong(f"{place} has no content", "its text under 'content'")
+    if ("content" not in message and "tool_calls" not in message) or "function_call" in message:
+        raise _wrong(f"{place} has no content, or a 'function_call'", "text under 'content', calls under 'tool_calls'")
     content = message.get("content", "")
     if not isinstance(content, (str, list)):
         raise _wrong(f"the content of {place} is {_shown(content)}", "text, which may be JSON")

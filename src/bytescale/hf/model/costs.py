@@ -55,7 +55,7 @@ def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
         active=(matrices - head + recurrences) / count,
         trained=(trained - head_trained + recurrences) / count,
         experts=of_experts // count,
-        expert_rows=len(mixtures) * getattr(getattr(model, "config", None), "num_experts_per_tok", 0) / count,
+        expert_rows=len(mixtures) * (getattr(getattr(model, "config", None), "num_experts_per_tok", 0) or 0) / count,
         head=head,
         head_trained=head_trained,
         total=total,
