@@ -32,7 +32,7 @@ def deep_run(corpus: Path, run_dir: Path, **model: object) -> Config:
     config = small_run(corpus, run_dir, steps=STEPS)
     preset = "tiny-moe" if "num_local_experts" in model else "tiny"
     config = replace(config, model=replace(config.model, preset=preset))
-    return with_shape(config, num_hidden_layers=4, intermediate_size=64, **model)
+    return with_shape(config, **{"num_hidden_layers": 4, "intermediate_size": 64, **model})
 
 
 def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, domain: int = 1, experts: str = "") -> Config:
