@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import Manifest, RunState, StoredFile, layout_to_json
 from bytescale.checkpoint.writing import RankStates, layout_of
-from bytescale.config.schema import CheckpointConfig, OptimizerConfig, ParallelConfig
+from bytescale.config.schema import CheckpointConfig, OptimizerConfig
+from bytescale.cost.gradient_sync import BUCKET_BYTES
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.measure import OnMeta
 from bytescale.hf.model.parallelize import parallelize
@@ -84,16 +85,22 @@ def timed(action: Callable[..., object], *arguments: object) -> float:
     return time.perf_counter() - began
 
 
+def saved(checkpoints: Checkpointer, state: RunState, optimizer: ShardedOptimizer) -> None:
+    """Write a checkpoint, and wait until it is there."""
+    checkpoints.save(state, optimizer)
+    checkpoints.finish()
+
+
 def save_and_restore(folder: Path, gib: float, rounds: int) -> None:
     """Files are synced to disk."""
     optimizer = optimizer_of(gib * GIB)
     size = sum(own.values.numel() * 4 for ranges in optimizer.states(optimizer.zeros[0]).values() for own in ranges)
-    checkpoints = Checkpointer(folder, optimizer.mesh.world.group, CheckpointConfig(background=False, keep=1))
+    checkpoints = Checkpointer(folder, optimizer.mesh.world.group, CheckpointConfig(keep=1))
     seconds: dict[str, list[float]] = {"save": [], "restore": []}
     for number in range(rounds + 1):
         state = RunState(step=number, sampler={}, architecture={}, mesh={})
         taken = {
-            "save": timed(checkpoints.save, state, optimizer),
+            "save": timed(saved, checkpoints, state, optimizer),
             "restore": timed(checkpoints.restore, folder / f"step-{number:06d}", optimizer, {}),
         }
         for name, value in taken.items():
@@ -163,8 +170,7 @@ def meta_rank(config: LlamaConfig, mesh: MeshShape, rank: int) -> tuple[FlatPara
         names = [name for name, _ in parallelize(decoder, None, stage=(stage, mesh.pp)).named]
     with torch.device("meta"):
         named = [(name, nn.Parameter(torch.empty(cuts[name].part_shape, dtype=torch.bfloat16))) for name in names]
-    bucket_bytes = int(ParallelConfig().gradient_bucket_mib * 2**20)
-    return FlatParameters(named, mesh.hdp, cuts, bucket_bytes=bucket_bytes), of_rank
+    return FlatParameters(named, mesh.hdp, cuts, bucket_bytes=BUCKET_BYTES), of_rank
 
 
 def planning() -> None:

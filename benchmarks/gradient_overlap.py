@@ -7,7 +7,7 @@ and gathering ("the sync") take the wanted share of a step. The benchmark needs 
 namespaces and the cable at the end. For every setting, three modes take turns in the same processes:
 
     none      The ranks send nothing, so this is computation alone.
-    once      There is one reduction and one gathering between two steps (parallel.gradient_bucket_mib = 0).
+    once      There is one reduction and one gathering between two steps.
     buckets   The reduction runs during backward, and the gathering during the next forward.
 
 Every setting prints two lines. The line "step" has medians of the times from one update to the next. There the sync is

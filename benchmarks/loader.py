@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -42,6 +43,7 @@ from bytescale.data.open import opened_loader
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.tokens.pairs import IndexedWriter, MetadataGatherer
 from bytescale.plan import RankPlan
+from bytescale.plan.plan import PREFETCH_STEPS
 from bytescale.planner.verified import VerifiedPlanner
 
 MIB = 1024**2
@@ -123,7 +125,7 @@ def bytes_read(folder: Path) -> None:
     write_corpus(folder / "corpus", 24 * MIB, _CONTEXT)
     print("way     first step   bytes a rank and step   CPU a rank and step   private memory a rank (beyond imports)")
     for way in ("spmd", "local", "ray"):
-        with ray_cluster("", 8) as address, tempfile.TemporaryDirectory() as told:
+        with ray_cluster(8) as address, tempfile.TemporaryDirectory() as told:
             arguments = [sys.executable, __file__, "one-rank", "--folder", str(folder), "--told", told, "--way", way]
             environment = {**os.environ, "RAY_ADDRESS": address}
             ranks = [
@@ -152,7 +154,7 @@ def one_rank(folder: Path, told: Path, way: str, rank: int) -> None:
     if way == "spmd":  # reads whole batches, as many steps ahead as the others, and cuts its slices from them
         corpus = prepare_corpus(config)
         sampler = BatchSampler(corpus.index, config)
-        held: deque[list[dict[str, np.ndarray]]] = deque(maxlen=config.prefetch_steps + 1)
+        held: deque[list[dict[str, np.ndarray]]] = deque(maxlen=PREFETCH_STEPS + 1)
         for step in range(steps):
             batch = sampler.next_batch()
             RankPlan.of(planner(batch.lengths), rank)
@@ -216,12 +218,12 @@ def start(folder: Path) -> None:
             cache_dir=str(folder / f"cache-{tokenizer}-{window_mib}"),
         )
         seconds = []
-        with ray_cluster("", 2) as address:
+        with ray_cluster(2) as address, mock.patch.dict(os.environ, RAY_ADDRESS=address):
             for _ in ("first", "second"):
                 started = time.perf_counter()
                 with (
                     tempfile.TemporaryDirectory() as told,
-                    opened_loader(replace(config, ray_address=address), reader_of(0, 1, Path(told))) as loader,
+                    opened_loader(config, reader_of(0, 1, Path(told))) as loader,
                     loader.open(planner_for(1, 131072), 1) as taken,
                 ):
                     next(taken)

@@ -40,7 +40,7 @@ from bytescale.planner.draft import Draft, assemble
 from bytescale.simulator import ClusterConfig, simulate
 
 PLANNERS = ("static", "naive", "paper", "rings", "adaptive")
-"""``rings`` is the adaptive planner with ``planner.grids = false``, which shares sequences as the paper does."""
+"""``rings`` is the adaptive planner whose cost model knows no grids: it shares sequences as the paper does."""
 CASE = "7B"
 WITHIN = 0.20
 

@@ -18,7 +18,7 @@ both its best answer and its bound. The optimum lies between the two.
 ``verify`` checks every rule, including that no ranks wait for each other in a cycle under 1F1B.
 
 ``grids``: 4 to 3000 ranks with links from a tenth to ten times the case study's, H = G to H = 32 G. The simulator
-tells when the last rank ends with the adaptive planner's plan, and with its plan for ``planner.grids = false``.
+tells when the last rank ends with the adaptive planner's plan, and with its plan of rings alone.
 
 ``fewest``: batches of 32M tokens of byted on ``--ranks``. If the traffic of a plan is above 1.05 times that of the
 fewest ranks, CP-SAT is asked whether a plan with the fewest ranks can end in time at all. Its model has jobs of fixed

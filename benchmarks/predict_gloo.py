@@ -37,11 +37,13 @@ from bytescale.plan.io import load_plan
 from bytescale.simulator import ClusterConfig, simulate
 
 CONFIG = Path(__file__).with_suffix(".toml")
+LONG = [str(path) for path in sorted(Path(json.__file__).parents[1].glob("*.py")) if path.stat().st_size > 12_000]
+"""Files of the standard library with 3000 tokens or more."""
 CAPACITY = {1: 8192, 2: 4096}
 MIXES: dict[str, list[str]] = {
-    "short": ["--data.max-document-tokens", "1024"],
+    "short": ["--data.context-length", "1K"],
     "mixed": [],
-    "long": ["--data.min-document-tokens", "3000", "--data.batch-tokens", "24K"],
+    "long": ["--data.sources", *LONG, "--data.batch-tokens", "24K"],
 }
 PLANNERS: dict[str, list[str]] = {
     "static": ["--planner.name", "static"],

@@ -41,11 +41,13 @@ from bytescale.plan.io import load_plan
 CONFIG = """
 [model]
 preset = "tiny"
-num_layers = 1
+
+[model.config]
+num_hidden_layers = 1
 hidden_size = 16
-num_heads = 2
-num_kv_heads = 1
-ffn_hidden_size = 16
+num_attention_heads = 2
+num_key_value_heads = 1
+intermediate_size = 16
 
 [data]
 sources = ["{folder}/corpus"]

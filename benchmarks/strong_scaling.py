@@ -8,7 +8,7 @@ device of the paper's case study, with the tp and pp of ``paper_assumptions.py``
 
     static        DP x CP mesh of the paper, whole packs
     paper         Algorithm 2 as published
-    rings         the adaptive planner with ``planner.grids = false``
+    rings         the adaptive planner, whose cost model knows no grids
     grids         the adaptive planner
     even          all compute of the batch spread evenly over the ranks, which nothing can beat
 

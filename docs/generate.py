@@ -21,6 +21,7 @@ from bytescale.cli.main import COMMANDS
 from bytescale.cli.options import attribute_texts
 from bytescale.common.units import format_count
 from bytescale.config.architecture import PRESETS
+from bytescale.config.hugging_face import EXPERT_NAMES, NAMES
 from bytescale.config.schema import Config
 
 if TYPE_CHECKING:
@@ -130,8 +131,8 @@ def _type(hint: Any, spec: Field[Any]) -> str:
         return ", ".join(f"`{value}`" for value in inside)
     if origin is tuple:
         return f"list of {_type(inside[0], spec)}"
-    names = {int: "count", float: "number", str: "text", bool: "`true`, `false`", Path: "path"}
-    return names[hint] + "".join(f" or `{word}`" for word in spec.metadata.get("words", {}))
+    names = {dict: "table", int: "count", float: "number", str: "text", bool: "`true`, `false`", Path: "path"}
+    return names[origin or hint] + "".join(f" or `{word}`" for word in spec.metadata.get("words", {}))
 
 
 def _default(spec: Field[Any], *, toml: bool) -> str:
@@ -140,7 +141,7 @@ def _default(spec: Field[Any], *, toml: bool) -> str:
         return "required"
     for word, number in spec.metadata.items():
         value = word if value == number else value
-    if value in (None, "", ()):
+    if value in (None, "", (), {}):
         return "unset"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
@@ -164,7 +165,10 @@ def _summary(kind: type) -> str:
 
 def _presets() -> list[str]:
     shown = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "num_experts")
-    rows = ["| preset | " + " | ".join(f"`{name}`" for name in shown) + " |", "|---" * (len(shown) + 1) + "|"]
+    rows = [
+        "| preset | " + " | ".join(f"`{(NAMES | EXPERT_NAMES)[name]}`" for name in shown) + " |",
+        "|---" * (len(shown) + 1) + "|",
+    ]
     for name, shape in PRESETS.items():
         rows.append(f"| `{name}` | " + " | ".join(str(getattr(shape, field)) for field in shown) + " |")
     return rows

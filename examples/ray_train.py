@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     options = read_options(arguments)
     config = options.config
     num_ranks = config.parallel.ranks
-    with ray_cluster(config.data.ray_address, num_ranks):  # RAY_ADDRESS, or a Ray of its own on this machine
+    with ray_cluster(num_ranks):  # RAY_ADDRESS, or a Ray of its own on this machine
         has_gpus = config.trainer.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= num_ranks
         trainer = TorchTrainer(
             one_rank,

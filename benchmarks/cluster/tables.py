@@ -94,7 +94,7 @@ class Setting:
         return Network([Node(link=link, cpus=self.cpus, ranks=self.ranks_per_node)] * self.nodes)
 
     def model(self) -> list[str]:
-        return ["--model.preset", "tiny", "--model.num-layers", str(self.layers), "--model.vocab-size", "320"]
+        return ["--model.preset", "tiny", "--model.config", f"num_hidden_layers={self.layers}", "vocab_size=320"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,12 +233,11 @@ def train(
     config.write_text(f'[data]\nsources = ["{source}"]\n', encoding="utf-8")
     context = setting.capacity * setting.num_ranks
     arguments = ["train", str(config), *setting.model(), *PLANNERS[planner], "--trainer.run-dir", str(folder)]
-    arguments += ["--planner.static-cp", str(setting.num_ranks)]  # the context's, whatever the first batch holds
     arguments += ["--trainer.steps", str(setting.batches + 1), "--trainer.device", "cpu", "--checkpoint.every", "0"]
     arguments += ["--data.tokenizer", "bytes", "--data.context-length", str(context), "--data.over-length", "split"]
     arguments += ["--data.batch-tokens", str(setting.batch_tokens), "--data.cache-dir", str(setting.out / "cache")]
     arguments += ["--parallel.capacity-tokens", str(setting.capacity), "--cost.profile", str(setting.profile)]
-    arguments += ["--parallel.gradient-bucket-mib", str(BUCKET_MIB), "--optimizer.lr", "1e-2", *extra]
+    arguments += ["--optimizer.lr", "1e-2", *extra]
     traffic = torchrun(network, setting.ranks_per_node, arguments, setting.out / f"{planner}.log", SECONDS)
     (setting.out / f"{planner}-sent.json").write_text(json.dumps(traffic.sent))
 

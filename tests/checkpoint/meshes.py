@@ -109,6 +109,14 @@ def run_state(step: int, shape: Family = SHAPE) -> RunState:
     return RunState(step=step, sampler={"place": step * 7}, architecture=shape.as_dict(), mesh={"hdp": 1})
 
 
+class Waiting(Checkpointer):
+    """Every checkpoint is there, or has failed, when ``save`` returns."""
+
+    def save(self, state: RunState, optimizer: ShardedOptimizer) -> None:
+        super().save(state, optimizer)
+        self._settle()
+
+
 def with_checkpointer(
     mesh: MeshShape,
     folder: Path,
@@ -122,9 +130,9 @@ def with_checkpointer(
     cuts_of(shape, mesh.tp, mesh.pp)
 
     def one_rank(own: Mesh) -> Result:
-        settings = CheckpointConfig(**{"background": False, **config})  # type: ignore[arg-type]
+        settings = CheckpointConfig(**config)  # type: ignore[arg-type]
         assert own.world.group is not None
-        return work(Checkpointer(folder, own.world.group, settings), make_optimizer(own, shape))
+        return work(Waiting(folder, own.world.group, settings), make_optimizer(own, shape))
 
     return run_mesh(mesh, one_rank, timeout_seconds=60)
 

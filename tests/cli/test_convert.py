@@ -23,7 +23,7 @@ from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.parity import small_model
 from bytescale.train.loop.trainer import train
 from tests.helpers.forks import run_forked
-from tests.train.runs import losses, on_ranks, small_run, with_trainer, write_corpus
+from tests.train.runs import losses, on_ranks, small_run, with_shape, with_trainer, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -104,15 +104,17 @@ def test_init_on_the_command_line_takes_the_shape_too(corpus: Path, tmp_path: Pa
     source = hf_folder(tmp_path / "source", "mixtral")
     config = tmp_path / "config.toml"
     run = small_run(corpus, tmp_path / "run")
-    config.write_text(config_to_toml(run), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"model.num_layers = 2 is set, and --init .* brings its own shape"):
-        read_options([str(config), "--init", f"hf:{source}"])
     config.write_text(config_to_toml(replace(run, model=ModelConfig())), encoding="utf-8")
     options = read_options([str(config), "--init", f"hf:{source}"])
     shape = resolve_model(options.config.model, tokenizer_vocab_size=9999)
     assert [shape.content[name] for name in ("num_local_experts", "vocab_size", "hidden_size")] == [4, 320, 32]
     assert options.config.trainer.init == f"hf:{source}"
     _check_initial_weights(options.config)
+    asked = read_options(
+        [str(config), "--init", f"hf:{source}", "--model.config", 'rope_parameters={"rope_theta": 5e5}']
+    ).config
+    assert resolve_model(asked.model).content == {**shape.content, "rope_parameters": {"rope_theta": 5e5}}
+    _check_initial_weights(asked)
 
 
 def test_bad_folders_are_refused_before_ranks_start(
@@ -146,7 +148,7 @@ def test_weights_of_another_run_on_another_mesh(corpus: Path, tmp_path: Path) ->
     assert new[0] < old[0] - 0.3
     other = with_trainer(small_run(corpus, tmp_path / "other"), init=init)
     with pytest.raises(CheckpointError, match="num_hidden_layers 2 there, 3 here"):
-        _check_initial_weights(replace(other, model=replace(other.model, num_layers=3, vocab_size=320)))
+        _check_initial_weights(with_shape(other, num_hidden_layers=3, vocab_size=320))
 
 
 def test_convert_refuses_what_it_cannot_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

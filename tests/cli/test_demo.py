@@ -25,8 +25,8 @@ from tests.train.runs import metrics, write_corpus
 
 COMPARED = re.compile(r"^ {10}(static|naive|adaptive) +(\d+\.\d+) +\S+ +\d+% +\S+ \S+ +(.*)$", re.MULTILINE)
 """A planner's row: its name, its seconds, and the loss of each batch."""
-SMALL = ["--model.hidden-size", "32", "--model.num-heads", "2", "--model.num-kv-heads", "2"]
-SMALL += ["--model.ffn-hidden-size", "48", "--data.tokenizer", "bytes", "--data.context-length", "1K"]
+SMALL = ["--model.config", "num_hidden_layers=2", "hidden_size=32", "num_attention_heads=2", "num_key_value_heads=2"]
+SMALL += ["intermediate_size=48", "--data.tokenizer", "bytes", "--data.context-length", "1K"]
 SMALL += ["--data.batch-tokens", "2K", "--parallel.ranks", "2", "--parallel.capacity-tokens", "512"]
 SMALL += ["--trainer.device", "cpu", "--trainer.steps", "2"]
 

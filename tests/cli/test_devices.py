@@ -22,7 +22,7 @@ from bytescale.runtime.usable import usable_device_bytes
 from bytescale.train.loop.dry_run import dry_run
 from bytescale.train.parts.budget import memory_budget, usable_host_bytes
 from bytescale.train.parts.devices import Devices, RankDevice
-from tests.train.runs import described, small_run, with_trainer, write_corpus
+from tests.train.runs import described, small_run, with_shape, with_trainer, write_corpus
 
 ROOM = 1.0  # GiB: more tokens fit than a chunk of the loss or of the feed-forward part has
 
@@ -33,12 +33,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_of(
-    corpus: Path, *, model: dict[str, Any] | None = None, gib: float | None = ROOM, parallel: Any = None, **trainer: Any
+    corpus: Path,
+    *,
+    preset: str = "tiny",
+    model: dict[str, Any] | None = None,
+    gib: float | None = ROOM,
+    parallel: Any = None,
+    **trainer: Any,
 ) -> Config:
     config = with_trainer(small_run(corpus, corpus.parent / "run"), **trainer)
     return replace(
         config,
-        model=replace(config.model, **{"num_layers": 6, **(model or {})}),
+        model=replace(with_shape(config, **{"num_hidden_layers": 6, **(model or {})}).model, preset=preset),
         memory=MemoryConfig(device_gib=gib, offload="off"),
         parallel=ParallelConfig(**{"ranks": 4, "capacity_tokens": 0, **(parallel or {})}),
     )
@@ -73,7 +79,7 @@ def seen_by_simulate(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, 
     [
         {"gib": None},
         {"checkpointing": "attention", "parallel": {"pp": 2}, "dtype": "fp64"},
-        {"checkpointing": "full", "parallel": {"tp": 2}, "model": {"preset": "tiny-moe", "ffn_hidden_size": 64}},
+        {"checkpointing": "full", "parallel": {"tp": 2}, "preset": "tiny-moe", "model": {"intermediate_size": 64}},
         {"checkpointing": "full", "device": "cuda", "gib": 3, "dtype": "auto"},
         *(
             pytest.param(changes, marks=pytest.mark.exhaustive)
@@ -155,7 +161,7 @@ def test_without_a_profile_times_are_those_of_the_device_that_would_train(
 
 def test_checkpointing_without_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     small = ["--data.batch-tokens", "256K", "--data.context-length", "64K", "--parallel.ranks", "64"]
-    small += ["--parallel.capacity-tokens", "auto", "--model.preset", "7b", "--model.num-layers", "2"]
+    small += ["--parallel.capacity-tokens", "auto", "--model.preset", "7b", "--model.config", "num_hidden_layers=2"]
     capacities = [
         seen_by_plan([*small, "--memory.checkpointing", mode], monkeypatch)[0] for mode in ("none", "attention", "full")
     ]

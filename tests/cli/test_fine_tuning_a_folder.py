@@ -112,7 +112,7 @@ FOREIGN = {
     "bpe": (["--data.tokenizer", "bpe"], "which trains a new one on the sources"),
     "bytes": (["--data.tokenizer", "bytes"], "in which id 0 is"),
     "another": (["--data.tokenizer", "OTHER"], "in which id"),
-    "shape": (["--model.num-layers", "5"], "model.num_layers = 5 is set, and --init"),
+    "shape": (["--model.config", "intermediate_size=80"], "model.config gives the model other weights than hf:"),
     "preset": (["--model.preset", "tiny-moe"], "model.preset = tiny-moe is set, and --init"),
 }
 
@@ -141,10 +141,10 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused_before_anything_is_
     small = folder_of(tmp_path / "small", vocab_size=280)  # fewer than its tokenizer's
     (tmp_path / "c.toml").write_text(f'[data]\nsources = ["{corpus}"]\ncache_dir = "{cache}"\n')
     assert main(["train", str(tmp_path / "c.toml"), "--init", f"hf:{small}"]) == 2
-    assert "has ids up to 299, but model.vocab_size is 280" in capsys.readouterr().err
-    own = ["train", str(tmp_path / "c.toml"), "--model.vocab-size", "300", "--data.tokenizer", "bpe"]
+    assert "has ids up to 299, but the model's vocab_size is 280" in capsys.readouterr().err
+    own = ["train", str(tmp_path / "c.toml"), "--model.config", "vocab_size=300", "--data.tokenizer", "bpe"]
     assert main(own) == 2
-    assert "data.bpe_vocab_size = 4096 has ids up to 4095, but model.vocab_size is 300" in capsys.readouterr().err
+    assert "data.bpe_vocab_size = 4096 has ids up to 4095, but the model's vocab_size is 300" in capsys.readouterr().err
     assert not cache.exists()
 
 
@@ -168,11 +168,12 @@ def test_a_run_from_scratch_exports_the_tokenizer_that_it_trained_with(tmp_path:
         foreign_tokenizer().backend_tokenizer.save(named)
     (tmp_path / "c.toml").write_text(f"""
 [model]
-num_layers = 1
+[model.config]
+num_hidden_layers = 1
 hidden_size = 16
-num_heads = 2
-num_kv_heads = 2
-ffn_hidden_size = 24
+num_attention_heads = 2
+num_key_value_heads = 2
+intermediate_size = 24
 [data]
 sources = ["{corpus}"]
 cache_dir = "{tmp_path / "cache"}"

@@ -23,7 +23,7 @@ from bytescale.train.parts import describe
 from tests.attention.test_grid import grid_plan
 
 SMALL = ["--data.batch-tokens", "256K", "--data.context-length", "64K", "--cost.profile", "case-study"]
-SHALLOW = [*SMALL[:4], "--model.preset", "7b", "--model.num-layers", "8"]
+SHALLOW = [*SMALL[:4], "--model.preset", "7b", "--model.config", "num_hidden_layers=8"]
 """Each stage of a pipeline is measured by itself, which takes as long as the model has layers."""
 
 

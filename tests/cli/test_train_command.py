@@ -19,9 +19,11 @@ import pytest
 from bytescale.cli.main import main
 from bytescale.cli.options import _OTHER_WORDS
 from bytescale.cli.train import _prepare_data, read_options
+from bytescale.common.errors import ConfigError
 from bytescale.config.load import config_to_toml, load_config
 from bytescale.config.removed import REMOVED
-from bytescale.config.schema import Config
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config, ModelConfig
 from tests.cli.test_private_runs import LOOPBACK, listening
 from tests.helpers.command import Command
 from tests.train.runs import losses, metrics, on_ranks, small_run, write_corpus
@@ -161,9 +163,9 @@ def test_a_rank_that_dies_stops_the_others_and_is_named(
         (["--data.context-length", "1000"], r"1000 exceeds 2 ranks x .*capacity_tokens = 128.*at least 8 ranks"),
         (["--data.batch-tokens", "100"], r"batch_tokens = 100 is smaller than data.context_length = 256.*raise"),
         (["--data.sources", "/nowhere/*.txt"], r"/nowhere/\*\.txt"),
-        (["--model.vocab-size", "64"], r"ids up to 256, but model.vocab_size is 64"),
+        (["--model.config", "vocab_size=64"], r"ids up to 256, but the model's vocab_size is 64"),
         (["--model.preset", "9b"], r"preset is '9b'.*use one of tiny, 160m"),
-        (["--planner.static-cp", "3"], r"static_cp = 3 does not divide the 2 ranks"),
+        (["--optimizer.options", "beta=0.9"], r"beta = 0.9, which adamw cannot .*betas = \[0.9, 0.95\], eps"),
         (["--data.tokenizer", "nope.json"], r"nope\.json"),
         (["--trainer.init", "somewhere"], r"trainer.init is 'somewhere'.*write hf:FOLDER or checkpoint:FOLDER"),
     ],
@@ -197,16 +199,62 @@ def test_a_setting_that_is_gone_says_what_to_write(tmp_path: Path, capsys: pytes
         assert "decay" in told
         assert "is a setting that is gone" in told
         assert "To fix: leave it out: with wsd the rate falls over the last 0.2 of the steps" in told
-    path.write_text("[optimizer]\ndecay_share = 0.2\n[log]\nsave_plans = true\n", encoding="utf-8")
+    path.write_text("[model]\nnum_layers = 3\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"write model.config = \{num_hidden_layers = ...\}"):
+        load_config(path)
+    path.write_text(
+        "[optimizer]\ndecay_share = 0.2\noverrides = []\n[data]\nchat_template_kwargs = ''\n[log]\nsave_plans = true\n",
+        encoding="utf-8",
+    )
     assert load_config(path) == Config()
     known = {f"{section.name}.{own.name}" for section in fields(Config) for own in fields(section.default_factory)}  # type: ignore[arg-type]
     assert not known & REMOVED.keys()
 
 
+def test_a_table_stands_in_a_file_or_as_pairs(tmp_path: Path) -> None:
+    path, again = tmp_path / "c.toml", tmp_path / "again.toml"
+    path.write_text(
+        "[optimizer]\noptions = {betas = [0.9, 0.99]}\n[model.config]\nhidden_size = 64\n", encoding="utf-8"
+    )
+    config = load_config(path)
+    assert (config.optimizer.options, config.model.config) == ({"betas": [0.9, 0.99]}, {"hidden_size": 64})
+    again.write_text(config_to_toml(config), encoding="utf-8")
+    assert load_config(again) == config
+    for wrong in ("2", "{day = 2026-11-27}", "{eps = nan}"):
+        again.write_text(f"[optimizer]\noptions = {wrong}\n", encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"optimizer\.options"):
+            load_config(again)
+    pairs = [
+        "--optimizer.options",
+        "eps=1e-6",
+        "--model.config",
+        "rope_theta=1e6",
+        'rope_scaling={"rope_type": "linear"}',
+    ]
+    given = read_options(["--trainer.run-dir", "run", *pairs], default=path).config
+    assert given.optimizer.options == {"eps": 1e-6}
+    assert given.model.config == {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear"}}
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"num_layers": 2}, "model.config has num_layers, and the config.json of tiny does not.*num_hidden_layers"),
+        ({"vocab_size": "many"}, "model.config has vocab_size = 'many'.*a value such as 4096"),
+        ({"num_hidden_layers": 0}, "model.config has num_hidden_layers = 0, which is not a whole number from 1"),
+        ({"num_attention_heads": 3}, "hidden_size = 128 of model.config is not a multiple of num_attention_heads = 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 of model.config is not a multiple of num_key_value_he"),
+        ({"rope_theta": -1.0}, "rope_theta is -1.0"),
+    ],
+)
+def test_fields_of_a_preset_that_cannot_be_are_refused_by_name(field: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_model(ModelConfig(config=field))
+
+
 @pytest.mark.parametrize(
     ("command", "written", "meant"),
     [
-        ("train", "--parallel.cp", "--planner.static-cp"),
         ("train", "--optimizer.learning-rate", "--optimizer.lr"),
         ("demo", "--optimizer.learning_rate=1", "--optimizer.lr"),
         ("train", "--max-steps", "--trainer.steps"),

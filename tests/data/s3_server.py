@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import gzip
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from tests.data.remote_files import serving
 
@@ -43,9 +46,20 @@ class S3Server:
         return True
 
 
+@functools.cache
+def service(path: str) -> Any:
+    """What botocore reads of a service. Every new client would read it again, which takes longer than its requests."""
+    from botocore.loaders import JSONFileLoader
+
+    return JSONFileLoader()._load_file(f"{path}.json", open) or JSONFileLoader()._load_file(
+        f"{path}.json.gz", gzip.open
+    )
+
+
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
     """Serves until the block is left."""
+    from botocore.loaders import JSONFileLoader
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -72,5 +86,5 @@ def s3_server() -> Iterator[S3Server]:
 
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Quiet)
     served.url = f"http://127.0.0.1:{server.server_port}"
-    with serving(server):
+    with serving(server), patch.object(JSONFileLoader, "load_file", lambda self, path: service(path)):
         yield served

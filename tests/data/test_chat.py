@@ -326,7 +326,7 @@ def test_what_a_template_is_told(tmp_path: Path) -> None:
         tokens = encoded({"messages": TURNS, **record}, folder, **settings)["tokens"]
         return load_tokenizer(str(folder)).decode(tokens).partition("|")[0]
 
-    off = {"chat_template_kwargs": '{"enable_thinking": false}'}
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
     assert begin({}) == "26 Jul 2024 "
     assert begin({}, chat_template_date="2026-01-02") == "02 Jan 2026 "
     assert begin({}, **off) == "26 Jul 2024 False"
@@ -344,11 +344,10 @@ def test_what_a_template_is_told(tmp_path: Path) -> None:
         == 4
     )
     for name, value in (
-        ("chat_template_kwargs", "{"),
-        ("chat_template_kwargs", '{"tools": 1}'),
+        ("chat_template_kwargs", {"tools": 1}),
         ("chat_template_date", "today"),
     ):
-        with pytest.raises(ConfigError, match=rf"data\.{name} is {re.escape(repr(value))}.*To fix: write"):
+        with pytest.raises(ConfigError, match=rf"data\.{name} is {re.escape(repr(value))}.*To fix: leave"):
             begin({}, **{name: value})
 
 

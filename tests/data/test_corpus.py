@@ -184,7 +184,7 @@ def test_a_bin_from_elsewhere_needs_no_tokenizer_but_takes_one(tmp_path: Path) -
     assert corpus.metadata.vocab_size == 701
     check_vocabulary(corpus.metadata, 701)
     with pytest.raises(
-        ConfigError, match=r"The .bin files .* ids up to 700, but model.vocab_size is 700.*at least 701"
+        ConfigError, match=r"The .bin files .* ids up to 700, but the model's vocab_size is 700.*at least 701"
     ):
         check_vocabulary(corpus.metadata, 700)
 
@@ -197,7 +197,7 @@ def test_our_own_bin_knows_its_vocabulary(tmp_path: Path) -> None:
 def test_tokenizer_that_exceeds_the_model(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc")
     corpus = prepare_corpus(config(tmp_path, tmp_path / "a.txt"))
-    with pytest.raises(ConfigError, match=r"Tokenizer 'bytes' has ids up to 256, but model.vocab_size is 256"):
+    with pytest.raises(ConfigError, match=r"Tokenizer 'bytes' has ids up to 256, but the model's vocab_size is 256"):
         check_vocabulary(corpus.metadata, 256)
 
 

@@ -68,7 +68,7 @@ def test_500s_are_tried_again(
     files.contents = {"/a.jsonl": lines("one", "two")}
     monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.01)
     files.failures_left = 2
-    assert texts_of(prepare_corpus(config(tmp_path, f"{files.url}/a.jsonl", read_retries=3))) == ["one", "two"]
+    assert texts_of(prepare_corpus(config(tmp_path, f"{files.url}/a.jsonl"))) == ["one", "two"]
     assert files.failures_left == 0
     assert [status for _, _, status in files.requests].count(500) == 2
     assert "Trying again in" in caplog.text
@@ -89,7 +89,7 @@ def test_a_server_that_keeps_failing_is_named(
     monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.01)
     files.failures_left = 10**6
     with pytest.raises(DataError, match=message):
-        prepare_corpus(config(tmp_path, f"{files.url}/a.jsonl", read_retries=2))
+        prepare_corpus(config(tmp_path, f"{files.url}/a.jsonl"))
 
 
 def test_a_file_that_is_not_there_and_a_server_that_is_not(

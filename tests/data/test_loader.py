@@ -43,7 +43,7 @@ def plan_on_one_rank(lengths: IntArray) -> Plan:
 
 def loader_of(corpus: Corpus, rank: int = 0, planner: Callable = plan_on_one_rank, **settings: int) -> PrefetchedSteps:
     steps = steps_of(corpus, planner, rank, context_length=60, batch_tokens=60, shuffle_seed=7, **settings)
-    return PrefetchedSteps(steps, 2)
+    return PrefetchedSteps(steps)
 
 
 @given(
@@ -204,12 +204,12 @@ def test_prefetching_stays_within_its_depth() -> None:
             made.append(data.step)
             yield data
 
-    steps = PrefetchedSteps(source(), depth=2)
+    steps = PrefetchedSteps(source())
     deadline = time.monotonic() + 60
     while len(made) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)
-    assert len(made) == 3  # as many as depth says, and the one that comes next
+    assert len(made) == 3  # as many as are read ahead, and the one that comes next
     first, *rest = steps
     assert first.times.steps_ready == 3
     assert [data.step for data in rest] == list(range(1, 100))

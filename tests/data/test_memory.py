@@ -51,7 +51,7 @@ def bytes_of_opening(settings: DataConfig) -> np.ndarray:
     [
         pytest.param({"context_length": 64}, id="each document is a sample"),
         pytest.param({"context_length": 8, "over_length": "split"}, id="split"),
-        pytest.param({"context_length": 12, "over_length": "drop", "min_document_tokens": 4}, id="filtered"),
+        pytest.param({"context_length": 12, "over_length": "drop"}, id="dropped"),
     ],
 )
 def test_a_process_keeps_few_bytes_of_a_document(tmp_path: Path, settings: dict[str, Any]) -> None:

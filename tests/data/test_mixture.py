@@ -16,7 +16,7 @@ from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.order.epoch import epoch_order
 from bytescale.data.tokens import shards
-from tests.data.support import config, texts_of, write_jsonl
+from tests.data.support import config, write_jsonl
 
 
 @pytest.fixture
@@ -122,16 +122,6 @@ def test_weights_that_make_no_sense(settings: DataConfig, weights: tuple[float, 
 
 
 def test_a_source_that_gives_nothing(tmp_path: Path, settings: DataConfig) -> None:
-    filtered = replace(settings, max_document_tokens=100)  # every long document
-    with pytest.raises(DataError, match=r"long.jsonl' has weight 0.75 but holds no sequence.*length filters"):
+    filtered = replace(settings, context_length=100, over_length="drop")  # every long document
+    with pytest.raises(DataError, match=r"long.jsonl' has weight 0.75 but holds no sequence.*data.over_length"):
         BatchSampler(prepare_corpus(filtered).index, filtered)
-
-
-def test_length_filters(tmp_path: Path, settings: DataConfig) -> None:
-    filtered = replace(settings, min_document_tokens=5, max_document_tokens=13, weights=())
-    corpus = prepare_corpus(filtered)
-    assert {len(text) for text in texts_of(corpus)} == {6, 9, 12}  # with EOS 7, 10 and 13
-    assert corpus.metadata.counts.num_filtered == 12 + 24
-    assert corpus.index.fingerprint != prepare_corpus(replace(filtered, max_document_tokens=None)).index.fingerprint
-    with pytest.raises(DataError, match=r"72 documents are outside data.min_document_tokens and data.max_document_tok"):
-        prepare_corpus(replace(filtered, min_document_tokens=1000, max_document_tokens=None))

@@ -14,6 +14,7 @@ from bytescale.common.errors import DataError
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
 from bytescale.data.tokens import shards
 from bytescale.data.tokens.tokenizer import ByteTokenizer
+from bytescale.storage import retry
 from bytescale.storage.place import Url
 from tests.data.support import config, read_whole, write_pair
 
@@ -86,7 +87,8 @@ def test_a_server_that_gives_whole_files_only(tmp_path: Path, base: str, monkeyp
 def test_a_range_that_fails_is_tried_again_and_then_named(
     tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    there = prepare_corpus(config(tmp_path, f"{base}/pair.bin", read_retries=1))
+    monkeypatch.setattr(retry, "RETRIES", 1)
+    there = prepare_corpus(config(tmp_path, f"{base}/pair.bin"))
     answers = [OSError(5, "connection lost"), b"short", b"short"]
 
     def fail(self: Url, start: int, stop: int) -> bytes:

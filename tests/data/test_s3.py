@@ -113,17 +113,22 @@ def test_commands(tmp_path: Path, server: S3Server, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("method", one_of(["HEAD", "GET"], "GET"))
 def test_500s_are_tried_again_and_then_named(
-    tmp_path: Path, server: S3Server, caplog: pytest.LogCaptureFixture, method: str
+    tmp_path: Path,
+    server: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
 ) -> None:
+    monkeypatch.setattr(retry, "RETRIES", 2)
     putter("bucket")("a.jsonl", json_lines("one", "two"))
     server.failing_method = method
     server.failures_left = 4  # the client itself tries twice
-    assert texts_of(prepare_corpus(config(tmp_path, "s3://bucket/a.jsonl", read_retries=2))) == ["one", "two"]
+    assert texts_of(prepare_corpus(config(tmp_path, "s3://bucket/a.jsonl"))) == ["one", "two"]
     assert server.failures_left == 0
     assert caplog.text.count("Trying again in") == 2
     server.failures_left = 10**6
     with pytest.raises(DataError, match=r"s3://bucket/a.jsonl'? cannot be (read|reached) \(.*500.*To fix:"):
-        prepare_corpus(config(tmp_path / "other", "s3://bucket/a.jsonl", read_retries=2))
+        prepare_corpus(config(tmp_path / "other", "s3://bucket/a.jsonl"))
     assert 10**6 - server.failures_left == 6
 
 
@@ -201,10 +206,11 @@ def test_names_that_do_not_exist(tmp_path: Path, server: S3Server) -> None:
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", "http://nowhere.invalid"])
 def test_no_server(tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setattr(retry, "RETRIES", 1)
     new_client()
     began = time.monotonic()
     with pytest.raises(DataError, match=rf"'s3://bucket/a.jsonl' cannot be reached .*{endpoint}.*network"):
-        prepare_corpus(config(tmp_path, "s3://bucket/a.jsonl", read_retries=1))
+        prepare_corpus(config(tmp_path, "s3://bucket/a.jsonl"))
     assert time.monotonic() - began < 60  # limits are for hangs
 
 

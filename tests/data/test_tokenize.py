@@ -34,7 +34,7 @@ def tokenised(
     files: Sequence[SourceFile], path: Path, tokenizer: Tokenizer | None = None, **settings: Any
 ) -> TokenMetadata:
     """The files as one pair, as ``bytescale data tokenize`` makes it; the cache lies beside the pair's folder."""
-    data = DataConfig(cache_dir=str(path.parent.with_name("cache")), read_retries=0)
+    data = DataConfig(cache_dir=str(path.parent.with_name("cache")))
     reader = ShardReader.of(data, tokenizer or ByteTokenizer())
     runs = itertools.groupby(files, key=lambda file: file.format == "bin")
     return write_as_pair(reader, [shard for _, run in runs for shard in reader.plan(list(run))], path, **settings)

@@ -89,11 +89,10 @@ def test_eos_is_found_by_its_usual_names(tmp_path: Path, eos: str) -> None:
 
 
 @pytest.mark.parametrize("entry", ["b", {"content": "b"}])
-def test_tokenizer_config_says_which_eos_and_the_setting_says_it_louder(tmp_path: Path, entry: object) -> None:
+def test_tokenizer_config_says_which_eos(tmp_path: Path, entry: object) -> None:
     word_level("</s>", "b", "c").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": entry}))
     assert load_tokenizer(str(tmp_path)).eos_id == 1
-    assert load_tokenizer(str(tmp_path), "c").eos_id == 2
 
 
 def test_vocab_size_counts_holes(tmp_path: Path) -> None:
@@ -103,10 +102,13 @@ def test_vocab_size_counts_holes(tmp_path: Path) -> None:
 
 def test_no_eos(tmp_path: Path) -> None:
     word_level("a", "[UNK]").save(str(tmp_path / "t.json"))
-    with pytest.raises(ConfigError, match=r"t.json has none of the usual end-of-text tokens.*set data.eos_token"):
+    with pytest.raises(
+        ConfigError, match=r"t.json has none of the usual end-of-text tokens.*name the token.*tokenizer_config.json"
+    ):
         load_tokenizer(str(tmp_path / "t.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
     with pytest.raises(ConfigError, match=r"t.json has no token '<stop>'"):
-        load_tokenizer(str(tmp_path / "t.json"), "<stop>")
+        load_tokenizer(str(tmp_path / "t.json"))
 
 
 def test_no_such_tokenizer() -> None:
@@ -204,7 +206,7 @@ def test_a_bos_that_a_tokenizer_does_not_have(tmp_path: Path) -> None:
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0}, unk_token="</s>"))
     made.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match=r'data.bos is "always", and .* names no bos_token'):
-        load_tokenizer(str(tmp_path), None, "always")
+        load_tokenizer(str(tmp_path), "always")
 
 
 def test_blank_text_trains_no_bpe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,29 +111,31 @@ def test_a_failing_read_is_tried_again_and_then_given_up(
     monkeypatch.setattr(type(memory), "_open", lambda self, path, *_, **__: FailingFile(self.cat(path)))
     monkeypatch.setattr(type(memory), "cat", lambda self, path: lines("text"))
     monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(retry, "RETRIES", 2)
     FailingFile.failures_left = 2
-    assert texts_of(prepare_corpus(config(tmp_path, "memory://a.jsonl", read_retries=2))) == ["text"]
+    assert texts_of(prepare_corpus(config(tmp_path, "memory://a.jsonl"))) == ["text"]
     assert caplog.text.count("Trying again in") == 2
     FailingFile.failures_left = 99
     with pytest.raises(
         DataError, match=r"memory:///?a.jsonl cannot be read \(RuntimeError: connection reset by peer\)"
     ):
-        prepare_corpus(config(tmp_path / "other", "memory://a.jsonl", read_retries=2))
+        prepare_corpus(config(tmp_path / "other", "memory://a.jsonl"))
     assert FailingFile.failures_left == 99 - 3
 
 
-def test_pauses_double_and_missing_files_are_not_waited_for() -> None:
+def test_pauses_double_and_missing_files_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
+    monkeypatch.setattr(retry.time, "sleep", pauses.append)
 
     def fail(cause: OSError) -> None:
         raise UnreadableError("gone") from cause
 
     with pytest.raises(UnreadableError):
-        with_retries(lambda: fail(OSError("perhaps later")), 3, pauses.append)
-    assert pauses == [0.5, 1.0, 2.0]
+        with_retries(lambda: fail(OSError("perhaps later")))
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
     with pytest.raises(UnreadableError):
-        with_retries(lambda: fail(FileNotFoundError("never")), 3, pauses.append)
-    assert len(pauses) == 3
+        with_retries(lambda: fail(FileNotFoundError("never")))
+    assert len(pauses) == 4
 
 
 def test_urls_that_lead_nowhere(tmp_path: Path, memory: Any) -> None:

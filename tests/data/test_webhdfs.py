@@ -47,16 +47,17 @@ def test_a_changed_file_is_read_again(tmp_path: Path, hdfs: WebHdfs) -> None:
 
 @pytest.mark.parametrize("node", ["name", "data"])
 def test_500s_are_tried_again_and_then_named(
-    tmp_path: Path, hdfs: WebHdfs, caplog: pytest.LogCaptureFixture, node: str
+    tmp_path: Path, hdfs: WebHdfs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, node: str
 ) -> None:
     """A data node's error page is not the file's content."""
+    monkeypatch.setattr(retry, "RETRIES", 2)
     hdfs.put("/a.jsonl", json_lines("one", "two"))
     hdfs.failing, hdfs.failures_left = node, 2
-    assert texts_of(prepare_corpus(config(tmp_path, f"{hdfs.url}/a.jsonl", read_retries=2))) == ["one", "two"]
+    assert texts_of(prepare_corpus(config(tmp_path, f"{hdfs.url}/a.jsonl"))) == ["one", "two"]
     assert caplog.text.count("Trying again in") == 2
     hdfs.failures_left = 10**6
     with pytest.raises(DataError, match=r"/a.jsonl'? cannot be (read|reached) \(500 RuntimeException: out of luck\)"):
-        prepare_corpus(config(tmp_path / "other", f"{hdfs.url}/a.jsonl", read_retries=2))
+        prepare_corpus(config(tmp_path / "other", f"{hdfs.url}/a.jsonl"))
     assert 10**6 - hdfs.failures_left == 3
 
 
@@ -73,25 +74,27 @@ def test_a_standby_name_node_is_asked_again(tmp_path: Path, hdfs: WebHdfs) -> No
     hdfs.put("/a.jsonl", json_lines("one"))
     hdfs.failing, hdfs.failures_left = "name", 1
     hdfs.failure = (403, "StandbyException", "Operation category READ is not supported in state standby")
-    assert texts_of(prepare_corpus(config(tmp_path, f"{hdfs.url}/a.jsonl", read_retries=1))) == ["one"]
+    assert texts_of(prepare_corpus(config(tmp_path, f"{hdfs.url}/a.jsonl"))) == ["one"]
 
 
-def test_what_is_not_there(tmp_path: Path, hdfs: WebHdfs) -> None:
+def test_what_is_not_there(tmp_path: Path, hdfs: WebHdfs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "RETRIES", 1)
     with pytest.raises(DataError, match=r"/nothing' cannot be reached \(404 .*File does not exist: /nothing\)"):
         prepare_corpus(config(tmp_path, f"{hdfs.url}/nothing"))
     began = time.monotonic()
     with pytest.raises(DataError, match=r"'webhdfs://127.0.0.1:1/a' cannot be reached \(ConnectionError: .*network"):
-        prepare_corpus(config(tmp_path, "webhdfs://127.0.0.1:1/a", read_retries=1))
+        prepare_corpus(config(tmp_path, "webhdfs://127.0.0.1:1/a"))
     assert time.monotonic() - began < 60  # limits are for hangs
 
 
 def test_a_server_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``requests`` alone would wait for ever."""
     monkeypatch.setattr(filesystems, "READ_SECONDS", 0.2)
+    monkeypatch.setattr(retry, "RETRIES", 0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(DataError, match=r"cannot be reached \(ReadTimeout: .*timed out"):
-            prepare_corpus(config(tmp_path, f"webhdfs://127.0.0.1:{port}/a", read_retries=0))
+            prepare_corpus(config(tmp_path, f"webhdfs://127.0.0.1:{port}/a"))
 
 
 def test_hadoop_s_own_library_is_missing(

@@ -11,7 +11,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch._dynamo  # noqa: F401 - every optimizer imports it: here once, not in every forked rank for 0.6 s
+# What trainers import late: here once, not in every forked rank.
+import torch._dynamo  # noqa: F401
+import transformers.models.llama.modeling_llama
+import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
 from tests.helpers.ports import reserve_port
 

@@ -32,9 +32,10 @@ class LiveBytes(measure.LiveBytes):
         super().__init__()
         self.with_numbers = with_numbers
 
-    def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         skipped = func in PRODUCTS and not self.with_numbers
-        return _zeros_of(func, args, kwargs) if skipped else func(*args, **kwargs)
+        run = (lambda *given, **named: _zeros_of(func, given, named)) if skipped else func
+        return super().__torch_dispatch__(run, types, args, kwargs)
 
 
 def _zeros_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -90,6 +90,14 @@ def test_scoring() -> None:
         torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-5)
 
 
+def test_replayed_routes() -> None:
+    module = example("replayed_routes")
+    ours, alone = on_two_ranks(module), module.main(capacity_tokens=512)
+    assert ours == pytest.approx(alone, rel=0.05)
+    assert 0.02 < ours["tokens with another route"] < 0.5
+    assert ours["difference with replay"] < 0.8 * ours["difference without replay"]
+
+
 def test_driver() -> None:
     assert on_two_ranks(example("driver")) == pytest.approx(example("driver").main(capacity_tokens=256), rel=1e-5)
 

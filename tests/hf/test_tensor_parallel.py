@@ -271,7 +271,7 @@ def test_a_checkpoint_is_of_the_whole_model(name: str, tmp_path: Path) -> None:
         optimizer = ShardedOptimizer.of_config(flat, OptimizerConfig(), mesh)
         optimizer.require_states()
         assert mesh.world.group is not None
-        checkpoints = Checkpointer(tmp_path, mesh.world.group, CheckpointConfig(background=False))
+        checkpoints = Checkpointer(tmp_path, mesh.world.group, CheckpointConfig())
         checkpoints.save(RunState(step=1, sampler={}, architecture={}, mesh={}), optimizer)
         checkpoints.finish()
         before = {(one.parameter, one.box): one.target.clone() for one in wanted_by(optimizer) if one.state == "master"}

@@ -263,3 +263,16 @@ def test_tensor_parallel_ranks_look_at_all_of_many_documents() -> None:
     with pytest.raises(AssertionError) as caught:
         on_ranks(4, small_model("llama"), differ)
     assert re.search("disagree on the documents of a batch", str(caught.value.__cause__))
+
+
+@pytest.mark.parametrize("other", [{"tp": 2}, {"shard": "parameters"}, {"shard": "parameters", "domain": 2}])
+def test_ranks_that_are_given_other_meshes_are_told_before_they_make_groups(other: dict[str, Any]) -> None:
+    """They would make other groups, and wait for each other up to the groups' limit."""
+
+    def differ(group: dist.ProcessGroup, model: nn.Module) -> None:
+        given = {"shard": "parameters"} if "domain" in other and group.rank() != 1 else {}
+        bytescale.HDP(model, group, capacity_tokens=400, **(other if group.rank() == 1 else given))
+
+    with pytest.raises(AssertionError) as caught:
+        on_ranks(4, small_model("llama"), differ)
+    assert re.search("anks disagree on tp, shard, domain or experts", str(caught.value.__cause__))

@@ -179,7 +179,7 @@ def test_the_heavier_direction_stays_inside_the_node(heavy: str, down: bool) -> 
 
 def test_a_cost_model_without_rows_refuses_grids_by_name() -> None:
     assert LINKS.best_shape(1e6, 1e12, 64, True).columns == 1
-    with pytest.raises(ConfigError, match=r"bytes that a grid's rows exchange.*planner.grids = false"):
+    with pytest.raises(ConfigError, match=r"bytes that a grid's rows exchange.*use a profile"):
         LINKS.exposed_seconds(1e6, 1e12, 64, True, 4, True)
 
 
@@ -295,15 +295,6 @@ def test_the_last_member_ends_as_with_shares_that_are_rounded(data: st.DataObjec
     assert rounded.max() - 2.0 <= exact <= rounded.max() + 1e-6
 
 
-def test_the_setting_keeps_rings() -> None:
-    lengths = sample_lengths("github", 4 << 20, 0, 1 << 20)
-    cost = load_profile("case-study").cost_model(ranks_per_node=4)
-    equal = Cluster.uniform(2048, 8192)
-    for grids in (True, False):
-        planned = VerifiedPlanner(PlannerConfig(grids=grids), equal, cost)(lengths)
-        assert (planned.group_columns > 1).any() == grids
-
-
 def test_unequal_ranks_have_grids_whose_rows_are_alike() -> None:
     """Half of the ranks have half the speed: rows hold members of one speed, and all members end together."""
     cost = replace(CASE_STUDY.cost_model(ranks_per_node=4), inter_node_bytes_per_second=1e9)
@@ -375,7 +366,7 @@ def test_a_grid_without_memory_gets_fewer_columns(row_bytes: float, grids_are_le
     assert (narrow.group_columns > 1).any() == grids_are_left
     assert np.array_equal(narrow.group_ranks, plan.group_ranks)
 
-    rings = VerifiedPlanner(PlannerConfig(grids=False), cluster, cost, small)(lengths)
+    rings = VerifiedPlanner(PlannerConfig(), cluster, replace(cost, row_bytes_per_token=None), small)(lengths)
     best = VerifiedPlanner(PlannerConfig(), cluster, cost, small)(lengths)
     ends = [evaluate(plan, cluster=cluster, cost=cost).end_seconds for plan in (narrow, rings, best)]
     assert ends[2] == min(ends)

@@ -111,8 +111,6 @@ def test_make_planner_follows_the_config() -> None:
         config = PlannerConfig(name=name)  # type: ignore[arg-type]
         plan = make_planner(config, cluster, LINKS, context_length=256)(lengths)
         assert plan.planner == planner
-    wide = make_planner(PlannerConfig(name="static", static_cp=8), cluster, LINKS)(lengths)
-    assert wide.planner == "static/cp8"
     with pytest.raises(ConfigError, match=r"no planner 'best'.*adaptive, paper"):
         make_planner(PlannerConfig(name="best"), cluster, LINKS)  # type: ignore[arg-type]
 

@@ -115,7 +115,7 @@ def test_a_straggler_takes_no_room_from_the_longest_sequence() -> None:
     equal = Cluster.uniform(4, CAPACITY, offload=rule())
     verified = VerifiedPlanner(PlannerConfig(), equal, cost())
     speeds, longest = (1.0, 0.5, 1.0, 1.0), equal.largest_sequence
-    planner = CalibratedPlanner(verified, Calibrator(first=cost(), first_speeds=speeds), lag=4)
+    planner = CalibratedPlanner(verified, Calibrator(first=cost(), first_speeds=speeds))
     assert longest > 4 * CAPACITY
     plan = planner.plan_step(np.array([longest]), 0)
     assert (plan.group_weights == 1).all()
@@ -123,7 +123,7 @@ def test_a_straggler_takes_no_room_from_the_longest_sequence() -> None:
     plan = planner.plan_step(np.array([2 * CAPACITY] * 4), 0)
     assert len(set(plan.group_weights.tolist())) > 1
     assert not plan.group_offload_ratio.any()
-    even = CalibratedPlanner(verified, Calibrator(first=cost()), lag=4)
+    even = CalibratedPlanner(verified, Calibrator(first=cost()))
     assert even.plan_step(np.array([2 * CAPACITY] * 4), 0).digest() == verified([2 * CAPACITY] * 4).digest()
     with pytest.raises(ConfigError, match="Ranks that differ offload activations"):
         replace(equal, speeds=np.array(speeds))

@@ -24,7 +24,7 @@ HOLD_RAY = """
 import sys
 from bytescale.data.remote.ray_cluster import ray_cluster
 
-with ray_cluster("", 8) as address:
+with ray_cluster(8) as address:
     print(address, flush=True)
     sys.stdin.read()
 """

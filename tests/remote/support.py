@@ -45,7 +45,6 @@ def numbered_config(folder: Path, **settings: Any) -> DataConfig:
         "context_length": CONTEXT,
         "batch_tokens": BATCH_TOKENS,
         "cache_dir": str(folder / "cache"),
-        "answer_seconds": 60.0,
         **settings,
     }
     return DataConfig(**values)

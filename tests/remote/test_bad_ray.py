@@ -13,7 +13,7 @@ import ray
 import ray.exceptions
 
 from bytescale.common.errors import ConfigError, DataError, LoaderFailure
-from bytescale.data.remote import ray_cluster
+from bytescale.data.remote import ray_cluster, served_corpus
 from bytescale.data.remote.calls import translated, wait_for
 from tests.helpers.disk import small_disk
 from tests.helpers.ports import reserve_port
@@ -55,7 +55,7 @@ def test_a_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", refuse)
     with (
         pytest.raises(LoaderFailure, match=r"Ray did not start \(timed out .* the GCS\).*less busy"),
-        ray_cluster.ray_cluster("", 2),
+        ray_cluster.ray_cluster(2),
     ):
         pass
 
@@ -104,7 +104,7 @@ def test_an_actor_that_does_not_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_joined")
-def test_a_server_that_answers_nothing_is_given_up(tmp_path: Path) -> None:
+def test_a_server_that_answers_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent:
         def read(self, *_: object) -> None:
             import time
@@ -112,10 +112,11 @@ def test_a_server_that_answers_nothing_is_given_up(tmp_path: Path) -> None:
             time.sleep(60)
 
     write_numbered_corpus(tmp_path / "numbers")
-    with feeds(numbered_config(tmp_path, answer_seconds=1.0, servers=1), "ray", 1) as (loader,):
+    monkeypatch.setattr(served_corpus, "ANSWER_SECONDS", 1.0)
+    with feeds(numbered_config(tmp_path, servers=1), "ray", 1) as (loader,):
         loader.state_dict()
         servers(loader)[:] = [ray.remote(Silent).options(num_cpus=0).remote()]
-        message = r"Data server 0 did not answer within 1 s.*raise data.answer_seconds"
+        message = r"Data server 0 did not answer within 1 s.*look at the load of its node"
         with loader.open(planner_for(1), 1) as steps, pytest.raises(LoaderFailure, match=message):
             next(steps)
         ray.kill(servers(loader)[0])
@@ -180,7 +181,7 @@ def test_an_object_store_that_is_really_full(tmp_path: Path) -> None:
         )
         assert told.returncode == 0, told.stderr
         assert "Ray has no room left for what data server 0 sent" in told.stdout
-        assert "lower data.prefetch_steps" in told.stdout
+        assert "or free its disk" in told.stdout
 
 
 @pytest.mark.exhaustive

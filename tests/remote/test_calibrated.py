@@ -38,7 +38,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, ray_address: str) -> None:
 
 def config_of(folder: Path, name: str, loader: str) -> Config:
     config = on_ranks(small_run(write_corpus(folder / "corpus"), folder / name, steps=STEPS), 3, 128)
-    data = replace(config.data, loader=loader, prefetch_steps=1, servers=1)
+    data = replace(config.data, loader=loader, servers=1)
     return replace(config, data=data, cost=CostConfig(calibrate=True))
 
 

@@ -24,10 +24,13 @@ def weighted_run(tmp_path: Path, name: str, kind: str) -> Config:
 @pytest.mark.exhaustive
 @pytest.mark.forks_ranks
 @pytest.mark.parametrize("kind", ["messages", "tokens"])
-def test_killed_and_resumed_on_other_ranks(tmp_path: Path, ray_address: str, kind: str) -> None:
+def test_killed_and_resumed_on_other_ranks(
+    tmp_path: Path, ray_address: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     expected = run(on_ranks(weighted_run(tmp_path, "whole", kind), 2, 128))
     config = on_ranks(weighted_run(tmp_path, "killed", kind), 2, 128)
-    killed = replace(config, data=replace(config.data, loader="ray", ray_address=ray_address, servers=2))
+    monkeypatch.setenv("RAY_ADDRESS", ray_address)
+    killed = replace(config, data=replace(config.data, loader="ray", servers=2))
     interrupt(killed, after_step=2)
     run(with_trainer(on_ranks(killed, 3, 128), resume=True))
     assert losses(tmp_path / "killed") == pytest.approx(expected, rel=1e-10)
@@ -35,9 +38,12 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path, ray_address: str, kin
 
 @pytest.mark.exhaustive
 @pytest.mark.forks_ranks
-def test_prefixes_are_shared_by_rows_that_servers_send(tmp_path: Path, ray_address: str) -> None:
+def test_prefixes_are_shared_by_rows_that_servers_send(
+    tmp_path: Path, ray_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     apart, shared = pair(tmp_path, 2, loss_per="sequence")
-    data = replace(shared.data, loader="ray", ray_address=ray_address, servers=2)
+    monkeypatch.setenv("RAY_ADDRESS", ray_address)
+    data = replace(shared.data, loader="ray", servers=2)
     assert run(replace(shared, data=data)) == pytest.approx(run(apart), rel=1e-8)
     rows, tokens = ([line["num_tokens"] for line in metrics(tmp_path / name)] for name in ("shared", "apart"))
     assert sum(rows) < 0.7 * sum(tokens)

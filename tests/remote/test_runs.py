@@ -48,7 +48,7 @@ def undisturbed(folder: Path) -> list[float]:
 def ray_config(folder: Path, run_dir: Path) -> Config:
     config = on_ranks(small_run(folder / "corpus", run_dir, steps=STEPS), 3, 128)
     data = replace(config.data, loader="ray", servers=2, record=True)
-    return replace(config, data=data, checkpoint=replace(config.checkpoint, every=1, background=False))
+    return replace(config, data=data, checkpoint=replace(config.checkpoint, every=1))
 
 
 @contextmanager

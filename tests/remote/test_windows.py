@@ -19,6 +19,7 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import plan_shards, prepare_corpus
 from bytescale.data.loading.loader import StepData
 from bytescale.data.order.epoch import SampleStream
+from bytescale.data.remote import served_corpus
 from bytescale.data.tokens import shards
 from tests.data.support import write_jsonl
 from tests.remote.support import (
@@ -141,10 +142,10 @@ def test_a_resumed_run_reads_the_window_it_stands_in_alone(tmp_path: Path, confi
 
 @pytest.mark.exhaustive
 def test_a_step_may_wait_for_its_text_for_longer_than_an_answer_may_take(
-    tmp_path: Path, config: DataConfig, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, config: DataConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Servers that take their time for the second window: the run says what it waits for, and goes on."""
-    hurried = replace(config, answer_seconds=20.0)
+    monkeypatch.setattr(served_corpus, "ANSWER_SECONDS", 20.0)
     index = prepare_corpus(replace(config, cache_dir=str(tmp_path / "elsewhere"))).index
     first, second, *_ = SampleStream(index, np.arange(NUM_SHARDS), 1, config.shuffle_seed).windows(0)
     names = [shard.name for shard in plan_shards(config)[0]]
@@ -155,15 +156,15 @@ def test_a_step_may_wait_for_its_text_for_longer_than_an_answer_may_take(
         """Once the run has said that it waits, let it wait for longer than an answer may take."""
         while "waiting for servers to tokenise" not in caplog.text:
             time.sleep(0.1)
-        time.sleep(hurried.answer_seconds + 1.0)
+        time.sleep(21.0)
         go_on.touch()
 
-    with feeds(hurried, "ray", 1) as (loader,):
+    with feeds(config, "ray", 1) as (loader,):
         for server in servers(loader):
             ray.get(server.__ray_call__.remote(hold_back, {names[part] for part in second}, go_on))
         threading.Thread(target=let_go_late, daemon=True).start()
         steps, _ = take_steps([loader], steps_of_first + 4)
-    assert max(ranks[0].times.wait_seconds for ranks in steps) > hurried.answer_seconds
+    assert max(ranks[0].times.wait_seconds for ranks in steps) > 20.0
     assert "waiting for servers to tokenise" in caplog.text
 
 

@@ -27,7 +27,7 @@ from tests.train.test_models import hf_folder
 
 from .test_zero import STEPS, gradients_of
 
-CONFIG = OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.2, clip_grad_norm=0.5, momentum=0.9)
+CONFIG = OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.2, clip_grad_norm=0.5, options={"momentum": 0.9})
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16), (1, 8)])
@@ -52,7 +52,7 @@ def reference_parameters(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> dic
     named = dict(model.named_parameters())
     muon = torch.optim.Muon(
         [p for name, p in named.items() if is_hidden_matrix(name, p)],
-        lr=CONFIG.lr, weight_decay=CONFIG.weight_decay, momentum=CONFIG.momentum, adjust_lr_fn="match_rms_adamw",
+        lr=CONFIG.lr, weight_decay=CONFIG.weight_decay, momentum=0.9, adjust_lr_fn="match_rms_adamw",
     )  # fmt: skip
     others = [p for name, p in named.items() if not is_hidden_matrix(name, p)]
     adam = torch.optim.AdamW(
@@ -60,7 +60,7 @@ def reference_parameters(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> dic
             {"params": [p for p in others if p.dim() >= 2], "weight_decay": CONFIG.weight_decay},
             {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
         ],
-        lr=CONFIG.lr, betas=(CONFIG.beta1, CONFIG.beta2), eps=CONFIG.eps,
+        lr=CONFIG.lr, betas=(0.9, 0.95), eps=1e-8,
     )  # fmt: skip
     for step in range(STEPS):
         shares = zip(*(gradients_of(model, step, rank) for rank in range(num_ranks)), strict=True)

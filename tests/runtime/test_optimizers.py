@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,12 +29,17 @@ from tests.train.runs import interrupt, on_ranks, run, small_run, with_trainer, 
 
 from .test_zero import STEPS, gradients_of
 
-OVERRIDES = ("*: lr_ratio=0.5", "*.mlp.*: lr_ratio=2, weight_decay=0.3", "*norm*: weight_decay=0.1")
+OVERRIDES = {
+    "*": {"lr_ratio": 0.5},
+    "*.mlp.*": {"lr_ratio": 2, "weight_decay": 0.3},
+    "*norm*": {"weight_decay": 0.1},
+}
 RATES = (1e-2, 3e-3, 1e-3)
 
 
 def config_of(name: str) -> OptimizerConfig:
-    return OptimizerConfig(name=name, lr=RATES[0], weight_decay=0.2, momentum=0.9, overrides=OVERRIDES)  # type: ignore[arg-type]
+    options = {"momentum": 0.9} if name == "sgd" else {}
+    return OptimizerConfig(name=name, lr=RATES[0], weight_decay=0.2, options=options, overrides=OVERRIDES)  # type: ignore[arg-type]
 
 
 def options_of(name: str, parameter: torch.Tensor) -> tuple[float, float]:
@@ -145,18 +151,18 @@ def test_a_run_is_the_same_on_any_ranks(tmp_path: Path, name: str) -> None:
 
 def test_overrides_that_fit_nothing() -> None:
     model = make_model(Sizes(), torch.float64)
-    flat, overrides = FlatParameters(model.named_parameters(), 1), ("*.nothing.*: lr_ratio=2",)
+    flat, overrides = FlatParameters(model.named_parameters(), 1), {"*.nothing.*": {"lr_ratio": 2}}
     with pytest.raises(ConfigError, match="which no trained parameter matches"):
         ShardedOptimizer.of_config(flat, replace(config_of("sgd"), overrides=overrides), Mesh.of_hdp(RankGroup()))
 
 
 @pytest.mark.parametrize(
-    "override", ["*", ": lr_ratio=2", "*: lr_ratio", "*: rate=2", "*: lr_ratio=-1", "*: lr_ratio=nan"]
+    "override", [2, {}, {"lr_ratio": "2"}, {"rate": 2}, {"lr_ratio": -1}, {"lr_ratio": math.nan}, {"lr_ratio": True}]
 )
-def test_overrides_that_cannot_be_read(tmp_path: Path, override: str) -> None:
+def test_overrides_that_cannot_be_read(tmp_path: Path, override: object) -> None:
     config = small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run")
     with pytest.raises(ConfigError, match=r"optimizer\.overrides has"):
-        validate(replace(config, optimizer=replace(config.optimizer, overrides=(override,))))
+        validate(replace(config, optimizer=replace(config.optimizer, overrides={"*": override})))
 
 
 class CountingSGD(torch.optim.SGD):

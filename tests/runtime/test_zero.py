@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bytescale.config.overrides import optimizer_options
 from bytescale.config.schema import OptimizerConfig
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
@@ -31,8 +32,7 @@ def reference_parameters(num_ranks: int) -> dict[str, torch.Tensor]:
     adam = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": CONFIG.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=CONFIG.lr,
-        betas=(CONFIG.beta1, CONFIG.beta2),
-        eps=CONFIG.eps,
+        **optimizer_options(CONFIG),
     )
     for step in range(STEPS):
         shares = zip(*(gradients_of(model, step, rank) for rank in range(num_ranks)), strict=True)

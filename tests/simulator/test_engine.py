@@ -17,7 +17,7 @@ from bytescale.simulator import ClusterConfig, simulate
 from bytescale.simulator.draw import raster
 from bytescale.simulator.engine import run_events
 from bytescale.simulator.events import events_of
-from bytescale.simulator.trace import save_trace
+from bytescale.simulator.trace import save_trace, simulated_tracks
 from tests.helpers.effort import examples
 from tests.simulator.plans import deadlocking_plan, local_plan, profile
 from tests.simulator.test_outputs import random_plans
@@ -109,7 +109,8 @@ def test_a_stage_holds_as_many_micro_batches_as_memory_is_counted_for(stages: in
 
 def test_stages_have_rows_of_their_own_in_trace_and_picture(tmp_path: Path) -> None:
     step = simulate(local_plan([[6] * 4, [9, 3]]), profile(num_layers=8), on(2, 2))
-    save_trace(step, tmp_path / "trace.json")
+    ranks = range(step.events.num_ranks)
+    save_trace([track for rank in ranks for track in simulated_tracks(step, rank)], tmp_path / "trace.json")
     tasks = [entry for entry in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if entry["ph"] == "X"]
     assert len(tasks) == 6 * 2 * 2  # micro-batches x stages x directions
     assert {entry["name"] for entry in tasks} == {"forward, local", "backward, local"}

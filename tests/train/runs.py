@@ -7,12 +7,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from bytescale.attention import select_kernel
+from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import (
     CheckpointConfig,
@@ -36,6 +38,12 @@ from tests.helpers.forks import run_forked
 WORDS = ("the", "ring", "moves", "keys", "around", "and", "every", "rank", "waits", "for", "none", "of", "them")
 
 
+SHAPE = {
+    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}  # fmt: skip
+
+
 def write_corpus(folder: Path, num_documents: int = 60, seed: int = 0) -> Path:
     """Documents of a few to some hundred bytes, most of them short; learnable text."""
     random = np.random.default_rng(seed)
@@ -49,7 +57,7 @@ def write_corpus(folder: Path, num_documents: int = 60, seed: int = 0) -> Path:
 def small_run(corpus: Path, run_dir: Path, **trainer: object) -> Config:
     """Byte tokenizer, context 256 on ranks of 128 tokens at least (256 for one rank)."""
     config = Config(
-        model=ModelConfig(preset="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=48),
+        model=ModelConfig(preset="tiny", config=SHAPE),
         data=DataConfig(
             sources=(str(corpus),), context_length=256, batch_tokens=640, cache_dir=str(corpus.parent / "cache")
         ),
@@ -60,6 +68,11 @@ def small_run(corpus: Path, run_dir: Path, **trainer: object) -> Config:
         checkpoint=CheckpointConfig(every=3, keep=2),
     )
     return with_trainer(config, **trainer)
+
+
+def with_shape(config: Config, **fields: object) -> Config:
+    """The config with other fields of the model's config.json."""
+    return replace(config, model=replace(config.model, config={**config.model.config, **fields}))
 
 
 def on_ranks(config: Config, num_ranks: int, capacity_tokens: int = 256) -> Config:
@@ -92,13 +105,20 @@ def losses(run_dir: Path) -> list[float]:
 
 def interrupt(config: Config, *, after_step: int) -> None:
     """Train until the first rank dies without a word after a step, as by kill -9; checkpoints are written at once."""
-    config = replace(config, checkpoint=replace(config.checkpoint, background=False))
+    save = Checkpointer.save
+
+    def save_now(checkpoints: Checkpointer, *state: Any) -> None:
+        save(checkpoints, *state)
+        checkpoints._settle()
 
     def die_at(line: str) -> None:
         if line.startswith(f"{after_step}/"):
             os._exit(9)
 
-    with pytest.raises(AssertionError, match="rank 0: died without an answer"):
+    with (
+        mock.patch.object(Checkpointer, "save", save_now),
+        pytest.raises(AssertionError, match="rank 0: died without an answer"),
+    ):
         run_forked(config.parallel.ranks, lambda _: str(train(config, print_line=die_at)), kill_with_first=True)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bytescale.config.schema import Config, CostConfig
-from bytescale.cost.calibration import Calibrator, State, lag_of
+from bytescale.cost.calibration import Calibrator, State
 from bytescale.cost.model import CostModel
 from bytescale.plan.io import load_plan
 from bytescale.planner.calibrated import CalibratedPlanner
@@ -85,13 +85,13 @@ def planner_of(config: Config) -> CalibratedPlanner:
     planning = parts.plan_of_run(config, spec, memory, devices, device=device, dtype=dtype, ranks_per_node=2)
     planner = planning.planner
     calibrator = Calibrator(first=planner.cost)
-    return CalibratedPlanner(planner, calibrator, lag_of(config.data.prefetch_steps))
+    return CalibratedPlanner(planner, calibrator)
 
 
 def test_a_plan_whose_costs_are_not_known_is_refused() -> None:
     from bytescale.common.errors import LoaderFailure
 
     first = CostModel(attention_seconds_per_pair=1.0, token_seconds=1.0)
-    planner = CalibratedPlanner(None, Calibrator(first=first), lag=4)  # type: ignore[arg-type]
+    planner = CalibratedPlanner(None, Calibrator(first=first))  # type: ignore[arg-type]
     with pytest.raises(LoaderFailure, match="Step 5 was to be planned before step 1 had ended"):
         planner.plan_step(np.array([1]), 4)

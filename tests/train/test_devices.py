@@ -23,7 +23,7 @@ from bytescale.train.parts import job as parts
 from bytescale.train.parts.budget import MemoryBudget, memory_budget
 from bytescale.train.parts.devices import Devices, RankDevice
 from tests.cost.test_calibration import TRUE
-from tests.train.runs import on_ranks, run, small_run, write_corpus
+from tests.train.runs import on_ranks, run, small_run, with_shape, write_corpus
 
 LARGE = RankDevice(name="large", device_bytes=80.0, host_bytes=100.0, flops_per_second=9e14)
 SMALL = RankDevice(name="small", device_bytes=40.0, host_bytes=100.0, flops_per_second=3e14)
@@ -134,7 +134,7 @@ def test_a_run_on_unequal_ranks_has_the_losses_of_equal_ones(tmp_path: Path, mon
 
 def test_ranks_that_shall_offload_are_planned_as_equal_ones(tmp_path: Path) -> None:
     config = auto_run(tmp_path, "run")
-    deep, sizes = replace(config, model=replace(config.model, num_layers=6)), [0.016 * GIB, 0.008 * GIB]
+    deep, sizes = with_shape(config, num_hidden_layers=6), [0.016 * GIB, 0.008 * GIB]
     assert not budget(deep, sizes).cluster.is_uniform
     found = budget(deep, sizes, memory=MemoryConfig(offload="on")).cluster
     assert found.is_uniform

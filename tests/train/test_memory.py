@@ -16,7 +16,7 @@ from bytescale.cost.assumed import ASSUMED
 from bytescale.train.loop.trainer import train
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device, usable_host_bytes
 from bytescale.train.parts.devices import Devices
-from tests.train.runs import described, on_ranks, run, small_run, with_trainer, write_corpus
+from tests.train.runs import described, on_ranks, run, small_run, with_shape, with_trainer, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def deep_run(corpus: Path, run_dir: Path, num_ranks: int, capacity: int, **memory: object) -> Config:
     config = on_ranks(small_run(corpus, run_dir, steps=3), num_ranks, capacity)
-    return replace(config, model=replace(config.model, num_layers=6), memory=MemoryConfig(**memory))  # type: ignore[arg-type]
+    return replace(with_shape(config, num_hidden_layers=6), memory=MemoryConfig(**memory))  # type: ignore[arg-type]
 
 
 @pytest.mark.exhaustive

@@ -11,11 +11,11 @@ import pytest
 
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.common.errors import ConfigError
-from bytescale.config.schema import Config, ModelConfig
+from bytescale.config.schema import Config
 from bytescale.config.validate import validate
 from bytescale.hf.files.export import export_checkpoint
 from tests.helpers.effort import REST, one_of
-from tests.train.runs import interrupt, losses, metrics, run, small_run, with_trainer, write_corpus
+from tests.train.runs import interrupt, losses, metrics, run, small_run, with_shape, with_trainer, write_corpus
 
 STEPS = 3
 # Fewer than ten steps: the order of fp32 sums is amplified less than in a hundred (tests/train/test_training.py).
@@ -30,8 +30,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def deep_run(corpus: Path, run_dir: Path, **model: object) -> Config:
     """Four layers, so that there may be four stages."""
     config = small_run(corpus, run_dir, steps=STEPS)
-    shape = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 64, **model}
-    return replace(config, model=ModelConfig(preset="tiny-moe" if "num_experts" in model else "tiny", **shape))  # type: ignore[arg-type]
+    preset = "tiny-moe" if "num_local_experts" in model else "tiny"
+    config = replace(config, model=replace(config.model, preset=preset))
+    return with_shape(config, **{"num_hidden_layers": 4, "intermediate_size": 64, **model})
 
 
 def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, domain: int = 1, experts: str = "") -> Config:
@@ -47,12 +48,16 @@ def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, domain: i
         capacity_tokens=256 if hdp == 1 else 128,
         shard="parameters" if domain > 1 else "optimizer",
         domain=0 if domain == 1 else domain,
-        experts=experts or ("parallel" if domain > 1 and tp == 1 and config.model.num_experts else "gathered"),  # type: ignore[arg-type]
+        experts=experts or ("parallel" if domain > 1 and tp == 1 and "moe" in config.model.preset else "gathered"),  # type: ignore[arg-type]
     )
     return replace(config, parallel=parallel, planner=replace(config.planner, name="adaptive" if hdp > 1 else "naive"))
 
 
-FAMILIES = {"llama": {}, "tied": {"tie_embeddings": True}, "mixtral": {"num_experts": 4, "experts_per_token": 2}}
+FAMILIES = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 IN_STAGES = ["llama", "mixtral"]
 
 
@@ -171,13 +176,17 @@ def test_a_run_on_a_mesh_counts_every_token_once(corpus: Path, tmp_path: Path) -
         ({"hdp": 2, "domain": 2, "experts": "parallel"}, {}, "the model has no experts"),
         (
             {"tp": 2, "hdp": 2, "domain": 2, "experts": "parallel"},
-            {"num_experts": 4, "experts_per_token": 2},
+            {"num_local_experts": 4, "num_experts_per_tok": 2},
             "is .parallel. with parallel.tp = 2",
         ),
-        ({"tp": 3}, {}, "num_heads = 4 is no multiple of parallel.tp = 3"),
+        ({"tp": 3}, {}, "num_attention_heads = 4 is no multiple of parallel.tp = 3"),
         ({"pp": 5}, {}, "parallel.pp = 5 exceeds the model's 4 layers"),
-        ({"tp": 4}, {"num_heads": 12, "num_kv_heads": 6, "head_dim": 4}, "either of parallel.tp = 4 and"),
-        ({"tp": 2}, {"ffn_hidden_size": 33}, "ffn_hidden_size = 33 is no multiple"),
+        (
+            {"tp": 4},
+            {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4},
+            "either of parallel.tp = 4 and",
+        ),
+        ({"tp": 2}, {"intermediate_size": 33}, "intermediate_size = 33 is no multiple"),
     ],
 )
 def test_meshes_that_do_not_divide_are_refused(

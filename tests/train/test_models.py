@@ -22,6 +22,7 @@ from bytescale.attention import PackedAttention, select_kernel
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config.load import config_to_toml
+from bytescale.config.overrides import optimizer_options
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config, MemoryConfig, ModelConfig
 from bytescale.config.validate import validate
@@ -92,7 +93,7 @@ def plain_curve(model: nn.Module, config: Config) -> list[float]:
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps)
+    optimizer = torch.optim.AdamW(groups, **optimizer_options(settings))
     for step, batch in enumerate(global_batches(config), start=1):
         total = sum(int((d["labels"] != -100).sum()) for d in batch)
         optimizer.zero_grad()
@@ -113,7 +114,7 @@ def own_loop_curve(model: nn.Module, config: Config, group: dist.ProcessGroup) -
     settings, curve = config.optimizer, []
     hdp = bytescale.HDP(model, group, capacity_tokens=128)
     hdp.adamw(
-        settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=settings.weight_decay,
+        settings.lr, **optimizer_options(settings), weight_decay=settings.weight_decay,
         group_options=lambda name, p: {} if p.dim() > 1 else {"weight_decay": 0.0},
     )  # fmt: skip
     for step, batch in enumerate(global_batches(config), start=1):
@@ -260,7 +261,7 @@ def test_weights_go_through_a_checkpoint_bit_for_bit(corpus: Path, tmp_path: Pat
     ("section", "changes", "message"),
     [
         ("parallel", {"tp": 2, "ranks": 3}, "3 ranks are no multiple of parallel.tp = 2"),
-        ("model", {"num_layers": 3}, "model.num_layers is set"),
+        ("model", {"config": {"num_layers": 3}}, "model.config has num_layers.* did you mean num_hidden_layers"),
         ("parallel", {"shard": "parameters", "domain": 3, "ranks": 4}, "domain of 3 ranks .* does not divide 4 ranks"),
         ("parallel", {"experts": "parallel", "ranks": 2}, "xperts is .parallel., but shard is .optimizer."),
         ("parallel", {"domain": 2, "ranks": 2}, "omain is 2, but shard is .optimizer."),

@@ -1,21 +1,17 @@
-"""The denominator of MFU comes from the config or from a data sheet, or is unknown."""
+"""The denominator of MFU comes from a data sheet, or is unknown."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from bytescale.train.profiling.peak import datasheet_peak, known_peak
+from bytescale.train.profiling.peak import known_peak
 
 CPU = torch.device("cpu")
 
 
-def test_a_configured_peak_is_taken_as_it_is() -> None:
-    assert known_peak(CPU, torch.float32, 0.5) == 0.5e12
-
-
 def test_nothing_is_measured_where_nobody_knows_the_peak() -> None:
-    assert known_peak(CPU, torch.float32, None) is None
+    assert known_peak(CPU, torch.float32) is None
 
 
 @pytest.mark.parametrize(
@@ -31,5 +27,6 @@ def test_nothing_is_measured_where_nobody_knows_the_peak() -> None:
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )
-def test_data_sheets(name: str, peak: float | None) -> None:
-    assert datasheet_peak(name) == peak
+def test_data_sheets(monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert known_peak(torch.device("cuda"), torch.bfloat16) == peak

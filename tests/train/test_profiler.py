@@ -29,11 +29,9 @@ from bytescale.train.profiling.links import measure_links
 from bytescale.train.profiling.measurer import Measurer
 from bytescale.train.profiling.profiler import CURVES, measure_profile
 from tests.helpers.ranks import run_ranks
-from tests.train.runs import described, on_ranks, run, small_run, with_trainer, write_corpus
+from tests.train.runs import SHAPE, described, on_ranks, run, small_run, with_shape, with_trainer, write_corpus
 
-MODEL = ModelConfig(
-    preset="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=48, vocab_size=320
-)
+MODEL = ModelConfig(preset="tiny", config={**SHAPE, "vocab_size": 320})
 
 
 def measurer_of(model: ModelConfig = MODEL) -> Measurer:
@@ -116,8 +114,7 @@ def test_a_bad_fit_is_named_wherever_it_is_used(
     assert "rest_forward fits badly: -100% at" in caplog.text
     caplog.clear()
     config = small_run(write_corpus(tmp_path / "data" / "corpus"), tmp_path / "run", steps=1)
-    shape = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_hidden_size": 48}
-    config = replace(config, model=replace(config.model, **shape), cost=CostConfig(profile=str(path)))
+    config = replace(config, cost=CostConfig(profile=str(path)))
     train(config, print_line=lambda line: None)
     assert caplog.text.count("rest_forward fits badly: -100% at") == 1
 
@@ -155,8 +152,7 @@ def test_the_command_writes_a_profile_that_training_takes(tmp_path: Path) -> Non
     """One file for all ranks; a model or dtype that it is not of is refused."""
     corpus = write_corpus(tmp_path / "data" / "corpus")
     out = tmp_path / "tiny.toml"
-    shape = {"hidden-size": 32, "num-heads": 4, "num-kv-heads": 2, "ffn-hidden-size": 48}
-    model = [text for name, value in shape.items() for text in (f"--model.{name}", str(value))]
+    model = ["--model.config", *(f"{name}={value}" for name, value in SHAPE.items())]
     assert (
         main(
             [
@@ -186,7 +182,7 @@ def test_the_command_writes_a_profile_that_training_takes(tmp_path: Path) -> Non
     assert alone == flat.of_model(shape)
     assert sharded.tensor_parallel == 2
     assert sharded.rest_forward.linear == flat.rest_forward.linear / 2
-    wider = replace(config, model=replace(config.model, ffn_hidden_size=64))
+    wider = with_shape(config, intermediate_size=64)
     with pytest.raises(ConfigError, match="is of another model: its ffn_hidden_size is 48, the model's 64"):
         train(with_trainer(wider, run_dir=str(tmp_path / "wider")), print_line=lambda line: None)
     with pytest.raises(ConfigError, match="was measured on 'cpu, float32', but this run is on 'cpu, float64'"):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.config.schema import Config, ParallelConfig
+from bytescale.runtime.group import RankGroup
 from bytescale.train import ranks
 from bytescale.train.ranks import FILES_BESIDE_SOCKETS, group_options, leave_early, open_ranks, prepare_gloo
 from tests.helpers.forks import run_forked
@@ -165,3 +167,26 @@ def test_ranks_that_do_not_meet_have_no_socket(lazy: str) -> None:
 
     most = max(run_forked(10, one_rank))
     assert (most < 18) == (lazy == "1"), most
+
+
+def test_a_part_of_a_subset_does_not_split_the_communicator_of_all_ranks() -> None:
+    """NCCL's split is a call of all of WORLD's ranks, and those outside of the subset do not come."""
+
+    def one_rank(rank: int) -> list[object]:
+        dist.init_process_group("gloo")
+        world = dist.group.WORLD
+        assert world is not None
+        subset = dist.new_group([rank], use_local_synchronization=True)
+        world.bound_device_id = torch.device("cuda:0")  # as of init_process_group(device_id=...)
+        seen = []
+        with patch.object(dist, "new_group", lambda members, **_: seen.append((members, world.bound_device_id))):
+            RankGroup(subset).make_part("part", [0])
+            seen.append(world.bound_device_id)
+            RankGroup(world).make_part("part", [0, 1])
+        world.bound_device_id = None
+        dist.destroy_process_group()
+        return seen
+
+    device = torch.device("cuda:0")
+    for rank, seen in enumerate(run_forked(2, one_rank)):
+        assert seen == [([rank], None), device, ([0, 1], device)]

@@ -65,7 +65,7 @@ def test_every_token_range_is_counted_through_deaths_and_other_numbers_of_ranks(
     run(with_trainer(config, resume=True))
     found = check(config)
     assert found.num_attempts == 3
-    assert found.state["step"] == STEPS
+    assert found.num_steps == STEPS
     opened = prepare_corpus(config.data)
     given = times_given(tmp_path / "run" / "data", opened, STEPS)
     assert given == times_expected(opened, config.data.shuffle_seed, STEPS, config.data.batch_tokens)

@@ -79,7 +79,6 @@ def test_a_run_has_the_losses_of_documents_apart(
     compare_evaluations([config, shared])
     evaluated = sum(map(int, (tmp_path / "evaluated").read_text().split()))
     assert evaluated < 1.7 * corpus.samples.num_tokens  # both runs'
-    assert found[0].state == found[1].state
     assert found[0].num_tokens == found[1].num_tokens == sum(tokens)
 
 

@@ -13,7 +13,7 @@ import pytest
 from bytescale.common.errors import ConfigError
 from bytescale.config.validate import validate
 from bytescale.plan.io import load_plan
-from bytescale.simulator.trace import MICRO, Span, TraceMetadata, Track
+from bytescale.simulator.trace import MICRO, Span, Track
 from bytescale.train.run_folder import RunFolder
 from tests.train.runs import losses, metrics, on_ranks, run, small_run, with_trainer, write_corpus
 
@@ -24,16 +24,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class StepTrace(NamedTuple):
-    metadata: TraceMetadata
+    about: dict[str, Any]
     tracks: list[Track]
 
 
 def load_step_trace(path: Path) -> StepTrace:
-    """What ``save_step_trace`` wrote."""
+    """What ``save_trace`` wrote."""
     content = json.loads(path.read_text(encoding="utf-8"))
     about = dict(content["otherData"])
     shift = float(about.pop("shift_seconds"))
-    return StepTrace(metadata=TraceMetadata(**about), tracks=_tracks(content["traceEvents"], shift))
+    return StepTrace(about=about, tracks=_tracks(content["traceEvents"], shift))
 
 
 def _tracks(entries: list[dict[str, Any]], shift: float) -> list[Track]:
@@ -77,7 +77,7 @@ def of_kind(trace: StepTrace, kind: str) -> list[Track]:
 
 def check_against_plan(trace: StepTrace, folder: RunFolder) -> None:
     """The forwards and backwards of the trace are those of the plan that the step ran."""
-    plan = load_plan(folder.plan(trace.metadata.step))
+    plan = load_plan(folder.plan(trace.about["step"]))
     for tracks in (of_kind(trace, "measured"), of_kind(trace, "predicted")):
         assert [track.rank for track in tracks] == list(range(plan.num_ranks))
         for track in tracks:
@@ -104,9 +104,9 @@ def test_a_traced_run_of_two_ranks_has_the_same_losses_and_every_part_of_the_ste
     trace = load_step_trace(folder.trace(2))
     line = metrics(tmp_path / "traced")[1]
     check_against_plan(trace, folder)
-    assert trace.metadata.step == 2
-    assert trace.metadata.predicted_seconds > 0
-    assert trace.metadata.measured_seconds == line["step_seconds"]
+    assert trace.about["step"] == 2
+    assert trace.about["predicted_seconds"] > 0
+    assert trace.about["measured_seconds"] == line["step_seconds"]
     for track in of_kind(trace, "measured"):
         check_nesting(track)
         categories = [span.category for span in track.spans]

@@ -26,7 +26,8 @@ def test_an_offline_run_of_wandb_holds_what_was_logged(tmp_path: Path, monkeypat
         monkeypatch.setenv(f"WANDB_{name}", value)
     folder = RunFolder(tmp_path / "first-run")
     folder.path.mkdir()
-    (tracker,) = open_trackers(folder, Config(log=LogConfig(wandb="offline")))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tracker,) = open_trackers(folder, Config(log=LogConfig(trackers=("wandb",))))
     tracker.log(7, {"loss": 5.5, "num_tokens": 12})
     tracker.log(8, {"loss": 5.25, "num_tokens": 13})
     tracker.close()
@@ -53,15 +54,15 @@ def test_a_run_of_wandb_is_named_after_its_folder(tmp_path: Path, monkeypatch: p
         monkeypatch.delenv(name, raising=False)
     folder = RunFolder(tmp_path / "first-run")
     folder.path.mkdir()
-    open_trackers(folder, Config(log=LogConfig(wandb="offline")))
+    open_trackers(folder, Config(log=LogConfig(trackers=("wandb",))))
     assert (asked["project"], asked["name"]) == ("bytescale", "first-run")
 
 
 @pytest.mark.parametrize(
     ("log", "message"),
     [
-        (LogConfig(wandb="offline"), r"log\.wandb is set but the package wandb .*bytescale\[wandb\]"),
-        (LogConfig(tensorboard=True), r"log\.tensorboard is set but .*bytescale\[tensorboard\]"),
+        (LogConfig(trackers=("wandb",)), r"log\.trackers has wandb, and the package wandb .*bytescale\[wandb\]"),
+        (LogConfig(trackers=("tensorboard",)), r"log\.trackers has tensorboard.*bytescale\[tensorboard\]"),
     ],
 )
 def test_a_missing_package_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, log: LogConfig, message: str) -> None:
@@ -78,7 +79,7 @@ def test_a_folder_named_wandb_is_not_the_package(tmp_path: Path, monkeypatch: py
     assert found is not None
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: found)
     with pytest.raises(ConfigError, match="the package wandb is not installed"):
-        check_trackers(LogConfig(wandb="offline"))
+        check_trackers(LogConfig(trackers=("wandb",)))
 
 
 def test_what_wandb_refuses_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +90,7 @@ def test_what_wandb_refuses_is_one_clear_error(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(ConfigError, match=r"api_key not configured.*wandb login"):
-        open_trackers(RunFolder(tmp_path), Config(log=LogConfig(wandb="online")))
+        open_trackers(RunFolder(tmp_path), Config(log=LogConfig(trackers=("wandb",))))
 
 
 def read_wandb(path: Path) -> tuple:

@@ -28,7 +28,7 @@ def main() -> int:
     python = prepared()
     with tempfile.TemporaryDirectory() as out:
         command = [python, "-m", "torch.distributed.run", "--standalone"]
-        runs = [(2, "check.py"), (2, "passes.py"), (1, "passes.py"), (2, "sft_trainer.py")]
+        runs = [(2, "check.py"), (2, "passes.py"), (1, "passes.py"), (2, "sft_trainer.py"), (2, "routes.py")]
         codes = [
             subprocess.run(
                 [*command, f"--nproc-per-node={ranks}", str(ROOT / "tests/verl" / name), out],

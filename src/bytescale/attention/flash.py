@@ -93,6 +93,10 @@ class AttentionChoice:
     passed_over: tuple[str, ...] = ()
     """One sentence for each faster implementation that ``auto`` did not take, with the reason."""
 
+    def lines(self) -> list[str]:
+        """Lines for people: which kernels run, and why faster ones do not."""
+        return [f"kernels attention {self.name}", *(f"        {reason}" for reason in self.passed_over)]
+
 
 @contextmanager
 def open_attention(

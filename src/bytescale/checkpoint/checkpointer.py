@@ -71,7 +71,7 @@ class Checkpointer:
             self._open(folder)
 
     def save(self, state: RunState, optimizer: ShardedOptimizer) -> None:
-        """Write ``step-<n>``. In the background: tensors are copied now, files follow while training goes on.
+        """Write ``step-<n>`` in the background: tensors are copied now, files follow while training goes on.
 
         A checkpoint that finds no place, or that the disk refuses, is given up with a message: the run goes on, and
         the checkpoints before it are kept. ``finish`` raises if that was the last one.
@@ -79,8 +79,6 @@ class Checkpointer:
         self._settle()
         state, copies = replace(state, numbers=optimizer.state_numbers()), RankStates.of(optimizer).copied()
         self._pending = state.step, self._thread.submit(self._write, state, copies)
-        if not self.config.background:
-            self._settle()
 
     def poll(self) -> None:
         """Look whether the checkpoint under way is complete. Cheap; call once a step."""

@@ -39,7 +39,7 @@ from bytescale.config.validate import check_sharing
 from bytescale.cost.assumed import ASSUMED, Rates, times_of
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.curve import Curve
-from bytescale.cost.gradient_sync import round_seconds
+from bytescale.cost.gradient_sync import BUCKET_BYTES, round_seconds
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.memory.measured import MeasuredMemory, fitting_capacity
 from bytescale.cost.model import CostModel
@@ -288,7 +288,7 @@ def costs_of(options: CostOptions, *, longest: int, vocab_size: int | None = Non
         gpus_per_node=options.gpus_per_node,
         tp=parallel.tp,
         pp=parallel.pp,
-        gradient_bucket_mib=parallel.gradient_bucket_mib,
+        gradient_bucket_mib=BUCKET_BYTES / 2**20,
         optimizer_on_host=config.optimizer.offload,
     )
     measured = load_profile(config.cost.profile) if config.cost.profile is not None else None

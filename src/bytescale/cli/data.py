@@ -6,9 +6,9 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
@@ -20,12 +20,10 @@ from rich.text import Text
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, typed_path, visible
-from bytescale.common.limits import limits
 from bytescale.common.parsing import read_input
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config.load import load_config
 from bytescale.config.schema import CorpusConfig, DataConfig
-from bytescale.data.length_distributions import bucket_edges, token_shares
 from bytescale.data.loading.corpus import Corpus, list_sources, prepare_corpus
 from bytescale.data.loading.record import check_record
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
@@ -59,14 +57,12 @@ class TokenizeConfig(CorpusOptions):
 
     output: str
     """Prefix of the files: OUTPUT.bin, OUTPUT.idx, and OUTPUT.meta.json, which says how they were made."""
-    read_retries: int = field(default=3, metadata=limits(least=0))
-    """How many times a failing read is tried again, after 0.5, 1, 2, ... seconds."""
     overwrite: bool = False
     """Replace OUTPUT if it exists."""
 
     def run(self) -> int:
         """Return the exit code. Raises as ``write_as_pair``."""
-        console, data = Console(soft_wrap=True), replace(self.data_config(), read_retries=self.read_retries)
+        console, data = Console(soft_wrap=True), self.data_config()
         output = typed_path(self.output.removesuffix(".idx").removesuffix(".bin") + ".bin")
         idx_path = output.with_suffix(".idx")
         files = list_sources(data)
@@ -99,8 +95,6 @@ class TokenizeConfig(CorpusOptions):
 class StatsConfig(CorpusOptions):
     """Show how the tokens of a corpus are distributed over document lengths. Of an .idx file, only these are read."""
 
-    compare: tuple[Literal["github", "byted"], ...] = field(default=("github",))
-    """Length distributions of the paper to print beside the corpus."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -117,7 +111,7 @@ class StatsConfig(CorpusOptions):
             counts = {"upper_edges_tokens": BUCKET_EDGES} | asdict(stats)
             print(json.dumps(counts, default=np.ndarray.tolist))
         else:
-            _print_stats(Console(soft_wrap=True), stats, self.compare)
+            _print_stats(Console(soft_wrap=True), stats)
         return 0
 
 
@@ -189,14 +183,12 @@ def _print_metadata(console: Console, made: TokenMetadata, seconds: float, rate_
             console.print(f"  {visible(str(path))}", markup=False)
 
 
-def _print_stats(console: Console, stats: LengthStats, compare: tuple[str, ...]) -> None:
+def _print_stats(console: Console, stats: LengthStats) -> None:
     table = Table(title="Documents by length in tokens", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("length", no_wrap=True)
-    names = ("docs", "% docs", "tokens", "% tokens", "% sum")
-    for name in (*names, *(f"{name} %" for name in compare)):
+    for name in ("docs", "% docs", "tokens", "% tokens", "% sum"):
         table.add_column(name, justify="right", no_wrap=True)
     so_far = np.cumsum(stats.token_share)
-    published = [_published_shares(name) for name in compare]
     for i, label in enumerate(stats.labels):
         table.add_row(
             label,
@@ -205,7 +197,6 @@ def _print_stats(console: Console, stats: LengthStats, compare: tuple[str, ...])
             format_si(int(stats.num_tokens[i])),
             f"{100 * stats.token_share[i]:.1f}",
             f"{100 * so_far[i]:.1f}",
-            *(shares[i] for shares in published),
         )
     console.print(table, soft_wrap=False)
     console.print(
@@ -213,12 +204,6 @@ def _print_stats(console: Console, stats: LengthStats, compare: tuple[str, ...])
         f"of the documents have at most {stats.median_tokens} tokens; half of the tokens sit in documents of at most "
         f"{stats.median_token_tokens}."
     )
-
-
-def _published_shares(name: str) -> list[str]:
-    """Return the published share of each bucket, on the line of the bucket's upper edge. The first is 512 to 2K."""
-    shares = dict(zip(bucket_edges()[1:].tolist(), token_shares(name).tolist(), strict=True))
-    return [f"{100 * shares[edge]:.1f}" if edge in shares else "" for edge in [*BUCKET_EDGES.tolist(), -1]]
 
 
 def _trained_runs(corpus: Corpus, document: Mapping[str, NDArray]) -> Iterator[dict[str, Any]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import json
 import math
 import re
 import textwrap
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -21,6 +23,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import check_limits
+from bytescale.common.parsing import parse_json
 from bytescale.common.units import parse_count
 from bytescale.config.load import load_config, nearest
 from bytescale.config.removed import is_gone
@@ -42,8 +45,6 @@ _OTHER_WORDS = {
     "batch.tokens": "data.batch-tokens",
     "planner": "planner.name",
     "num-gpus": "parallel.ranks",
-    "cp": "planner.static-cp",
-    "context-parallel-size": "planner.static-cp",
     "learning-rate": "optimizer.lr",
     "lr-scheduler-type": "optimizer.schedule",
     "max-steps": "trainer.steps",
@@ -68,6 +69,7 @@ def parse(options: type[Options], arguments: Sequence[str], *, prog: str, defaul
     registry = ConstructorRegistry()
     registry.primitive_rule(_rule(int, "INT", _count))
     registry.primitive_rule(_rule(float, "FLOAT", _finite))
+    registry.primitive_rule(lambda info: _TABLE if info.type == dict[str, Any] else None)
     extra: dict[str, Any] = {} if default is None else {"default": default}
     with registry:
         parsed: Any = tyro.cli(
@@ -220,6 +222,29 @@ def _rule(kind: type, metavar: str, from_text: Callable[[str], object]) -> Calla
         str_from_instance=lambda value: [str(value)],
     )
     return lambda info: spec if info.type is kind else None
+
+
+def _table(texts: list[str]) -> dict[str, Any]:
+    """``NAME=VALUE``, with a value of JSON, or one that stands for itself as text."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, is_pair, value = text.partition("=")
+        if not is_pair:
+            raise ValueError(f"{text} is not NAME=VALUE")
+        with suppress(ValueError):
+            value = parse_json(value)
+        found[name] = value
+    json.dumps(found, allow_nan=False)  # raises ``ValueError``
+    return found
+
+
+_TABLE: PrimitiveConstructorSpec[dict[str, Any]] = PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="[NAME=VALUE ...]",
+    instance_from_str=_table,
+    is_instance=lambda value: isinstance(value, dict),
+    str_from_instance=lambda value: [f"{name}={json.dumps(own)}" for name, own in value.items()],
+)
 
 
 def _count(text: str) -> int:

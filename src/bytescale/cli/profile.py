@@ -70,7 +70,6 @@ def run(arguments: Sequence[str]) -> int:
             main=main,
             modules=["bytescale.train.parts.describe", "bytescale.train.profiling.profiler"],
             again=lambda: again,
-            stop_seconds=10.0,
         )
         return 0
     profile_command(options)
@@ -85,7 +84,7 @@ def profile_command(options: ProfileOptions) -> None:
     from bytescale.train.parts.run_kernels import open_kernels
     from bytescale.train.profiling.measurer import Measurer
     from bytescale.train.profiling.profiler import measure_profile
-    from bytescale.train.ranks import open_ranks
+    from bytescale.train.ranks import nodes_of, open_ranks
 
     given = options.config
     config = Config(
@@ -106,7 +105,7 @@ def profile_command(options: ProfileOptions) -> None:
             max_tokens=given.data.context_length,
             seconds=options.seconds,
             hdp=ranks.hdp,
-            nodes=ranks.nodes(),
+            nodes=nodes_of(ranks.world),
         )
         if ranks.is_first:
             _write(options, profile, torch.get_num_threads())

@@ -90,7 +90,6 @@ def run(arguments: Sequence[str]) -> int:
         main=main,
         modules=["bytescale.hf.loop.hdp", "bytescale.hf.scoring.score_file"],
         again=lambda: again,
-        stop_seconds=30.0,
     )
     return 0
 

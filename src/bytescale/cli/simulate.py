@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich import box
@@ -13,7 +13,6 @@ from rich.table import Table
 
 from bytescale.cli.costs import CostOptions, costs_of, read_batch, read_cost_options
 from bytescale.cli.plan import memory_in_words
-from bytescale.common.limits import limits
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.cost.model import windowed_squares
 from bytescale.cost.profile import Profile
@@ -23,8 +22,9 @@ from bytescale.plan.io import load_plan
 from bytescale.plan.verify import verify
 from bytescale.simulator import ClusterConfig, SimulatedStep, simulate
 from bytescale.simulator.draw import draw_steps
-from bytescale.simulator.trace import save_trace
+from bytescale.simulator.trace import save_trace, simulated_tracks, spread_evenly
 
+_TRACED_RANKS = 64
 _LARGE_SYNC = 0.3
 """From this share of the gradient sync on, a step is told to be small for its devices."""
 
@@ -38,9 +38,7 @@ class SimulateOptions(CostOptions):
     png: Path | None = None
     """Draw all ranks over time into this file."""
     trace: Path | None = None
-    """Write a Chrome trace (for ui.perfetto.dev) to this file."""
-    trace_ranks: int = field(default=64, metadata=limits(least=1))
-    """Number of ranks in the trace, picked evenly."""
+    """Write a Chrome trace (for ui.perfetto.dev) of up to 64 ranks, picked evenly, to this file."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -71,7 +69,8 @@ def run(arguments: Sequence[str]) -> int:
         draw_steps({plan.planner: step}, options.png)
         console.print(f"wrote {options.png}")
     if options.trace is not None:
-        save_trace(step, options.trace, max_ranks=options.trace_ranks)
+        shown = spread_evenly(plan.num_ranks, _TRACED_RANKS)
+        save_trace([track for rank in shown for track in simulated_tracks(step, rank)], options.trace)
         console.print(f"wrote {options.trace}: open it in https://ui.perfetto.dev")
     return 0
 

@@ -15,9 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 from bytescale.cli.options import Settings, leading_path, read
-from bytescale.common.environment import ranks_of_torchrun, use_expandable_segments
-from bytescale.common.errors import ConfigError, typed_path
-from bytescale.config.description import shape_settings
+from bytescale.common.environment import prepare_gpu, ranks_of_torchrun
+from bytescale.common.errors import ConfigError, RankFailure, RanksRefused, typed_path
 from bytescale.config.load import config_to_toml
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model, source_folder
 from bytescale.config.schema import Config, ModelConfig
@@ -46,8 +45,6 @@ class TrainOptions:
     """Check everything, prepare the data, plan the first batch and print what would run, but start nothing."""
     max_restarts: int = 0
     """How many times a run is started again from its last checkpoint after a rank has died."""
-    elastic: bool = False
-    """Restart on the ranks that still have a place: as many as GPUs are left."""
     config: Settings
     """All settings."""
 
@@ -67,7 +64,7 @@ def start_training(options: TrainOptions) -> None:
 
 
 def _start_training(options: TrainOptions) -> None:
-    use_expandable_segments()  # has to come before torch is imported; the ranks started from here inherit it
+    prepare_gpu(deterministic=options.config.kernels.deterministic)  # the ranks started from here inherit it
     if os.environ.get("RANK", "0") != "0":
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of, the first rank's says for all
     config = options.config
@@ -175,16 +172,13 @@ def _started_from(init: str | None, config: Config) -> Config:
         raise ConfigError(
             f"--init {init} is given, but trainer.init is {config.trainer.init}", fix="leave one of them out"
         )
-    if void := [*shape_settings(config.model), *["preset"] * (config.model.preset not in (ModelConfig().preset, init))]:
+    if config.model.preset not in (ModelConfig().preset, init):
         raise ConfigError(
-            f"model.{void[0]} = {getattr(config.model, void[0])} is set, and --init {init} brings its own shape",
+            f"model.preset = {config.model.preset} is set, and --init {init} names another model",
             so="the setting would have no effect",
-            fix=f"leave it out (`bytescale init FILE.toml --from {init}` writes a config for that model); to change "
-            f"the shape, write model.preset = {init!r} beside it and trainer.init = {init!r} in the place of --init",
+            fix=f"leave it out (`bytescale init FILE.toml --from {init}` writes a config for that model)",
         )
-    kept = ("lora_rank", "lora_alpha", "lora_targets", "freeze", "router_aux_loss_weight")
-    model = ModelConfig(preset=init, **{name: getattr(config.model, name) for name in kept})
-    return replace(config, model=model, trainer=replace(config.trainer, init=init))
+    return replace(config, model=replace(config.model, preset=init), trainer=replace(config.trainer, init=init))
 
 
 def _from_checkpoint(config: Config, run: Path) -> Config:
@@ -235,8 +229,6 @@ def prepare_and_start(options: TrainOptions) -> None:
     Whatever can fail without ranks fails here, before any rank is started.
     """
     from bytescale.train.launch.forked import prepare_for_copies
-    from bytescale.train.launch.supervise import supervise
-    from bytescale.train.launch.torchrun import ranks_there
     from bytescale.train.parts.budget import check_room
     from bytescale.train.parts.describe import check_host_room, check_positions
     from bytescale.train.parts.devices import fit_to_gpus
@@ -261,12 +253,21 @@ def prepare_and_start(options: TrainOptions) -> None:
                 print(f"stopped by {asked.signal.name}; {_how_to_go_on(config)}")
                 raise SystemExit(128 + asked.signal)
             return
-        supervise(
-            config,
-            partial(_start_ranks, command=options.command),
-            max_restarts=options.max_restarts,
-            ranks_there=ranks_there if options.elastic else None,
-        )
+        start_again(replace(options, config=config))
+
+
+def start_again(options: TrainOptions) -> None:
+    """Start the ranks, and after the failure of one of them ``max_restarts`` times more, from the last checkpoint."""
+    config = options.config
+    for restarts_left in range(options.max_restarts, -1, -1):
+        try:
+            _start_ranks(config, options.command)
+            return
+        except RankFailure as failure:
+            if not restarts_left or isinstance(failure, RanksRefused):
+                raise
+            print(f"{failure}\nstarting again; {restarts_left - 1} restarts are left after this", flush=True)
+            config = replace(config, trainer=replace(config.trainer, resume=True))
 
 
 def _how_to_go_on(config: Config) -> str:
@@ -289,9 +290,17 @@ def _check_initial_weights(config: Config) -> None:
         place = source.removeprefix(CHECKPOINT_PREFIX)
         check_same_model(place, CheckpointReader(place).state.architecture, shape.as_dict())
     elif source.startswith(HF_PREFIX):
-        from bytescale.hf.files.folder import check_sizes
+        from bytescale.hf.files.folder import check_sizes, parameters_of
 
         check_sizes(source_folder(source), shape.content)
+        own = resolve_model(replace(config.model, config={})).content if config.model.config else shape.content
+        there, here = ({name: p.shape for name, p in parameters_of(one).items()} for one in (own, shape.content))
+        if changed := sorted(name for name, _ in there.items() ^ here.items()):
+            raise ConfigError(
+                f"model.config gives the model other weights than {source} has, such as {changed[0]}",
+                so="they could not be read",
+                fix="leave it out, or change what has no weights, such as rope_theta",
+            )
     if config.model.lora_rank or config.model.freeze:
         from bytescale.hf.files.folder import empty_model, train_a_part
 
@@ -333,7 +342,7 @@ def _ray_if_needed(config: Config) -> Iterator[None]:
         return
     from bytescale.data.remote.ray_cluster import ray_cluster
 
-    with ray_cluster(config.data.ray_address, config.parallel.ranks) as address:
+    with ray_cluster(config.parallel.ranks) as address:
         before = os.environ.get("RAY_ADDRESS", "")
         os.environ["RAY_ADDRESS"] = address  # the ranks inherit it
         try:
@@ -356,6 +365,5 @@ def _start_ranks(config: Config, command: str) -> None:
             main=main,
             modules=["bytescale.train.loop.trainer", "transformers.models.llama.modeling_llama"],
             again=partial(_how_to_go_on, config),
-            stop_seconds=config.parallel.stop_seconds,
             silent_seconds=config.parallel.timeout_seconds,
         )

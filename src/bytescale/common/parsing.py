@@ -26,7 +26,7 @@ def read_input(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     such as a device or a FIFO, which may never end, and for what is larger than ``most_bytes``.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO without a writer would block
-    mode = os.fstat(descriptor).st_mode
+    mode, *_, size, _, _, _ = os.fstat(descriptor)
     if not (stat.S_ISREG(mode) or (stat.S_ISFIFO(mode) and str(path).startswith(_PIPES))):
         os.close(descriptor)
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO
@@ -34,10 +34,10 @@ def read_input(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     os.set_blocking(descriptor, stat.S_ISFIFO(mode))
     with open(descriptor, "rb") as file:
         try:
-            content = file.read(most_bytes + 1) or b""
+            content = file.read(most_bytes + 1 if size <= most_bytes else 0) or b""
         except OSError as error:  # which does not name the file
             raise OSError(error.errno, error.strerror, str(path)) from error
-    if len(content) > most_bytes:
+    if max(len(content), size) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
     return content
 

@@ -24,9 +24,6 @@ class Architecture:
     head_dim: int = field(metadata=limits(least=1, most=2**17))
     ffn_hidden_size: int = field(metadata=limits(least=1, most=2**22))
     rope_theta: float = field(default=10_000.0, metadata=limits(above=0))
-    rope_scaling: str = "none"
-    rope_scaling_factor: float = 1.0
-    rope_original_context: int = 8192
     norm_eps: float = field(default=1e-5, metadata=limits(least=0))
     tie_embeddings: bool = False
     init_std: float = field(default=0.02, metadata=limits(least=0))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from bytescale.common.errors import ConfigError
-from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.schema import Config, ModelConfig
 
 _KEY = "config_json"
@@ -70,20 +69,8 @@ class ModelDescription:
         )
 
 
-def shape_settings(model: ModelConfig) -> list[str]:
-    """Names of the settings that change a preset's shape, of those that are set."""
-    names = [spec.name for spec in fields(Architecture) if spec.name != "router_aux_loss_weight"]
-    return [name for name in names if getattr(model, name) is not None]
-
-
-def check_model(config: Config, shape: ModelDescription) -> None:
-    """Raise ``ConfigError`` for changes of a folder's model, and for a loss that would depend on the plan."""
-    if config.model.preset not in PRESETS and (changed := shape_settings(config.model)):
-        raise ConfigError(
-            f"model.{changed[0]} is set, but the model of type {shape.model_type} is what its config.json says",
-            so="the setting would have no effect",
-            fix=f"leave it out, or change {shape.model_type}'s config.json",
-        )
+def check_model(shape: ModelDescription) -> None:
+    """Raise ``ConfigError`` for a loss that would depend on the plan."""
     if shape.content.get("output_router_logits"):
         raise ConfigError(
             f"config.json of the {shape.model_type} model has output_router_logits = true",

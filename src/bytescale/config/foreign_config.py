@@ -61,7 +61,12 @@ def checked_config(content: dict[str, Any], where: str) -> dict[str, Any]:
 
     Raises ``ConfigError`` for sizes that no model has, numbers that are none, and code to be fetched.
     """
-    _check_kinds(content, where)
+    for name in _OBJECTS:
+        if not isinstance(content.get(name), dict | None):
+            raise _wrong(where, name, content[name], "an object")
+    named = content.get("architectures")
+    if named is not None and not (isinstance(named, list) and named and all(isinstance(one, str) for one in named)):
+        raise _wrong(where, "architectures", named, "a list of names")
     for name, value in _entries(content):
         if value is None and name != "rms_norm_eps":
             continue
@@ -80,15 +85,6 @@ def checked_config(content: dict[str, Any], where: str) -> dict[str, Any]:
                 fix="take the line out: bytescale computes attention itself",
             )
     return _without_unused(content)
-
-
-def _check_kinds(content: dict[str, Any], where: str) -> None:
-    for name in _OBJECTS:
-        if not isinstance(content.get(name), dict | None):
-            raise _wrong(where, name, content[name], "an object")
-    named = content.get("architectures")
-    if named is not None and not (isinstance(named, list) and named and all(isinstance(one, str) for one in named)):
-        raise _wrong(where, "architectures", named, "a list of names")
 
 
 def _wrong(where: str, name: str, value: object, wanted: str) -> ConfigError:

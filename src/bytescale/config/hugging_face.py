@@ -16,22 +16,24 @@ FAMILIES = {"LlamaForCausalLM": "llama", "MixtralForCausalLM": "mixtral"}
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Written as unknown: left out, transformers would take 1 and 2, whatever the tokenizer."""
 
-_NAMES = {
+NAMES = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rope_theta": "rope_theta",
     "ffn_hidden_size": "intermediate_size",
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-_EXPERT_NAMES = {
+"""Numbers of an ``Architecture``, and what config.json calls them."""
+EXPERT_NAMES = {
     "num_experts": "num_local_experts",
     "experts_per_token": "num_experts_per_tok",
-    "router_aux_loss_weight": "router_aux_loss_coef",
 }
-_LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -59,27 +61,25 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 def hf_config_of(shape: Architecture) -> dict[str, Any]:
     """The content of a preset's config.json; versions 4 and 5 of transformers read it."""
     family = "MixtralForCausalLM" if shape.num_experts else "LlamaForCausalLM"
-    names = _NAMES | _EXPERT_NAMES if shape.num_experts else _NAMES
+    names = NAMES | EXPERT_NAMES if shape.num_experts else NAMES
     content: dict[str, Any] = {
         "architectures": [family],
         "model_type": FAMILIES[family],
         **{theirs: getattr(shape, ours) for ours, theirs in names.items()},
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": shape.rope_original_context,  # nothing is computed from it
-        "rope_theta": shape.rope_theta,
+        "max_position_embeddings": 8192,  # nothing is computed from it
         "rope_scaling": None,
         **dict.fromkeys(SPECIAL_TOKENS),
     }
-    if shape.rope_scaling != "none":
-        content["rope_scaling"] = {"rope_type": shape.rope_scaling, "factor": shape.rope_scaling_factor}
-    if shape.rope_scaling == "llama3":
-        original = {"original_max_position_embeddings": shape.rope_original_context}
-        content["rope_scaling"] |= {**_LLAMA3_FACTORS, **original}
     if shape.num_experts:
-        content["sliding_window"] = None
+        content |= {"sliding_window": None, "router_aux_loss_coef": shape.router_aux_loss_weight}
     return content
+
+
+def shape_of(content: dict[str, Any]) -> Architecture:
+    """The shape of a Llama or Mixtral with this config.json, the other way round."""
+    names = NAMES | EXPERT_NAMES if "num_local_experts" in content else NAMES
+    return Architecture(**{ours: content[theirs] for ours, theirs in names.items()})
 
 
 def refuse_quantised(content: dict[str, Any], where: str) -> None:

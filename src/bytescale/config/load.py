@@ -100,6 +100,14 @@ def _value(hint: Any, value: Any, where: str, name: str) -> Any:
             hint_text = nearest(value, options) if isinstance(value, str) else "known: " + ", ".join(options)
             raise ConfigError(f"{where}: {name} = {value!r} is not one of {', '.join(options)}", fix=hint_text)
         return value
+    if origin is dict:
+        if not isinstance(value, dict) and value not in ([], ""):  # as older runs wrote what is a table now
+            raise ConfigError(f"{where}: {name} = {value!r} is not a table", fix=f"write [{name}], or {{name = value}}")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:  # a date, or no number
+            raise ConfigError(f"{where}: {name} holds what JSON cannot ({error})", fix="mend its values") from error
+        return dict(value)
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list):
@@ -132,4 +140,6 @@ def _toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has the escapes of JSON
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
     return repr(value)

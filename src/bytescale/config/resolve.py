@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.description import ModelDescription, trained_of
 from bytescale.config.foreign_config import checked_config
-from bytescale.config.hugging_face import FAMILIES, hf_config_of, read_hf_config, refuse_quantised
+from bytescale.config.hugging_face import FAMILIES, hf_config_of, read_hf_config, refuse_quantised, shape_of
+from bytescale.config.load import nearest
 from bytescale.config.schema import ModelConfig
 
 HF_PREFIX = "hf:"
@@ -22,54 +23,67 @@ SEEN_WEIGHTS = "weights.json"
 
 
 def resolve_model(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> ModelDescription:
-    """What is trained: a decoder that transformers has, by its config.json.
+    """What is trained: a decoder that transformers has, by its config.json with the fields of ``model.config``.
 
-    Of a preset, that is the one of ``preset_shape``. A preset ``hf:FOLDER`` or ``checkpoint:FOLDER`` is the model in
-    that folder and keeps its vocabulary, which is that of its weights.
+    A preset ``hf:FOLDER`` or ``checkpoint:FOLDER`` is the model in that folder and keeps its vocabulary, which is that
+    of its weights. Another preset's is the tokenizer's rounded up to a multiple of 64 if a tokenizer is known.
 
-    Raises ``ConfigError`` for an unknown preset and for shapes that contradict each other.
+    Raises ``ConfigError`` for an unknown preset, for fields that a model does not have, and for shapes that contradict
+    each other.
     """
     if config.preset.startswith(HF_PREFIX):
         found = _model_of_folder(source_folder(config.preset), trained_of(config))
     elif config.preset.startswith(CHECKPOINT_PREFIX):
         found = _stored_architecture(config.preset.removeprefix(CHECKPOINT_PREFIX))
+    elif config.preset in PRESETS:
+        return _of_preset(config, tokenizer_vocab_size)
     else:
-        shape = preset_shape(config, tokenizer_vocab_size=tokenizer_vocab_size)
-        found = ModelDescription(content=hf_config_of(shape), balance=shape.router_aux_loss_weight)
-    if config.router_aux_loss_weight is not None:
-        found = replace(found, balance=config.router_aux_loss_weight)
-    return found
-
-
-def preset_shape(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> Architecture:
-    """The preset with the section's own numbers put in.
-
-    ``vocab_size``, when the section does not set it, is the tokenizer's rounded up to a multiple of 64 if a tokenizer
-    is known, else the preset's. Raises ``ConfigError`` as ``resolve_model``.
-    """
-    if config.preset not in PRESETS:
         raise ConfigError(
             f"model.preset is {config.preset!r}, which does not exist",
             fix="use one of " + ", ".join(PRESETS) + ", hf:FOLDER or checkpoint:FOLDER",
         )
-    base = PRESETS[config.preset]
-    given = {
-        spec.name: getattr(config, spec.name) for spec in fields(Architecture) if getattr(config, spec.name) is not None
-    }
-    if "vocab_size" not in given and tokenizer_vocab_size is not None:
-        given["vocab_size"] = -(-tokenizer_vocab_size // 64) * 64
-    if "head_dim" not in given and ("hidden_size" in given or "num_heads" in given):
-        hidden = given.get("hidden_size", base.hidden_size)
-        heads = given.get("num_heads", base.num_heads)
-        if heads < 1 or hidden % heads:
+    if config.router_aux_loss_weight is not None:
+        found = replace(found, balance=config.router_aux_loss_weight)
+    return replace(found, content=_changed(found.content, config))
+
+
+def preset_shape(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> Architecture:
+    """The numbers of a preset's model. Raises ``ConfigError`` as ``resolve_model``."""
+    return shape_of(resolve_model(config, tokenizer_vocab_size=tokenizer_vocab_size).content)
+
+
+def _of_preset(config: ModelConfig, tokenizer_vocab_size: int | None) -> ModelDescription:
+    shape, weight = PRESETS[config.preset], config.router_aux_loss_weight
+    if weight is not None:
+        shape = replace(shape, router_aux_loss_weight=weight)
+    if tokenizer_vocab_size is not None:
+        shape = replace(shape, vocab_size=-(-tokenizer_vocab_size // 64) * 64)
+    content = _changed(hf_config_of(shape), config)
+    hidden, heads = content["hidden_size"], content["num_attention_heads"]
+    if "head_dim" not in config.config:
+        if hidden % heads:
             raise ConfigError(
-                f"model.hidden_size = {hidden} is not a multiple of model.num_heads = {heads}",
-                fix="change one of them, or set model.head_dim",
+                f"hidden_size = {hidden} of model.config is not a multiple of num_attention_heads = {heads}",
+                fix="change one of them, or set head_dim",
             )
-        given["head_dim"] = hidden // heads
-    architecture = replace(base, **given)
-    _check_architecture(architecture)
-    return architecture
+        content["head_dim"] = hidden // heads
+    _check_architecture(shape_of(content))
+    return ModelDescription(content=content, balance=shape.router_aux_loss_weight)
+
+
+def _changed(content: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """The content of config.json with the fields of ``model.config``, whose types are as before."""
+    for name, value in config.config.items():
+        usual = content.get(name)
+        if name not in content:
+            raise ConfigError(
+                f"model.config has {name}, and the config.json of {config.preset} does not",
+                so="it would have no effect",
+                fix=nearest(name, content),
+            )
+        if not (usual is None or type(value) in (type(usual), int if isinstance(usual, float) else type(usual))):
+            raise ConfigError(f"model.config has {name} = {value!r}", fix=f"write a value such as {usual!r}")
+    return checked_config({**content, **config.config}, "model.config")
 
 
 def source_folder(source: str) -> Path:
@@ -129,22 +143,22 @@ def described_architecture(stored: dict[str, Any], where: str) -> ModelDescripti
 
 
 def _check_architecture(shape: Architecture) -> None:
-    check_limits(shape, "model.")
+    check_limits(shape, "of model.config, ")
     if shape.num_heads % shape.num_kv_heads:
         raise ConfigError(
-            f"model.num_heads = {shape.num_heads} is not a multiple of model.num_kv_heads = {shape.num_kv_heads}",
+            f"num_attention_heads = {shape.num_heads} of model.config is not a multiple of num_key_value_heads = "
+            f"{shape.num_kv_heads}",
             so="query heads could not share key and value heads evenly",
-            fix="use a divisor of num_heads",
+            fix="use a divisor of num_attention_heads",
         )
     if shape.head_dim % 2:
         raise ConfigError(
-            f"model.head_dim is {shape.head_dim}, odd", so="rotary embeddings turn pairs", fix="make it even"
+            f"head_dim of model.config is {shape.head_dim}, odd", so="rotary embeddings turn pairs", fix="make it even"
         )
-    if not (shape.num_experts or shape.experts_per_token):
-        return
-    if not 1 <= shape.experts_per_token <= shape.num_experts:
+    if shape.num_experts and not 1 <= shape.experts_per_token <= shape.num_experts:
         raise ConfigError(
-            f"model.experts_per_token is {shape.experts_per_token} and model.num_experts {shape.num_experts}",
+            f"num_experts_per_tok of model.config is {shape.experts_per_token}, and num_local_experts "
+            f"{shape.num_experts}",
             so="a token could not be sent to that many experts",
-            fix="use 1 to num_experts, or 0 for both (a dense model)",
+            fix="use 1 to num_local_experts",
         )

@@ -7,7 +7,7 @@ two settings together are in ``config.validate``. Counts may be written as ``"8K
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from bytescale.common.limits import limits
 
@@ -22,44 +22,16 @@ PlannerName = Literal["adaptive", "paper", "greedy", "naive", "static"]
 
 @dataclass(slots=True, kw_only=True)
 class ModelConfig:
-    """What is trained. A preset gives every number; any number set here replaces the preset's."""
+    """What is trained: a decoder of transformers."""
 
     preset: str = "tiny"
     """tiny, 160m, 1b, 7b, 13b, 30b, 70b (Llama shapes; 7b to 70b are the paper's), tiny-moe, mixtral-8x7b,
     mixtral-8x22b (top-2 of 8 experts), hf:FOLDER or checkpoint:FOLDER, the shape of the model in that folder.
     hf:OWNER/NAME: a model of the Hub."""
-    vocab_size: int | None = None
-    """Tokens in the vocabulary; unset: the tokenizer's, rounded up to a multiple of 64."""
-    num_layers: int | None = None
-    """Transformer layers."""
-    hidden_size: int | None = None
-    """Width of the residual stream."""
-    num_heads: int | None = None
-    """Query heads; must divide hidden_size unless head_dim is set."""
-    num_kv_heads: int | None = None
-    """Key and value heads (GQA); must divide num_heads."""
-    head_dim: int | None = None
-    """Width of one head; unset: hidden_size / num_heads."""
-    ffn_hidden_size: int | None = None
-    """Width of the SwiGLU feed-forward layer."""
-    rope_theta: float | None = None
-    """Base of the rotary position embedding; raise it for longer contexts."""
-    rope_scaling: Literal["none", "linear", "llama3"] | None = None
-    """How rotary frequencies are stretched beyond the context the model was first trained on."""
-    rope_scaling_factor: float | None = None
-    """By how much they are stretched."""
-    rope_original_context: int | None = None
-    """llama3 scaling: context length before stretching."""
-    norm_eps: float | None = None
-    """Epsilon of RMSNorm."""
-    tie_embeddings: bool | None = None
-    """Use the embedding matrix as the output head."""
-    init_std: float | None = None
-    """Standard deviation of the initial weights."""
-    num_experts: int | None = None
-    """Feed-forward blocks (experts) in every layer; 0: one, a dense model."""
-    experts_per_token: int | None = None
-    """Experts that each token runs through."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's config.json that get other values, by their names there: num_hidden_layers = 16,
+    rope_theta = 1e6. Of the model in a folder, those with which its weights still fit. A preset has the vocabulary of
+    the tokenizer, rounded up to a multiple of 64, unless vocab_size is here."""
     router_aux_loss_weight: float | None = None
     """Weight of the loss that keeps experts evenly used, counted over the global batch; 0: off. Unset: 0.02 for
     presets, 0 for models of folders."""
@@ -89,8 +61,8 @@ class CorpusConfig:
     completion is. tokens: `tokens` or `input_ids`, with `labels` and `weights` if there are any (docs/data.md)."""
     chat_template: str = ""
     """messages only. A file with the chat template; empty: the tokenizer's own."""
-    chat_template_kwargs: str = ""
-    """messages only. What chat templates are told, as JSON: '{"enable_thinking": false}'. A record may have its own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """messages only. What chat templates are told: {enable_thinking = false}. A record may have its own."""
     chat_template_date: str = "2024-07-26"
     """messages only. The day that chat templates are told if they ask for today (strftime_now), as YYYY-MM-DD."""
     train_empty_thoughts: bool = True
@@ -104,8 +76,6 @@ class CorpusConfig:
     model that `--init` names, else `bytes`."""
     bpe_vocab_size: int = field(default=4096, metadata=limits(least=257, most=2**24))
     """Vocabulary of the tokenizer that `bpe` trains: the 256 bytes, the end of a document, and what is merged."""
-    eos_token: str | None = None
-    """Token of a tokenizer.json that ends a document; unset: what tokenizer_config.json says, or a usual one."""
     bos: Bos = "auto"
     """Whether documents of text, and prompts, begin with the tokenizer's bos_token. auto: where the tokenizer's own
     call puts it. A chat template writes it by itself."""
@@ -125,14 +95,8 @@ class DataConfig(CorpusConfig):
     the number of sequences in the GLOBAL batch that are trained on."""
     weights: tuple[float, ...] = ()
     """The share of tokens that each source gives: one number per source, 1 in all. Empty: all are one corpus."""
-    min_document_tokens: int = field(default=1, metadata=limits(least=1))
-    """Shorter documents are left out."""
-    max_document_tokens: int | None = None
-    """Longer documents are left out. Unset: no document is left out for its length (see over_length)."""
     max_corrupt_records: int = field(default=0, metadata=limits(least=0))
     """How many damaged records may be left out. One more stops the run."""
-    read_retries: int = field(default=3, metadata=limits(least=0))
-    """How many times a failing read is tried again, after 0.5, 1, 2, ... seconds."""
     context_length: int = field(default=8192, metadata=limits(least=1))
     """Longest sequence in tokens; see over_length."""
     over_length: Literal["split", "truncate", "drop"] = "split"
@@ -144,8 +108,6 @@ class DataConfig(CorpusConfig):
     shuffle_window_mib: int = field(default=256, metadata=limits(least=1))
     """MiB of text that are shuffled together. A larger corpus is shuffled in random parts of this size, one after the
     other, so training can start when the first part is tokenised."""
-    prefetch_steps: int = field(default=2, metadata=limits(least=1))
-    """Global batches that are read and planned ahead of the step that runs."""
     share_prefixes: bool = False
     """Compute what several sequences of a batch begin with once, where that saves time, with the same gradients. Every
     rank reads whole batches; cost.calibrate has no effect."""
@@ -155,10 +117,6 @@ class DataConfig(CorpusConfig):
     """local: every rank reads its slices for itself; ray: servers tokenise, and ranks fetch their slices from them."""
     servers: int = field(default=2, metadata=limits(least=1))
     """ray only. Server actors per node."""
-    ray_address: str = ""
-    """ray only. host:port of a running Ray; empty: RAY_ADDRESS, and without it a Ray of its own on this machine."""
-    answer_seconds: float = field(default=120.0, metadata=limits(above=0))
-    """ray only. A server that takes longer to send tokens, including restarts, makes the run stop."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,8 +136,6 @@ class ParallelConfig:
     timeout_seconds: float | None = field(default=None, metadata=limits(above=0))
     """If a message takes longer than this, a rank counts as lost, and all ranks stop with a message. Unset: 120, or on
     GPUs 1800, since it counts from posting there, and a rank may post long before its peers come."""
-    stop_seconds: float = field(default=30.0, metadata=limits(above=0))
-    """How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died."""
     shard: Shard = "optimizer"
     """What is divided among ranks. optimizer: its states, among all HDP ranks. parameters: the weights and gradients of
     the layers, too, among the ranks of a domain, which gather a layer when it computes and run in lockstep; not with
@@ -190,11 +146,6 @@ class ParallelConfig:
     """How a domain that shares parameters computes mixtures of experts. gathered: as all else of a layer. parallel:
     every rank keeps whole experts, as many as the others, and tokens travel to the experts that the router has chosen
     and back; not with tp."""
-    gradient_bucket_mib: float = field(default=1.0, metadata=limits(least=0))
-    """MiB of gradients in one bucket. HDP ranks reduce gradients bucket by bucket while they compute, and gather
-    parameters in the same parts. Large models have larger buckets, because there are at most 64. 0: everything is
-    reduced and gathered once, between two steps. Results differ only by the order of sums, and checkpoints do not
-    differ."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -221,6 +172,8 @@ class KernelsConfig:
     attention: Literal["auto", "flash", "fa3", "fa4", "math"] = "auto"
     """auto: the fastest flash implementation that works here; flash: PyTorch's own; fa3, fa4: FlashAttention 3 (Hopper)
     or 4 (Hopper, Blackwell), packages of their own; math: the slow reference written out in matrix products."""
+    deterministic: bool = False
+    """Two runs of one plan are equal to the last bit on GPUs, too: slower, and an error where an operation cannot."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -231,11 +184,6 @@ class PlannerConfig:
     """adaptive: ours; how many ranks share a sequence follows the cluster and the batch. paper: the paper's Algorithm 2
     as published. greedy: Algorithm 2, but each group goes to the ranks that are free first. naive: its Algorithm 1.
     static: a mesh of data and context parallelism, the baseline."""
-    grids: bool = True
-    """adaptive only. Ranks that share a sequence may form a grid, in which rows share queries and columns share keys,
-    where this is faster than a ring. false: all are rings, as in the paper."""
-    static_cp: int | None = field(default=None, metadata=limits(least=1))
-    """static only: context-parallel degree; unset: the smallest divisor of the ranks that holds the context."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,13 +203,14 @@ class OptimizerConfig:
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
     """muon: orthogonalised momentum for layers' matrices, AdamW for the rest, at AdamW's rates. sgd: with momentum."""
-    momentum: float = field(default=0.95, metadata=limits(least=0, most=0.9999))
-    """Decay of the momentum of Muon and SGD."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Numbers of the optimizer by its own names for them. adamw: betas = [0.9, 0.95] and eps = 1e-8. sgd: momentum =
+    0.95. muon: all three."""
     offload: bool = False
     """Master weights and states are in host memory and updated there: 12 bytes of it for each parameter with AdamW,
     over the number of ranks. Gradients go down and weights come up bucket by bucket. Not for muon."""
-    overrides: tuple[str, ...] = ()
-    """Options of parameters by patterns of their names, such as "*.embed_tokens.*: lr_ratio=0.1, weight_decay=0".
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Options of parameters by patterns of their names: {"*.embed_tokens.*" = {lr_ratio = 0.1, weight_decay = 0}}.
     lr_ratio multiplies the learning rate. Later ones win."""
     lr: float = field(default=3e-4, metadata=limits(above=0))
     """Peak learning rate."""
@@ -272,12 +221,6 @@ class OptimizerConfig:
     """Lowest learning rate over the peak. A constant schedule stays above it."""
     warmup_steps: int = field(default=10, metadata=limits(least=0))
     """Steps of linear warm-up."""
-    beta1: float = field(default=0.9, metadata=limits(least=0, most=0.999999))
-    """Decay of the first moment."""
-    beta2: float = field(default=0.95, metadata=limits(least=0, most=0.999999999))
-    """Decay of the second moment."""
-    eps: float = field(default=1e-8, metadata=limits(above=0))
-    """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Applied to matrices only, not to norms."""
     z_loss: float = field(default=0.0, metadata=limits(least=0))
@@ -313,20 +256,15 @@ class TrainerConfig:
 
 @dataclass(slots=True, kw_only=True)
 class LogConfig:
-    """What a run tells of itself: traces, trackers, plans."""
+    """What a run tells of itself: traces, trackers."""
 
     trace_steps: tuple[int, ...] = ()
     """Steps of which a trace is written to the run folder's traces/: what every rank did and when, beside what was
     predicted. Open it in https://ui.perfetto.dev."""
-    peak_tflops: float | None = None
-    """Peak TFLOP/s of one rank's device, for MFU. Unset: the data sheet's on a listed GPU in bf16; elsewhere the run
-    shows the FLOP/s that it reaches instead of MFU."""
-    tensorboard: bool = False
-    """Also write TensorBoard events to the run folder (extra `tensorboard`)."""
-    wandb: Literal["off", "online", "offline"] = "off"
-    """Also report to Weights & Biases (extra `wandb`); offline: into the run folder, for `wandb sync`. Its variables
-    WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME, WANDB_RUN_GROUP and WANDB_TAGS say where; without them the project is
-    bytescale and the name that of the run folder."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Who else gets the numbers of metrics.jsonl. tensorboard: events in the run folder (extra `tensorboard`). wandb:
+    Weights & Biases (extra `wandb`), whose own variables say where: WANDB_MODE=offline writes into the run folder, for
+    `wandb sync`; without WANDB_PROJECT and WANDB_NAME, the project is bytescale and the name that of the run folder."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -339,8 +277,6 @@ class CheckpointConfig:
     """Newest checkpoints that are kept."""
     keep_every: int = field(default=0, metadata=limits(least=0))
     """Checkpoints whose step is a multiple of this are kept for ever; 0: none are."""
-    background: bool = True
-    """Write while training goes on."""
     folder: str = ""
     """Where checkpoints are: a folder, or a URL (s3://BUCKET/NAME, or any that fsspec knows); empty: the run folder.
     Behind a URL they arrive while training goes on, and the run folder has copies."""

@@ -9,8 +9,8 @@ from bytescale.common.errors import ConfigError, visible
 from bytescale.common.labels import RESERVED_FIELDS
 from bytescale.common.limits import check_limits
 from bytescale.config.architecture import PRESETS, Architecture
-from bytescale.config.description import ModelDescription, check_model, check_trained
-from bytescale.config.overrides import parse_override
+from bytescale.config.description import check_model, check_trained
+from bytescale.config.overrides import check_overrides, optimizer_options
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, preset_shape, resolve_model
 from bytescale.config.schema import AUTO_CAPACITY, Config, CorpusConfig, DataConfig, ParallelConfig, TrainerConfig
 from bytescale.config.sharing import check_experts, sharing_domain
@@ -26,12 +26,12 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     check_limits(config)
     shape = resolve_model(config.model)
     check_trained(config, shape)
-    check_model(config, shape)
+    check_model(shape)
     check_ranks(config.parallel, config.parallel.ranks if num_ranks is None else num_ranks)
     if config.model.preset in PRESETS:
         _check_mesh(config.parallel, preset_shape(config.model))
     ranks, kind = hdp_ranks(config.parallel, num_ranks), kind_of_ranks(config.parallel)
-    data, parallel, planner = config.data, config.parallel, config.planner
+    data, parallel = config.data, config.parallel
     if not data.sources:
         raise ConfigError("data.sources is empty", so="there is nothing to train on", fix="name a folder, file or glob")
     # A capacity that memory decides, or activations that may leave it: known only when memory is.
@@ -52,14 +52,11 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
                                   fix="name the documents to evaluate on in eval.sources")  # fmt: skip
     check_content(data)
     _check_weights(data)
-    _check_prefixes(config, shape)
+    if data.share_prefixes and shape.balance > 0:
+        raise ConfigError(f"data.share_prefixes is true, with model.router_aux_loss_weight = {shape.balance}",
+                          so="rows are shared, and a balance loss would count each of them once",
+                          fix="set the weight to 0, or leave data.share_prefixes out")  # fmt: skip
     check_batches(data)
-    if planner.static_cp is not None and ranks % planner.static_cp:
-        raise ConfigError(
-            f"planner.static_cp = {planner.static_cp} does not divide the {ranks} {kind}",
-            so="the DP x CP mesh would have a hole",
-            fix='use a divisor of the ranks, or planner.name = "adaptive", which needs none',
-        )
     _check_trace_steps(config.log.trace_steps, config.trainer)
     _check_trainer(config.trainer)
 
@@ -103,7 +100,7 @@ def _check_mesh(parallel: ParallelConfig, shape: Architecture) -> None:
         raise ConfigError(
             'parallel.experts is "parallel", and the model has no experts',
             so="no token could travel to another rank's",
-            fix="take a mixture of experts (model.num_experts), or leave parallel.experts out",
+            fix="take a mixture of experts, or leave parallel.experts out",
         )
     if pp > shape.num_layers:
         raise ConfigError(
@@ -111,17 +108,17 @@ def _check_mesh(parallel: ParallelConfig, shape: Architecture) -> None:
             so="a stage would have no layer",
             fix=f"use at most {shape.num_layers} stages",
         )
-    for name, value in (("num_heads", shape.num_heads), ("ffn_hidden_size", shape.ffn_hidden_size)):
+    for name, value in (("num_attention_heads", shape.num_heads), ("intermediate_size", shape.ffn_hidden_size)):
         if value % tp:
             raise ConfigError(
-                f"model.{name} = {value} is no multiple of parallel.tp = {tp}",
+                f"the model's {name} = {value} is no multiple of parallel.tp = {tp}",
                 so="the ranks could not take equal parts",
                 fix=f"use a degree that divides {value}",
             )
     heads = shape.num_kv_heads
     if heads % tp and tp % heads:
         raise ConfigError(
-            f"neither of parallel.tp = {tp} and model.num_kv_heads = {heads} divides the other",
+            f"neither of parallel.tp = {tp} and the model's num_key_value_heads = {heads} divides the other",
             so="key and value heads could be neither shared out nor repeated evenly",
             fix=f"use a divisor or a multiple of {heads}",
         )
@@ -204,13 +201,6 @@ def _check_weights(data: DataConfig) -> None:
         )
 
 
-def _check_prefixes(config: Config, shape: ModelDescription) -> None:
-    if config.data.share_prefixes and shape.balance > 0:
-        raise ConfigError(f"data.share_prefixes is true, with model.router_aux_loss_weight = {shape.balance}",
-                          so="rows are shared, and a balance loss would count each of them once",
-                          fix="set the weight to 0, or leave data.share_prefixes out")  # fmt: skip
-
-
 def check_sharing(config: Config, ranks: int) -> None:
     """Raise ``ConfigError`` where ranks cannot share parameters as configured."""
     parallel = config.parallel
@@ -243,8 +233,8 @@ def _check_optimizer(config: Config) -> None:
         raise ConfigError("optimizer.name is muon, and optimizer.offload is true",
                           so="matrices are made orthogonal in the memory of the gradients, on the device",
                           fix="use adamw or sgd, or leave optimizer.offload out")  # fmt: skip
-    for override in config.optimizer.overrides:
-        parse_override(override)
+    optimizer_options(config.optimizer)
+    check_overrides(config.optimizer.overrides)
     if config.optimizer.name == "muon" and config.parallel.tp > 1:
         raise ConfigError(
             f"optimizer.name is muon, and parallel.tp is {config.parallel.tp}",

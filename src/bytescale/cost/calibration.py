@@ -16,7 +16,8 @@ The speed of a rank is the median over some steps of its speed beside the middle
 of links stay those of the first cost model.
 
 The state after each step is a function of sums that all ranks have with the same bits, and of the state before. So all
-ranks plan alike. A plan for step k uses the state after step ``k - lag`` (``lag_of``), which every loader has by then.
+ranks plan alike. A plan for step k uses the state after step ``k - LAG`` (``planner.calibrated``), which every loader
+has by then.
 """
 
 from __future__ import annotations
@@ -55,14 +56,6 @@ NOTICED = 0.15
 SPEED_GRID = 0.05
 """Speeds are rounded to multiples of this, so that plans do not follow every flicker. For speeds below a half the
 multiples are half as far apart, for those below a quarter a fourth, and so on."""
-
-
-def lag_of(prefetch_steps: int) -> int:
-    """Steps between the one after which a state is known and the first one that is planned with it.
-
-    While a rank runs step k, its loader holds up to ``prefetch_steps`` steps after it and plans the next one.
-    """
-    return prefetch_steps + 2
 
 
 @dataclass(frozen=True, kw_only=True)

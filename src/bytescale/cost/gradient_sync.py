@@ -22,6 +22,9 @@ from bytescale.cost import flops
 from bytescale.cost.profile import Profile
 from bytescale.cost.split import split_layers
 
+BUCKET_BYTES = 2**20
+"""Of gradients in one bucket. HDP ranks reduce gradients bucket by bucket while they compute, and gather parameters in
+the same parts. Large models have larger buckets, because there are at most ``MOST_BUCKETS``."""
 MOST_BUCKETS = 64
 """More buckets would hardly shorten the visible part, and every bucket costs the latency of two collectives."""
 GRADIENT_BYTES = 4  # gradients are reduced in fp32 or wider

@@ -173,7 +173,7 @@ class CostModel:
             raise ConfigError(
                 "the cost model does not know the bytes that a grid's rows exchange",
                 so="the time of a plan with grids cannot be told",
-                fix="use a profile, or plan with planner.grids = false",
+                fix="use a profile",
             )
         load = _Load.of(self, tokens, squares, degree)
         far, rows_far = np.asarray(inter_node), np.asarray(rows_inter_node)

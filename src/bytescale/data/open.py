@@ -43,7 +43,7 @@ def _opened_corpus(data: DataConfig, reader: Reader, progress: ProgressCallback)
     from bytescale.data.remote.ray_cluster import check_installed, joined_ray
 
     check_installed()
-    with joined_ray(data.ray_address, reader) as session:
+    with joined_ray(reader) as session:
         from bytescale.data.remote.served_corpus import served_corpus  # imports Ray, which reads its token once
 
         with served_corpus(data, session, reader, progress) as corpus:

@@ -49,8 +49,6 @@ def run_ranks(
     # random numbers) for which another thread waits with the interpreter's: neither would go on.
     was_enabled = gc.isenabled()
     gc.disable()
-    if not (frozen := gc.get_freeze_count() > 0):  # what a caller has frozen stays so
-        gc.freeze()  # a collection looks at all objects of all modules otherwise, which takes 0.25 s
     try:
         for thread in threads:
             thread.start()
@@ -71,8 +69,6 @@ def run_ranks(
         return [results[rank] for rank in range(num_ranks)]
     finally:
         gc.collect()  # groups that stand in reference cycles, before their store goes and before anybody forks
-        if not frozen:
-            gc.unfreeze()
         if was_enabled:
             gc.enable()
 

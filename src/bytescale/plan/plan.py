@@ -181,6 +181,8 @@ class Plan:
         )
 
 
+PREFETCH_STEPS = 2
+"""Steps that a loader reads and plans ahead of the one that runs: enough for a batch that is slow to read or plan."""
 Planner = Callable[[IntArray], Plan]
 """Makes a plan from the lengths ``[S]`` of a global batch."""
 

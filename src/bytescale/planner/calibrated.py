@@ -12,22 +12,25 @@ from bytescale.common.errors import LoaderFailure
 from bytescale.cost.calibration import Calibrator, State
 from bytescale.cost.cluster import Cluster
 from bytescale.plan import Plan
+from bytescale.plan.plan import PREFETCH_STEPS
 from bytescale.planner.verified import VerifiedPlanner
 
+LAG = PREFETCH_STEPS + 2
+"""Steps between the one after which a state is known and the first one that is planned with it: while a rank runs step
+k, its loader holds up to ``PREFETCH_STEPS`` steps after it and plans the next one."""
 KEPT_LAGS = 3
 """States are kept for so many times the lag."""
 
 
 @dataclass
 class CalibratedPlanner:
-    """Plans step k with the state after step ``k - lag``. Every rank plans alike."""
+    """Plans step k with the state after step ``k - LAG``. Every rank plans alike."""
 
     planner: VerifiedPlanner
     """With the first cost model, and with ranks of equal speed."""
     calibrator: Calibrator
-    lag: int
     first: int = 0
-    """The first step of which the state after it is known; the plans of steps before ``first + lag`` use the costs
+    """The first step of which the state after it is known; the plans of steps before ``first + LAG`` use the costs
     without calibration."""
     states: dict[int, State] = field(default_factory=dict)
     """Step, counted from 0, to the state after it."""
@@ -38,7 +41,7 @@ class CalibratedPlanner:
 
     def plan_step(self, lengths: IntArray, step: int) -> Plan:
         """Plan a batch with the costs of its step. Raises ``LoaderFailure`` if they are not known."""
-        wanted = step - self.lag
+        wanted = step - LAG
         if wanted >= self.first and wanted not in self.states:
             raise LoaderFailure(
                 f"step {step + 1} was to be planned before step {wanted + 1} had ended",
@@ -69,4 +72,4 @@ class CalibratedPlanner:
         known = {**self.states, **states}
         latest = max(known, default=0)
         # A new dictionary, because a loader's thread may be reading the old one.
-        self.states = {step: known[step] for step in sorted(known) if step > latest - KEPT_LAGS * self.lag}
+        self.states = {step: known[step] for step in sorted(known) if step > latest - KEPT_LAGS * LAG}

@@ -29,7 +29,7 @@ def make_planner(
     """The planner that ``config`` names, as a function of the batch's lengths alone.
 
     Args:
-        context_length: the longest sequence that may occur; it sizes the static mesh when ``static_cp`` is not set.
+        context_length: the longest sequence that may occur; it sizes the static mesh.
         step_seconds: the time of a plan's step, by which the adaptive planner compares plans (``adaptive_plan``).
         num_stages: pipeline stages; with more than one, plans are aligned, so that 1F1B cannot hang.
         domain: consecutive ranks that run in lockstep. With more than one, ``adaptive`` plans rounds (``rounds_plan``),
@@ -46,8 +46,6 @@ def make_planner(
         )
     if config.name not in get_args(PlannerName):
         raise ConfigError(f"there is no planner {config.name!r}", fix=f"use one of {', '.join(get_args(PlannerName))}")
-    if config.name == "adaptive" and not config.grids:
-        cost = replace(cost, row_bytes_per_token=None)
     planner: Callable[..., Plan]
     if config.name == "adaptive" and domain > 1:
         from bytescale.planner.rounds.planner import rounds_plan
@@ -66,7 +64,7 @@ def make_planner(
             "paper": partial(baselines.paper_plan, pipeline=pipeline),
             "greedy": baselines.greedy_plan,
             "naive": baselines.naive_plan,
-            "static": partial(baselines.static_plan, cp=config.static_cp, context=context_length),
+            "static": partial(baselines.static_plan, context=context_length),
         }
         planner = planners[config.name]
         if pipeline and config.name != "static":

@@ -38,7 +38,7 @@ def narrowed(plan: Plan, limits: MemoryLimits) -> Plan:
 
 @dataclass(frozen=True)
 class VerifiedPlanner:
-    """A function from lengths ``[S]`` to a plan that has been checked as ``config.verify`` says."""
+    """A function from lengths ``[S]`` to a plan that has been checked."""
 
     config: PlannerConfig
     cluster: Cluster
@@ -55,15 +55,15 @@ class VerifiedPlanner:
 
     @cached_property
     def _plan(self) -> Callable[[ArrayLike], Plan]:
-        return self._planner(self.config)
+        return self._planner(self.cost)
 
-    def _planner(self, config: PlannerConfig) -> Callable[[ArrayLike], Plan]:
+    def _planner(self, cost: CostModel) -> Callable[[ArrayLike], Plan]:
         from bytescale.planner.make import make_planner  # planners, when there is a batch
 
         return make_planner(
-            config,
+            self.config,
             self.cluster,
-            self.cost,
+            cost,
             context_length=self.context_length,
             num_stages=self.num_stages,
             domain=self.domain,
@@ -101,7 +101,7 @@ class VerifiedPlanner:
             return plan
         from bytescale.planner.evaluate import evaluate  # with limits alone
 
-        rings = self._planner(replace(self.config, grids=False))
+        rings = self._planner(replace(self.cost, row_bytes_per_token=None))
 
         def end(plan: Plan) -> float:
             if self._step_seconds is not None:

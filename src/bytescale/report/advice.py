@@ -48,14 +48,12 @@ def data_comes_late(run: RunRecord) -> Advice | None:
         return Advice(
             share,
             f"{figure} Planning a batch takes {format_seconds(planning)}, a step {format_seconds(seconds)}.",
-            'Let one planner plan for all ranks (`data.loader = "ray"`), or use `planner.name = "greedy"`, '
-            "which plans faster.",
+            'Use `planner.name = "greedy"`, which plans faster.',
         )
     return Advice(
         share,
         figure,
-        "Raise `data.prefetch_steps`, so that slow batches are read earlier. If every step waits, the disk or the "
-        'network is too slow for the ranks: use `data.loader = "ray"` with more `data.servers`.',
+        'The disk or the network is too slow for the ranks: use `data.loader = "ray"` with more `data.servers`.',
     )
 
 
@@ -102,13 +100,11 @@ def reduction_takes_long(run: RunRecord) -> Advice | None:
     share = _share(run, "sync")
     if share < WORTH_SAYING:
         return None
-    overlap = "Set `parallel.gradient_bucket_mib` to 1: gradients are then reduced while ranks still compute. "
     return Advice(
         share,
         f"From the last backward until gradients are reduced, ranks spend {share:.0%} of the time. This includes the "
         "wait for ranks that compute longer.",
-        ("" if run.settings["parallel.gradient_bucket_mib"] else overlap)
-        + "Raise `data.batch_tokens`: a reduction costs the same for a large batch, so twice the tokens would bring it "
+        "Raise `data.batch_tokens`: a reduction costs the same for a large batch, so twice the tokens would bring it "
         f"to about {share / (2 - share):.0%}.",
     )
 

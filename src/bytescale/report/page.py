@@ -224,7 +224,7 @@ def _typical(run: RunRecord, name: str, text: Callable[[float], str]) -> str:
 def _setting(value: object) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
-    return "unset" if value is None or value == "" else str(value)
+    return "unset" if value in (None, "", {}) else str(value)
 
 
 SECTIONS = (

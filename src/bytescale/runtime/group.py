@@ -7,7 +7,8 @@ parameters gathered. A load-balancing loss of experts adds one sum of a few KB a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -76,7 +77,8 @@ class RankGroup:
         if self.group in _world.pg_map:
             known = dist.get_process_group_ranks(self.group)
             members = [known[rank] for rank in ranks]
-            made = dist.new_group(members, use_local_synchronization=True, group_desc=name)
+            with _without_split(self.size):
+                made = dist.new_group(members, use_local_synchronization=True, group_desc=name)
             if self.device.type == "cuda":  # connected while no rank waits: the first message may be between two alone
                 dist.all_reduce(torch.zeros(1, device=self.device), group=made)
             return made
@@ -205,6 +207,23 @@ class RankGroup:
 
     def _lost(self, error: RuntimeError) -> RankFailure:
         return lost_ranks(f"{self.name} rank {self.rank} lost its group in a collective", error)
+
+
+@contextmanager
+def _without_split(size: int) -> Iterator[None]:
+    """Let PyTorch make a communicator of its own rather than split WORLD's, if only ``size`` of its ranks come here.
+
+    It splits where WORLD was opened with a ``device_id``, which all of WORLD's ranks would have to call.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "there is a group of it"
+    bound = world.bound_device_id
+    if size < world.size():
+        world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def lost_ranks(what: str, error: Exception) -> RankFailure:

@@ -24,7 +24,7 @@ class ClusterConfig:
     pp: int = field(default=1, metadata=limits(least=1))
     """Pipeline parallelism: stages of layers."""
     gradient_bucket_mib: float = field(default=0.0, metadata=limits(least=0))
-    """MiB of gradients that are reduced at once while ranks compute (parallel.gradient_bucket_mib). The simulator works
+    """MiB of gradients that are reduced at once while ranks compute. The simulator works
     out how much of the sync computation hides. With 0, there is one reduction and one gathering between two steps."""
     optimizer_on_host: bool = False
     """Whether AdamW updates in host memory (optimizer.offload). Nothing computes meanwhile."""

@@ -7,8 +7,10 @@ was measured (one for every tensor-parallel rank), and one for what the simulato
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,53 +48,24 @@ class Track:
     """``measured`` or ``predicted``, where a trace has both."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceMetadata:
-    """What a trace says about its step as a whole."""
+def save_trace(tracks: list[Track], path: Path, about: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Write tracks, by rank, by stage as a number, and by ``kind``. ``about``: the step as a whole.
 
-    step: int
-    measured_seconds: float
-    """Of the step, with the wait for its data: ``step_seconds`` in metrics.jsonl."""
-    predicted_seconds: float
-    """Of the simulated step, which has its data at once."""
-    prediction: str
-    """The name of the profile that the simulated step's times come from."""
-    num_ranks: int
-    """HDP ranks of the run. A trace has some of them if there are very many."""
-
-
-def save_trace(step: SimulatedStep, path: Path, *, max_ranks: int = 64) -> None:
-    """Write the tasks and the gradient sync of up to ``max_ranks`` ranks, spread evenly over all ranks.
-
-    The trace has one process per rank and one thread per stage.
-    """
-    ranks = spread_evenly(step.events.num_ranks, max_ranks)
-    tracks = [track for rank in ranks for track in simulated_tracks(step, rank)]
-    content = {"traceEvents": entries_of(tracks), "displayTimeUnit": "ms"}
-    with whole_file(path) as temporary:
-        temporary.write_text(json.dumps(content), encoding="utf-8")
-
-
-def save_step_trace(metadata: TraceMetadata, tracks: list[Track], path: Path) -> None:
-    """Write a real step as it was and as it was predicted, by the ``kind`` of tracks. The file is replaced at once.
-
-    In both, time 0 is the moment at which all ranks start their first micro-batch. All is shifted, so that no time is
-    below 0.
+    All times are shifted, so that none is below 0: some viewers do not show these. The file is replaced at once.
     """
     shift = max(0.0, -min((span.start for track in tracks for span in track.spans), default=0.0))
+
+    def place(track: Track) -> tuple[int, int, str, str]:
+        stage, _, rest = track.name.partition(", ")
+        return track.rank, int(stage.removeprefix("stage ")), track.kind, rest
+
     content = {
-        "traceEvents": entries_of(sorted(tracks, key=track_place), shift_seconds=shift),
+        "traceEvents": entries_of(sorted(tracks, key=place), shift_seconds=shift),
         "displayTimeUnit": "ms",
-        "otherData": {**asdict(metadata), "shift_seconds": shift},
+        "otherData": {**about, "shift_seconds": shift},
     }
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps(content), encoding="utf-8")
-
-
-def track_place(track: Track) -> tuple[int, int, str, str]:
-    """Sorts tracks by rank, by stage as a number, what was measured first, and by what follows in the name."""
-    stage, _, rest = track.name.partition(", ")
-    return track.rank, int(stage.removeprefix("stage ")), track.kind, rest
 
 
 def spread_evenly(num_ranks: int, max_ranks: int) -> list[int]:
@@ -118,7 +91,7 @@ def simulated_tracks(step: SimulatedStep, rank: int, kind: str = "") -> list[Tra
 def entries_of(tracks: list[Track], *, shift_seconds: float = 0.0) -> list[dict[str, Any]]:
     """The tracks in Chrome's trace event format. A track's thread is its place among the tracks of its rank.
 
-    ``shift_seconds`` is added to all times. Some viewers do not show times below 0.
+    ``shift_seconds`` is added to all times.
     """
     entries: list[dict[str, Any]] = []
     num_tracks: dict[int, int] = {}

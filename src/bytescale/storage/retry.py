@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 FIRST_PAUSE_SECONDS = 0.5
-"""The pause after the first failure. It doubles after every failure: 3 retries wait 0.5, 1 and 2 seconds."""
+"""The pause after the first failure. It doubles after every failure."""
 RETRIES = 4
+"""They wait 7.5 s in all: longer than a server takes to restart, and short where nobody will mend it."""
 ANSWER_SECONDS = 45.0
 """A request to a store is given up after so many seconds: two tries of its client, of 20 s each."""
 _HOPELESS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -38,30 +39,24 @@ def unreadable(error: OSError, path: object) -> UnreadableError:
     )
 
 
-def with_retries(
-    action: Callable[[], Result],
-    retries: int,
-    sleep: Callable[[float], None] = time.sleep,
-    *,
-    seconds: float = math.inf,
-) -> Result:
-    """Return ``action()``. After an ``OSError`` or ``UnreadableError`` it is tried again, up to ``retries`` times.
+def with_retries(action: Callable[[], Result], *, seconds: float = math.inf) -> Result:
+    """Return ``action()``. After an ``OSError`` or ``UnreadableError`` it is tried again, up to ``RETRIES`` times.
 
     A file that is missing or that this user may not read is not tried again. No new try begins when ``seconds`` have
     passed in all.
     """
     began = time.monotonic()
-    for attempt in range(retries + 1):
+    for attempt in range(RETRIES + 1):
         try:
             return action()
         except (OSError, UnreadableError) as error:
             cause = error.__cause__ if isinstance(error, UnreadableError) else error
-            if isinstance(cause, _HOPELESS) or attempt == retries or time.monotonic() - began >= seconds:
+            if isinstance(cause, _HOPELESS) or attempt == RETRIES or time.monotonic() - began >= seconds:
                 raise
             pause = FIRST_PAUSE_SECONDS * 2**attempt
             what = str(error).split(" To fix:")[0]  # the user need not fix anything yet
-            logger.warning("%s Trying again in %.1f s (%d of %d).", what, pause, attempt + 1, retries)
-            sleep(pause)
+            logger.warning("%s Trying again in %.1f s (%d of %d).", what, pause, attempt + 1, RETRIES)
+            time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -70,7 +65,7 @@ def tried(url: str, action: Callable[[], Result], *, seconds: float = ANSWER_SEC
 
     Each try is given up after ``seconds``, because not every file system has time limits of its own.
     """
-    return with_retries(lambda: guarded(url, lambda: _within(seconds, action)), RETRIES, seconds=seconds)
+    return with_retries(lambda: guarded(url, lambda: _within(seconds, action)), seconds=seconds)
 
 
 def _within(seconds: float, action: Callable[[], Result]) -> Result:

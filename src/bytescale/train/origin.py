@@ -19,12 +19,6 @@ from bytescale.data.loading.corpus import check_ids
 from bytescale.data.tokens.tokenizer import JsonTokenizer, load_tokenizer, tokenizer_settings
 
 
-def origin_of(init: str) -> Path | None:
-    """The folder with the config.json that weights came from at first, or None. ``init``: as ``trainer.init``."""
-    folder = _folder_beside(init)
-    return folder if folder is not None and (folder / "config.json").is_file() else None
-
-
 def _folder_beside(init: str) -> Path | None:
     """The folder with what belongs to the weights of ``init``; None for random ones, and for checkpoints elsewhere."""
     if init.startswith(HF_PREFIX):
@@ -69,7 +63,7 @@ def _refuse_foreign(data: DataConfig, folder: Path) -> None:
         what = "which trains a new one on the sources"
     else:
         tokens = own.tokens()
-        found = load_tokenizer(data.tokenizer, data.eos_token).tokens()
+        found = load_tokenizer(data.tokenizer).tokens()
         for number in sorted(tokens.keys() & found.keys()):
             if tokens[number] != found[number]:
                 what = f"in which id {number} is {found[number]!r} and not {tokens[number]!r}"
@@ -87,13 +81,13 @@ def _refuse_foreign(data: DataConfig, folder: Path) -> None:
 def _check_size(config: Config) -> None:
     """Raise ``ConfigError`` if the tokenizer has more ids than the model, where the model's are known before."""
     data, model = config.data, config.model
-    if model.vocab_size is None and not model.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX)):
+    if "vocab_size" not in model.config and not model.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX)):
         return  # it follows the tokenizer
     if data.tokenizer == "bpe":
         source, num_ids = f"data.bpe_vocab_size = {data.bpe_vocab_size}", data.bpe_vocab_size
     else:
         source = f"tokenizer {data.tokenizer!r}"
-        num_ids = load_tokenizer(data.tokenizer, data.eos_token).vocab_size
+        num_ids = load_tokenizer(data.tokenizer).vocab_size
     check_ids(source, num_ids, resolve_model(model).vocab_size)
 
 
@@ -114,7 +108,9 @@ def keep_origin(kept: Path, config: Config, tokenizer: str | None) -> None:
     from bytescale.hf.files.hf_folder import copy_companions, weights_fingerprint
 
     kept.mkdir()
-    source, data = origin_of(config.trainer.init), config.data
+    source, data = _folder_beside(config.trainer.init), config.data
+    if source is not None and not (source / "config.json").is_file():
+        source = None
     if source is not None:
         shutil.copyfile(source / "config.json", kept / "config.json")
         copy_companions(source, kept)
@@ -133,7 +129,7 @@ def _keep_tokenizer(kept: Path, name: str, data: DataConfig) -> None:
     from bytescale.hf.files.hf_folder import copy_companions
 
     path = typed_path(name)
-    tokenizer = load_tokenizer(name, data.eos_token)
+    tokenizer = load_tokenizer(name)
     if path.is_dir():
         copy_companions(path, kept)
     settings = tokenizer_settings(path if path.is_dir() else path.parent) if path.exists() else {}

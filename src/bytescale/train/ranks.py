@@ -42,6 +42,9 @@ CONNECTED_AT_ONCE = 32
 """Ranks up to which a gloo group connects all of them when it is made: some six groups of 31 sockets each."""
 TIMEOUT_SECONDS = {"cpu": 120.0, "cuda": 1800.0}
 """How long a message may take. NCCL counts from posting, and a rank may post while its peers begin a long context."""
+STOP_SECONDS = 30.0
+"""How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died. Cluster
+managers kill what is left after as long (Kubernetes, Slurm)."""
 _LOOK_SECONDS = 0.2
 _NCCL_NUMBERS = (
     "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS",
@@ -72,13 +75,9 @@ class Ranks:
         """The ranks with the same weights as this one."""
         return self.mesh.hdp
 
-    def nodes(self) -> list[int]:
-        """The node of every world rank, by a number that means nothing else. Every rank calls it."""
-        return nodes_of(self.world)
-
     def hdp_ranks_per_node(self) -> int:
         """HDP ranks of one stage that share a node, on the node that has fewest. Every rank calls it."""
-        nodes = self.nodes()
+        nodes = nodes_of(self.world)
         return max(1, min(nodes.count(node) for node in nodes) // self.mesh.shape.tp)
 
     def smallest_of_stage(self, own: Sequence[float]) -> list[float]:
@@ -253,7 +252,7 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
         world,
         shape,
         make_group,
-        overlapped=parallel.gradient_bucket_mib > 0 and domain == 1,
+        overlapped=domain == 1,
         nodes=nodes,
         domain=domain,
     )

@@ -156,7 +156,7 @@ def plan_shards(config: DataConfig, progress: ProgressCallback = ignore_progress
 def list_sources(config: DataConfig) -> list[SourceFile]:
     """List the files of the corpus. Raises as ``expand_sources``, and for contents that do not fit."""
     check_content(config)
-    return with_retries(partial(expand_sources, config.sources, config.format, config.fields), config.read_retries)
+    return with_retries(partial(expand_sources, config.sources, config.format, config.fields))
 
 
 def check_vocabulary(corpus: CorpusMetadata, vocab_size: int) -> None:
@@ -169,8 +169,8 @@ def check_ids(source: str, num_ids: int, vocab_size: int) -> None:
     """Raise ``ConfigError`` if ``source`` may give ids that a model of ``vocab_size`` rows does not have."""
     if num_ids > vocab_size:
         raise ConfigError(
-            f"{source} has ids up to {num_ids - 1}, but model.vocab_size is {vocab_size}",
+            f"{source} has ids up to {num_ids - 1}, but the model's vocab_size is {vocab_size}",
             so="the model has no embedding for some of them",
-            fix="use the tokenizer that belongs to the model's weights; for a new model, set model.vocab_size to at "
-            f"least {num_ids}, or leave it out to follow the tokenizer",
+            fix="use the tokenizer that belongs to the model's weights; for a new model, set vocab_size "
+            f"of model.config to at least {num_ids}, or leave it out to follow the tokenizer",
         )

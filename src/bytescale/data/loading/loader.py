@@ -14,7 +14,7 @@ from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus
 from bytescale.data.order.batches import BatchSampler, GlobalBatch, SamplerState
 from bytescale.data.order.index import CorpusMetadata
-from bytescale.plan.plan import Plan, Planner, StepPlanner
+from bytescale.plan.plan import PREFETCH_STEPS, Plan, Planner, StepPlanner
 from bytescale.plan.rank_plan import RankPlan
 from bytescale.plan.summary import PlanSummary
 
@@ -72,13 +72,12 @@ class PrefetchedSteps(Iterator[StepData]):
     An error of the thread is raised when the turn of its step comes, with its own traceback.
     """
 
-    def __init__(self, steps: Iterator[StepData], depth: int, write: Callable[[StepData], None] | None = None) -> None:
-        """``depth``: steps that may wait behind the next one. ``write`` is called with every step before it is used."""
-        assert depth >= 1, f"prefetching {depth} steps is not prefetching"
+    def __init__(self, steps: Iterator[StepData], write: Callable[[StepData], None] | None = None) -> None:
+        """``write`` is called with every step before it is used."""
         self._steps = steps
         self._write = write
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bytescale-loader")
-        self._asked = deque(self._thread.submit(next, steps, None) for _ in range(depth + 1))  # None: the end
+        self._asked = deque(self._thread.submit(next, steps, None) for _ in range(PREFETCH_STEPS + 1))  # None: the end
 
     def __next__(self) -> StepData:
         started, ready = time.perf_counter(), sum(step.done() for step in self._asked)
@@ -136,7 +135,7 @@ class Loader:
         """Load the ``steps`` in a thread, ahead of training. Raises as ``load_state_dict``."""
         self.state_dict()  # what the first step needs is read now
         write = None if self.record is None else self.record()
-        return PrefetchedSteps(self.steps(planner, stop_step), self._config.prefetch_steps, write)
+        return PrefetchedSteps(self.steps(planner, stop_step), write)
 
     def steps(self, planner: Planner, stop_step: int | None) -> Iterator[StepData]:
         """Yield steps from the current position on, up to the one before ``stop_step``; None: without an end."""

@@ -23,7 +23,7 @@ from bytescale.common.parsing import parse_json, read_text
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus
 from bytescale.data.loading.loader import StepData
-from bytescale.data.order.batches import BatchSampler, SamplerState
+from bytescale.data.order.batches import BatchSampler
 
 _NO_SEGMENTS = np.zeros((0, 4), dtype=np.int64)
 
@@ -75,14 +75,14 @@ def new_attempt_folder(folder: Path) -> Path:
     return path
 
 
-def read_record(folder: Path, num_steps: int) -> list[tuple[IntArray, int | None]]:
+def read_record(folder: Path, num_steps: int) -> list[tuple[IntArray, int]]:
     """Return what trained the weights in each step: rows of ``segments_of`` of all ranks, and ``data.batch_tokens``.
 
-    Records of version 0.1 have None for the latter. Raises ``DataError`` if a step or a rank is missing.
+    Raises ``DataError`` if a step or a rank is missing.
     """
     given: dict[int, dict[int, IntArray]] = {}
     needed: dict[int, int] = {}
-    sizes: dict[int, int | None] = {}
+    sizes: dict[int, int] = {}
     for attempt in sorted(folder.glob("attempt-*"), key=_number):
         of_attempt: dict[int, dict[int, IntArray]] = {}
         for path in attempt.glob("rank-*.jsonl"):
@@ -93,7 +93,7 @@ def read_record(folder: Path, num_steps: int) -> list[tuple[IntArray, int | None
                 segments = np.array(content["segments"], dtype=np.int64).reshape(-1, 4)
                 of_attempt.setdefault(content["step"], {})[_number(path)] = segments
                 needed[content["step"]] = content["num_ranks"]
-                sizes[content["step"]] = content.get("batch_tokens")
+                sizes[content["step"]] = content["batch_tokens"]
         given.update(of_attempt)
     for step in range(num_steps):
         num_given = len(given.get(step, {}))
@@ -113,8 +113,6 @@ class RecordCheck:
     num_steps: int
     num_tokens: int
     num_attempts: int
-    state: SamplerState
-    """Where the step after the last one starts."""
 
 
 def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfig) -> RecordCheck:
@@ -125,7 +123,7 @@ def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfi
     sampler = BatchSampler(corpus.index, config)
     num_tokens = 0
     for step, (segments, batch_size) in enumerate(read_record(folder, num_steps)):
-        if batch_size not in (None, config.batch_tokens):
+        if batch_size != config.batch_tokens:
             config = replace(config, batch_tokens=batch_size)
             sampler = BatchSampler(corpus.index, config, sampler.state_dict())
         batch = sampler.next_batch()
@@ -142,7 +140,7 @@ def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfi
                 raise _wrong(step, f"tokens {starts[number]} to {stops[number]} of a sample of {document} differ")
         num_tokens += batch.num_tokens
     attempts = len(list(folder.glob("attempt-*")))
-    return RecordCheck(num_steps=num_steps, num_tokens=num_tokens, num_attempts=attempts, state=sampler.state_dict())
+    return RecordCheck(num_steps=num_steps, num_tokens=num_tokens, num_attempts=attempts)
 
 
 def _coverage(names: IntArray, starts: IntArray, stops: IntArray) -> dict[tuple[int, int], int]:

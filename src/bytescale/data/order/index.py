@@ -107,7 +107,7 @@ class CorpusIndex:
         the content of texts, which is known only once they are read, see ``content_hash``.
         """
         config = self._config
-        cut = (config.context_length, config.over_length, config.min_document_tokens, config.max_document_tokens)
+        cut = (config.context_length, config.over_length, 1, None)  # the last two are of filters that are gone
         made_by = (self._encode.fingerprint,) if self._encode and self.is_text.any() else ()
         parts = [
             f"text {[unit.num_bytes for unit in shard.units]}" if shard.file is None else self._known[part].content_hash
@@ -189,12 +189,11 @@ class CorpusIndex:
                 f"data source {self._config.sources[source]!r} has weight {self._config.weights[source]} but "
                 "holds no sequence",
                 so="its share of the tokens could not be drawn",
-                fix="check the source and the length filters, or leave it and its weight out",
+                fix="check the source and data.over_length, or leave it and its weight out",
             )
         found = self.metadata
         reasons = [
             f"{found.counts.num_dropped} documents are longer than data.context_length = {self._config.context_length}",
-            f"{found.counts.num_filtered} documents are outside data.min_document_tokens and data.max_document_tokens",
             f"{len(found.skipped_files)} files are not UTF-8 text",
         ]
         held = [reason for reason in reasons if not reason.startswith("0 ")] or ["no file holds any text"]

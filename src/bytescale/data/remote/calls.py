@@ -39,14 +39,14 @@ def translated(error: Exception, who: str, timeout_seconds: float | None = None)
         return LoaderFailure(
             f"{who} did not answer within {timeout_seconds:.0f} s",
             so="the step has no data; checkpoints written before are whole",
-            fix="look at the load of its node, or raise data.answer_seconds, then resume",
+            fix="look at the load of its node, then resume",
         )
     first = next(iter(str(error).strip().splitlines()), "")
     if isinstance(error, ray.exceptions.ObjectStoreFullError | ray.exceptions.OutOfDiskError):
         return LoaderFailure(
             f"Ray has no room left for what {who} sent ({first})",
             so="the step has no data; checkpoints written before are whole",
-            fix="give Ray more (`ray start --object-store-memory`), free its disk, or lower data.prefetch_steps",
+            fix="give Ray more (`ray start --object-store-memory`), or free its disk",
         )
     if isinstance(error, ray.exceptions.RayError | ConnectionError):
         return LoaderFailure(

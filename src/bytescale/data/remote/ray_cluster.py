@@ -42,17 +42,15 @@ def import_ray() -> ModuleType:
 
 
 @contextmanager
-def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
-    """Join the configured Ray, or start a Ray of our own that lives as long as the block. Yields its address.
+def ray_cluster(num_ranks: int) -> Iterator[str]:
+    """Join the Ray at ``RAY_ADDRESS``, or start one that lives as long as the block, with room for ``num_ranks``.
 
-    Args:
-        ray_address: ``data.ray_address``.
-        num_ranks: training ranks that a Ray of our own must have room for.
+    Yields its address.
 
     Raises ``ConfigError`` if Ray is not installed, its address does not answer, or it runs another version of Ray or
     Python; ``LoaderFailure`` if a Ray of our own did not start.
     """
-    if address := ray_address or os.environ.get("RAY_ADDRESS", ""):
+    if address := os.environ.get("RAY_ADDRESS", ""):
         connect(address)
         try:
             yield address
@@ -80,8 +78,7 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
             raise LoaderFailure(
                 f"Ray did not start ({' '.join(str(error).split())[:300]})",
                 so="there is nobody to read the data",
-                fix="try again when the machine is less busy, or start a Ray (`ray start --head`) and name it in "
-                "data.ray_address",
+                fix="try again when the machine is less busy, or start a Ray (`ray start --head`) and set RAY_ADDRESS",
             ) from error
         try:
             yield str(context.address_info["gcs_address"])
@@ -90,8 +87,8 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
 
 
 @contextmanager
-def joined_ray(ray_address: str, reader: Reader) -> Iterator[str]:
-    """Join the configured Ray, or the one that the first process starts, for the time of the block.
+def joined_ray(reader: Reader) -> Iterator[str]:
+    """Join the Ray at ``RAY_ADDRESS``, or the one that the first process starts, for the time of the block.
 
     Every process calls it. Yields a name that is unique to this attempt, the same on all. Raises as ``ray_cluster``.
     """
@@ -100,7 +97,7 @@ def joined_ray(ray_address: str, reader: Reader) -> Iterator[str]:
         reader.broadcast(told)
         yield told[1]
         return
-    with ray_cluster(ray_address, reader.num_processes) if reader.is_first else nullcontext("") as address:
+    with ray_cluster(reader.num_processes) if reader.is_first else nullcontext("") as address:
         told[0], told[2] = address, {name: key for name, key in os.environ.items() if name.startswith("RAY_AUTH_")}
         reader.broadcast(told)
         address, session, keys = told
@@ -142,6 +139,6 @@ def connect(address: str) -> None:
         raise ConfigError(
             f"the Ray at {address} does not answer ({error})",
             so="there is nobody to read the data",
-            fix="start it (`ray start --head`), mend data.ray_address or RAY_ADDRESS (if it asks for a token, also "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN), or unset them to start one here",
+            fix="start it (`ray start --head`), mend RAY_ADDRESS (if it asks for a token, also "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN), or unset it to start one here",
         ) from error

@@ -28,6 +28,8 @@ from bytescale.data.tokens.open_parts import Slice
 from bytescale.data.tokens.progress import Progress, ProgressCallback
 from bytescale.data.tokens.shards import PartContent, Shard
 
+ANSWER_SECONDS = 120.0
+"""A server that takes longer to send tokens makes the run stop: twice what Ray needs to restart one on a busy node."""
 _LOOK_AGAIN_SECONDS = 1.0
 
 
@@ -54,7 +56,7 @@ def served_corpus(config: DataConfig, session: str, reader: Reader, progress: Pr
         shards, shard_reader = ray.get(shared)
         index = CorpusIndex(config, shards, shard_reader.encode, AskServers(servers, shards, progress), text_later=True)
         yield Corpus(
-            parts=ServedParts(servers, index.is_text, config.answer_seconds),
+            parts=ServedParts(servers, index.is_text),
             index=index,
             further_fields=config.fields,
             tokenizer=shard_reader.tokenizer,
@@ -130,10 +132,9 @@ class AskServers:
 class ServedParts:
     """A ``PartReader`` that calls each server that has some of the tokens once, all servers at the same time."""
 
-    def __init__(self, servers: Sequence[Any], is_text: NDArray, answer_seconds: float) -> None:
+    def __init__(self, servers: Sequence[Any], is_text: NDArray) -> None:
         self.servers = servers
         self._is_text = is_text
-        self._answer_seconds = answer_seconds
         self._lives: dict[int, set[str]] = {}  # of the servers that have answered
 
     @property
@@ -141,7 +142,7 @@ class ServedParts:
         return sum(len(lives) - 1 for lives in self._lives.values())
 
     def slices(self, parts: IntArray, places: IntArray, counts: IntArray) -> list[Slice]:
-        """See ``PartReader``. Raises ``LoaderFailure`` if a server does not answer in ``data.answer_seconds``."""
+        """See ``PartReader``. Raises ``LoaderFailure`` if a server does not answer in ``ANSWER_SECONDS``."""
         numbers = servers_of(parts, places, self._is_text, len(self.servers))
         wanted = {}
         for number in np.unique(numbers[counts > 0]).tolist():
@@ -149,7 +150,7 @@ class ServedParts:
             wanted[number] = own, self.servers[number].read.remote(parts[own], places[own], counts[own])
         slices: list[Slice] = [(np.zeros(0, dtype=np.int64), {})] * len(counts)
         for number, (own, reference) in wanted.items():
-            columns, life = wait_for(reference, f"data server {number}", self._answer_seconds)
+            columns, life = wait_for(reference, f"data server {number}", ANSWER_SECONDS)
             self._lives.setdefault(number, set()).add(life)
             ends = np.cumsum(counts[own])[:-1]
             fields = {name: np.split(values, ends) for name, values in columns.items()}

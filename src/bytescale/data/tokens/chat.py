@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import ConfigError, DataError, typed_path
-from bytescale.common.parsing import parse_json, read_text
+from bytescale.common.parsing import read_text
 from bytescale.config.schema import CorpusConfig
 from bytescale.data.tokens.messages import OWN_VARIABLES, Conversation
 from bytescale.data.tokens.tokenizer import token_text, tokenizer_settings
@@ -213,12 +213,10 @@ def _variables(config: CorpusConfig) -> dict[str, Any]:
     kwargs, day = config.chat_template_kwargs, config.chat_template_date
     with suppress(ValueError):
         date.fromisoformat(day)
-        found = parse_json(kwargs or "{}")
-        if isinstance(found, dict) and found.keys().isdisjoint(OWN_VARIABLES):
-            return found
+        if kwargs.keys().isdisjoint(OWN_VARIABLES):
+            return kwargs
     raise ConfigError(
         f"data.chat_template_kwargs is {kwargs!r} and data.chat_template_date is {day!r}",
         so="a chat template cannot be told both",
-        fix="""write a JSON object, such as '{"enable_thinking": false}', without """
-        + f"{', '.join(OWN_VARIABLES)}; and a day as {CorpusConfig().chat_template_date}",
+        fix=f"leave {', '.join(OWN_VARIABLES)} out, and write a day as {CorpusConfig().chat_template_date}",
     )

@@ -114,7 +114,7 @@ class UnitEncoder:
                 pieces = itertools.islice(encode(unit), number, None)
                 raise
 
-        while found := with_retries(piece, self.config.read_retries):
+        while found := with_retries(piece):
             number += 1
             yield found
 

@@ -33,16 +33,15 @@ _COPY_BYTES = 8 * 1024**2
 class RemoteTokens:
     """Offers what readers need of a memory map: ``dtype`` and ``tokens[first:stop]``. No file stays open."""
 
-    def __init__(self, url: Url, dtype: np.dtype, num_tokens: int, read_retries: int) -> None:
+    def __init__(self, url: Url, dtype: np.dtype, num_tokens: int) -> None:
         self.dtype = dtype
         self._url = url
         self._num_tokens = num_tokens
-        self._read_retries = read_retries
 
     def __getitem__(self, wanted: slice) -> NDArray[np.integer]:
         """Return tokens ``first`` to ``stop - 1``. Raises ``DataError`` if they cannot be read."""
         first, stop, _ = wanted.indices(self._num_tokens)
-        content = with_retries(partial(self._read, first, stop), self._read_retries) if first < stop else b""
+        content = with_retries(partial(self._read, first, stop)) if first < stop else b""
         return np.frombuffer(content, self.dtype)
 
     def _read(self, first: int, stop: int) -> bytes:

@@ -125,7 +125,7 @@ class SampleTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCounts:
-    """How many documents the over-length policy and the length filters changed or left out."""
+    """How many documents the over-length policy changed or left out."""
 
     num_documents: int = 0
     """Documents with at least one token."""
@@ -137,8 +137,6 @@ class SampleCounts:
     """Documents whose end was cut off."""
     num_dropped: int = 0
     """Documents that were left out because they are longer than the context."""
-    num_filtered: int = 0
-    """Documents that the length filters left out."""
     num_lost_tokens: int = 0
     """Tokens of truncated ends and of documents that were left out."""
     num_untrained: int = 0
@@ -179,7 +177,7 @@ def trained_of(samples: PartSamples, weights: NDArray, place: str) -> Trained:
 
 
 def make_samples(part: int, index: TokenIndex, config: DataConfig) -> tuple[PartSamples, SampleCounts]:
-    """Apply the length filters, then the over-length policy, to a part. Returns its samples and the counts.
+    """Apply the over-length policy to a part. Returns its samples and the counts.
 
     Args:
         part: its number.
@@ -188,14 +186,12 @@ def make_samples(part: int, index: TokenIndex, config: DataConfig) -> tuple[Part
             keeps its first tokens (``truncate``) or nothing (``drop``).
     """
     context_length, over_length = config.context_length, config.over_length
-    least, most = config.min_document_tokens, config.max_document_tokens
     counts, is_plain, documents = SampleCounts(), True, [np.zeros(0, dtype=np.uint32)]
     for own in blocks(index.num_documents):
         lengths = index.document_lengths[own].astype(np.int64)
         is_empty = lengths == 0
-        filtered = ~is_empty & ((lengths < least) | (lengths > (np.inf if most is None else most)))
-        too_long = (lengths > context_length) & ~filtered
-        kept = ~is_empty & ~filtered & ~(too_long if over_length == "drop" else np.zeros_like(too_long))
+        too_long = lengths > context_length
+        kept = ~is_empty & ~(too_long if over_length == "drop" else np.zeros_like(too_long))
         number = np.where(kept, -(-lengths // context_length) if over_length == "split" else 1, 0)  # [D] samples
         documents.append(np.repeat(np.arange(own.start, own.stop, dtype=np.uint32), number))
         num_tokens = int((lengths if over_length == "split" else np.minimum(lengths, context_length))[kept].sum())
@@ -205,7 +201,6 @@ def make_samples(part: int, index: TokenIndex, config: DataConfig) -> tuple[Part
             num_split=int(too_long.sum()) if over_length == "split" else 0,
             num_truncated=int(too_long.sum()) if over_length == "truncate" else 0,
             num_dropped=int(too_long.sum()) if over_length == "drop" else 0,
-            num_filtered=int(filtered.sum()),
             num_lost_tokens=int(lengths.sum()) - num_tokens,
             num_samples=int(number.sum()),
             num_tokens=num_tokens,

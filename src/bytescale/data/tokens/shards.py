@@ -105,7 +105,7 @@ class ShardReader:
         shards: list[Shard] = []
         for source in sorted({file.source for file in text}):
             own = [file for file in text if file.source == source]
-            units = with_retries(partial(plan_units, own, self._encode.kind, UNIT_BYTES), self.config.read_retries)
+            units = with_retries(partial(plan_units, own, self._encode.kind, UNIT_BYTES))
             shards.extend(self._shard(source, run) for run in _runs(units, least_bytes))
         return shards + [Shard(source=file.source, file=file) for file in files if file.format == "bin"]
 
@@ -199,15 +199,15 @@ class ShardReader:
         path = file.path
         if isinstance(path, Url):
             copied = partial(local_copy, file, self.cache_dir, self.field_names)
-            copy, has_ranges = with_retries(copied, self.config.read_retries)
+            copy, has_ranges = with_retries(copied)
             index, metadata = read_index(copy.with_suffix(".idx")), load_metadata(copy)
             has_fields = any(copy.with_suffix(f".{name}.idx").exists() for name in self.field_names)
             is_large = file.num_bytes > COPIED_BYTES and not has_fields and not copy.exists()
             if is_large and has_ranges and metadata and metadata.describes(index):
                 check_size(path, index, file.num_bytes)
-                tokens = RemoteTokens(path, index.dtype, index.num_tokens, self.config.read_retries)
+                tokens = RemoteTokens(path, index.dtype, index.num_tokens)
                 return IndexedDataset(path=copy, index=index, tokens=tokens), metadata
-            path, _ = with_retries(partial(copied, whole=True), self.config.read_retries)
+            path, _ = with_retries(partial(copied, whole=True))
         dataset = IndexedDataset.open(path, self.field_names)
         return dataset, metadata_of(dataset, file, self.cache_dir, progress)
 

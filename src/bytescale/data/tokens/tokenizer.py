@@ -118,10 +118,10 @@ class JsonTokenizer:
         self._growth = growth_of(tokenizer)
 
     @staticmethod
-    def from_file(path: Path, eos_token: str | None = None, bos: Bos = "never") -> JsonTokenizer:
+    def from_file(path: Path, bos: Bos = "never") -> JsonTokenizer:
         """Read a ``tokenizer.json``, or the one inside a folder.
 
-        EOS is ``eos_token``, else what ``tokenizer_config.json`` beside it says, else the first of ``EOS_NAMES``.
+        EOS is what ``tokenizer_config.json`` beside it says, else the first of ``EOS_NAMES``.
         ``bos``: as ``data.bos``.
 
         Raises ``ConfigError`` if the tokenizer does not have the EOS; ``DataError`` if the file is not a tokenizer, or
@@ -138,7 +138,7 @@ class JsonTokenizer:
         return JsonTokenizer(
             tokenizer,
             name=str(path),
-            eos_token=eos_token or token_text(settings.get("eos_token")),
+            eos_token=token_text(settings.get("eos_token")),
             bos_token=_bos_token(tokenizer, settings, bos, file),
         )
 
@@ -244,10 +244,10 @@ def choose_tokenizer(config: DataConfig, files: Sequence[SourceFile], progress: 
         return cached_bpe(text_files, config, progress)
     if config.tokenizer in ("auto", "bytes") and not text_files:
         return None  # .bin files need no tokenizer
-    return load_tokenizer(config.tokenizer, config.eos_token, config.bos)
+    return load_tokenizer(config.tokenizer, config.bos)
 
 
-def load_tokenizer(name: str, eos_token: str | None = None, bos: Bos = "never") -> Tokenizer:
+def load_tokenizer(name: str, bos: Bos = "never") -> Tokenizer:
     """Return the tokenizer called ``name``: ``bytes`` (or ``auto``), or the path of a ``tokenizer.json`` or its folder.
 
     Raises ``ConfigError`` if there is no such tokenizer, or it has no EOS; ``DataError`` if the file is not a
@@ -261,7 +261,7 @@ def load_tokenizer(name: str, eos_token: str | None = None, bos: Bos = "never") 
             f"data.tokenizer is {name!r}, which is no file",
             fix="use 'bytes', 'bpe' (trained on the sources) or the path of a tokenizer.json",
         )
-    return JsonTokenizer.from_file(path, eos_token, bos)
+    return JsonTokenizer.from_file(path, bos)
 
 
 def _bos_token(tokenizer: Any, settings: Mapping[str, Any], bos: Bos, file: Path) -> str | None:
@@ -290,7 +290,7 @@ def _find_eos(tokenizer: Any, name: str, eos_token: str | None) -> int:
     raise ConfigError(
         f"tokenizer {name} has {sought}",
         so="documents could not be told apart",
-        fix="set data.eos_token to the token that ends a document",
+        fix='name the token that ends a document in the tokenizer_config.json beside it: {"eos_token": ...}',
     )
 
 
@@ -337,7 +337,7 @@ def cached_bpe(files: Sequence[SourceFile], config: DataConfig, progress: Progre
             tokenizer = train_bpe(files, config, progress)
             write_atomically(path, tokenizer.to_str().encode())
             logger.info("trained a BPE tokenizer of %d ids: %s", tokenizer.get_vocab_size(), path)
-    return JsonTokenizer.from_file(path, BPE_EOS)
+    return JsonTokenizer.from_file(path)
 
 
 def train_bpe(files: Sequence[SourceFile], config: DataConfig, progress: ProgressCallback) -> tokenizers.Tokenizer:
@@ -351,7 +351,7 @@ def train_bpe(files: Sequence[SourceFile], config: DataConfig, progress: Progres
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    units = with_retries(partial(plan_units, files, kind_of(config)), config.read_retries)
+    units = with_retries(partial(plan_units, files, kind_of(config)))
     stride = max(1, -(-sum(unit.num_bytes for unit in units) // TRAINING_BYTES))
     tokenizer.train_from_iterator(_training_texts(units[::stride], config, progress), trainer)
     return tokenizer
@@ -374,7 +374,7 @@ def _training_texts(units: list[WorkUnit], config: DataConfig, progress: Progres
     total_bytes = sum(unit.num_bytes for unit in units)
     done_bytes = num_documents = 0
     for unit in units:
-        texts = with_retries(partial(_texts_of, unit, config), config.read_retries)
+        texts = with_retries(partial(_texts_of, unit, config))
         num_documents += len(texts)
         yield texts
         done_bytes += unit.num_bytes

@@ -77,6 +77,4 @@ def _checkpoints(session: Session, folder: Path, keep: int) -> tuple[Checkpointe
         group = session.group.group
         ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
         session.checkpoint_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return Checkpointer(
-        folder, session.checkpoint_group, CheckpointConfig(background=False, keep=keep)
-    ), session.checkpoint_group
+    return Checkpointer(folder, session.checkpoint_group, CheckpointConfig(keep=keep)), session.checkpoint_group

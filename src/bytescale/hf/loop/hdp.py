@@ -117,6 +117,11 @@ class HDP(Updates):
         """Tokens that one micro-batch of a rank may hold."""
         return self.room.capacity_tokens
 
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Names of the routers, in the order that ``micro.routes`` and ``micro.replay`` have."""
+        return self.engine.routers.names
+
     def _make_part(self, decoder: HFDecoder) -> None:
         """Reduce the model to this rank's part, once all ranks have been seen to have the same one."""
         self._weights = weight_sums(self.model)
@@ -381,6 +386,7 @@ def _mesh_of(
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     world = RankGroup(None if group is None or group.size() == 1 else group, device=next(model.parameters()).device)
+    world.agree("tp, shard, domain or experts of HDP", digest_of(tp, shard, domain or 0, experts))
     if tp < 1 or world.size % tp:
         raise ConfigError(f"tp is {tp}, and there are {world.size} ranks", fix="give a tp that divides their number")
     for what, is_asked in (("equal_counts = True", equal_counts), ('experts = "parallel"', experts == "parallel")):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -32,6 +32,7 @@ from bytescale.runtime.saved.checkpointing import Checkpointing
 if TYPE_CHECKING:
     from bytescale.cost.memory.measured import MeasuredMemory
     from bytescale.hf.loop.whole_documents import WholeDocuments
+    from bytescale.hf.model.routes import Choices, Routers
     from bytescale.hf.model.token_rows import TokenRows
     from bytescale.runtime.mesh import Mesh
     from bytescale.runtime.saved.host_pool import HostPool
@@ -63,13 +64,14 @@ class Micro:
         group: RankGroup,
         others: Sequence[MicroBatchPass] = (),
         token_rows: TokenRows | None = None,
+        routers_of: Callable[[], Routers] | None = None,
     ) -> None:
         """``fields``: all rows of them. ``token_rows``: which are this rank's, with tensor parallelism."""
         self.plan = plan
         self.index = plan.index
         own = range(plan.num_tokens) if token_rows is None else token_rows.range_of(plan.num_tokens)
         self.rows, self.num_rows = slice(own.start, own.stop), len(own)
-        self.target = target
+        self.target, self._routers_of = target, routers_of
         self._given = {name: rows[self.rows] for name, rows in fields.items()}
         self._exchange, self._targets, self._token_rows = group.exchange, (target, *others), token_rows
         device = group.device
@@ -143,6 +145,44 @@ class Micro:
             field: Tensor = fields[name]
             return field
         raise AttributeError(f"the batch has no field {name!r} with one number per token; it has {sorted(fields)}")
+
+    def record_routes(self) -> None:
+        """Let the model's forwards of this micro-batch, from now on, note which experts its routers choose."""
+        self._choices()
+
+    def routes(self) -> Tensor:
+        """``[T, L, K]``: of each row the K experts that each of the L routers (``hdp.routers``) chose last.
+
+        In uint8, for more than 256 experts in int16. ``hdp.collect`` gives them to their documents. Raises
+        ``ConfigError`` before a forward that records them.
+        """
+        return self._routers().recorded(self._choices())
+
+    def replay(self, field: str) -> None:
+        """Let routers choose, in all passes of the model over this micro-batch, what a field of the documents says.
+
+        The field is ``[S, L, K]`` whole numbers, such as ``routes`` of another pass, or what an engine for rollouts
+        returns: the experts of each token for each router, in the order of ``hdp.routers``, or for each layer, of which
+        those without routers are passed over. A token with a -1 chooses by itself. The weights of experts are computed
+        from the current logits, and have gradients. A second model (``HDP.attach``) chooses by itself.
+
+        Raises ``DataError`` for numbers that are not this model's, ``ConfigError`` for a model without routers.
+        """
+        routes = self._routers().of_field(field, self._given.get(field), self._fields.get(field))
+        self._choices().given = routes
+
+    def _routers(self) -> Routers:
+        assert self._routers_of is not None, "the engine gives them"
+        return self._routers_of()
+
+    def _choices(self) -> Choices:
+        from bytescale.hf.model.routes import Choices  # few loops look at routes
+
+        self._routers()
+        if self.target.choices is None:
+            self.target.choices = Choices(self.num_rows)
+        found: Choices = self.target.choices
+        return found
 
     def inputs_for(self, model: nn.Module) -> dict[str, Any]:
         """The inputs of another model than the attached one: one that ``HDP.attach`` was given, or a module around it.
@@ -263,6 +303,15 @@ class Engine:
         """Give the layers and the process back what they had."""
         self.activations.remove()
         self.attention.close()
+        if "routers" in vars(self):
+            self.routers.close()
+
+    @cached_property
+    def routers(self) -> Routers:
+        """They are watched from the first use on. Raises ``ConfigError`` for a model without them."""
+        from bytescale.hf.model.routes import Routers  # few loops look at routes
+
+        return Routers(self.decoder.model, self.decoder.structure.routers, len(self.decoder.layers))
 
     def micro(self, plan: MicroBatch, fields: dict[str, Tensor], buffers: RingBuffers) -> Micro:
         """The micro-batch of a plan with its rows ``fields``."""
@@ -283,7 +332,7 @@ class Engine:
             )
 
         own, *others = map(pass_of, (self.decoder, *self.others))
-        return Micro(plan, fields, own, self.mesh.hdp, others, self.decoder.token_rows)
+        return Micro(plan, fields, own, self.mesh.hdp, others, self.decoder.token_rows, lambda: self.routers)
 
     def measured_memory(self) -> MeasuredMemory:
         """What a micro-batch needs, from what the layers were seen to keep. Gradients stay.

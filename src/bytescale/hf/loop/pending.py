@@ -105,7 +105,7 @@ class Collector:
         shape, dtype = told[0][0], getattr(torch, told[0][1])
         lengths = self.part.lengths
         starts = [0, *itertools.accumulate(lengths)]
-        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        wide = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.int16: torch.int32}.get(dtype, dtype)
         flat = torch.zeros(starts[-1], *shape, dtype=wide, device=group.device)
         for micro, values in self._kept:
             runs, rows = micro.plan.runs, flat.new_zeros(micro.plan.num_tokens, *shape)

@@ -126,7 +126,5 @@ class _Gathered(torch.autograd.Function):
 def _places(shared: SharedGroup) -> list[np.ndarray]:
     """For each member, where its rows lie in all shared documents, one behind the other."""
     starts = np.cumsum(shared.lengths) - shared.lengths
-    places = []
-    for bounds in shared.bounds + starts[:, None, None]:
-        places.append(concatenated_ranges(bounds[:, :, 0].ravel(), bounds[:, :, 1].ravel()))
-    return places
+    members = shared.bounds + starts[:, None, None]
+    return [concatenated_ranges(bounds[:, :, 0].ravel(), bounds[:, :, 1].ravel()) for bounds in members]

@@ -23,7 +23,6 @@ Shape letters: T tokens, C hidden size, E experts, K experts of a token, L layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bytescale.hf.model.interface import refusal, running_pass
+from bytescale.hf.model.probe import ModelStructure
 from bytescale.runtime.token_shards import own_rows
 
 
@@ -39,6 +39,7 @@ class HasRows(Protocol):
     """What is asked of an ``HFDecoder``."""
 
     model: nn.Module
+    structure: ModelStructure
     token_rows: Any
 
 
@@ -47,10 +48,15 @@ class BalanceLoss:
 
     def __init__(self, decoder: HasRows, weight: float) -> None:
         """``decoder``: the whole model. Raises ``ConfigError`` where it has no routers of this kind."""
-        self.decoder, routers = decoder, _routers_of(decoder.model)
-        self.weight, self.num_layers, self.num_experts = weight, len(routers), len(routers[0].weight)
-        self.experts_per_token = _experts_per_token(decoder.model)
-        self.layers = [_LayerSums(router, self.experts_per_token) for router in routers]
+        self.decoder, self.weight, routers = decoder, weight, decoder.structure.routers
+        if not routers:
+            raise _refusal("the model")
+        self.num_layers, self.num_experts = len(routers), routers[0].num_experts
+        self.experts_per_token = routers[0].experts_per_token
+        self.layers = [_LayerSums(decoder.model.get_submodule(own.name), self.experts_per_token) for own in routers]
+        for own, sums in zip(routers, self.layers, strict=True):
+            if not _is_plain(sums.router, self.experts_per_token):
+                raise _refusal(own.name)
         for sums in self.layers:
             sums.router.register_forward_pre_hook(partial(_watch, decoder, sums))
 
@@ -132,30 +138,6 @@ class _LayerSums:
         self.probabilities += p.sum(0, dtype=torch.float64)
         pairs = (p[:, :, None] * p[:, None, :]).flatten(1)
         self.products.view(-1, hidden.shape[1]).addmm_(pairs.T, hidden)
-
-
-def _routers_of(model: nn.Module) -> Sequence[Any]:
-    """The routers by transformers' own account (``_can_record_outputs``), which compute what ``_LayerSums`` does."""
-    kinds = {
-        recorder.target_class
-        for module in model.modules()
-        for name, recorder in (getattr(module, "_can_record_outputs", None) or {}).items()
-        if name == "router_logits" and hasattr(recorder, "target_class")
-    }
-    found = {name: module for name, module in model.named_modules() if type(module) in kinds}
-    if not found:
-        raise _refusal("the model")
-    for name, module in found.items():
-        if not _is_plain(module, _experts_per_token(model)):
-            raise _refusal(name)
-    return list(found.values())
-
-
-def _experts_per_token(model: Any) -> int:
-    number = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-    if number is None:
-        raise _refusal("the model")
-    return int(number)
 
 
 def _is_plain(router: nn.Module, experts_per_token: int) -> bool:

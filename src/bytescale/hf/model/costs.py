@@ -11,7 +11,7 @@ from bytescale.config.architecture import Architecture
 from bytescale.cost import flops
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.model.head import embeddings_of
-from bytescale.hf.model.probe import LayerAttention, ModelStructure
+from bytescale.hf.model.probe import LayerAttention, ModelStructure, expert_numbers
 
 _STATE_FLOPS = 6
 """Operations of a recurrence for each number of its state and token: a decay, a write and a read."""
@@ -114,8 +114,5 @@ def weights_of(model: nn.Module, layer: nn.Module) -> float:
 
 def _active_share(model: nn.Module) -> float:
     """The share of a layer's experts that a token is sent through; 1 without experts."""
-    config = getattr(model, "config", None)
-    chosen = [getattr(config, name, None) for name in ("num_experts_per_tok", "moe_topk", "moe_k")]
-    experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
-    pairs = [(a, b) for a in chosen for b in experts if isinstance(a, int) and isinstance(b, int) and b > 0]
-    return pairs[0][0] / pairs[0][1] if pairs else 1.0
+    chosen, experts = expert_numbers(model)
+    return chosen[0] / experts[0] if chosen and experts else 1.0

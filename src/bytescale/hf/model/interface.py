@@ -141,6 +141,10 @@ class Target:
     num_rows: int
     """This pass's tokens; 0: the model runs on one row that stands for none."""
     outermost: nn.Module | None = None
+    is_in_forward = False
+    """Whether the model's forward runs; not: a layer is computed again."""
+    choices: Any = None
+    """What routers are to choose (``routes.Choices``); None: they are left alone."""
     needs_positions = True
     """Whether rows are of several documents, whose positions a model cannot count itself."""
 

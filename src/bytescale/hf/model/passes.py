@@ -64,7 +64,7 @@ class MicroBatchPass(Target):
         """Whether the model has run it with gradients."""
         self._cuts: dict[int, GroupCuts] = {}
         self._calls = self._backwards_to_come = 0
-        self._in_forward = False
+        self.is_in_forward = False
 
     def begin(self) -> None:
         """Called when the model's forward begins. Raises ``ConfigError`` where random numbers would be drawn."""
@@ -76,13 +76,13 @@ class MicroBatchPass(Target):
                 so="other ranks would wait for its backward",
                 fix="call it under torch.no_grad(), and give a model that is trained an HDP of its own",
             )
-        self._calls, self._in_forward = 0, True
+        self._calls, self.is_in_forward = 0, True
         self.trained |= torch.is_grad_enabled()
         self._context.enter_context(self._around())
 
     def end(self, completed: bool) -> None:
         """Called when forward has ended."""
-        self._in_forward = False
+        self.is_in_forward = False
         self._context.close()
         if completed:
             self.require_all_calls()
@@ -156,7 +156,7 @@ class MicroBatchPass(Target):
         return out
 
     def _counted(self, out: Tensor) -> Tensor:
-        if self._in_forward:
+        if self.is_in_forward:
             self._calls += 1
             if out.requires_grad:
                 self._backwards_to_come += 1

@@ -47,12 +47,22 @@ class LayerAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Router:
+    """A module that chooses the largest of a row's scores, one score for each expert."""
+
+    name: str
+    num_experts: int
+    experts_per_token: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelStructure:
     """What the probe found, in the order of the calls. ``random_parts`` draw random numbers in training mode."""
 
     layers: tuple[LayerAttention, ...]
     random_parts: tuple[str, ...]
     mixers: tuple[LayerRecurrence, ...] = ()
+    routers: tuple[Router, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -71,7 +81,7 @@ def probe(model: nn.Module) -> ModelStructure:
     # Layers that run again in backward would be counted twice.
     with while_set(again, "gradient_checkpointing", False):
         with while_set(model.modules(), "training", True):
-            blind, random_parts = _calls_and_randomness(model, names)
+            blind, random_parts, routers = _calls_and_choices(model, names)
         if has_values:
             with while_set(model.modules(), "training", not random_parts):
                 _require_rows_alone(model, names)
@@ -86,12 +96,14 @@ def probe(model: nn.Module) -> ModelStructure:
         _require_positions_are_followed(model, names)
     layers = tuple(layer_of(call, names[call.module]) for call in blind.calls)
     mixers = probe_mixers(model, names) if blind.mixed else ()
-    return ModelStructure(layers=layers, random_parts=random_parts, mixers=mixers)
+    return ModelStructure(layers=layers, random_parts=random_parts, mixers=mixers, routers=routers)
 
 
-def _calls_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tuple[Blind, tuple[str, ...]]:
-    """What calls attention and what draws random numbers, in training mode."""
-    blind, noticed = Blind(names), _RandomNumbers()
+def _calls_and_choices(
+    model: nn.Module, names: dict[nn.Module, str]
+) -> tuple[Blind, tuple[str, ...], tuple[Router, ...]]:
+    """What calls attention, what draws random numbers, and what chooses experts, in training mode."""
+    blind, noticed = Blind(names), _Noticed()
 
     def leave(*_: Any) -> None:
         del noticed.stack[-1:]  # a hook in front of ours may have refused the call
@@ -107,7 +119,10 @@ def _calls_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tupl
         for hook in hooks:
             hook.remove()
     dropping = [names[call.module] for call in blind.calls if call.options.get("dropout")]
-    return blind, tuple(dict.fromkeys([*dropping, *noticed.parts]))
+    chosen, experts = expert_numbers(model)
+    routers = [Router(name=name, num_experts=of, experts_per_token=some)
+               for name, (some, of) in noticed.choices.items() if some in chosen and of in experts]  # fmt: skip
+    return blind, tuple(dict.fromkeys([*dropping, *noticed.parts])), tuple(routers)
 
 
 @contextmanager
@@ -196,6 +211,15 @@ def _require_positions_are_followed(model: nn.Module, names: dict[nn.Module, str
                 )
 
 
+def expert_numbers(model: nn.Module) -> list[list[int]]:
+    """How many experts a token is sent to, and of how many, by all names that a configuration has for them."""
+    config = getattr(model, "config", None)
+    some = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    many = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    found = ((getattr(config, name, None) for name in names) for names in (some, many))
+    return [[number for number in one if type(number) is int and number > 0] for one in found]
+
+
 def layer_of(call: Call, name: str) -> LayerAttention:
     options = call.options
     unknown = sorted(
@@ -272,18 +296,22 @@ def _window_sizes(module: nn.Module) -> list[int]:
     return [value for value in sizes if isinstance(value, int) and value < 2**22]
 
 
-class _RandomNumbers(TorchDispatchMode):
-    """Notes in which module an operation draws random numbers."""
+class _Noticed(TorchDispatchMode):
+    """Notes in which module an operation draws random numbers, or chooses some of many."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stack: list[str] = []
         """The modules that run, the innermost last."""
         self.parts: list[str] = []
+        self.choices: dict[str, tuple[int, int]] = {}
+        """By module, how many of how many its last choice takes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
             self.parts.append(self.stack[-1] if self.stack else "the model")
+        if func is torch.ops.aten.topk.default and self.stack:
+            self.choices[self.stack[-1]] = (args[1], args[0].shape[-1])
         return func(*args, **(kwargs or {}))
 
 

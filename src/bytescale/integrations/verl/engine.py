@@ -30,7 +30,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.loop.coupled import Values
 from bytescale.hf.loop.hdp import HDP
-from bytescale.integrations.verl.options import DTYPES, refusal, require_computed, require_known
+from bytescale.integrations.verl.options import DTYPES, ROUTES, known_routes, refusal, require_computed, require_known
 from bytescale.integrations.whole_batch import (
     ENTROPY,
     LOG_PROBS,
@@ -215,7 +215,17 @@ class BytescaleEngine(BaseEngine):
 
     def _columns(self, data: TensorDict) -> tuple[Values, int]:
         count = 2 if tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False) else 1
-        return word_columns(self.module, None, count=count), count
+        columns = word_columns(self.module, None, count=count)
+
+        def replayed(micro: Any) -> Tensor:
+            micro.replay(ROUTES)
+            return columns(micro)
+
+        return (replayed if self._replays(data) else columns), count
+
+    def _replays(self, data: TensorDict) -> bool:
+        """Whether routers choose what the rollouts' did (``engine.router_replay.mode``)."""
+        return bool(self.engine_config.router_replay.mode == "R3" and ROUTES in data.keys())  # noqa: SIM118  # no mapping
 
     def _fields(self, data: TensorDict) -> Fields:
         """Tokens, labels, the temperature of each sequence, and all tensors of the batch."""
@@ -231,6 +241,9 @@ class BytescaleEngine(BaseEngine):
             for name, value in data.items()
             if isinstance(value, Tensor) and getattr(value, "_ragged_idx", 1) == 1
         }
+        routes = rest.pop(ROUTES, [])
+        if self._replays(data):
+            rest[ROUTES] = [known_routes(own) for own in routes]
         return {**rest, "tokens": tokens, "labels": labels, "number": number}
 
     def _model_output(self, values: Tensor, data: TensorDict) -> dict[str, Tensor]:

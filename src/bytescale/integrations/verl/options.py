@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from bytescale.common.errors import ConfigError
@@ -14,6 +15,8 @@ from bytescale.common.errors import ConfigError
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
 UNKNOWN = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "enable_routing_replay")
 ABSENT = object()
+ROUTES = "routed_experts"
+"""The field of a batch with the experts that an engine for rollouts has chosen."""
 
 
 def require_known(model: Any, engine: Any, optimizer: Any, checkpoint: Any) -> None:
@@ -29,7 +32,7 @@ def require_known(model: Any, engine: Any, optimizer: Any, checkpoint: Any) -> N
         "model.local_hf_config_path": (None, getattr(model, "local_path", None)),
         "engine.use_dynamic_bsz": (True,),
         "engine.full_determinism": (False,),
-        "engine.router_replay.mode": ("disabled",),
+        "engine.router_replay.mode": ("disabled", "R3"),
         "engine.dtype": tuple(DTYPES),
         "optim.optimizer": ("AdamW", "adamw"),
         "optim.optimizer_impl": ("torch.optim",),
@@ -52,6 +55,14 @@ def require_known(model: Any, engine: Any, optimizer: Any, checkpoint: Any) -> N
             f"engine.max_token_len_per_gpu = {engine.max_token_len_per_gpu}",
             "set how many tokens a micro-batch of a rank may hold; a longer sequence is shared by several ranks",
         )
+
+
+def known_routes(routes: Tensor) -> Tensor:
+    """``[S, layers, K]`` with -1 for the last tokens, of which the rollout says nothing: verl leaves zeros there."""
+    tokens = torch.arange(len(routes), device=routes.device)
+    some = (routes.flatten(1) != 0).any(1)
+    last = torch.where(some, tokens, -1).max()
+    return routes.long().masked_fill((tokens > last)[:, None, None], -1)
 
 
 def require_computed(data: TensorDict) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bytescale.common.errors import ConfigError
-from bytescale.config.overrides import parse_override
+from bytescale.config.overrides import optimizer_options
 from bytescale.config.schema import OptimizerConfig
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.optimizer.flat import FlatParameters
@@ -31,16 +31,12 @@ def named_optimizer(
     holds for matrices alone, unless ``optimizer.overrides`` says something else. Raises ``ConfigError`` for an override
     that no parameter of any rank has, or that the optimizer does not know.
     """
-    betas = (config.beta1, config.beta2)
-    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    cls: type[torch.optim.Optimizer] = torch.optim.AdamW
-    if config.name == "sgd":
-        cls, options = torch.optim.SGD, {**options, "momentum": config.momentum}
-    else:
-        options |= {"betas": betas, "eps": config.eps, "fused": True}
+    options = {"lr": config.lr, "weight_decay": config.weight_decay, **optimizer_options(config)}
+    cls: type[torch.optim.Optimizer] = torch.optim.SGD
+    if config.name != "sgd":
+        cls, options = torch.optim.AdamW, {**options, "fused": True}
     if config.name == "muon":
-        cls = MuonOnShards
-        options |= {"matrices": DealtMatrices(parameters[0], group), "momentum": config.momentum}
+        cls, options = MuonOnShards, {**options, "matrices": DealtMatrices(parameters[0], group)}
     names = [entry.name for own in parameters for entry in own.entries]
     overrides = _checked_overrides(config, names, group)
 
@@ -61,8 +57,8 @@ def _checked_overrides(
 ) -> list[tuple[str, dict[str, float]]]:
     """Patterns with the options of a group of parameters, in the order in which they are applied."""
     found = []
-    for text in config.overrides:
-        pattern, numbers = parse_override(text)
+    for pattern, given in config.overrides.items():
+        numbers = dict(given)
         matches = any(fnmatchcase(name, pattern) for name in names)
         if not group.max_of([float(matches)])[0]:
             raise ConfigError(

@@ -10,7 +10,7 @@ from torch import nn
 
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
-from bytescale.config.schema import ParallelConfig
+from bytescale.cost.gradient_sync import BUCKET_BYTES
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.runtime.optimizer.flat import FlatParameters
@@ -19,9 +19,6 @@ from bytescale.runtime.optimizer.optimizers import GroupOptions
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.optimizer.units import DomainParameters
 from bytescale.runtime.optimizer.zero import ZeroShards
-
-BUCKET_BYTES = int(ParallelConfig().gradient_bucket_mib * 2**20)
-"""Of gradients that are reduced at once."""
 
 
 def take_over(

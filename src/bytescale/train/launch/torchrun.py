@@ -20,7 +20,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
@@ -28,10 +27,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from bytescale.common.atomic import is_stopped
 from bytescale.common.errors import RankFailure, RanksRefused, keep_trace
-from bytescale.config.schema import Config
 from bytescale.train.launch.forked import Copies, Main, can_be_copied
 from bytescale.train.parts.budget import check_room
-from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE, TIMEOUT_SECONDS
+from bytescale.train.ranks import LAUNCHER_PID, STOP_SECONDS, STORE_FILE, TIMEOUT_SECONDS
 
 _LOOK_SECONDS = 0.1
 _LAST_SECONDS = 5.0
@@ -44,14 +42,13 @@ def launch_ranks(
     main: Main,
     modules: Sequence[str],
     again: Callable[[], str],
-    stop_seconds: float,
     silent_seconds: float | None = None,
 ) -> None:
     """Run ``python -m bytescale <arguments>`` as ``num_ranks`` ranks on this machine and wait for them.
 
     ``main, modules``: for ranks that are copies of this process (``launch.forked``), the program, and what it imports.
     Ranks have
-    ``stop_seconds`` to end by themselves after a signal arrived. ``again``: what to do to go on, for messages, such as
+    ``STOP_SECONDS`` to end by themselves after a signal arrived. ``again``: what to do to go on, for messages, such as
     "continue with `...`"; it is asked when something has stopped. ``silent_seconds``: how long a rank may be stopped;
     None: as long as a message may take by default.
 
@@ -67,8 +64,8 @@ def launch_ranks(
         importlib.import_module(module)
     try:
         with TemporaryDirectory(prefix="bytescale-ranks-", ignore_cleanup_errors=True) as folder:
-            limits = stop_seconds, silent_seconds or TIMEOUT_SECONDS["cpu"]
-            failures = _run(Path(folder), num_ranks, main, arguments, limits, again)
+            silent_seconds = silent_seconds or TIMEOUT_SECONDS["cpu"]
+            failures = _run(Path(folder), num_ranks, main, arguments, silent_seconds, again)
     finally:
         if sys.stdout.isatty():
             Console().show_cursor()  # a rank that was killed while drawing its bar leaves it hidden
@@ -81,14 +78,10 @@ def _run(
     num_ranks: int,
     main: Main,
     arguments: Sequence[str],
-    limits: tuple[float, float],
+    silent_seconds: float,
     again: Callable[[], str],
 ) -> dict[int, ProcessFailure]:
-    """Start the ranks and wait until all have ended. Returns the failures by rank. Raises as ``launch_ranks``.
-
-    ``limits``: ``stop_seconds`` and ``silent_seconds``.
-    """
-    stop_seconds, silent_seconds = limits
+    """Start the ranks and wait until all have ended. Returns the failures by rank. Raises as ``launch_ranks``."""
     common = {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
@@ -109,7 +102,7 @@ def _run(
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         )
         ranks.start()
-        failures = _wait(ranks, stop_seconds, silent_seconds)
+        failures = _wait(ranks, silent_seconds)
         for each in (signal.SIGTERM, signal.SIGINT):  # a rank was asked, and all have stopped early (``StopRequest``)
             if failures and all(own.exitcode == 128 + each for own in failures.values()):
                 raise _stopped(each.name, again)
@@ -117,14 +110,14 @@ def _run(
     except SignalException as stop:
         name = signal.Signals(stop.sigval).name
         print(
-            f"\n{name}: waiting up to {stop_seconds:.0f} s for the ranks to finish and save; a second signal ends them "
+            f"\n{name}: waiting up to {STOP_SECONDS:.0f} s for the ranks to finish and save; a second signal ends them "
             "at once",
             file=sys.stderr,
             flush=True,
         )
         if ranks is not None:
             try:
-                ranks.close(signal.SIGTERM, timeout=math.ceil(stop_seconds))
+                ranks.close(signal.SIGTERM, timeout=math.ceil(STOP_SECONDS))
             except SignalException:  # the second one
                 ranks.close(signal.SIGKILL)
             if not any(process.poll() for process in _processes(ranks).values()):
@@ -141,7 +134,7 @@ def _processes(ranks: Any) -> dict[int, subprocess.Popen[bytes]]:
     return {rank: handler.proc for rank, handler in ranks.subprocess_handlers.items()}
 
 
-def _wait(ranks: Any, stop_seconds: float, silent_seconds: float) -> dict[int, ProcessFailure]:
+def _wait(ranks: Any, silent_seconds: float) -> dict[int, ProcessFailure]:
     """Wait until all ranks have ended, or one has failed; then end the others. Returns the failures by rank.
 
     Ranks that are ended here have not failed. A stopped rank (SIGSTOP) hears no signal but the one that kills.
@@ -163,7 +156,7 @@ def _wait(ranks: Any, stop_seconds: float, silent_seconds: float) -> dict[int, P
     for rank in stopped:
         processes[rank].kill()
     # Without a stopped rank the others can do nothing, and gloo tries for a while to reach it.
-    ranks.close(signal.SIGTERM, timeout=math.ceil(min(stop_seconds, _LAST_SECONDS) if stopped else stop_seconds))
+    ranks.close(signal.SIGTERM, timeout=math.ceil(_LAST_SECONDS if stopped else STOP_SECONDS))
     ended = ranks.wait(period=_LOOK_SECONDS)
     assert ended is not None, "without a time limit, wait returns a result"
     ours = (-signal.SIGTERM, -signal.SIGKILL)
@@ -175,19 +168,6 @@ def _wait(ranks: Any, stop_seconds: float, silent_seconds: float) -> dict[int, P
             fix="do not stop single ranks, or raise parallel.timeout_seconds",
         )
     return failures
-
-
-def ranks_there(config: Config) -> int:
-    """How many of ``parallel.ranks`` this machine can run: one per GPU that responds, or all of them on CPUs.
-
-    After a failure a GPU may be lost, whereas cores are free again. GPUs are counted in a process of their own, because
-    CUDA counts them only once per process.
-    """
-    if not torch.cuda.is_available() or config.trainer.device == "cpu":
-        return config.parallel.ranks
-    count = "import torch; print(torch.cuda.device_count())"
-    counted = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=True)
-    return max(1, min(config.parallel.ranks, int(counted.stdout)))
 
 
 def rank_failure(failures: dict[int, ProcessFailure], again: Callable[[], str]) -> RankFailure:

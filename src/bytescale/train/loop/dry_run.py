@@ -39,7 +39,7 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     ranks, hdp = config.parallel.ranks, hdp_ranks(config.parallel)
     with open_kernels(config, device, dtype) as kernels:
         kernel_lines = kernels.lines()
-        kernel, kind = kernels.choice.kernel, kind_of(device)
+        kernel, kind = kernels.kernel, kind_of(device)
         spec, counted = describe_model(config, architecture, kernel, device, dtype, num_ranks=hdp, kind=kind)
     devices = Devices.alike(rank_device(config, device, dtype, ranks), hdp)
     planning = plan_of_run(config, spec, counted, devices, device=device, dtype=dtype, ranks_per_node=ranks)

@@ -12,7 +12,14 @@ from bytescale.config.schema import OptimizerConfig
 from bytescale.data.loading.loader import StepData
 from bytescale.runtime.executor import StepResult
 from bytescale.train.parts.job import Job
-from bytescale.train.reporting.metrics import RankFigures, SharedFigures, StepMetrics, check_finite, memory_bytes
+from bytescale.train.reporting.metrics import (
+    RankFigures,
+    SharedFigures,
+    StepMetrics,
+    StepSums,
+    check_finite,
+    memory_bytes,
+)
 from bytescale.train.reporting.work import RankWork, StepRecorder
 
 _DECAY_SHARE = 0.2
@@ -45,46 +52,57 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
             around=record.around(data.rank_plan),
         )
 
-    # 3. The remaining reductions of gradients, and one exchange of sums: loss, norm, and each rank's times.
+    # 3. The remaining reductions of gradients, and one exchange of sums.
     with record.span("reduction"), work.sync():
-        norm_share = job.optimizer.reduce_gradients()  # the host waits for its device here, so clocks may be read
+        norm_share = job.optimizer.reduce_gradients()
     with record.span("report"):
-        all_ranks = figures_of_all(job, data, result, norm_share, work)
+        sums = sums_of_all(job, result, norm_share)
+    job.stop.agreed = sums.stop_heard > 0
+    check_targets(step, sums.num_targets, data)
+    loss = sums.loss_sum / data.loss_divisor
+    check_finite(step, loss + sums.batch_loss, sums.grad_norm, checkpoints.latest())
+
+    # 4. Each rank updates its part of the weights, and all ranks gather them, possibly during the next forward.
+    rate = learning_rate(step, job.config.trainer.steps, job.config.optimizer)
+    with record.span("update"):
+        job.optimizer.update(sums.grad_norm, job.config.optimizer.clip_grad_norm, rate)
+
+    # 5. The host reads its clocks, while a GPU updates, and ranks exchange their times.
+    with record.span("report"):
+        all_ranks = figures_of_all(job, data, work)
+    seconds = time.perf_counter() - began + data.times.wait_seconds
     predicted = None
     if job.calibration is not None:
         if job.ranks.is_first:  # by what was known before this step
             predicted = job.calibration.predict(data.plan)
         job.calibration.observe(data.step, data.rank_plan, work.busy_seconds())
-    job.stop.agreed = all_ranks.stop_heard > 0
-    check_targets(step, all_ranks.num_targets, data)
-    loss = all_ranks.loss_sum / data.loss_divisor
-    check_finite(step, loss + all_ranks.batch_loss, all_ranks.grad_norm, checkpoints.latest())
-
-    # 4. Each rank updates its part of the weights, and all ranks gather them, possibly during the next forward.
-    rate = learning_rate(step, job.config.trainer.steps, job.config.optimizer)
-    with record.span("update"):
-        job.optimizer.update(all_ranks.grad_norm, job.config.optimizer.clip_grad_norm, rate)
-
-    seconds = time.perf_counter() - began + data.times.wait_seconds
-    if job.calibration is not None and job.ranks.is_first:
-        job.calibration.took(data.plan, seconds)
-    return step_metrics(job, step, data, all_ranks, rate=rate, seconds=seconds, predicted=predicted)
+        if job.ranks.is_first:
+            job.calibration.took(data.plan, seconds)
+    return step_metrics(job, step, data, sums, all_ranks, rate=rate, seconds=seconds, predicted=predicted)
 
 
-def figures_of_all(job: Job, data: StepData, result: StepResult, norm_share: float, work: RankWork) -> RankFigures:
-    """Exchange what the ranks have to tell each other once a step. Every rank calls it."""
-    mesh, times, busy = job.ranks.mesh, data.times, work.busy_seconds()
-    own = RankFigures(
+def sums_of_all(job: Job, result: StepResult, norm_share: float) -> StepSums:
+    """Exchange what the update needs. Every rank calls it."""
+    mesh = job.ranks.mesh
+    own = StepSums(
         loss_sum=result.loss_sum,
         num_targets=result.num_targets,
         batch_loss=result.batch_loss if mesh.hdp.rank == mesh.tp.rank == 0 else 0.0,  # a stage's ranks all have it
         norm_share=norm_share,
+        stop_heard=job.stop.heard,
+    )
+    return own.of_all(mesh.world)
+
+
+def figures_of_all(job: Job, data: StepData, work: RankWork) -> RankFigures:
+    """Exchange the times and counts of a step. Every rank calls it."""
+    mesh, times, busy = job.ranks.mesh, data.times, work.busy_seconds()
+    own = RankFigures(
         busy_seconds=busy,
         most_busy_seconds=busy,
         waiting_seconds=work.waiting_seconds(),
         sync_seconds=work.sync_seconds(),
         attention_bytes_sent=work.bytes_sent(),
-        stop_heard=job.stop.heard,
         memory_bytes=memory_bytes(job.ranks.device),
         data_wait_seconds=times.wait_seconds,
         planning_seconds=times.planning_seconds,
@@ -99,6 +117,7 @@ def step_metrics(
     job: Job,
     step: int,
     data: StepData,
+    sums: StepSums,
     all_ranks: RankFigures,
     *,
     rate: float,
@@ -109,8 +128,9 @@ def step_metrics(
     return StepMetrics(
         **{spec.name: getattr(all_ranks, spec.name) for spec in fields(SharedFigures)},
         step=step,
-        loss=all_ranks.loss_sum / data.loss_divisor,
-        grad_norm=all_ranks.grad_norm,
+        loss=sums.loss_sum / data.loss_divisor,
+        batch_loss=sums.batch_loss,
+        grad_norm=sums.grad_norm,
         learning_rate=rate,
         num_tokens=summary.num_tokens,
         num_sequences=summary.num_sequences,

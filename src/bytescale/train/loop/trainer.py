@@ -18,7 +18,7 @@ from bytescale.train.loop.step import train_step
 from bytescale.train.parts.job import Job, build_job
 from bytescale.train.parts.loader import loader_of_run
 from bytescale.train.parts.run_kernels import open_kernels
-from bytescale.train.ranks import open_ranks
+from bytescale.train.ranks import STOP_SECONDS, open_ranks
 from bytescale.train.reporting.run_log import RunLog
 from bytescale.train.reporting.screen import Screen, screen_of_stdout
 from bytescale.train.reporting.traces import StepTraces
@@ -79,7 +79,8 @@ def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, 
     stop = job.stop
     traces = StepTraces(job, run, log.write)
     evaluation = Evaluation.of(job)
-    with job.open_steps() as steps:
+    planner = job.planner if job.calibration is None else job.calibration.planner
+    with job.loader.open(planner, stop_step=job.config.trainer.steps) as steps:
         for data in steps:
             step = data.step + 1  # batches count from 0, people from 1
             log.introduce(job, data)
@@ -101,13 +102,15 @@ def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, 
                 stop.early = stop.agreed and not best.is_final and step < job.config.trainer.steps
                 break
     job.optimizer.wait_for_parameters()
-    checkpoints.finish(job.config.parallel.stop_seconds / 2 if stop.agreed else None)
+    checkpoints.finish(STOP_SECONDS / 2 if stop.agreed else None)
     traces.finish()
 
 
 def restore_latest(job: Job, checkpoints: Checkpointer, log: RunLog) -> RunState | None:
     """Continue from the newest checkpoint and return what it says; None: the run was killed before its first."""
-    path = checkpoints.newest()
-    state = job.restore(checkpoints, path) if path else None
+    path, state = checkpoints.newest(), None
+    if path is not None:
+        state = checkpoints.restore(path, job.optimizer, job.architecture.as_dict())
+        job.loader.load_state_dict(state.sampler)
     log.resumed(path, state.step if state else 0)
     return state

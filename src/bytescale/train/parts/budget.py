@@ -114,7 +114,7 @@ def rank_device(config: Config, device: torch.device, dtype: torch.dtype, num_ra
         name=device_name(device, dtype),
         device_bytes=usable_device_bytes(device, num_ranks, config.memory.device_gib),
         host_bytes=usable_host_bytes(config, num_ranks),
-        flops_per_second=known_peak(device, dtype, None),
+        flops_per_second=known_peak(device, dtype),
     )
 
 

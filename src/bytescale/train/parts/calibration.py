@@ -16,7 +16,7 @@ from bytescale.cost.calibration import FIRST_STEPS, RankCounts, State
 from bytescale.cost.model import CostModel
 from bytescale.cost.visible import num_messages
 from bytescale.plan import Plan, RankPlan
-from bytescale.planner.calibrated import CalibratedPlanner
+from bytescale.planner.calibrated import LAG, CalibratedPlanner
 from bytescale.planner.evaluate import evaluate
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.plain_data import broadcast_json
@@ -47,7 +47,7 @@ class RunCalibration:
         if self._mesh.world.rank == 0:
             lines = keep_until(path, steps_done)
             self._file = path.open("a", encoding="utf-8")
-            stored = [parse_json(line) for line in lines[-self.planner.lag :]]
+            stored = [parse_json(line) for line in lines[-LAG:]]
         size = self._mesh.hdp.size
         stored = broadcast_json(stored, group)
         states = {line["step"] - 1: State.from_dict(line["state"]).for_ranks(size) for line in stored}

@@ -46,7 +46,7 @@ def describe_model(
     It is built as one rank, stage by stage, to be measured: a large one without memory for its weights, on the meta
     device. Raises ``ConfigError`` where it needs weights, and has no room for them.
     """
-    check_model(config, architecture)
+    check_model(architecture)
     check_positions(config, architecture)
 
     def describe(device: torch.device) -> tuple[ModelSpec, MeasuredMemory]:
@@ -100,7 +100,7 @@ def check_host_room(config: Config) -> None:
 def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) -> HFDecoder:
     """What ``profiling.Measurer`` takes: the model with random weights, on ``device``; of a large one, some layers."""
     architecture, longest = resolve_model(config.model), config.data.context_length
-    check_model(config, architecture)
+    check_model(architecture)
     if (whole := large_model.shapes_of(architecture, dtype, longest)) is not None:
         with OnMeta():
             model = twin_of(whole, architecture.content, dtype).to(dtype)

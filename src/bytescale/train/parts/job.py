@@ -7,33 +7,31 @@ from typing import NamedTuple
 
 import torch
 
-from bytescale.checkpoint.checkpointer import Checkpointer
+from bytescale.attention.flash import AttentionChoice
 from bytescale.checkpoint.manifest import RunState
 from bytescale.config.description import ModelDescription
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config
 from bytescale.config.sharing import sharing_domain
 from bytescale.cost.assumed import ASSUMED, assumed_cost, times_of
-from bytescale.cost.calibration import Calibrator, lag_of
-from bytescale.cost.gradient_sync import round_seconds
+from bytescale.cost.calibration import Calibrator
+from bytescale.cost.gradient_sync import BUCKET_BYTES, round_seconds
 from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile, require_device, warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.loading.corpus import check_vocabulary
-from bytescale.data.loading.loader import Loader, PrefetchedSteps, StepData
+from bytescale.data.loading.loader import Loader, StepData
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.executor import Executor
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.simulator import ClusterConfig, StepTimes
-from bytescale.storage.place import Place
 from bytescale.train.parts.budget import MemoryBudget, kind_of, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices, RankDevice
 from bytescale.train.parts.rank_model import build_rank_model
-from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.profiling.peak import known_peak
 from bytescale.train.ranks import Ranks
 from bytescale.train.stop import StopRequest
@@ -52,7 +50,7 @@ class Job:
     executor: Executor
     """Runs plans on this rank's part of the model."""
     optimizer: ShardedOptimizer
-    kernels: Kernels
+    kernels: AttentionChoice
     memory: MemoryBudget
     planner: VerifiedPlanner
     """With the costs that the run began with."""
@@ -70,11 +68,6 @@ class Job:
             squares = self.spec.squares_of(data.plan.lengths)
         return self.spec.training_flops(num_tokens=data.summary.num_tokens, sum_of_squares=squares)
 
-    def open_steps(self) -> PrefetchedSteps:
-        """This rank's view of the batches, from the loader's current position on."""
-        planner = self.planner if self.calibration is None else self.calibration.planner
-        return self.loader.open(planner, stop_step=self.config.trainer.steps)
-
     def state_after(self, step: int, data: StepData, best: dict[str, float]) -> RunState:
         """The state of the run that a checkpoint after this step stores, with the ``best`` evaluation so far."""
         return RunState(
@@ -85,17 +78,12 @@ class Job:
             best=best,
         )
 
-    def restore(self, checkpoints: Checkpointer, path: Place) -> RunState:
-        state = checkpoints.restore(path, self.optimizer, self.architecture.as_dict())
-        self.loader.load_state_dict(state.sampler)
-        return state
-
     def is_due(self, every: int, step: int) -> bool:
         """Whether to do after this step what is done ``every`` so many steps (0: never) and after the last one."""
         return step == self.config.trainer.steps or (every > 0 and step % every == 0)
 
 
-def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, stop: StopRequest) -> Job:
+def build_job(config: Config, ranks: Ranks, kernels: AttentionChoice, loader: Loader, stop: StopRequest) -> Job:
     """Build the parts in the order in which they depend on each other. Kernels and data exist already."""
     architecture = resolve_model(config.model, tokenizer_vocab_size=loader.metadata.vocab_size)
     check_vocabulary(loader.metadata, architecture.vocab_size)
@@ -104,7 +92,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, st
     model = build_rank_model(
         config,
         architecture,
-        kernels.choice.kernel,
+        kernels.kernel,
         device=ranks.device,
         dtype=ranks.dtype,
         smallest=ranks.smallest_of_stage,
@@ -113,7 +101,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, st
     optimizer = ShardedOptimizer.of_config(
         model.parameters, config.optimizer, ranks.mesh, more=model.more, units=model.units
     )
-    if config.parallel.gradient_bucket_mib and model.units is None:
+    if model.units is None:
         optimizer.zeros[0].overlap_with(model.layers)
     model.load(config, optimizer, ranks)
 
@@ -141,7 +129,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, st
         loader=loader,
         executor=Executor(
             part=model.decoder(optimizer, ranks.mesh),
-            kernel=kernels.choice.kernel,
+            kernel=kernels.kernel,
             mesh=ranks.mesh,
             z_loss=config.optimizer.z_loss,
             units=model.units,
@@ -152,7 +140,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, loader: Loader, st
         planner=planner,
         calibration=run_calibration(config, planner, ranks),
         step_times=planning.times,
-        peak_flops_per_second=known_peak(ranks.device, ranks.dtype, config.log.peak_tflops),
+        peak_flops_per_second=known_peak(ranks.device, ranks.dtype),
         stop=stop,
     )
 
@@ -198,7 +186,7 @@ def plan_of_run(
         gpus_per_node=ranks_per_node * mesh.tp,
         tp=mesh.tp,
         pp=mesh.pp,
-        gradient_bucket_mib=mesh.gradient_bucket_mib,
+        gradient_bucket_mib=BUCKET_BYTES / 2**20,
         optimizer_on_host=config.optimizer.offload,
     )
     times = StepTimes(profile=profile, devices=cluster, recompute=config.memory.checkpointing == "full")
@@ -229,5 +217,4 @@ def run_calibration(config: Config, planner: VerifiedPlanner, ranks: Ranks) -> R
         return None
     speeds = () if planner.cluster.is_uniform else tuple(planner.cluster.speeds.tolist())
     calibrator = Calibrator(first=planner.cost, first_speeds=speeds)
-    lag = lag_of(config.data.prefetch_steps)
-    return RunCalibration(CalibratedPlanner(planner, calibrator, lag), ranks.mesh)
+    return RunCalibration(CalibratedPlanner(planner, calibrator), ranks.mesh)

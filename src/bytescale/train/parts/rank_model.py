@@ -14,6 +14,7 @@ from bytescale.checkpoint.reading import load_states
 from bytescale.config.description import ModelDescription
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, source_folder
 from bytescale.config.schema import Config
+from bytescale.cost.gradient_sync import BUCKET_BYTES
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
@@ -239,9 +240,8 @@ def _flat_buffers(
             parameter.data = parameter.data.to(like.device, like.dtype)
         part.model.to(like.device)
     if any(parameter.requires_grad for _, parameter in named):
-        bucket_bytes = int(config.parallel.gradient_bucket_mib * 2**20)
         late = part.late_parameters()
-        flat.insert(0, FlatParameters(named, num_shards, own.cuts, bucket_bytes=bucket_bytes, late=late))
+        flat.insert(0, FlatParameters(named, num_shards, own.cuts, bucket_bytes=BUCKET_BYTES, late=late))
         for entry in flat[0].entries if initial else ():
             flat[0].value_of(entry).copy_(value_of(entry))
     return flat, units

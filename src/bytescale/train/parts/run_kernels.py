@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -16,22 +15,13 @@ from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config
 
 
-@dataclass(frozen=True)
-class Kernels:
-    choice: AttentionChoice
-
-    def lines(self) -> list[str]:
-        """Lines for people: which kernels run, and why faster ones do not."""
-        return [f"kernels attention {self.choice.name}", *(f"        {reason}" for reason in self.choice.passed_over)]
-
-
 @contextmanager
 def open_kernels(
     config: Config,
     device: torch.device,
     dtype: torch.dtype,
     smallest: Callable[[Sequence[float]], Sequence[float]] = list,
-) -> Iterator[Kernels]:
+) -> Iterator[AttentionChoice]:
     """The kernels of ``config``'s run, for the time of the block: PyTorch has one flash implementation a process.
 
     ``smallest``: takes this rank's numbers and returns the smallest of any rank. Raises ``ConfigError`` where something
@@ -40,5 +30,10 @@ def open_kernels(
     shape, tp = resolve_model(config.model), config.parallel.tp
     query_heads, key_heads, width = shape.heads
     heads = Heads(max(1, query_heads // tp), max(1, key_heads // tp), width, windowed=shape.has_windows)
-    with open_attention(config.kernels.attention, device, dtype, heads, smallest) as choice:
-        yield Kernels(choice)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before or config.kernels.deterministic)
+    try:
+        with open_attention(config.kernels.attention, device, dtype, heads, smallest) as choice:
+            yield choice
+    finally:
+        torch.use_deterministic_algorithms(before)

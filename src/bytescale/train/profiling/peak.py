@@ -32,20 +32,13 @@ def device_name(device: torch.device, dtype: torch.dtype) -> str:
     return f"{name}, {str(dtype).removeprefix('torch.')}"
 
 
-def known_peak(device: torch.device, dtype: torch.dtype, configured_tflops: float | None) -> float | None:
-    """Return the peak FLOP/s of one device: ``log.peak_tflops``, or the data sheet's for bf16 on a known GPU.
+def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the peak FLOP/s of one device: the data sheet's for bf16 on a known GPU.
 
-    None means that neither is known. It is not measured: other work on the cores makes it too low
+    None means that it is not known. It is not measured: other work on the cores makes it too low
     (docs/decisions/training.md).
     """
-    if configured_tflops is not None:
-        return configured_tflops * 1e12
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        return datasheet_peak(torch.cuda.get_device_name(device))
-    return None
-
-
-def datasheet_peak(gpu_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU, given the name that CUDA reports. None if the name is not listed."""
-    tflops = _DATASHEET_BF16_TFLOPS.get(gpu_name)
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    tflops = _DATASHEET_BF16_TFLOPS.get(torch.cuda.get_device_name(device))
     return None if tflops is None else tflops * 1e12

@@ -7,7 +7,7 @@ import math
 import resource
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -24,11 +24,47 @@ At 16,384 ranks a table of everybody's numbers takes longer to read than to send
 (two all-reduces of some numbers), and what metrics.jsonl lists rank by rank goes to the rank that writes it."""
 
 
+class OfARank:
+    """Figures of one rank, or of all ranks together (``of_all``)."""
+
+    def of_all(self, world: RankGroup) -> Self:
+        """Those of all ranks together; called by every rank. Sums and extremes have the same bits on all of them."""
+        known = fields(self)  # type: ignore[arg-type]  # every subclass is a dataclass
+        sums, means, maxima, minima, lists = (
+            {spec.name: getattr(self, spec.name) for spec in known if spec.metadata["over"] == how}
+            for how in ("sum", "mean", "max", "min", "list")
+        )
+        added = world.sum_of([float(number) for number in (*sums.values(), *means.values())])
+        extremes = [float(number) for number in (*maxima.values(), *(-one for one in minima.values()))]
+        most = world.max_of(extremes) if extremes else []
+        rows = world.gather_on_first([float(one[0]) for one in lists.values()]) if lists else []
+        found: dict[str, Any] = dict(zip((*sums, *means, *maxima, *minima), (*added, *most), strict=True))
+        found |= {name: found[name] / world.size for name in means} | {name: -found[name] for name in minima}
+        found |= {spec.name: int(found[spec.name]) for spec in known if spec.type == "int"}
+        found |= {name: [int(row[place]) for row in rows] for place, name in enumerate(lists)}
+        return type(self)(**found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSums(OfARank):
+    """What the update needs of a step. No clock is read for it: that would let a GPU wait for its host."""
+
+    loss_sum: float = field(metadata=_SUM)
+    num_targets: float = field(metadata=_SUM)
+    batch_loss: float = field(metadata=_SUM)  # load balance of experts, weighted, told by one rank of a stage
+    norm_share: float = field(metadata=_SUM)  # sum of squares of the rank's part of the gradient
+    stop_heard: float = field(metadata=_SUM)  # 1: the rank was asked to stop
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the whole gradient."""
+        return self.norm_share**0.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class SharedFigures:
     """What a rank tells the others of a step, and metrics.jsonl of all of them."""
 
-    batch_loss: float = field(metadata=_SUM)  # load balance of experts, weighted, told by one rank of a stage
     memory_bytes: int = field(metadata=_MAX)  # peak allocated on GPU, peak resident on CPU
     waiting_seconds: float = field(metadata=_MEAN)  # for other ranks, inside forward and backward
     sync_seconds: float = field(metadata=_MEAN)  # from the last backward until gradients are reduced, with all waits
@@ -41,35 +77,11 @@ class SharedFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFigures(SharedFigures):
-    """The figures of one rank, or of all ranks together (``of_all``)."""
+class RankFigures(OfARank, SharedFigures):
+    """The times of a step, of one rank or of all ranks together."""
 
-    loss_sum: float = field(metadata=_SUM)
-    num_targets: float = field(metadata=_SUM)
-    norm_share: float = field(metadata=_SUM)  # sum of squares of the rank's part of the gradient
     busy_seconds: float = field(metadata=_MEAN)  # in forward and backward, without waiting for other ranks
     most_busy_seconds: float = field(metadata=_MAX)  # the same
-    stop_heard: float = field(metadata=_SUM)  # 1: the rank was asked to stop
-
-    @property
-    def grad_norm(self) -> float:
-        """Norm of the whole gradient."""
-        return self.norm_share**0.5
-
-    def of_all(self, world: RankGroup) -> RankFigures:
-        """Those of all ranks together; called by every rank. Sums and extremes have the same bits on all of them."""
-        sums, means, maxima, minima, lists = (
-            {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.metadata["over"] == how}
-            for how in ("sum", "mean", "max", "min", "list")
-        )
-        added = world.sum_of([float(number) for number in (*sums.values(), *means.values())])
-        most = world.max_of([float(number) for number in (*maxima.values(), *(-one for one in minima.values()))])
-        rows = world.gather_on_first([float(one[0]) for one in lists.values()])
-        found: dict[str, Any] = dict(zip((*sums, *means, *maxima, *minima), (*added, *most), strict=True))
-        found |= {name: found[name] / world.size for name in means} | {name: -found[name] for name in minima}
-        found |= {spec.name: int(found[spec.name]) for spec in fields(self) if spec.type == "int"}
-        found |= {name: [int(row[place]) for row in rows] for place, name in enumerate(lists)}
-        return RankFigures(**found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +90,7 @@ class StepMetrics(SharedFigures):
 
     step: int
     loss: float  # mean cross-entropy per token with a target, nats
+    batch_loss: float  # load balance of experts, weighted
     grad_norm: float  # before clipping
     learning_rate: float
     num_tokens: int

@@ -200,7 +200,6 @@ def describe_corpus(corpus: CorpusMetadata) -> str:
             (counts.num_split, "split"),
             (counts.num_truncated, "truncated"),
             (counts.num_dropped, "dropped"),
-            (counts.num_filtered, "left out by length"),
         )
         if number
     ]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from bytescale.common.units import format_seconds
 from bytescale.data.loading.loader import StepData
 from bytescale.runtime.plain_data import all_gather_json
-from bytescale.simulator.trace import Span, TraceMetadata, Track, save_step_trace, simulated_tracks, spread_evenly
+from bytescale.simulator.trace import Span, Track, save_trace, simulated_tracks, spread_evenly
 from bytescale.train.parts.job import Job
 from bytescale.train.ranks import Ranks
 from bytescale.train.reporting.metrics import StepMetrics
@@ -50,18 +50,18 @@ class StepTraces:
         times = self._job.step_times
         known = self._job.planner if self._job.calibration is None else self._job.calibration
         predicted = times.simulated(data.plan, known.cost)
-        metadata = TraceMetadata(
-            step=metrics.step,
-            measured_seconds=metrics.step_seconds,
-            predicted_seconds=predicted.step_seconds,
-            prediction=times.profile.name,
-            num_ranks=ranks.mesh.shape.hdp,
-        )
+        about = {
+            "step": metrics.step,
+            "measured_seconds": metrics.step_seconds,  # with the wait for its data, which the simulated one has at once
+            "predicted_seconds": predicted.step_seconds,
+            "prediction": times.profile.name,
+            "num_ranks": ranks.mesh.shape.hdp,
+        }
         tracks = [track for track in tracks if track.rank in shown]
         tracks += [track for rank in shown for track in simulated_tracks(predicted, rank, "predicted")]
         path = self._run.trace(metrics.step)
         path.parent.mkdir(exist_ok=True)
-        save_step_trace(metadata, tracks, path)
+        save_trace(tracks, path, about)
         self._log(
             f"trace   step {metrics.step} took {format_seconds(metrics.step_seconds)}, predicted "
             f"{format_seconds(predicted.step_seconds)}: {path} (open it in https://ui.perfetto.dev)"

@@ -26,14 +26,14 @@ class Tracker(NamedTuple):
 
 def check_trackers(log: LogConfig) -> None:
     """Raise ``ConfigError`` if the config names a tracker whose package is not installed."""
-    for package, wanted in (("tensorboard", log.tensorboard), ("wandb", log.wandb != "off")):
+    for package in log.trackers:
         found = importlib.util.find_spec(package)
         # A plain folder of that name, such as wandb/, is no package.
-        if wanted and (found is None or found.origin is None):
+        if found is None or found.origin is None:
             raise ConfigError(
-                f"log.{package} is set but the package {package} is not installed",
+                f"log.trackers has {package}, and the package {package} is not installed",
                 so="the run could not be tracked there",
-                fix=f"pip install 'bytescale[{package}]', or leave log.{package} out",
+                fix=f"pip install 'bytescale[{package}]', or leave it out",
             )
 
 
@@ -45,7 +45,7 @@ def open_trackers(run: RunFolder, config: Config) -> list[Tracker]:
     """
     check_trackers(config.log)
     trackers = []
-    if config.log.tensorboard:
+    if "tensorboard" in config.log.trackers:
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(run.tensorboard))
@@ -55,7 +55,7 @@ def open_trackers(run: RunFolder, config: Config) -> list[Tracker]:
                 writer.add_scalar(name, value, step)
 
         trackers.append(Tracker(add, writer.close))
-    if config.log.wandb != "off":
+    if "wandb" in config.log.trackers:
         known = _wandb_run(run, config)
         trackers.append(Tracker(lambda step, scalars: known.log({"step": step, **scalars}), known.finish))
     return trackers
@@ -65,7 +65,6 @@ def _wandb_run(run: RunFolder, config: Config) -> Any:
     """A run of Weights & Biases, whose own variables say where it is filed. A resumed run goes on under the same id."""
     import wandb
 
-    online = config.log.wandb == "online"
     if not run.wandb_id.exists():
         run.wandb_id.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
     try:
@@ -73,17 +72,16 @@ def _wandb_run(run: RunFolder, config: Config) -> Any:
             project=os.environ.get("WANDB_PROJECT", "bytescale"),
             name=os.environ.get("WANDB_NAME", run.path.name),
             id=read_text(run.wandb_id).strip(),
-            resume="allow" if online else None,
+            resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
             dir=str(run.path),
             config=asdict(config),
-            mode="online" if online else "offline",
             settings=wandb.Settings(silent=True, console="off"),
         )
     except wandb.Error as error:
         raise ConfigError(
             f"Weights & Biases did not accept the run: {error}",
             so="nothing would be tracked",
-            fix='run `wandb login`, or set log.wandb to "offline" or "off"',
+            fix="run `wandb login`, set WANDB_MODE=offline, or leave wandb out of log.trackers",
         ) from error
     known.define_metric("*", step_metric="step")  # a resumed run may take steps again
     return known

@@ -1,0 +1,120 @@
+"""What ``make check-verl`` runs on two ranks: routes of rollouts, played back as verl hands them on, in fp64.
+
+torchrun --nproc-per-node 2 routes.py OUT
+
+Log-probabilities equal those of plain transformers whose routers are written out by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from check import WORDS, our_engine, rollouts, worker
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from verl.workers.config import EngineRouterReplayConfig
+
+from bytescale.common.errors import ConfigError
+
+LAYERS, EXPERTS, CHOSEN = 3, 8, 2
+
+
+def make_model(folder: Path) -> None:
+    """Its first layer has no experts, so that rollouts have numbers for it which mean nothing."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=EXPERTS, num_experts_per_tok=CHOSEN,
+        mlp_only_layers=[0], norm_topk_prob=True, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
+
+def batch() -> tuple[TensorDict, list[Tensor]]:
+    """Rollouts with routes as verl has them: of all layers, zeros for the last token. And the latter alone."""
+    data = rollouts(dist.get_rank(), 0)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    routes = []
+    for tokens in data["input_ids"].unbind():
+        own = torch.rand(len(tokens), LAYERS, EXPERTS, generator=generator).topk(CHOSEN, -1).indices.to(torch.int16)
+        own[:, 0] = own[-1] = 0
+        routes.append(own)
+    data["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
+    return data, routes
+
+
+def alone(folder: Path, data: TensorDict, routes: list[Tensor]) -> list[Tensor]:
+    """Log-probabilities of each sequence's next tokens, in plain transformers."""
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    wanted: dict[int, Tensor] = {}
+
+    def forced(place: int, router: Any) -> Any:
+        plain = router.forward
+
+        def forward(hidden: Tensor) -> Any:
+            logits, weights, chosen = plain(hidden)
+            own = logits.softmax(-1).gather(-1, wanted[place])
+            weights, chosen = weights.clone(), chosen.clone()
+            weights[:-1], chosen[:-1] = (own / own.sum(-1, keepdim=True))[:-1].to(weights), wanted[place][:-1]
+            return logits, weights, chosen
+
+        return forward
+
+    for place in range(1, LAYERS):
+        router = model.model.layers[place].mlp.gate
+        router.forward = forced(place, router)
+    found = []
+    for tokens, own in zip(data["input_ids"].unbind(), routes, strict=True):
+        wanted.update(enumerate(own.long().unbind(1)))
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None]).logits[0] / data["temperature"]
+        found.append(logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0])
+    return found
+
+
+def scored(folder: Path, mode: str, data: TensorDict) -> list[Tensor]:
+    config = dataclasses.replace(
+        our_engine(), dtype="float64", router_replay=EngineRouterReplayConfig(mode=mode), max_token_len_per_gpu=32
+    )
+    engine = worker(folder, "ppo", config).engine
+    with engine.eval_mode():
+        output = engine.forward_backward_batch(data.clone(), None, forward_only=True)["model_output"]
+    return [own[:-1] for own in output["log_probs"].unbind()]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) / "experts"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        make_model(folder)
+    dist.barrier()
+    data, routes = batch()
+    expected = alone(folder, data, routes)
+
+    def difference(mode: str) -> float:
+        pairs = zip(scored(folder, mode, data), expected, strict=True)
+        return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+
+    replayed, own = difference("R3"), difference("disabled")
+    assert replayed < 1e-6, f"replayed routes differ by {replayed}"  # routers and norms of Qwen3 compute in fp32
+    assert own > 1e-4, f"without replay they differ by {own} alone"
+    refused = ""
+    try:
+        scored(folder, "R2", data)
+    except ConfigError as error:
+        refused = str(error)
+    assert "engine.router_replay.mode = 'R2'" in refused
+    if dist.get_rank() == 0:
+        print(f"routes of rollouts: within {replayed:.1e} of plain transformers, {own:.1e} without them", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
