@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from bytescale.cli.options import Settings, leading_path, read
 from bytescale.common.environment import prepare_gpu, ranks_of_torchrun
-from bytescale.common.errors import ConfigError, RankFailure, RanksRefused, typed_path
+from bytescale.common.errors import ConfigError, typed_path
 from bytescale.config.load import config_to_toml
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model, source_folder
 from bytescale.config.schema import Config, ModelConfig
@@ -45,6 +45,8 @@ class TrainOptions:
     """Check everything, prepare the data, plan the first batch and print what would run, but start nothing."""
     max_restarts: int = 0
     """How many times a run is started again from its last checkpoint after a rank has died."""
+    elastic: bool = False
+    """Restart on the ranks that still have a place: as many as GPUs are left."""
     config: Settings
     """All settings."""
 
@@ -229,6 +231,8 @@ def prepare_and_start(options: TrainOptions) -> None:
     Whatever can fail without ranks fails here, before any rank is started.
     """
     from bytescale.train.launch.forked import prepare_for_copies
+    from bytescale.train.launch.supervise import supervise
+    from bytescale.train.launch.torchrun import ranks_there
     from bytescale.train.parts.budget import check_room
     from bytescale.train.parts.describe import check_host_room, check_positions
     from bytescale.train.parts.devices import fit_to_gpus
@@ -253,21 +257,12 @@ def prepare_and_start(options: TrainOptions) -> None:
                 print(f"stopped by {asked.signal.name}; {_how_to_go_on(config)}")
                 raise SystemExit(128 + asked.signal)
             return
-        start_again(replace(options, config=config))
-
-
-def start_again(options: TrainOptions) -> None:
-    """Start the ranks, and after the failure of one of them ``max_restarts`` times more, from the last checkpoint."""
-    config = options.config
-    for restarts_left in range(options.max_restarts, -1, -1):
-        try:
-            _start_ranks(config, options.command)
-            return
-        except RankFailure as failure:
-            if not restarts_left or isinstance(failure, RanksRefused):
-                raise
-            print(f"{failure}\nstarting again; {restarts_left - 1} restarts are left after this", flush=True)
-            config = replace(config, trainer=replace(config.trainer, resume=True))
+        supervise(
+            config,
+            partial(_start_ranks, command=options.command),
+            max_restarts=options.max_restarts,
+            ranks_there=ranks_there if options.elastic else None,
+        )
 
 
 def _how_to_go_on(config: Config) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
@@ -27,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from bytescale.common.atomic import is_stopped
 from bytescale.common.errors import RankFailure, RanksRefused, keep_trace
+from bytescale.config.schema import Config
 from bytescale.train.launch.forked import Copies, Main, can_be_copied
 from bytescale.train.parts.budget import check_room
 from bytescale.train.ranks import LAUNCHER_PID, STOP_SECONDS, STORE_FILE, TIMEOUT_SECONDS
@@ -168,6 +170,19 @@ def _wait(ranks: Any, silent_seconds: float) -> dict[int, ProcessFailure]:
             fix="do not stop single ranks, or raise parallel.timeout_seconds",
         )
     return failures
+
+
+def ranks_there(config: Config) -> int:
+    """How many of ``parallel.ranks`` this machine can run: one per GPU that responds, or all of them on CPUs.
+
+    After a failure a GPU may be lost, whereas cores are free again. GPUs are counted in a process of their own, because
+    CUDA counts them only once per process.
+    """
+    if not torch.cuda.is_available() or config.trainer.device == "cpu":
+        return config.parallel.ranks
+    count = "import torch; print(torch.cuda.device_count())"
+    counted = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=True)
+    return max(1, min(config.parallel.ranks, int(counted.stdout)))
 
 
 def rank_failure(failures: dict[int, ProcessFailure], again: Callable[[], str]) -> RankFailure:
