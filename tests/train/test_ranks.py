@@ -115,12 +115,13 @@ def test_ranks_close_their_groups_together() -> None:
 
 def test_a_first_message_to_a_stopped_rank_keeps_the_time_limit() -> None:
     """Connected at their first message, ranks 0 and 2, which do not meet before, would take five times the limit."""
-    first, measured = multiprocessing.Value("i", 0), multiprocessing.Event()
+    first, measured, opened_all = multiprocessing.Value("i", 0), multiprocessing.Event(), multiprocessing.Barrier(4)
     config = replace(Config(), parallel=ParallelConfig(timeout_seconds=2.0))
 
     def one_rank(rank: int) -> float:
         seconds = 0.0
         with contextlib.suppress(RuntimeError, RankFailure), open_ranks(config) as opened:
+            opened_all.wait(60)
             if rank == 0:
                 first.value = os.getpid()
                 os.kill(os.getpid(), signal.SIGSTOP)
