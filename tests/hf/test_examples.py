@@ -192,4 +192,5 @@ def test_nano_hdp_finds_a_fault(
 def test_every_example_is_tested() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     in_remote = {"ray_train"}  # tests/remote/test_nodes.py
-    assert names == {"own_loop", "lora", "fsdp", "scoring", "driver", "hf_trainer", "grpo", "nano_hdp"} | in_remote
+    here = {"own_loop", "lora", "fsdp", "scoring", "driver", "hf_trainer", "grpo", "nano_hdp", "replayed_routes"}
+    assert names == here | in_remote

@@ -183,7 +183,7 @@ def test_resuming_on_other_ranks_after_kill(tmp_path: Path) -> None:
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     config = settings(tmp_path, write_jsonl(tmp_path / "a.jsonl", records()))
     with (
-        pytest.raises(ConfigError, match=r"has ids up to 256, but model\.vocab_size is 67"),
+        pytest.raises(ConfigError, match=r"has ids up to 256, but the model's vocab_size is 67"),
         HDP(small_model("llama"), capacity_tokens=64).batches(config),
     ):
         pass
