@@ -1,4 +1,4 @@
-"""What ``make check-verl`` runs on two ranks: routes of rollouts, played back as verl hands them on, in fp64.
+"""What ``make check-verl`` runs on two ranks: routes of rollouts, played back as verl hands them on, in fp32.
 
 torchrun --nproc-per-node 2 routes.py OUT
 
@@ -51,7 +51,7 @@ def batch() -> tuple[TensorDict, list[Tensor]]:
 
 def alone(folder: Path, data: TensorDict, routes: list[Tensor]) -> list[Tensor]:
     """Log-probabilities of each sequence's next tokens, in plain transformers."""
-    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
     wanted: dict[int, Tensor] = {}
 
     def forced(place: int, router: Any) -> Any:
@@ -80,7 +80,7 @@ def alone(folder: Path, data: TensorDict, routes: list[Tensor]) -> list[Tensor]:
 
 def scored(folder: Path, mode: str, data: TensorDict) -> list[Tensor]:
     config = dataclasses.replace(
-        our_engine(), dtype="float64", router_replay=EngineRouterReplayConfig(mode=mode), max_token_len_per_gpu=32
+        our_engine(), router_replay=EngineRouterReplayConfig(mode=mode), max_token_len_per_gpu=32
     )
     engine = worker(folder, "ppo", config).engine
     with engine.eval_mode():
@@ -103,7 +103,7 @@ def main() -> None:
         return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
 
     replayed, own = difference("R3"), difference("disabled")
-    assert replayed < 1e-6, f"replayed routes differ by {replayed}"  # routers and norms of Qwen3 compute in fp32
+    assert replayed < 1e-5, f"replayed routes differ by {replayed}"
     assert own > 1e-4, f"without replay they differ by {own} alone"
     refused = ""
     try:

@@ -32,7 +32,7 @@ from bytescale.runtime.plain_data import all_gather_json
 
 LOG_PROBS, ENTROPY, IS_TOP1, MEAN_LOGITS = range(4)
 """Values that ``word_columns`` gives; the first two are differentiable."""
-_ROWS = ("tokens", "labels", "number")
+_ROWS = ("tokens", "labels", "number", "routed_experts")
 
 Fields = Mapping[str, Sequence[Tensor]]
 """By name, a tensor of any shape for each sequence of this rank.
