@@ -17,7 +17,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 
 from bytescale.cli.train import _how_to_go_on
 from bytescale.config.schema import Config, ParallelConfig, TrainerConfig
-from bytescale.train.launch import torchrun
 from bytescale.train.launch.forked import Copies
 from bytescale.train.launch.torchrun import _processes, _wait, rank_failure
 from bytescale.train.loop.trainer import train
@@ -74,7 +73,7 @@ def test_fewer_gpus_than_ranks_keep_the_total_capacity(num_gpus: int, device: st
     assert (fitted.ranks, fitted.capacity_tokens) == (ranks, capacity)
 
 
-def test_ranks_that_the_launcher_ends_itself_have_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_the_launcher_ends_itself_have_not_failed(tmp_path: Path) -> None:
     """One fails; the other one does not hear SIGTERM, so it is killed. It was not out of memory."""
     codes = {
         0: "import time, sys; time.sleep(1); sys.exit(3)",
@@ -87,8 +86,7 @@ def test_ranks_that_the_launcher_ends_itself_have_not_failed(tmp_path: Path, mon
         envs={rank: {"RANK": str(rank)} for rank in codes},
         logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
     )
-    monkeypatch.setattr(torchrun, "STOP_SECONDS", 1.0)
-    failures = _wait(ranks, silent_seconds=60.0)
+    failures = _wait(ranks, stop_seconds=1.0, silent_seconds=60.0)
     assert [(rank, failure.exitcode) for rank, failure in failures.items()] == [(0, 3)]
 
 

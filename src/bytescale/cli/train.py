@@ -360,5 +360,6 @@ def _start_ranks(config: Config, command: str) -> None:
             main=main,
             modules=["bytescale.train.loop.trainer", "transformers.models.llama.modeling_llama"],
             again=partial(_how_to_go_on, config),
+            stop_seconds=config.parallel.stop_seconds,
             silent_seconds=config.parallel.timeout_seconds,
         )

@@ -44,7 +44,6 @@ REMOVED: dict[str, tuple[str, object]] = {
     "optimizer.eps": ("write optimizer.options = {eps = EPS}", 1e-8),
     "optimizer.momentum": ("write optimizer.options = {momentum = MOMENTUM}", 0.95),
     "parallel.gradient_bucket_mib": ("leave it out: gradients are reduced while ranks compute", 1.0),
-    "parallel.stop_seconds": ("leave it out: ranks have 30 s to finish their step and save", 30.0),
     "planner.balance": ('leave it out: planner.name = "adaptive" balances the ranks', None),
     "planner.grids": ("leave it out: a plan has grids where they are faster than rings", True),
     "planner.static_cp": ("leave it out: the static mesh is as wide as data.context_length needs", None),

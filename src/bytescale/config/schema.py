@@ -136,6 +136,8 @@ class ParallelConfig:
     timeout_seconds: float | None = field(default=None, metadata=limits(above=0))
     """If a message takes longer than this, a rank counts as lost, and all ranks stop with a message. Unset: 120, or on
     GPUs 1800, since it counts from posting there, and a rank may post long before its peers come."""
+    stop_seconds: float = field(default=30.0, metadata=limits(above=0))
+    """How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died."""
     shard: Shard = "optimizer"
     """What is divided among ranks. optimizer: its states, among all HDP ranks. parameters: the weights and gradients of
     the layers, too, among the ranks of a domain, which gather a layer when it computes and run in lockstep; not with

@@ -42,9 +42,6 @@ CONNECTED_AT_ONCE = 32
 """Ranks up to which a gloo group connects all of them when it is made: some six groups of 31 sockets each."""
 TIMEOUT_SECONDS = {"cpu": 120.0, "cuda": 1800.0}
 """How long a message may take. NCCL counts from posting, and a rank may post while its peers begin a long context."""
-STOP_SECONDS = 30.0
-"""How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died. Cluster
-managers kill what is left after as long (Kubernetes, Slurm)."""
 _LOOK_SECONDS = 0.2
 _NCCL_NUMBERS = (
     "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS",

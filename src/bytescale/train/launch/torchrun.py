@@ -31,7 +31,7 @@ from bytescale.common.errors import RankFailure, RanksRefused, keep_trace
 from bytescale.config.schema import Config
 from bytescale.train.launch.forked import Copies, Main, can_be_copied
 from bytescale.train.parts.budget import check_room
-from bytescale.train.ranks import LAUNCHER_PID, STOP_SECONDS, STORE_FILE, TIMEOUT_SECONDS
+from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE, TIMEOUT_SECONDS
 
 _LOOK_SECONDS = 0.1
 _LAST_SECONDS = 5.0
@@ -44,13 +44,14 @@ def launch_ranks(
     main: Main,
     modules: Sequence[str],
     again: Callable[[], str],
+    stop_seconds: float = 30.0,
     silent_seconds: float | None = None,
 ) -> None:
     """Run ``python -m bytescale <arguments>`` as ``num_ranks`` ranks on this machine and wait for them.
 
     ``main, modules``: for ranks that are copies of this process (``launch.forked``), the program, and what it imports.
     Ranks have
-    ``STOP_SECONDS`` to end by themselves after a signal arrived. ``again``: what to do to go on, for messages, such as
+    ``stop_seconds`` to end by themselves after a signal arrived. ``again``: what to do to go on, for messages, such as
     "continue with `...`"; it is asked when something has stopped. ``silent_seconds``: how long a rank may be stopped;
     None: as long as a message may take by default.
 
@@ -66,8 +67,8 @@ def launch_ranks(
         importlib.import_module(module)
     try:
         with TemporaryDirectory(prefix="bytescale-ranks-", ignore_cleanup_errors=True) as folder:
-            silent_seconds = silent_seconds or TIMEOUT_SECONDS["cpu"]
-            failures = _run(Path(folder), num_ranks, main, arguments, silent_seconds, again)
+            limits = stop_seconds, silent_seconds or TIMEOUT_SECONDS["cpu"]
+            failures = _run(Path(folder), num_ranks, main, arguments, limits, again)
     finally:
         if sys.stdout.isatty():
             Console().show_cursor()  # a rank that was killed while drawing its bar leaves it hidden
@@ -80,10 +81,11 @@ def _run(
     num_ranks: int,
     main: Main,
     arguments: Sequence[str],
-    silent_seconds: float,
+    limits: tuple[float, float],
     again: Callable[[], str],
 ) -> dict[int, ProcessFailure]:
     """Start the ranks and wait until all have ended. Returns the failures by rank. Raises as ``launch_ranks``."""
+    stop_seconds, silent_seconds = limits
     common = {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
@@ -104,7 +106,7 @@ def _run(
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         )
         ranks.start()
-        failures = _wait(ranks, silent_seconds)
+        failures = _wait(ranks, stop_seconds, silent_seconds)
         for each in (signal.SIGTERM, signal.SIGINT):  # a rank was asked, and all have stopped early (``StopRequest``)
             if failures and all(own.exitcode == 128 + each for own in failures.values()):
                 raise _stopped(each.name, again)
@@ -112,14 +114,14 @@ def _run(
     except SignalException as stop:
         name = signal.Signals(stop.sigval).name
         print(
-            f"\n{name}: waiting up to {STOP_SECONDS:.0f} s for the ranks to finish and save; a second signal ends them "
+            f"\n{name}: waiting up to {stop_seconds:.0f} s for the ranks to finish and save; a second signal ends them "
             "at once",
             file=sys.stderr,
             flush=True,
         )
         if ranks is not None:
             try:
-                ranks.close(signal.SIGTERM, timeout=math.ceil(STOP_SECONDS))
+                ranks.close(signal.SIGTERM, timeout=math.ceil(stop_seconds))
             except SignalException:  # the second one
                 ranks.close(signal.SIGKILL)
             if not any(process.poll() for process in _processes(ranks).values()):
@@ -136,7 +138,7 @@ def _processes(ranks: Any) -> dict[int, subprocess.Popen[bytes]]:
     return {rank: handler.proc for rank, handler in ranks.subprocess_handlers.items()}
 
 
-def _wait(ranks: Any, silent_seconds: float) -> dict[int, ProcessFailure]:
+def _wait(ranks: Any, stop_seconds: float, silent_seconds: float) -> dict[int, ProcessFailure]:
     """Wait until all ranks have ended, or one has failed; then end the others. Returns the failures by rank.
 
     Ranks that are ended here have not failed. A stopped rank (SIGSTOP) hears no signal but the one that kills.
@@ -158,7 +160,7 @@ def _wait(ranks: Any, silent_seconds: float) -> dict[int, ProcessFailure]:
     for rank in stopped:
         processes[rank].kill()
     # Without a stopped rank the others can do nothing, and gloo tries for a while to reach it.
-    ranks.close(signal.SIGTERM, timeout=math.ceil(_LAST_SECONDS if stopped else STOP_SECONDS))
+    ranks.close(signal.SIGTERM, timeout=math.ceil(min(stop_seconds, _LAST_SECONDS) if stopped else stop_seconds))
     ended = ranks.wait(period=_LOOK_SECONDS)
     assert ended is not None, "without a time limit, wait returns a result"
     ours = (-signal.SIGTERM, -signal.SIGKILL)

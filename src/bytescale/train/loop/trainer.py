@@ -18,7 +18,7 @@ from bytescale.train.loop.step import train_step
 from bytescale.train.parts.job import Job, build_job
 from bytescale.train.parts.loader import loader_of_run
 from bytescale.train.parts.run_kernels import open_kernels
-from bytescale.train.ranks import STOP_SECONDS, open_ranks
+from bytescale.train.ranks import open_ranks
 from bytescale.train.reporting.run_log import RunLog
 from bytescale.train.reporting.screen import Screen, screen_of_stdout
 from bytescale.train.reporting.traces import StepTraces
@@ -102,7 +102,7 @@ def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, 
                 stop.early = stop.agreed and not best.is_final and step < job.config.trainer.steps
                 break
     job.optimizer.wait_for_parameters()
-    checkpoints.finish(STOP_SECONDS / 2 if stop.agreed else None)
+    checkpoints.finish(job.config.parallel.stop_seconds / 2 if stop.agreed else None)
     traces.finish()
 
 
