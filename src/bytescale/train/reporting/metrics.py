@@ -1,4 +1,4 @@
-"""The metrics of a step and of an evaluation, and the figures that ranks share once a step."""
+"""The metrics of a step and of an evaluation, and what ranks share: sums before an update, times behind it."""
 
 from __future__ import annotations
 
