@@ -6,25 +6,11 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-gc.disable()  # until all tests are collected: half of that time went into looking at modules that stay
-
-import pytest
-import torch
-import torch.distributed as dist
-from hypothesis import HealthCheck, settings
-
-from bytescale.parity import thread_ranks
-from bytescale.runtime.group import gloo_group
-
-torch.set_num_threads(1)
-
-settings.register_profile(
-    "default", deadline=None, derandomize=True, max_examples=12, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("default")
 
 NEEDED_BY = {
     "tyro": ("cli", "data/test_commands.py", "test_docs.py"),
@@ -44,6 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--rest"):
         os.environ["BYTESCALE_TESTS"] = "rest"  # read when tests are imported, in the workers of xdist too
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
+        _prepare_process()  # which takes seconds: not where xdist hands out tests and runs none
 
 
 def pytest_report_header() -> list[str]:
@@ -57,6 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = list(items)  # whoever names a test or a mark wants to see it run
     else:
         kept = [item for item in items if "exhaustive" not in item.keywords]
+    import torch
+
     held = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in held])
     items[:] = kept
@@ -67,26 +57,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """No collection looks at the objects of all modules and tests again, which would take 0.4 s before each fork."""
-    gc.enable()
-    gc.collect()
+    """No collection looks at the objects of all modules and tests, which would take 0.4 s before each fork."""
+    gc.enable()  # without a collection, which takes half a second and frees no memory
     gc.freeze()
 
 
-def _group_on_one_core(*arguments: Any) -> dist.ProcessGroup:
-    """Ranks that are threads take turns in one interpreter: on two cores a third of their time went into waking up."""
-    os.sched_setaffinity(0, {CORES[WORKER % len(CORES)]})  # of this thread, and of those that its group starts
-    return gloo_group(*arguments)
+def _prepare_process() -> None:
+    """One thread for each rank, and the same examples in every run."""
+    gc.disable()  # until all tests are collected: half of that time went into looking at modules that stay
+    import torch
+    from hypothesis import HealthCheck, settings
 
+    from bytescale.parity import thread_ranks
 
-if hasattr(os, "sched_setaffinity"):
-    CORES = sorted(os.sched_getaffinity(0))
-    WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-    thread_ranks.gloo_group = _group_on_one_core
+    torch.set_num_threads(1)
+    settings.register_profile(
+        "default", deadline=None, derandomize=True, max_examples=12, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("default")
+    if hasattr(os, "sched_setaffinity"):
+        worker, cores = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), sorted(os.sched_getaffinity(0))
+        make_group, core = thread_ranks.gloo_group, cores[worker % len(cores)]
+
+        def group_on_one_core(*arguments: Any) -> Any:
+            """Ranks that are threads take turns in one interpreter: on two cores a third of their time is waking up."""
+            os.sched_setaffinity(0, {core})  # of this thread, and of those that its group starts
+            return make_group(*arguments)
+
+        thread_ranks.gloo_group = group_on_one_core
 
 
 @pytest.fixture(autouse=True)
 def _default_dtype_stays() -> Iterator[None]:
     """Models that threads make at the same time can leave another default dtype behind, for all tests after."""
+    import torch
+
     yield
     assert torch.get_default_dtype() == torch.float32
