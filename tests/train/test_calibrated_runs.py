@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from bytescale.config.schema import Config, CostConfig
+from bytescale.config.schema import Config, CostConfig, PlannerConfig
 from bytescale.cost.calibration import Calibrator, State
 from bytescale.cost.model import CostModel
 from bytescale.plan.io import load_plan
@@ -21,7 +21,7 @@ from tests.train.runs import described, interrupt, metrics, on_ranks, run, small
 
 
 def calibrated(config: Config, calibrate: bool = True) -> Config:
-    return replace(config, cost=CostConfig(calibrate=calibrate))
+    return replace(config, cost=CostConfig(calibrate=calibrate), planner=PlannerConfig())
 
 
 def lines_of(folder: Path) -> list[dict]:

@@ -11,7 +11,7 @@ import pytest
 
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.common.units import GIBI as GIB
-from bytescale.config.schema import Config, MemoryConfig, ParallelConfig
+from bytescale.config.schema import Config, MemoryConfig, ParallelConfig, PlannerConfig
 from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.calibration import Calibrator, State
 from bytescale.plan.io import load_plan
@@ -59,7 +59,8 @@ def test_devices_that_act_together_have_to_be_equal(shape: MeshShape, message: s
 
 def auto_run(folder: Path, name: str) -> Config:
     config = on_ranks(small_run(write_corpus(folder / "corpus"), folder / name, steps=4), 3)
-    return replace(config, parallel=replace(config.parallel, capacity_tokens=0), memory=MemoryConfig(offload="off"))
+    parallel = replace(config.parallel, capacity_tokens=0)
+    return replace(config, parallel=parallel, memory=MemoryConfig(offload="off"), planner=PlannerConfig())
 
 
 def budget(config: Config, sizes: list[float], **changes: Any) -> MemoryBudget:

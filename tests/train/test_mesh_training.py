@@ -50,7 +50,7 @@ def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, domain: i
         domain=0 if domain == 1 else domain,
         experts=experts or ("parallel" if domain > 1 and tp == 1 and "moe" in config.model.preset else "gathered"),  # type: ignore[arg-type]
     )
-    return replace(config, parallel=parallel, planner=replace(config.planner, name="adaptive" if hdp > 1 else "naive"))
+    return replace(config, parallel=parallel, planner=replace(config.planner, name="greedy" if hdp > 1 else "naive"))
 
 
 FAMILIES = {
