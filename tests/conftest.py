@@ -87,6 +87,14 @@ def _prepare_process() -> None:
         thread_ranks.gloo_group = group_on_one_core
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _what_stays_is_frozen() -> Iterator[None]:
+    """Models' code that a module has imported would be looked at by the collection behind every run of ranks."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _default_dtype_stays() -> Iterator[None]:
     """Models that threads make at the same time can leave another default dtype behind, for all tests after."""
