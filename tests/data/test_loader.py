@@ -84,7 +84,7 @@ def test_all_ranks_together_read_the_batch_exactly_once(
         assert sum(label != IGNORE_INDEX for _, label, _ in read[step]) == batch.total_targets
 
 
-@pytest.mark.parametrize("num_ranks", [1, 7, 64])
+@pytest.mark.parametrize("num_ranks", [1, 7, pytest.param(64, marks=pytest.mark.exhaustive)])
 def test_planned_ranks_are_given_the_batch_once(tmp_path: Path, num_ranks: int) -> None:
     """Token ids are places in the file, so tokens are counted by where they come from."""
     write_numbered_corpus(tmp_path / "numbers")

@@ -54,7 +54,7 @@ def test_loss_and_gradients_are_those_of_all_logits(name: str, monkeypatch: pyte
         torch.testing.assert_close(token_losses(head, hidden[0], labels), losses)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "granite", "lora"])
 def test_loss_sum_of_micro_batches_gives_the_gradients_of_one_process(name: str, num_ranks: int) -> None:
     """A plain head, a tied one, heads with a cap and a scale, and a frozen head with an adapter that begins at zero."""

@@ -22,6 +22,9 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bytescale.runtime.optimizer.take_over.BUCKET_BYTES", 1)
 
 
+LENGTHS = [[50, 8, 3, 20, 11, 5], [9], [70]]
+
+
 def begun(hdp: bytescale.HDP) -> bool:
     """Whether this rank has started a reduction."""
     return hdp.sharded().zeros[0].collectives.reducing_from < float("inf")
@@ -29,10 +32,10 @@ def begun(hdp: bytescale.HDP) -> bool:
 
 @pytest.mark.parametrize(
     ("model_and_checkpointing", "lengths"),
-    pairs(
-        [("qwen3", "none"), ("gpt2", "none"), ("llama", "full"), ("llama", "hugging face")],
-        [[50, 8, 3, 20, 11, 5], [9], [70]],
-    ),
+    [
+        *pairs([("gpt2", "none"), ("llama", "full"), ("llama", "hugging face")], LENGTHS),
+        *(pytest.param(("qwen3", "none"), lengths, marks=pytest.mark.exhaustive) for lengths in LENGTHS),
+    ],
 )
 def test_weights_are_those_without_overlap_and_reductions_begin_in_backward(
     model_and_checkpointing: tuple[str, str], lengths: list[int]

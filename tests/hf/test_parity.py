@@ -83,14 +83,17 @@ def test_a_family_in_fp32(name: str) -> None:
         assert compare(model, Setup(num_ranks=seed, seed=seed)).worst <= tolerance
 
 
-@pytest.mark.parametrize("planner", ["adaptive", "static", "naive", "paper"])
+@pytest.mark.parametrize(
+    "planner",
+    ["adaptive", "paper", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("static", "naive"))],
+)
 def test_planners_of_hdp(planner: str) -> None:
     model = small_model("qwen3")
     setup = Setup(num_ranks=4, lengths=(50, 7, 3, 12, 1), planner=planner, equal_counts=planner == "adaptive")
     assert compare(model, setup).worst <= 1e-10
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.exhaustive), "gemma2"])
 def test_a_grid_of_two_columns(name: str) -> None:
     """Also where every second layer has a window, whose rows travel beside the grid."""
     model, batch = small_model(name), documents([61, 9])

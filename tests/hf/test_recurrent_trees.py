@@ -117,7 +117,7 @@ def shared_by_two(count: int) -> Plan:
     )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", one_of([1, 2], quick=2))
 @pytest.mark.parametrize("name", one_of(["qwen3_next", "jamba", "lfm2"], quick="qwen3_next"))
 def test_a_branch_that_begins_behind_its_sibling_would_show(name: str, num_ranks: int) -> None:
     """A planted fault: the state, or the last rows, before a branch are those before in depth-first order."""

@@ -35,7 +35,7 @@ def close(ours: Tensor, wanted: Tensor, atol: float = 1e-10) -> None:
     torch.testing.assert_close(ours, wanted, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("name", ["llama", "granite"])
 def test_entropy_temperature_and_best_words(name: str, num_ranks: int) -> None:
     """Values and gradients are those of all logits at once, in chunks of seven rows."""

@@ -48,7 +48,7 @@ def passed(model: Any, mode: str, chunk: int) -> tuple[MeasuredRows, int, torch.
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("mode", ["full", "attention"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("attention", marks=pytest.mark.exhaustive)])
 def test_chunks_need_the_memory_that_is_foreseen(name: str, mode: str) -> None:
     """At eight chunks of rows, at most a quarter above what is needed; and all rows at once need much more."""
     model = small_model(name, dtype=torch.float32, intermediate_size=256)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 import bytescale
 from bytescale.common.errors import DataError, NonFiniteError, PlanError
 from bytescale.parity.compare import WideCasts, random_plan
-from tests.helpers.effort import one_of, pairs
+from tests.helpers.effort import REST, one_of, pairs
 
 from .support import documents, on_ranks, small_model
 
@@ -101,6 +102,9 @@ def assert_gradients(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None
 
 MESHES = [(4, 1), (3, 1), (2, 1), (1, 1), (4, 2)]
 """Ranks, and tensor-parallel ranks among them."""
+SEEDS = range(4 if REST else 2)
+"""Of random plans: with ranks that weigh alike, and with others."""
+COUPLED = [(dpo, PAIRS), (group_advantages, [0, 1, 0, 1, 1, 0])]
 
 
 @pytest.mark.parametrize(("loss", "mesh"), pairs([gspo, length_normalised], MESHES))
@@ -118,7 +122,7 @@ def test_a_loss_per_document(llama: nn.Module, loss: Any, mesh: tuple[int, int])
         hdp = bytescale.HDP(model, group, capacity_tokens=60, tp=tp)
         hdp.adamw(lr=0.0)
         found: tuple[list[float], list[dict[str, Tensor]]] = ([], [])
-        for seed in range(4):
+        for seed in SEEDS:
             plan = random_plan(LENGTHS, num_ranks // tp, seed, weighted=seed % 2 == 1)
             share = 0.0
             for micro in hdp.plan(batch, plan=plan):
@@ -132,13 +136,17 @@ def test_a_loss_per_document(llama: nn.Module, loss: Any, mesh: tuple[int, int])
         return found
 
     results = on_ranks(num_ranks, llama, work)
-    for seed in range(4):
+    for seed in SEEDS:
         assert sum(shares[seed] for shares, _ in results) == pytest.approx(wanted, rel=1e-10)
         assert_gradients(results[-1][1][seed], gradients)
 
 
 @pytest.mark.parametrize(
-    ("loss_and_labels", "mesh"), pairs([(dpo, PAIRS), (group_advantages, [0, 1, 0, 1, 1, 0])], MESHES)
+    ("loss_and_labels", "mesh"),
+    [
+        *pairs(COUPLED, MESHES[1::3]),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in product(COUPLED, [*MESHES[:1], *MESHES[2:4]])),
+    ],
 )
 def test_a_loss_that_couples_documents(llama: nn.Module, loss_and_labels: tuple, mesh: tuple[int, int]) -> None:
     """In one pass and in two, loss, gradients and metrics are those of one process."""

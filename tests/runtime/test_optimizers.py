@@ -22,6 +22,7 @@ from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.optimizer.take_over import require_elementwise
 from bytescale.train.parts.describe import check_host_room
 from tests.helpers.decoder import Sizes
+from tests.helpers.effort import pairs
 from tests.helpers.lazy_lanes import use_lazy_lanes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import make_model
@@ -83,8 +84,7 @@ def test_sharded_updates_follow_the_rule(num_ranks: int) -> None:
             torch.testing.assert_close(parameters[key], expected, rtol=1e-10, atol=1e-12, msg=key)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize(("name", "dtype"), pairs(["sgd", "adamw"], [torch.float32, torch.bfloat16]))
 def test_updates_in_host_memory_are_those_of_the_device(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,7 @@ def test_every_mesh_has_the_losses_of_one_process(corpus: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("family", one_of(IN_STAGES, "llama"), indirect=True)
-@pytest.mark.parametrize("first", one_of([{"tp": 2, "pp": 2}, EIGHT], {"tp": 2, "pp": 2}), ids=str)
+@pytest.mark.parametrize("first", one_of([{"pp": 2}, {"tp": 2, "pp": 2}, EIGHT], {"pp": 2}), ids=str)
 def test_a_checkpoint_moves_between_meshes(corpus: Path, tmp_path: Path, family: tuple, first: dict) -> None:
     """From the first mesh, killed after a step, in the rest to four stages, too, and then to (tp, hdp) = (2, 2)."""
     settings, alone = family

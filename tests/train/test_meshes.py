@@ -134,7 +134,10 @@ def test_a_tied_embedding_that_is_not_kept_one_shows(
 
 @pytest.mark.parametrize("checkpointing", one_of(["none", "attention", "full"], "full"))
 def test_a_run_in_stages_goes_on_without_them_and_back(corpus: Path, tmp_path: Path, checkpointing: str) -> None:
-    """A tied model: two stages, killed after step 3; then one rank; the same losses, and one folder."""
+    """A tied model: two stages, killed after step 3; then one rank; the same losses, and one folder.
+
+    In the rest, back to two stages. Any mesh reads what any other wrote (tests/checkpoint/test_format.py).
+    """
     folder = hf_folder(tmp_path / "qwen3", "qwen3", **FAMILIES["qwen3"])
     alone = run_from(folder, corpus, tmp_path / "alone", 1, steps=5)
     expected = run(alone)
@@ -147,8 +150,9 @@ def test_a_run_in_stages_goes_on_without_them_and_back(corpus: Path, tmp_path: P
     assert main(["convert", str(newest), str(tmp_path / "out")]) == 0
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert exported.lm_head.weight is exported.model.embed_tokens.weight
-    run(with_trainer(staged, steps=6, resume="auto"))
-    assert len(losses(tmp_path / "run")) == 6
+    if REST:
+        run(with_trainer(staged, steps=6, resume="auto"))
+        assert len(losses(tmp_path / "run")) == 6
 
 
 @pytest.mark.parametrize(
