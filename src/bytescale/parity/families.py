@@ -92,7 +92,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # Keys that are chosen for each query: by tokens, also for a later layer, and by blocks of tokens
     "deepseek_v32": _MLA | _INDEXER,
     "glm_moe_dsa": _MLA | _INDEXER | {"indexer_types": ["full", "shared"]},
-    "minimax_m3_vl_text": _INDEXER | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "minimax_m3_vl_text": _INDEXER
+    | {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "shared_intermediate_size": 48,
+        "dense_intermediate_size": 48,
+    },
     # Recurrences and convolutions
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA),
     "olmo_hybrid": _DELTA | {"linear_num_value_heads": 2},

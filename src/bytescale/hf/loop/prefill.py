@@ -42,8 +42,8 @@ Ready = Callable[[int, Tensor], None]
 _OF_ROWS = ("keys", "values", "index")
 Parts = dict[tuple[int, str, int], Tensor]
 """What a rank has of a prompt. By layer, ``"keys"`` or ``"values"``, and the first token of a run: ``[n, H, D]``, and
-``"index"``, by which keys are chosen: ``[n, D]``. By layer, ``"conv"`` or ``"recurrent"``, and 0: a state as caches have
-it, on the rank with the prompt's last token."""
+``"index"``, by which keys are chosen: ``[n, D]``. By layer, ``"conv"`` or ``"recurrent"``, and 0: a state as caches
+have it, on the rank with the prompt's last token."""
 
 
 @dataclass

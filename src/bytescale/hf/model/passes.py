@@ -160,7 +160,8 @@ class MicroBatchPass(Target):
             keys = indexer.keys().flatten(0, -2)[: self.num_rows]
             return (indexer.choose(earlier, earlier.fetch(keys, Kind.INDEX_KEYS), layer.rules.window),)
 
-        (chosen,) = attention.remembered(choose)
+        with torch.no_grad():
+            (chosen,) = attention.remembered(choose)
         return chosen
 
     def _earlier(self, attention: PackedAttention) -> EarlierRows:

@@ -52,11 +52,18 @@ def _topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bo
 
 
 class Selectors:
-    """The indexers of an attached model and the layers around them. ``detach`` undoes it."""
+    """The indexers of an attached model and the layers around them. ``detach`` undoes it.
+
+    A choice has no gradient, so that the indexers' parameters are frozen: weight decay would change them otherwise.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._indexers = [module for module in model.modules() if names_in(module) & INDEXED]
         classes = {type(one) for one in model.modules() if any(part in self._indexers for part in one.children())}
+        own = [parameter for indexer in self._indexers for parameter in indexer.parameters()]
+        self._frozen = [parameter for parameter in own if parameter.requires_grad]
+        for parameter in self._frozen:
+            parameter.requires_grad = False
         self._hooks = []
         for layer in (one for one in model.modules() if type(one) in classes):
             around = _Around(layer)
@@ -70,6 +77,8 @@ class Selectors:
             hook.remove()
         for indexer in self._indexers:
             vars(indexer).pop("forward", None)
+        for parameter in self._frozen:
+            parameter.requires_grad = True
 
 
 class _Around:

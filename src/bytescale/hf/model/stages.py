@@ -189,7 +189,7 @@ def _require_equal(
     expected = seen.result if following is None else decoder.own_rows(following, num_rows)
     try:
         out = _run(decoder, None if stage.is_first else decoder.own_rows(seen.given[own[0]][0], num_rows))
-    except (RuntimeError, AttributeError, TypeError, IndexError) as error:
+    except (RuntimeError, AttributeError, TypeError, IndexError, ValueError) as error:
         raise _refusal("the model", f"a stage fails without the layers of the others ({error})") from error
     if not torch.allclose(out, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())):
         raise _refusal("the model", "later layers read something else than what earlier ones hand on")
