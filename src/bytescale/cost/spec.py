@@ -37,6 +37,9 @@ class LayerSpec:
     """How many experts a token is sent to."""
     pair_numbers: float = field(default=0.0, metadata=limits(least=0))
     """Numbers that a pair of query and key is multiplied with: the widths of keys and of values, of all heads."""
+    chosen_numbers: float = field(default=0.0, metadata=limits(least=0))
+    """Those of them that chosen keys alone meet, at most ``num_chosen`` of each query. The others are an indexer's."""
+    num_chosen: int = field(default=0, metadata=limits(least=0))
     window: int = field(default=0, metadata=limits(least=0))
     """Keys that a query sees at most; 0: all before it."""
     num_heads: int = field(default=0, metadata=limits(least=0))
@@ -90,9 +93,11 @@ class ModelSpec:
         """As ``CostModel.windows``."""
         found: dict[int, float] = {}
         for layer in self.layers:
-            found[layer.window] = found.get(layer.window, 0.0) + layer.count * layer.pair_numbers
+            chosen = layer.chosen_numbers
+            for window, numbers in ((layer.window, layer.pair_numbers - chosen), (layer.num_chosen, chosen)):
+                found[window] = found.get(window, 0.0) + layer.count * numbers
         pairs = sum(found.values())
-        return tuple((window, part / pairs) for window, part in sorted(found.items()) if window)
+        return tuple((window, part / pairs) for window, part in sorted(found.items()) if window and part)
 
     @property
     def each(self) -> list[LayerSpec]:

@@ -132,11 +132,15 @@ class Selection:
         num_keys: the most that are chosen for a query.
         index_width: numbers of a token's index key, which travels; 0: the choice is an earlier layer's.
         index_flops: operations for each query and earlier token.
+        row_width: numbers of a token that travel to be attended to: latents, or keys and values.
+        pair_numbers: numbers that a query's heads and a chosen key are multiplied with.
     """
 
     num_keys: int
-    index_width: int
-    index_flops: float
+    index_width: int = 0
+    index_flops: float = 0.0
+    row_width: int = 0
+    pair_numbers: int = 0
 
 
 def choice_of(call: Call) -> Tensor | None:

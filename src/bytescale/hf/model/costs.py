@@ -7,9 +7,11 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from bytescale.cost.model import BACKWARD_ATTENTION_RATIO
 from bytescale.cost.spec import LayerSpec, ModelSpec, counted
+from bytescale.hf.model.blind import Selection
 from bytescale.hf.model.head import embeddings_of
-from bytescale.hf.model.probe import ModelStructure, expert_numbers
+from bytescale.hf.model.probe import LayerAttention, ModelStructure, expert_numbers
 
 _STATE_FLOPS = 6
 """Operations of a recurrence for each number of its state and token: a decay, a write and a read."""
@@ -38,7 +40,8 @@ def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
     """Count any model, layer by layer. All ranks get the same without a measurement.
 
     In a layer with a sliding window every query sees a bounded number of keys (``ModelSpec.windows``). Its ring traffic
-    is bounded too and is left out. Matrices outside of the layers are left out, but for the output projection.
+    is bounded too and is left out. Where keys are chosen, all earlier tokens' rows travel, and few are attended to.
+    Matrices outside of the layers are left out, but for the output projection.
     """
     modules = {name or type(module).__name__: module for name, module in model.named_modules()}
     embedding, head = (getattr(module, "weight", None) for module in embeddings_of(model))
@@ -48,6 +51,7 @@ def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
         inside, own = set(layer.modules()), {id(p): p for p in layer.parameters()}
         calls = [call for call in structure.layers if modules[call.name] in inside]
         ringed = [call for call in calls if call.rules.window is None]
+        chosen = [(call.selection or Selection(num_keys=0), call) for call in calls]
         mixers = [mixer for mixer in structure.mixers if modules[mixer.name] in inside]
         experts = [module for module in mixtures if module in inside]
         active = [
@@ -63,10 +67,17 @@ def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
                 trained_weights=sum(number for number, is_trained in active if is_trained),
                 expert_weights=sum(parameter.numel() for module in experts for parameter in module.parameters()),
                 expert_rows=float(len(experts) * (getattr(config, "num_experts_per_tok", 0) or 0)),
-                pair_numbers=float(sum(call.num_heads * (call.head_dim + call.value_dim) for call in calls)),
+                pair_numbers=sum(
+                    own.pair_numbers + own.index_flops / (2 + 2 * BACKWARD_ATTENTION_RATIO)  # it has no backward
+                    if own.num_keys
+                    else float(call.num_heads * (call.head_dim + call.value_dim))
+                    for own, call in chosen
+                ),
+                chosen_numbers=float(sum(own.pair_numbers for own, _ in chosen)),
+                num_chosen=max((own.num_keys for own, _ in chosen), default=0),
                 window=max((call.rules.window or 0 for call in calls), default=0) if not ringed else 0,
                 num_heads=sum(call.num_heads for call in ringed),
-                key_numbers=float(sum(call.num_kv_heads * (call.head_dim + call.value_dim) for call in ringed)),
+                key_numbers=float(sum(_travelling(call) for call in ringed)),
                 mixers=len(mixers),
                 state_numbers=sum(2.0 * (mixer.state_numbers + mixer.decay_numbers) for mixer in mixers),
             )
@@ -85,6 +96,12 @@ def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
         total=sum(size for size, _ in sizes),
         total_trained=sum(size for size, is_trained in sizes if is_trained),
     )
+
+
+def _travelling(call: LayerAttention) -> int:
+    """Numbers of a token that ranks with later tokens of its document need."""
+    own = call.selection
+    return call.num_kv_heads * (call.head_dim + call.value_dim) if own is None else own.index_width + own.row_width
 
 
 def _active_share(model: nn.Module) -> float:

@@ -269,12 +269,21 @@ def layer_of(call: Call, name: str) -> LayerAttention:
 
 def _with_selections(layers: Sequence[LayerAttention], blind: Blind) -> list[LayerAttention]:
     """``layers`` of the calls that ``blind`` has seen, each with how its keys are chosen."""
-    found, last = [], Selection(num_keys=0, index_width=0, index_flops=0.0)
+    found, last = [], Selection(num_keys=0)
     for layer, call in zip(layers, blind.calls, strict=True):
         assert blind.selections is not None, "they were looked at"
-        own = blind.selections.get(call.module)
-        last = own or replace(last, index_width=0, index_flops=0.0)  # a choice of an earlier layer's
-        found.append(layer if choice_of(call) is None else replace(layer, selection=last))
+        last = blind.selections.get(call.module) or Selection(num_keys=last.num_keys)  # an earlier layer's choice
+        rows = blind.layer_rows.get(call.module) if hasattr(call.module, "expand_kv") else None
+        latents = None if rows is None else rows.latents
+        first, second = (layer.head_dim, layer.value_dim) if latents is None else (part.shape[-1] for part in latents)
+        width, of_values = first + second, layer.value_dim if latents is None else first
+        of_pair = layer.num_heads * (layer.head_dim if latents is None else width)
+        selection = replace(
+            last,
+            row_width=width * (layer.num_kv_heads if latents is None else 1),
+            pair_numbers=of_pair + layer.num_heads * of_values,
+        )
+        found.append(layer if choice_of(call) is None else replace(layer, selection=selection))
     return found
 
 
