@@ -102,7 +102,7 @@ class PaperModel:
     def layout(self, capacity_tokens: int) -> tuple[int, int]:
         """Return tp and pp by the rule at the top of this file."""
         activations = capacity_tokens * self.spec.num_layers * kept_bytes_per_token(self.active)
-        weights = self.spec.num_layers * self.layer_parameters + 2 * self.spec.embedding
+        weights = self.spec.num_layers * self.layer_parameters + self.spec.outside + self.spec.head
         state_bytes = weights * (GRADIENT_BYTES + PARAMETER_BYTES)
         layouts = [(tp, pp) for pp in ((2, 4, 8, 16) if self.pipelined else (1,)) for tp in (1, 2, 4, 8)]
         return next((tp, pp) for tp, pp in layouts if (activations + state_bytes / pp) / tp <= DEVICE_BYTES)

@@ -74,7 +74,7 @@ def test_a_stage_costs_what_its_own_layers_cost() -> None:
     """The stages of a hybrid add up to the model, and its heavy layers are on their own stage."""
     light = LayerSpec(count=6, parameters=10, active_weights=10.0, trained_weights=10.0, pair_numbers=2.0)
     heavy = LayerSpec(count=2, parameters=30, active_weights=30.0, trained_weights=30.0, mixers=1, state_numbers=8.0)
-    spec = ModelSpec(layers=(light, heavy), vocab_size=4, hidden_size=2, head=0)
+    spec = ModelSpec(layers=(light, heavy), vocab_size=4, hidden_size=2, outside=0, head=0)
     whole = Profile.from_flops(spec, flops_per_second=1.0)
     stages = [whole.of_stage(stage, 2) for stage in (0, 1)]
     assert [stage.spec.layers for stage in stages] == [(light,), (heavy,)]

@@ -173,9 +173,9 @@ def test_offload_is_exposed_beyond_compute_on_all_layers_but_two() -> None:
 
 
 def test_gradient_sync_by_hand() -> None:
-    vocabulary = 128256 * 4096
-    assert stage_parameters(PROFILE, stage=0, pipeline_parallel=1) == 4 * 1000 + 2 * vocabulary
-    assert stage_parameters(PROFILE, stage=0, pipeline_parallel=3) == 1000 + vocabulary
+    vocabulary, norm = 128256 * 4096, 4096
+    assert stage_parameters(PROFILE, stage=0, pipeline_parallel=1) == 4 * 1000 + 2 * vocabulary + norm
+    assert stage_parameters(PROFILE, stage=0, pipeline_parallel=3) == 1000 + vocabulary + norm
     assert stage_parameters(PROFILE, stage=1, pipeline_parallel=3) == 2 * 1000
     for num_ranks, expected in ((4, 600 * 3 / 4 / 2.0 + 2 * 2 * 6), (16, 600 * 15 / 16 / 1.0 + 2 * 4 * 6), (1, 0)):
         seconds = bucket_seconds(PROFILE, 100.0, 1, num_ranks=num_ranks, ranks_per_node=8)

@@ -36,6 +36,7 @@ def spec_of_llama(preset: str, **changes: Any) -> ModelSpec:
         kind=content["model_type"],
         vocab_size=content["vocab_size"],
         hidden_size=hidden,
+        outside=words + hidden,
         head=words,
         head_trained=words,
         is_tied=is_tied,

@@ -19,7 +19,9 @@ def profile(*, num_layers: int = 4, quadratic: float = 0.0, ring_bytes: float = 
     links = Links(intra_node_bytes_per_second=rate, inter_node_bytes_per_second=rate) if ring_bytes else Links()
     return Profile(
         name="test",
-        spec=ModelSpec(layers=(replace(layer, count=num_layers),), vocab_size=1, hidden_size=1, head=1, is_tied=True),
+        spec=ModelSpec(
+            layers=(replace(layer, count=num_layers),), vocab_size=1, hidden_size=1, outside=1, head=1, is_tied=True
+        ),
         attention_forward=Curve(quadratic, 0.0, 0.0),
         attention_backward=Curve(2 * quadratic, 0.0, 0.0),
         rest_forward=Curve(0.0, 1.0, 0.0),

@@ -16,7 +16,7 @@ from torch import Tensor
 from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
 from bytescale.config.resolve import resolve_model
-from bytescale.config.schema import Config, CostConfig, MemoryConfig, ModelConfig, ParallelConfig
+from bytescale.config.schema import Config, CostConfig, MemoryConfig, ModelConfig
 from bytescale.cost.assumed import Rates, times_of
 from bytescale.cost.links import Links
 from bytescale.cost.profile import Point, Profile
@@ -29,7 +29,7 @@ from bytescale.train.profiling.links import measure_links
 from bytescale.train.profiling.measurer import Measurer
 from bytescale.train.profiling.profiler import CURVES, measure_profile
 from tests.helpers.ranks import run_ranks
-from tests.train.runs import SHAPE, described, on_ranks, run, small_run, with_shape, with_trainer, write_corpus
+from tests.train.runs import SHAPE, on_ranks, run, small_run, with_shape, with_trainer, write_corpus
 
 MODEL = ModelConfig(preset="tiny", config={**SHAPE, "vocab_size": 320})
 
@@ -88,11 +88,6 @@ def test_what_the_first_measurement_starts_up_does_not_count(monkeypatch: pytest
     monkeypatch.setattr(Measurer, "measure", slow_at_first)
     taken = measure_profile(measurer_of(), max_tokens=512, seconds=LONG)
     assert {point.tokens for point in taken.points} == {256, 512}
-
-
-def test_activation_bytes_are_those_of_the_memory_model(profile: Profile) -> None:
-    _, memory = described(Config(model=MODEL, parallel=ParallelConfig(ranks=1)))
-    assert profile.activation_bytes.linear == pytest.approx(memory.layer_saved_bytes_per_token, rel=0.05)
 
 
 def test_a_bad_fit_is_named_with_its_worst_point(profile: Profile) -> None:

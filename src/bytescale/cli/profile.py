@@ -118,10 +118,9 @@ def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:
     longest = max(point.tokens for point in profile.points)
     host = profile.links.device_to_host_bytes_per_second
     layer = float(profile.attention_forward(longest) + profile.rest_forward(longest))
-    kept = format_bytes(float(profile.activation_bytes(1.0)))
     console.print(
         f"{profile.device} ({threads} threads): the forward of a layer with hidden size {profile.spec.hidden_size} "
-        f"takes {layer * 1e3:.3g} ms for {format_count(longest)} tokens and keeps {kept} per token; copies to "
+        f"takes {layer * 1e3:.3g} ms for {format_count(longest)} tokens; copies to "
         f"the host run at {format_bytes(host)}/s"
     )
     for warning in fit_warnings(profile):

@@ -32,8 +32,9 @@ UPDATE_BYTES = 28  # AdamW reads an fp32 weight, its gradient and two moments, a
 def stage_parameters(profile: Profile, *, stage: int, pipeline_parallel: int) -> float:
     """Weights of one stage per device: its layers, the embedding on the first stage, and the head on the last one."""
     own, is_first, is_last = profile.of_stage(stage, pipeline_parallel), stage == 0, stage == pipeline_parallel - 1
-    matrices = int(is_first) + int(is_last and not (profile.spec.is_tied and is_first))
-    return (own.spec.num_layers * own.layer_parameters + matrices * own.spec.embedding) / profile.tensor_parallel
+    weights = own.spec.num_layers * own.layer_parameters + is_first * own.spec.outside
+    weights += (is_last and not (own.spec.is_tied and is_first)) * own.spec.head
+    return weights / profile.tensor_parallel
 
 
 def sync_bytes(profile: Profile, parameters_per_device: float, num_ranks: int) -> float:
@@ -47,8 +48,8 @@ def gathered_parameters(profile: Profile) -> tuple[float, float]:
 
     The last layer and the head stay open until backward comes (``runtime.optimizer.units``).
     """
-    words = profile.spec.embedding
-    forward = profile.spec.num_layers * profile.layer_parameters + 2 * words
+    words = profile.spec.head
+    forward = profile.spec.num_layers * profile.layer_parameters + profile.spec.outside + words
     return forward / profile.tensor_parallel, (forward - profile.layer_parameters - words) / profile.tensor_parallel
 
 

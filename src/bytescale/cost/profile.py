@@ -28,7 +28,7 @@ class Point:
     tokens: int
     """The length of the sequence."""
     value: float
-    """Seconds; for the curve ``activation_bytes``, bytes."""
+    """Seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Profile:
     """Seconds of the output projection and the loss, on the last stage."""
     head_backward: Curve = field(default_factory=Curve)
     activation_bytes: Curve = field(default_factory=Curve)
-    """Bytes that a layer keeps for its backward, per device (Act in the paper). 0: they are not known."""
+    """Bytes that a layer keeps for its backward, per device (Act in the paper). 0: the model's memory tells them."""
     sequence_forward_seconds: float = field(default=0.0, metadata=limits(least=0))
     """What every sequence adds to each block of attention, however short it is: a shared one has a block in each step
     of its ring."""

@@ -26,7 +26,6 @@ CURVES = (
     "rest_backward",
     "head_forward",
     "head_backward",
-    "activation_bytes",
 )
 BAD_RESIDUAL = 0.3
 """The relative error of a fit at one of its points above which there is a warning."""

@@ -62,6 +62,8 @@ class ModelSpec:
     """A word on the model for people, such as its family; empty: there is nothing to say."""
     vocab_size: int = field(metadata=limits(least=1))
     hidden_size: int = field(metadata=limits(least=1))
+    outside: int = field(metadata=limits(least=0))
+    """Weights outside of the layers and of an untied output projection: the embedding, other tables, norms."""
     head: int = field(metadata=limits(least=0))
     """Weights of the output projection."""
     head_trained: int = 0
@@ -82,11 +84,6 @@ class ModelSpec:
     def share_with(self, name: str) -> float:
         """The share of the layers in which this count is not 0."""
         return sum(layer.count for layer in self.layers if getattr(layer, name)) / self.num_layers
-
-    @property
-    def embedding(self) -> int:
-        """Weights of the embedding."""
-        return self.vocab_size * self.hidden_size
 
     @property
     def windows(self) -> tuple[tuple[int, float], ...]:

@@ -213,7 +213,7 @@ def _visible_sync(done: _Executed, stage: int) -> float:
     starts, ends = np.zeros((2, events.num_ranks))
     starts[some], ends[some] = (times[last, stage, 1] for times in (timeline.start, timeline.end))
     # The embedding's share: forward needs it first, and its gradient is complete last.
-    in_front = profile.spec.embedding / profile.tensor_parallel / parameters * (stage == 0)
+    in_front = profile.spec.outside / profile.tensor_parallel / parameters * (stage == 0)
     reduction = visible_reduction(
         seconds.reduce,
         count,

@@ -85,15 +85,18 @@ def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
         counted_before |= own.keys()
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     assert embedding is not None, "a decoder has an embedding"
+    total, is_tied = sum(size for size, _ in sizes), head is None or head is embedding
+    of_head = 0 if head is None else head.numel()
     return ModelSpec(
         layers=counted(layers),
         kind=str(getattr(config, "model_type", "")),
         vocab_size=embedding.shape[0],
         hidden_size=embedding.shape[1],
-        head=0 if head is None else head.numel(),
-        head_trained=0 if head is None or not head.requires_grad else head.numel(),
-        is_tied=head is None or head is embedding,
-        total=sum(size for size, _ in sizes),
+        outside=max(0, total - sum(layer.parameters for layer in layers) - (0 if is_tied else of_head)),
+        head=of_head,
+        head_trained=of_head if head is not None and head.requires_grad else 0,
+        is_tied=is_tied,
+        total=total,
         total_trained=sum(size for size, is_trained in sizes if is_trained),
     )
 

@@ -9,7 +9,6 @@ power, so several ranks measure the same things at the same time. The slowest co
 * rest        A layer whose attention does next to nothing: projections, norms, rotation, feed-forward. Backward adds to
               existing gradients, as it does from the second micro-batch on.
 * head        The linear cross-entropy as in training: its forward computes the gradients and its backward scales them.
-* activations The bytes that autograd saves in a layer, without parameters and inputs that all layers share.
 """
 
 from __future__ import annotations
