@@ -48,7 +48,7 @@ from bytescale.attention import AttentionKernel, AttentionRules, select_kernel
 from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.kernels import OfQueries
 from bytescale.config.schema import OptimizerConfig
-from bytescale.cost.flops import BACKWARD_ATTENTION_RATIO
+from bytescale.cost.model import BACKWARD_ATTENTION_RATIO
 from bytescale.cost.profile_file import fit_warnings, save_profile
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.measure import measure_rows, measured_memory

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,7 @@ from rich.table import Table
 
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
 from bytescale.attention.kernels import OfQueries
-from bytescale.config.architecture import PRESETS
-from bytescale.cost import flops
+from bytescale.config.presets import PRESETS
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
 from bytescale.cost.profile import Profile
@@ -44,6 +43,7 @@ from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime.group import RankGroup
 from bytescale.simulator import ClusterConfig, simulate
+from bytescale.train.parts.describe import spec_of_content
 from bytescale.train.profiling.links import ring_rate
 
 PORT = 29577
@@ -124,18 +124,18 @@ def worker(arguments: argparse.Namespace) -> None:
 
 def predicted_seconds(case: Case, arguments: argparse.Namespace, links: Links, blocks: tuple[float, float]) -> float:
     """What the simulator says of one layer's attention. ``blocks``: seconds of a block, forward and backward."""
-    shape = replace(PRESETS["tiny"], num_layers=1, num_heads=QUERY_HEADS, num_kv_heads=case.key_heads, head_dim=WIDTH)
-    keys = flops.ring_bytes_per_token(shape, bytes_per_element=4)
+    heads = {"num_attention_heads": QUERY_HEADS, "num_key_value_heads": case.key_heads, "head_dim": WIDTH}
+    spec = spec_of_content(PRESETS["tiny"] | heads | {"num_hidden_layers": 1})
+    keys = 4 * spec.mean("key_numbers")
     profile = Profile(
         name="measured",
-        architecture=shape,
+        spec=spec,
         attention_forward=Curve(blocks[0] / arguments.tokens**2),
         attention_backward=Curve(blocks[1] / arguments.tokens**2),
         rest_forward=Curve(),
         rest_backward=Curve(),
-        activation_bytes=Curve(),
-        ring_forward_bytes_per_token=keys[0],
-        ring_backward_bytes_per_token=keys[1],
+        ring_forward_bytes_per_token=keys,
+        ring_backward_bytes_per_token=2 * keys,
         links=links,
         layer_parameters=0,
     )

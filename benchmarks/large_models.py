@@ -11,29 +11,30 @@ that is. Nothing runs.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
 from bytescale.attention import select_kernel
-from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.description import ModelDescription
-from bytescale.config.hugging_face import hf_config_of
+from bytescale.config.presets import PRESETS
 from bytescale.config.schema import AUTO_CAPACITY, Config, Experts
 from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.train.parts.describe import describe_model
 
 GIB = 2**30
 NUM_GPUS, USABLE_BYTES = 8, 0.92 * 79.1 * GIB  # of an H100 with 80 GB
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "8B": PRESETS["7b"],
-    "32B": replace(
-        PRESETS["7b"], num_layers=64, hidden_size=5120, num_heads=64, ffn_hidden_size=25600, vocab_size=151936
-    ),
-    "30B-A3B": replace(
-        PRESETS["7b"], num_layers=48, hidden_size=2048, num_kv_heads=4, ffn_hidden_size=768, vocab_size=151936,
-        num_experts=128, experts_per_token=8,
-    ),
+    "32B": PRESETS["7b"] | {
+        "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 64, "intermediate_size": 25600,
+        "vocab_size": 151936,
+    },
+    "30B-A3B": PRESETS["mixtral-8x7b"] | {
+        "num_hidden_layers": 48, "hidden_size": 2048, "num_key_value_heads": 4, "intermediate_size": 768,
+        "vocab_size": 151936, "rope_theta": 500_000.0, "num_local_experts": 128, "num_experts_per_tok": 8,
+        "router_aux_loss_coef": 0.0,
+    },
     "70B": PRESETS["70b"],
 }  # fmt: skip
 """Llama 3's 8B and 70B, and decoders of the sizes of Qwen3-32B and Qwen3-30B-A3B."""
@@ -41,21 +42,21 @@ MODES = ((1, 1, False), (1, 1, True), (1, 8, False), (1, 8, True), (2, 4, True),
 """Tensor parallelism, ranks that share layers, and whether the optimizer is in host memory."""
 MIXTURES = {
     "30B-A3B": SHAPES["30B-A3B"],
-    "235B-A22B": replace(
-        SHAPES["30B-A3B"], num_layers=94, hidden_size=4096, num_heads=64, head_dim=128, ffn_hidden_size=1536
-    ),
-    "671B-A37B": replace(
-        SHAPES["30B-A3B"], num_layers=61, hidden_size=7168, num_heads=128, num_kv_heads=8, head_dim=128,
-        ffn_hidden_size=2048, vocab_size=129280, num_experts=256,
-    ),
+    "235B-A22B": SHAPES["30B-A3B"] | {
+        "num_hidden_layers": 94, "hidden_size": 4096, "num_attention_heads": 64, "intermediate_size": 1536,
+    },
+    "671B-A37B": SHAPES["30B-A3B"] | {
+        "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 8,
+        "intermediate_size": 2048, "vocab_size": 129280, "num_local_experts": 256,
+    },
 }  # fmt: skip
 """Mixtures of the sizes of Qwen3's two and DeepSeek-V3, without its latent attention and its shared expert."""
 
 
-def memory_of(shape: Architecture, config: Config, num_ranks: int, domain: int) -> MeasuredMemory:
+def memory_of(shape: dict[str, Any], config: Config, num_ranks: int, domain: int) -> MeasuredMemory:
     """Measured on the meta device, in BF16."""
     cpu, dtype = torch.device("cpu"), torch.bfloat16
-    kernel, architecture = select_kernel("auto", cpu, dtype), ModelDescription(content=hf_config_of(shape))
+    kernel, architecture = select_kernel("auto", cpu, dtype), ModelDescription(content=shape)
     _, memory = describe_model(config, architecture, kernel, cpu, dtype, num_ranks=num_ranks, kind="cuda")
     return memory.of_run(config, domain=domain)
 

@@ -32,7 +32,7 @@ import numpy as np
 import psutil
 
 from bytescale.common.atomic import write_atomically
-from bytescale.config.architecture import PRESETS
+from bytescale.config.presets import PRESETS
 from bytescale.config.schema import DataConfig, PlannerConfig
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.profile import Profile
@@ -45,13 +45,14 @@ from bytescale.data.tokens.pairs import IndexedWriter, MetadataGatherer
 from bytescale.plan import RankPlan
 from bytescale.plan.plan import PREFETCH_STEPS
 from bytescale.planner.verified import VerifiedPlanner
+from bytescale.train.parts.describe import spec_of_content
 
 MIB = 1024**2
 _CONTEXT = 131072  # of the comparison of bytes
 
 
 def planner_for(num_ranks: int, capacity_tokens: int) -> VerifiedPlanner:
-    cost = Profile.from_flops(PRESETS["7b"], flops_per_second=1e14).cost_model()
+    cost = Profile.from_flops(spec_of_content(PRESETS["7b"]), flops_per_second=1e14).cost_model()
     return VerifiedPlanner(PlannerConfig(), Cluster.uniform(num_ranks, capacity_tokens), cost)
 
 

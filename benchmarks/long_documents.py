@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.config.resolve import preset_shape
-from bytescale.config.schema import ModelConfig
+from bytescale.config.presets import PRESETS
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel
@@ -31,6 +30,7 @@ from bytescale.planner.adaptive.planner import adaptive_plan
 from bytescale.planner.baselines import static_plan
 from bytescale.planner.evaluate import evaluate
 from bytescale.planner.short_first import short_first
+from bytescale.train.parts.describe import spec_of_content
 
 VOCABULARY = 8192
 PADDED_DOCUMENTS = 8
@@ -252,7 +252,7 @@ def shown(ends: FloatArray) -> str:
 def assumed_profile() -> Profile:
     """7B in bf16 on H100: 400 TFLOP/s in matrix products, 300 in attention, 300 GB/s in a node, 40 between nodes."""
     return Profile.from_flops(
-        preset_shape(ModelConfig(preset="7b")),
+        spec_of_content(PRESETS["7b"]),
         flops_per_second=400e12,
         attention_flops_per_second=300e12,
         launch_seconds=50e-6,

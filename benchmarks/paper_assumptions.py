@@ -42,12 +42,16 @@ Assumed, one rule each:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from bytescale.config.architecture import PRESETS, Architecture
-from bytescale.cost import flops
+from bytescale.config.presets import PRESETS
+from bytescale.cost.curve import Curve
 from bytescale.cost.gradient_sync import GRADIENT_BYTES
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile
+from bytescale.cost.spec import ModelSpec
+from bytescale.train.parts.describe import spec_of_content
 
 KIBI = 1024
 BATCH_TOKENS = 32 * KIBI**2
@@ -74,72 +78,69 @@ SLOW_DOWN_PER_DOUBLING = {"static": 2.0, "naive": 1.23, "paper": 1.08}  # github
 CASE_STUDY_SECONDS = {"static": 520.0, "naive": 272.0, "paper": 157.0}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PaperModel:
     """One of the six models, with its cluster."""
 
     name: str
-    active: Architecture  # for a mixture, the width that one token passes through
+    active: dict[str, Any]  # config.json; for a mixture, with the width that one token passes through
     num_gpus: int
     pipelined: bool
-    layer_parameters: int  # all experts
+    experts: int = 1
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return spec_of_content(self.active)
+
+    @property
+    def layer_parameters(self) -> float:
+        """Of all experts, without norms and routers."""
+        blocks = 3 * self.active["hidden_size"] * self.active["intermediate_size"]
+        more = (self.experts / 2 - 1) * blocks - 2 * self.active["hidden_size"] if self.experts > 1 else 0
+        return self.spec.mean("parameters") + more
 
     def layout(self, capacity_tokens: int) -> tuple[int, int]:
         """Return tp and pp by the rule at the top of this file."""
-        shape = self.active
-        activations = capacity_tokens * shape.num_layers * flops.layer_activation_bytes_per_token(shape)
-        weights = shape.num_layers * self.layer_parameters + 2 * shape.vocab_size * shape.hidden_size
+        activations = capacity_tokens * self.spec.num_layers * kept_bytes_per_token(self.active)
+        weights = self.spec.num_layers * self.layer_parameters + self.spec.outside + self.spec.head
         state_bytes = weights * (GRADIENT_BYTES + PARAMETER_BYTES)
         layouts = [(tp, pp) for pp in ((2, 4, 8, 16) if self.pipelined else (1,)) for tp in (1, 2, 4, 8)]
         return next((tp, pp) for tp, pp in layouts if (activations + state_bytes / pp) / tp <= DEVICE_BYTES)
 
     def profile(self, tensor_parallel: int) -> Profile:
         """Return the profile of the case study's device with this model."""
-        return load_profile("case-study").scaled_to(
-            self.active, tensor_parallel=tensor_parallel, layer_parameters=self.layer_parameters
-        )
+        profile = load_profile("case-study").scaled_to(self.spec, tensor_parallel=tensor_parallel)
+        kept = Curve(0.0, kept_bytes_per_token(self.active) / tensor_parallel, 0.0)
+        return replace(profile, activation_bytes=kept, layer_parameters=self.layer_parameters)
 
 
-def _dense(name: str, shape: Architecture, num_gpus: int, *, pipelined: bool = False) -> PaperModel:
-    return PaperModel(
-        name=name,
-        active=shape,
-        num_gpus=num_gpus,
-        pipelined=pipelined,
-        layer_parameters=flops.layer_parameters(shape),
-    )
+def kept_bytes_per_token(content: dict[str, Any]) -> int:
+    """Bytes in bf16 that a layer keeps of a token for its backward (Act(s) = a2 s in the paper).
+
+    The input and output of both norms, q, k and v after the rotation, the output of attention, and gate, up, silu(gate)
+    and their product; in fp32, the log-sum-exp of each head and one scale per norm.
+    """
+    heads = content["num_attention_heads"], content["num_key_value_heads"]
+    widths = 4 * (content["hidden_size"] + content["intermediate_size"]) + 2 * sum(heads) * content["head_dim"]
+    return int(2 * widths + 4 * (heads[0] + 2))
 
 
-def _mixture(name: str, shape: Architecture, num_gpus: int) -> PaperModel:
-    """Make a mixture. ``shape`` has the width of ONE expert; two of eight are active."""
-    experts = 8 * flops.feed_forward_parameters(shape)
-    return PaperModel(
-        name=name,
-        active=replace(shape, ffn_hidden_size=2 * shape.ffn_hidden_size),
-        num_gpus=num_gpus,
-        pipelined=True,
-        layer_parameters=flops.attention_parameters(shape) + experts,
-    )
+def _dense(name: str, preset: str, num_gpus: int, *, pipelined: bool = False, **fields: int) -> PaperModel:
+    return PaperModel(name=name, active=PRESETS[preset] | fields, num_gpus=num_gpus, pipelined=pipelined)
 
 
-def _mistral(layers: int, heads: int, hidden: int, ffn: int) -> Architecture:
-    return replace(
-        PRESETS["7b"],
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=8,
-        hidden_size=hidden,
-        head_dim=hidden // heads,
-        ffn_hidden_size=ffn,
-        vocab_size=32768,
-    )
+def _mixture(name: str, num_gpus: int, *, layers: int, heads: int, hidden: int, ffn: int) -> PaperModel:
+    """Make a mixture with Mistral's widths. ``ffn`` is the width of ONE expert; two of eight are active."""
+    fields = {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden, "vocab_size": 32768}
+    active = PRESETS["7b"] | fields | {"head_dim": hidden // heads, "intermediate_size": 2 * ffn}
+    return PaperModel(name=name, active=active, num_gpus=num_gpus, pipelined=True, experts=8)
 
 
 MODELS = (
-    _dense("7B", replace(PRESETS["7b"], ffn_hidden_size=11008), 1024),
-    _dense("13B", PRESETS["13b"], 2048),
-    _dense("30B", PRESETS["30b"], 4096),
-    _dense("70B", PRESETS["70b"], 8192, pipelined=True),
-    _mixture("8x7B", _mistral(32, 32, 4096, 14336), 8192),
-    _mixture("8x22B", _mistral(56, 48, 6144, 16384), 16384),
+    _dense("7B", "7b", 1024, intermediate_size=11008),
+    _dense("13B", "13b", 2048),
+    _dense("30B", "30b", 4096),
+    _dense("70B", "70b", 8192, pipelined=True),
+    _mixture("8x7B", 8192, layers=32, heads=32, hidden=4096, ffn=14336),
+    _mixture("8x22B", 16384, layers=56, heads=48, hidden=6144, ffn=16384),
 )

@@ -62,7 +62,7 @@ class Setting:
         per_node = self.devices.ranks_per_node
         self.cluster = Cluster.uniform(self.devices.num_ranks, capacity_tokens)
         self.cost: CostModel = self.profile.cost_model(ranks_per_node=per_node, pipeline_parallel=pp)
-        self.sync_hidden = 1.0 - pp / model.active.num_layers
+        self.sync_hidden = 1.0 - pp / model.spec.num_layers
         """Share of the gradient sync that runs beside computation in the published system."""
         self.loader_seconds = paper.LOADER_NODE_SECONDS * paper.GPUS_PER_NODE / model.num_gpus
 
@@ -95,7 +95,7 @@ class Setting:
 
     def algorithm_1(self, lengths: IntArray, *, offload: bool) -> Plan:
         """Return the plan of Algorithm 1 with Eq. 3, or with an offload ratio of 0."""
-        layers = self.model.active.num_layers
+        layers = self.model.spec.num_layers
         rule = OffloadRule(
             profile=self.profile, num_layers=layers, movable_share=(layers - 2) / layers, host_bytes=paper.HOST_BYTES
         )

@@ -57,7 +57,8 @@ def random_grid_batch(seed: int) -> tuple[IntArray, Profile, ClusterConfig]:
     num_ranks, capacity = int(np.exp(random.uniform(np.log(4), np.log(3000)))), 8192
     count = int(np.exp(random.uniform(np.log(4), np.log(3000))))
     study = load_profile("case-study")
-    heads = replace(study.architecture, num_kv_heads=int(random.choice([1, 4, 8, 32])))
+    (layer,) = study.spec.layers
+    heads = replace(layer, key_numbers=256.0 * int(random.choice([1, 4, 8, 32])))
     near, far, latency = 10 ** random.uniform(-1, 1, 3)
     links = replace(
         study.links,
@@ -66,7 +67,7 @@ def random_grid_batch(seed: int) -> tuple[IntArray, Profile, ClusterConfig]:
         latency_seconds=latency * study.links.latency_seconds,
         message_seconds=float(random.choice([0.0, 0.1])) * study.links.latency_seconds,
     )
-    profile = replace(study.scaled_to(heads, tensor_parallel=1), links=links)
+    profile = replace(study.scaled_to(replace(study.spec, layers=(heads,)), tensor_parallel=1), links=links)
     lengths = np.clip(_random_lengths(random, count, capacity, num_ranks * capacity), 1, num_ranks * capacity)
     node = int(random.choice([1, 4, 8]))
     devices = ClusterConfig(num_gpus=num_ranks, gpus_per_node=node)

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from bytescale.config.architecture import PRESETS
+from bytescale.config.presets import PRESETS
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
@@ -27,13 +27,14 @@ from bytescale.planner.adaptive.planner import adaptive_plan
 from bytescale.planner.baselines import static_plan
 from bytescale.planner.evaluate import evaluate
 from bytescale.planner.rounds.planner import rounds_plan
+from bytescale.train.parts.describe import spec_of_content
 from planner_batches import random_batch, sample
 
 CAPACITY, NODE = 8192, 8
 COSTS = {
     "free": CostModel.from_work(),
-    "counted": assumed_cost(PRESETS["7b"], device="cuda", bytes_per_element=2),
-    "gathers": assumed_cost(PRESETS["7b"], device="cuda", bytes_per_element=2, domain=NODE),
+    "counted": assumed_cost(spec_of_content(PRESETS["7b"]), device="cuda", bytes_per_element=2),
+    "gathers": assumed_cost(spec_of_content(PRESETS["7b"]), device="cuda", bytes_per_element=2, domain=NODE),
 }
 
 

@@ -13,13 +13,14 @@ from collections.abc import Callable
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.config.architecture import PRESETS
+from bytescale.config.presets import PRESETS
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.planner.adaptive.planner import adaptive_plan
 from bytescale.planner.evaluate import evaluate
+from bytescale.train.parts.describe import spec_of_content
 
 CAPACITY = 8192
 CONTEXT = 2**18
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--free", action="store_true", help="messages take no time")
     given = parser.parse_args(arguments)
-    cost = assumed_cost(PRESETS["7b"], device="cuda", bytes_per_element=2)
+    cost = assumed_cost(spec_of_content(PRESETS["7b"]), device="cuda", bytes_per_element=2)
     if given.free:
         cost = CostModel.from_work(linear_per_square=24576)
     print(f"{'shape':18}{'ranks':>7}{'sequences':>11}{'step s':>9}{'over even':>11}{'planned in s':>14}")

@@ -8,21 +8,26 @@ The two profiles are for different devices or different tensor parallelism, so t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-from bytescale.config.architecture import PRESETS
-from bytescale.cost import flops
+from bytescale.config.presets import PRESETS
+from bytescale.config.schema import ModelConfig
 from bytescale.cost.curve import Curve, fit_curve
 from bytescale.cost.links import Links
 from bytescale.cost.profile import Point, Profile
 from bytescale.cost.profile_file import save_profile
+from bytescale.train.parts.describe import spec_of_content
 
 FOLDER = Path(__file__).parents[1] / "src/bytescale/cost/profiles"
 KIBI = 1024
 
 # The paper's 7B model has LLaMA's name and shape, but no feed-forward width is printed. This is LLaMA 7B's.
-PAPER_7B = replace(PRESETS["7b"], ffn_hidden_size=11008)
+PAPER_7B = ModelConfig(preset="7b", config={"intermediate_size": 11008})
+SPEC = spec_of_content(PRESETS["7b"] | PAPER_7B.config)
+(LAYER,) = SPEC.layers
+# Of a token and layer in bf16: the input and output of both norms, q, k and v after the rotation, the output of
+# attention, and gate, up, silu(gate) and their product; in fp32, the log-sum-exp of each head and one scale per norm.
+KEPT_BYTES = 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 11008) + 4 * (32 + 2)
 
 # Backward over forward: where compute decides the time (case study), and where traffic decides it.
 ATTENTION_BACKWARD, REST_BACKWARD, RING_BACKWARD = 2.5, 2.0, 2.7
@@ -42,13 +47,13 @@ PCIE_BYTES_PER_SECOND = 0.5 * OFFLOADED_BYTES / (6.49 - 5.08)
 def case_study() -> Profile:
     """Return the profile of section 8's case study: 7B, 2M, 1024 GPUs, TP 2, 8K tokens per rank."""
     tp, rank_tokens = 2, 8 * KIBI
-    slice_bytes = rank_tokens * flops.kv_bytes_per_token(PAPER_7B) / tp
+    slice_bytes = rank_tokens * 2 * LAYER.key_numbers / tp
     rate = slice_bytes / (RING_STEP_SECONDS - RING_LATENCY_SECONDS)
     long_tokens, long_ranks, long_seconds = 312 * KIBI, 39, 0.110
     attention = Curve(long_seconds * long_ranks / long_tokens**2, 0.0, 0.0)
     rest = Curve(0.0, 0.0095 / rank_tokens, 0.0)
-    head = 2 * flops.head_parameters(PAPER_7B) / flops.layer_linear_flops_per_token(PAPER_7B) * rest.linear
-    ring_bytes = flops.kv_bytes_per_token(PAPER_7B) / tp
+    head = SPEC.head / LAYER.active_weights * rest.linear
+    ring_bytes = 2 * LAYER.key_numbers / tp
     return Profile(
         name="case-study",
         source=(
@@ -59,7 +64,8 @@ def case_study() -> Profile:
             "Open: feed-forward width 11008 (LLaMA's), head by operation count, links inside a node (taken as 10x "
             "those across), PCIe from the offload figure."
         ),
-        architecture=PAPER_7B,
+        spec=SPEC,
+        model=PAPER_7B,
         tensor_parallel=tp,
         attention_forward=attention,
         attention_backward=attention.times(ATTENTION_BACKWARD),
@@ -67,7 +73,7 @@ def case_study() -> Profile:
         rest_backward=rest.times(REST_BACKWARD),
         head_forward=Curve(0.0, head, 0.0),
         head_backward=Curve(0.0, head * REST_BACKWARD, 0.0),
-        activation_bytes=Curve(0.0, flops.layer_activation_bytes_per_token(PAPER_7B) / tp, 0.0),
+        activation_bytes=Curve(0.0, KEPT_BYTES / tp, 0.0),
         ring_forward_bytes_per_token=ring_bytes,
         ring_backward_bytes_per_token=ring_bytes * RING_BYTES_BACKWARD,
         links=Links(
@@ -77,7 +83,7 @@ def case_study() -> Profile:
             device_to_host_bytes_per_second=PCIE_BYTES_PER_SECOND,
             host_to_device_bytes_per_second=PCIE_BYTES_PER_SECOND,
         ),
-        layer_parameters=flops.layer_parameters(PAPER_7B),
+        layer_parameters=LAYER.parameters,
         points=(Point(curve="rest_forward", tokens=rank_tokens, value=0.0095),),
     )
 
@@ -89,9 +95,9 @@ def figure_6() -> Profile:
     rest_ms = [0.9, 1.8, 3.6, 7.5, 15.1, 28.2]
     attention = fit_curve(tokens, [ms / 1e3 for ms in attention_ms])
     rest = fit_curve(tokens, [ms / 1e3 for ms in rest_ms], quadratic=False)
-    head = 2 * flops.head_parameters(PAPER_7B) / flops.layer_linear_flops_per_token(PAPER_7B) * rest.linear
+    head = SPEC.head / LAYER.active_weights * rest.linear
     tp = 8
-    ring_bytes = flops.kv_bytes_per_token(PAPER_7B) / tp
+    ring_bytes = 2 * LAYER.key_numbers / tp
     points = [
         Point(curve="attention_forward", tokens=n, value=ms / 1e3) for n, ms in zip(tokens, attention_ms, strict=True)
     ]
@@ -103,7 +109,8 @@ def figure_6() -> Profile:
             "PCIe). Open: TP 8, which explains both the times and 16.3 KB of activations per token and layer; "
             "backward by the case study's ratios; links of one 400 Gb/s adapter a device and NVLink, at 80 %."
         ),
-        architecture=PAPER_7B,
+        spec=SPEC,
+        model=PAPER_7B,
         tensor_parallel=tp,
         attention_forward=attention,
         attention_backward=attention.times(ATTENTION_BACKWARD),
@@ -121,7 +128,7 @@ def figure_6() -> Profile:
             device_to_host_bytes_per_second=PCIE_BYTES_PER_SECOND,
             host_to_device_bytes_per_second=PCIE_BYTES_PER_SECOND,
         ),
-        layer_parameters=flops.layer_parameters(PAPER_7B),
+        layer_parameters=LAYER.parameters,
         points=tuple(points),
     )
 

@@ -5,7 +5,7 @@
 Batches of 32M tokens of the length distributions, cut at the context, 8K tokens a rank, simulated. A rank is one GPU
 with the rates and links of the paper's case study (``paper_assumptions.py``), and nodes have eight. Models have the
 shapes of Qwen3.6-27B and 35B-A3B (gated delta net in three of four layers) and of Nemotron 3 Nano 30B-A3B (Mamba 2 in
-23 of 29), counted by the code that counts attached models. A recurrence counts as six operations for each number of its
+23 of 29), counted by the code that counts all models. A recurrence counts as six operations for each number of its
 state and token, at the rate of matrices. Traffic of sharded parameters is left out, in all columns alike.
 
     attention     every recurrent layer is an attention layer with as many weights
@@ -24,67 +24,36 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
 
 import paper_assumptions as paper
-from bytescale.attention import AttentionRules
 from bytescale.common.arrays import IntArray
 from bytescale.common.units import format_si, parse_count
-from bytescale.cost import flops
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.length_distributions import sample_lengths
-from bytescale.hf.model.blind import LayerRecurrence
-from bytescale.hf.model.costs import spec_of
-from bytescale.hf.model.probe import LayerAttention, ModelStructure
 from bytescale.planner.adaptive.planner import adaptive_plan
 from bytescale.planner.baselines import static_plan
 from bytescale.simulator import ClusterConfig, simulate
+from bytescale.train.parts.describe import spec_of_content
 
 CELLS = ("64:256K", "256:1M", "512:2M", "1024:2M", "4096:2M")
 DEVICE = load_profile("case-study")
 
 
-def counted(
-    config: Any, *, attention: int, heads: tuple[int, int, int], mixers: int, mixer: tuple[int, int]
-) -> ModelSpec:
-    """The counts of a model of transformers.
-
-    Args:
-        config: of the model, which is made without memory.
-        attention: layers with attention, of ``heads``: query heads, key/value heads and their width.
-        mixers: recurrent layers, of ``mixer``: numbers of a state, and of what a run of tokens multiplies it with.
-    """
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    queries, keys, width = heads
-    layer = LayerAttention(
-        name="", num_heads=queries, num_kv_heads=keys, head_dim=width, value_dim=width, rules=AttentionRules()
-    )
-    recurrence = LayerRecurrence(name="", state_numbers=mixer[0], decay_numbers=mixer[1])
-    return spec_of(model, ModelStructure(layers=(layer,) * attention, random_parts=(), mixers=(recurrence,) * mixers))
-
-
-def qwen_27b() -> ModelSpec:
+def qwen_27b() -> Any:
     shape: dict[str, Any] = {
         "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 24,
         "num_key_value_heads": 4, "head_dim": 256, "linear_num_value_heads": 48,
     }  # fmt: skip
-    config = transformers.Qwen3_5TextConfig(**shape)
-    return counted(config, attention=16, heads=(24, 4, 256), mixers=48, mixer=(48 * 128 * 128, 48 * 128 * 128))
+    return transformers.Qwen3_5TextConfig(**shape)
 
 
-def qwen_35b_a3b() -> ModelSpec:
-    config = transformers.Qwen3_5MoeTextConfig()  # whose defaults it has
-    return counted(config, attention=10, heads=(16, 2, 256), mixers=30, mixer=(32 * 128 * 128, 32 * 128 * 128))
-
-
-def nemotron() -> ModelSpec:
+def nemotron() -> Any:
     pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
     kinds = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
     shape: dict[str, Any] = {
@@ -93,36 +62,42 @@ def nemotron() -> ModelSpec:
         "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
         "moe_shared_expert_intermediate_size": 3712,
     }  # fmt: skip
-    config = transformers.NemotronHConfig(**shape)
-    return counted(config, attention=6, heads=(32, 2, 128), mixers=23, mixer=(64 * 64 * 128, 64))
+    return transformers.NemotronHConfig(**shape)
 
 
-MODELS: dict[str, Callable[[], ModelSpec]] = {"27B": qwen_27b, "35B-A3B": qwen_35b_a3b, "nemotron": nemotron}
+MODELS: dict[str, Callable[[], Any]] = {
+    "27B": qwen_27b,
+    "35B-A3B": transformers.Qwen3_5MoeTextConfig,  # whose defaults it has
+    "nemotron": nemotron,
+}
 
 
 def profile_of(spec: ModelSpec) -> Profile:
     """The model on the device of the case study, which is one of the two that share its rank."""
-    shape, parts = DEVICE.architecture, DEVICE.tensor_parallel
+    parts = DEVICE.tensor_parallel
     return Profile.from_flops(
         spec,
-        flops_per_second=flops.layer_linear_flops_per_token(shape) / (parts * DEVICE.rest_forward.linear),
-        attention_flops_per_second=flops.layer_attention_flops_per_square(shape)
-        / (parts * DEVICE.attention_forward.quadratic),
+        flops_per_second=2 * DEVICE.spec.mean("active_weights") / (parts * DEVICE.rest_forward.linear),
+        attention_flops_per_second=DEVICE.spec.mean("pair_numbers") / (parts * DEVICE.attention_forward.quadratic),
         links=DEVICE.links,
     )
 
 
 def gains(spec: ModelSpec, lengths: IntArray, num_ranks: int, context: int) -> dict[str, float]:
     """Of one batch, the figures of a row."""
-    share = 1.0 - spec.recurrent_share
+    full = next(layer for layer in spec.layers if layer.pair_numbers)
+    rings = {"pair_numbers": full.pair_numbers, "key_numbers": full.key_numbers, "num_heads": full.num_heads}
     attention = replace(
-        spec, pair_numbers=spec.pair_numbers / share, key_numbers=spec.key_numbers / share, recurrent_share=0.0,
-        state_numbers=0.0,
-    )  # fmt: skip
+        spec,
+        layers=tuple(
+            replace(layer, mixers=0, state_numbers=0.0, **rings) if layer.mixers else layer for layer in spec.layers
+        ),
+    )
+    free = replace(spec, layers=tuple(replace(layer, state_numbers=0.0) for layer in spec.layers))
     devices = ClusterConfig(num_gpus=num_ranks, gpus_per_node=paper.GPUS_PER_NODE)
     cluster = Cluster.uniform(num_ranks, paper.CAPACITY_TOKENS)
     row: dict[str, float] = {}
-    for name, model in (("attention", attention), ("free", replace(spec, state_numbers=0.0)), ("hybrid", spec)):
+    for name, model in (("attention", attention), ("free", free), ("hybrid", spec)):
         profile = profile_of(model)
         cost = profile.cost_model(ranks_per_node=paper.GPUS_PER_NODE)
         plans = (
@@ -144,8 +119,10 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console()
     for name in arguments.models:
-        spec = MODELS[name]()
-        title = f"{name}: {format_si(spec.total)} parameters, {100 * spec.recurrent_share:.0f} % of layers recurrent"
+        spec = spec_of_content(MODELS[name]().to_dict())
+        title = (
+            f"{name}: {format_si(spec.total)} parameters, {100 * spec.share_with('mixers'):.0f} % of layers recurrent"
+        )
         table = Table("data", "ranks", "context", "attention", "free", "hybrid", "messages", title=title)
         for data in arguments.data:
             for cell in arguments.cells:

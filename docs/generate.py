@@ -20,8 +20,7 @@ import tyro
 from bytescale.cli.main import COMMANDS
 from bytescale.cli.options import attribute_texts
 from bytescale.common.units import format_count
-from bytescale.config.architecture import PRESETS
-from bytescale.config.hugging_face import EXPERT_NAMES, NAMES
+from bytescale.config.presets import PRESETS
 from bytescale.config.schema import Config
 
 if TYPE_CHECKING:
@@ -164,11 +163,12 @@ def _summary(kind: type) -> str:
 
 
 def _presets() -> list[str]:
-    shown = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "num_experts")
+    shown = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+             "num_local_experts")  # fmt: skip
     rows = [
-        "| preset | " + " | ".join(f"`{(NAMES | EXPERT_NAMES)[name]}`" for name in shown) + " |",
+        "| preset | " + " | ".join(f"`{name}`" for name in shown) + " |",
         "|---" * (len(shown) + 1) + "|",
     ]
-    for name, shape in PRESETS.items():
-        rows.append(f"| `{name}` | " + " | ".join(str(getattr(shape, field)) for field in shown) + " |")
+    for name, content in PRESETS.items():
+        rows.append(f"| `{name}` | " + " | ".join(str(content.get(field, 0)) for field in shown) + " |")
     return rows

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bytescale.config.architecture import PRESETS
-from bytescale.cost import flops
+from bytescale.config.presets import PRESETS
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile
+from bytescale.train.parts.describe import spec_of_content
 
 KIBI = 1024
 
@@ -55,12 +55,12 @@ def case_study() -> Published:
 
 def h100() -> Published:
     """H100 with one 400 Gb/s adapter (50 GB/s) each, 7B in bf16, slices of 8K tokens, 60 % of 989 TFLOP/s."""
-    shape, tokens = PRESETS["7b"], 8 * KIBI
+    spec, tokens = spec_of_content(PRESETS["7b"]), 8 * KIBI
     return Published(
         name="h100",
         source="data sheet: 989 TFLOP/s dense in bf16 (60 % reached), 50 GB/s",
-        transfer_seconds=tokens * flops.kv_bytes_per_token(shape) / 50e9,
-        block_seconds=flops.layer_attention_flops_per_square(shape) * tokens**2 / (0.6 * 989e12),
+        transfer_seconds=tokens * 2 * spec.mean("key_numbers") / 50e9,
+        block_seconds=spec.mean("pair_numbers") * tokens**2 / (0.6 * 989e12),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +11,12 @@ from hypothesis import strategies as st
 
 from bytescale.attention import PackedAttention, RingBuffers, select_kernel
 from bytescale.common.errors import ConfigError
-from bytescale.config.architecture import PRESETS
-from bytescale.cost import flops
+from bytescale.cost.profile import Profile
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime.group import RankGroup
 from tests.helpers.effort import examples
+from tests.helpers.llama import spec_of_llama
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_attention import reference_attention
@@ -201,10 +200,11 @@ def test_a_shared_sequence_sends_what_the_ring_formula_says(size: int, dtype: to
         schedule=[[[0, 1]]] + [[[0]]] * (size - 1),
     )
     _, bytes_sent = attend(plan, inputs(lengths + local, dtype))
-    shape = replace(PRESETS["tiny"], num_kv_heads=KV_HEADS, head_dim=WIDTH)
-    per_row = flops.ring_bytes_per_token(shape, bytes_per_element=dtype.itemsize)
-    assert sum(per_row) == 2 * KV_HEADS * WIDTH * (2 * dtype.itemsize + max(4, dtype.itemsize))
-    assert sum(bytes_sent) == 101 * (size - 1) * sum(per_row)
+    spec = spec_of_llama("tiny", num_key_value_heads=KV_HEADS, head_dim=WIDTH)
+    profile = Profile.from_flops(spec, flops_per_second=1.0, bytes_per_element=dtype.itemsize)
+    per_row = profile.ring_forward_bytes_per_token + profile.ring_backward_bytes_per_token
+    assert per_row == 2 * KV_HEADS * WIDTH * (2 * dtype.itemsize + max(4, dtype.itemsize))
+    assert sum(bytes_sent) == 101 * (size - 1) * per_row
 
 
 def test_cuda_has_no_flash_kernel_for_fp32() -> None:

@@ -15,12 +15,12 @@ from bytescale.cli.main import main
 from bytescale.cli.train import read_options
 from bytescale.common.errors import ConfigError
 from bytescale.config.load import DEMO_CONFIG, from_dict, load_config
-from bytescale.config.resolve import preset_shape
-from bytescale.config.schema import Config, ModelConfig
+from bytescale.config.schema import Config
 from bytescale.config.validate import validate
 from bytescale.cost.links import Links
 from bytescale.cost.profile import Profile
 from tests.helpers.command import Command
+from tests.helpers.llama import spec_of_llama
 from tests.train.runs import metrics, write_corpus
 
 COMPARED = re.compile(r"^ {10}(static|naive|adaptive) +(\d+\.\d+) +\S+ +\d+% +\S+ \S+ +(.*)$", re.MULTILINE)
@@ -95,7 +95,7 @@ def test_the_config_has_a_long_tail_to_show() -> None:
 def test_the_simulated_gain_is_large() -> None:
     """A long tail on 64 modelled H100s: adaptive planning ends in less than half of a static mesh's time."""
     profile = Profile.from_flops(
-        preset_shape(ModelConfig(preset="7b"), tokenizer_vocab_size=4096),
+        spec_of_llama("7b", vocab_size=4096),
         flops_per_second=400e12,
         attention_flops_per_second=300e12,
         links=Links(

@@ -92,7 +92,7 @@ def test_the_simulator_counts_what_windows_reach(name: str) -> None:
         (["plan", "--parallel.ranks", "3", "--parallel.tp", "3"], "4 heads, which 3 ranks do not share evenly"),
         (
             ["simulate", "--parallel.ranks", "8", "--parallel.pp", "8"],
-            "it has 2 layers, and there are 8 pipeline stages",
+            "parallel.pp = 8 exceeds the model's 2 layers",
         ),
         (["plan", "--cost.profile", "case-study"], "is of another model: its hidden_size"),
     ],
@@ -116,7 +116,7 @@ def test_a_profile_of_a_model_of_transformers_is_measured_and_taken(
     assert main(["profile", *model, "--out", str(out), "--data.context-length", "512", "--seconds", "60"]) == 0
     profile = load_profile(str(out))
     assert {point.tokens for point in profile.points} == {256, 512}
-    assert bool(profile.windows) == (name == "gemma2")
+    assert bool(profile.spec.windows) == (name == "gemma2")
     assert profile.attention_forward(512) > 0
     assert profile.rest_backward(512) > 0
     assert profile.cost_model().row_bytes_per_token > 0  # type: ignore[operator]

@@ -244,7 +244,7 @@ def test_a_table_stands_in_a_file_or_as_pairs(tmp_path: Path) -> None:
         ({"num_hidden_layers": 0}, "model.config has num_hidden_layers = 0, which is not a whole number from 1"),
         ({"num_attention_heads": 3}, "hidden_size = 128 of model.config is not a multiple of num_attention_heads = 3"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 of model.config is not a multiple of num_key_value_he"),
-        ({"rope_theta": -1.0}, "rope_theta is -1.0"),
+        ({"rope_theta": -1.0}, "model.config has rope_theta = -1.0, which is not a number from 0 on"),
     ],
 )
 def test_fields_of_a_preset_that_cannot_be_are_refused_by_name(field: dict[str, object], message: str) -> None:

@@ -42,7 +42,7 @@ def test_hidden_and_exposed_rings_by_hand() -> None:
 
 def test_states_take_rounds_that_do_not_depend_on_the_length() -> None:
     # 3 of 4 layers are recurrent. Rings wait for a quarter of 7 s; 4 members exchange states in 3 rounds.
-    hybrid = replace(MODEL, recurrent_share=0.75, state_bytes=200.0)
+    hybrid = replace(MODEL, ring_share=0.25, recurrent_share=0.75, state_bytes=200.0)
     states = 3 * (200 / 50 + 0.75 * 7)
     assert hybrid.exposed_seconds(80, 6400, 4) == states
     assert hybrid.exposed_seconds(800, 640000, 4) == states

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from bytescale.common.errors import ConfigError
-from bytescale.config.architecture import PRESETS
 from bytescale.config.load import config_to_toml
-from bytescale.cost import flops
 from bytescale.cost.curve import Curve, fit_curve, relative_errors
 from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.links import Links
@@ -21,6 +19,7 @@ from bytescale.cost.profile_file import (
     shipped_profiles,
     worst_residual,
 )
+from tests.helpers.llama import spec_of_llama
 
 
 def test_fit_recovers_an_exact_curve() -> None:
@@ -89,7 +88,7 @@ def test_a_missing_curve_is_named(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("[rest_forward]\nquadratic = 0.0", "[rest_forward]\nquadratic = -1.0", "rest_forward.quadratic is -1"),
-        ("layer_parameters = 177217536\n", "", "lacks layer_parameters"),
+        ("layer_parameters = 177217536.0\n", "", "lacks layer_parameters"),
         (
             "ring_forward_bytes_per_token = 2048.0",
             "ring_forward_bytes_per_token = 0.0",
@@ -116,34 +115,38 @@ def test_an_unknown_name_lists_the_shipped_profiles() -> None:
 
 def test_another_model_is_refused_but_not_another_depth() -> None:
     profile = load_profile("case-study")
-    require_model(profile, replace(profile.architecture, num_layers=2))
-    with pytest.raises(ConfigError, match="another model: its hidden_size is 4096"):
-        require_model(profile, PRESETS["tiny"])
+    require_model(profile, spec_of_llama("7b", intermediate_size=11008, num_hidden_layers=2))
+    with pytest.raises(ConfigError, match="another model: its hidden_size is 4096, the model's 128"):
+        require_model(profile, spec_of_llama("tiny"))
+    with pytest.raises(ConfigError, match="another model: its key_numbers is 2048, the model's 8192"):
+        require_model(profile, spec_of_llama("7b", intermediate_size=11008, num_key_value_heads=32, head_dim=128))
 
 
 def test_a_profile_of_a_dense_model_is_not_one_of_a_mixture() -> None:
-    dense = Profile.from_flops(PRESETS["tiny-moe"], flops_per_second=1e12)
-    with pytest.raises(ConfigError, match="its num_experts is 8, the model's 0"):
-        require_model(dense, replace(PRESETS["tiny-moe"], num_experts=0, experts_per_token=0))
+    mixture, dense = spec_of_llama("tiny-moe"), spec_of_llama("tiny-moe", num_local_experts=0)
+    profile = Profile.from_flops(mixture, flops_per_second=1e12)
+    require_model(profile, replace(mixture, layers=(replace(mixture.layers[0], trained_weights=0.0),)))
+    with pytest.raises(ConfigError, match="its expert_weights is 589824, the model's 0"):
+        require_model(profile, dense)
 
 
 def test_a_profile_speaks_for_other_depths_and_vocabularies() -> None:
     rate = {"flops_per_second": 1e12}
-    shape = replace(PRESETS["tiny"], num_layers=9, vocab_size=512)
-    other = Profile.from_flops(PRESETS["tiny"], **rate).of_model(shape)
-    counted = Profile.from_flops(shape, **rate)
-    require_model(other, shape)
+    spec = spec_of_llama("tiny", num_hidden_layers=9, vocab_size=512)
+    other = Profile.from_flops(spec_of_llama("tiny"), **rate).scaled_to(spec)
+    counted = Profile.from_flops(spec, **rate)
+    require_model(other, spec)
     assert other.head_backward.linear == pytest.approx(counted.head_backward.linear)
     assert other.cost_model().token_seconds == pytest.approx(counted.cost_model().token_seconds)
 
 
 def test_counted_profile_folds_into_the_planners_model() -> None:
-    shape = PRESETS["7b"]
+    spec = spec_of_llama("7b")
     links = Links(latency_seconds=1e-5, inter_node_bytes_per_second=1e9)
     rates = {"flops_per_second": 100e12, "attention_flops_per_second": 50e12}
-    model = Profile.from_flops(shape, tensor_parallel=2, links=links, **rates).cost_model(ranks_per_node=4)
+    model = Profile.from_flops(spec, tensor_parallel=2, links=links, **rates).cost_model(ranks_per_node=4)
     assert model.attention_seconds_per_pair == pytest.approx(32 * 2 * 4096 * 3.5 / 100e12)
-    linear = 32 * flops.layer_linear_flops_per_token(shape) + 2 * 128256 * 4096
+    linear = 32 * 2 * spec.mean("active_weights") + 2 * 128256 * 4096
     assert model.token_seconds == pytest.approx(3 * linear / 200e12)
     # K and V of 8 x 128 elements: 4 KiB in bf16 forward, and 4 + 8 KiB backward, halved by TP.
     assert model.ring_bytes_per_token == 32 * 16 * 1024 / 2
@@ -153,13 +156,16 @@ def test_counted_profile_folds_into_the_planners_model() -> None:
 
 def test_scaling_a_counted_profile_is_counting_the_other_model() -> None:
     rates = {"flops_per_second": 2e14, "attention_flops_per_second": 1e14}
-    scaled = Profile.from_flops(PRESETS["7b"], tensor_parallel=2, **rates).scaled_to(PRESETS["70b"], tensor_parallel=8)
-    counted = Profile.from_flops(PRESETS["70b"], tensor_parallel=8, **rates)
+    small, large = spec_of_llama("7b"), spec_of_llama("70b")
+    scaled = Profile.from_flops(small, tensor_parallel=2, **rates).scaled_to(large, tensor_parallel=8)
+    counted = Profile.from_flops(large, tensor_parallel=8, **rates)
     lengths = np.array([1000, 100_000])
-    for name in ("attention_forward", "rest_backward", "head_forward", "activation_bytes"):
+    for name in ("attention_forward", "rest_backward", "head_forward"):
         np.testing.assert_allclose(getattr(scaled, name)(lengths), getattr(counted, name)(lengths))
     assert scaled.ring_backward_bytes_per_token == pytest.approx(counted.ring_backward_bytes_per_token)
-    assert scaled.layer_parameters == counted.layer_parameters
+    assert scaled.layer_parameters == pytest.approx(counted.layer_parameters)
+    kept = replace(counted, activation_bytes=Curve(0.0, 6.0, 0.0))
+    assert kept.scaled_to(large, tensor_parallel=2).activation_bytes.linear == 24.0
 
 
 def assert_equal_costs(found: CostModel, wanted: CostModel) -> None:
@@ -176,7 +182,9 @@ def test_a_profile_takes_the_terms_of_a_cost_model_and_keeps_how_they_are_shared
         load_profile("figure-6"),
         links=Links(intra_node_bytes_per_second=1e9, inter_node_bytes_per_second=5e8, node_bytes_per_second=4e8),
     )
-    counted = Profile.from_flops(PRESETS["tiny"], flops_per_second=1e11)  # has no constants, and links without a limit
+    counted = Profile.from_flops(
+        spec_of_llama("tiny"), flops_per_second=1e11
+    )  # has no constants, and links without a limit
     for profile in (measured, counted):
         own = profile.cost_model(ranks_per_node=2)
         same = profile.with_costs(own)
@@ -198,13 +206,13 @@ def test_a_profile_takes_the_terms_of_a_cost_model_and_keeps_how_they_are_shared
 
 def test_experts_in_parallel_are_messages_and_no_gathers() -> None:
     """K rows of a token go to other ranks and back, in forward and in backward, but those whose expert is at home."""
-    shape, links = PRESETS["mixtral-8x7b"], Links(intra_node_bytes_per_second=2e11, node_bytes_per_second=2e11)
-    profile = Profile.from_flops(shape, flops_per_second=4e14, links=links)
-    assert profile.with_parallel_experts(shape, domain=1) == profile
-    ours = profile.with_parallel_experts(shape, domain=4)
+    spec, links = spec_of_llama("mixtral-8x7b"), Links(intra_node_bytes_per_second=2e11, node_bytes_per_second=2e11)
+    profile = Profile.from_flops(spec, flops_per_second=4e14, links=links)
+    assert profile.with_parallel_experts(domain=1) == profile
+    ours = profile.with_parallel_experts(domain=4)
     added = ours.cost_model().token_seconds - profile.cost_model().token_seconds
-    assert added == pytest.approx(shape.num_layers * 4 * 2 * 4096 * 2 * 3 / 4 / 2e11)
-    experts = shape.num_layers * 3 * 8 * 14336 * 4096
+    assert added == pytest.approx(spec.num_layers * 4 * 2 * 4096 * 2 * 3 / 4 / 2e11)
+    experts = spec.num_layers * 3 * 8 * 14336 * 4096
     saved = [sum(round_seconds(one, domain=4, ranks_per_node=8)) for one in (profile, ours)]
-    gathers = 2 - 1 / shape.num_layers  # the last layer stays open until backward comes
+    gathers = 2 - 1 / spec.num_layers  # the last layer stays open until backward comes
     assert saved[0] - saved[1] == pytest.approx(experts * (2 * gathers + 4) * 3 / 4 / 2e11)

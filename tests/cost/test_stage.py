@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bytescale.config.architecture import PRESETS
 from bytescale.cost.curve import Curve
 from bytescale.cost.gradient_sync import (
     bucket_seconds,
@@ -16,14 +15,14 @@ from bytescale.cost.gradient_sync import (
 )
 from bytescale.cost.links import Links
 from bytescale.cost.offload_rule import OffloadRule, hidden_ratio
-from bytescale.cost.profile import Profile
+from bytescale.cost.profile import Profile, stages_of
 from bytescale.cost.profile_file import load_profile
-from bytescale.cost.split import split_layers
 from bytescale.cost.stage import Loads, stage_times
+from tests.helpers.llama import spec_of_llama
 
 PROFILE = Profile(
     name="hand",
-    architecture=replace(PRESETS["7b"], num_layers=4),
+    spec=spec_of_llama("7b", num_hidden_layers=4),
     attention_forward=Curve(2.0, 3.0, 5.0),
     attention_backward=Curve(4.0, 6.0, 10.0),
     rest_forward=Curve(0.0, 7.0, 11.0),
@@ -42,6 +41,12 @@ PROFILE = Profile(
     ),
     layer_parameters=1000,
 )
+
+
+def of_layers(profile: Profile, number: int) -> Profile:
+    """The profile for so many of its layers."""
+    (layer,) = profile.spec.layers
+    return replace(profile, spec=replace(profile.spec, layers=(replace(layer, count=number),)))
 
 
 def loads(**values: float | bool) -> Loads:
@@ -67,7 +72,7 @@ def loads(**values: float | bool) -> Loads:
 
 
 def test_local_compute_and_head_by_hand() -> None:
-    times = stage_times(PROFILE, loads(local_tokens=3.0, local_squares=5.0), num_layers=2, has_head=True)
+    times = stage_times(of_layers(PROFILE, 2), loads(local_tokens=3.0, local_squares=5.0), has_head=True)
     forward = 2 * ((7 * 3 + 11) + (2 * 5 + 3 * 3 + 5)) + 1 * 3
     backward = 2 * ((14 * 3 + 22) + (4 * 5 + 6 * 3 + 10)) + 2 * 3
     assert times.total[:, 0].tolist() == [forward, backward]
@@ -77,7 +82,7 @@ def test_local_compute_and_head_by_hand() -> None:
 def test_recomputation_is_one_more_forward_ring_included() -> None:
     item = loads(shared_tokens=8.0, shared_squares=64.0, degree=4.0, share=0.25, largest_share=0.25, local_tokens=1.0)
     plain, again = (
-        stage_times(PROFILE, item, num_layers=3, has_head=True, recompute=recompute) for recompute in (False, True)
+        stage_times(of_layers(PROFILE, 3), item, has_head=True, recompute=recompute) for recompute in (False, True)
     )
     head = 1.0 * (0.25 * 8 + 1)
     assert (again.compute[0], again.exposed_ring[0]) == (plain.compute[0], plain.exposed_ring[0])
@@ -89,7 +94,7 @@ def test_recomputation_is_one_more_forward_ring_included() -> None:
 def test_a_faster_rank_computes_faster_but_its_links_do_not() -> None:
     slow = loads(shared_tokens=8.0, shared_squares=64.0, degree=4.0, share=0.25, largest_share=0.25)
     fast = replace(slow, speed=np.array([2.0]))
-    one, two = (stage_times(PROFILE, item, num_layers=1, has_head=False) for item in (slow, fast))
+    one, two = (stage_times(of_layers(PROFILE, 1), item, has_head=False) for item in (slow, fast))
     np.testing.assert_allclose(one.compute, 2 * two.compute)
     assert (two.exposed_ring > one.exposed_ring).all()
 
@@ -106,7 +111,7 @@ def test_ring_by_hand(inter_node: bool, bandwidth: float) -> None:
         local_squares=4.0,
         inter_node=inter_node,
     )
-    times = stage_times(PROFILE, item, num_layers=3, has_head=False)
+    times = stage_times(of_layers(PROFILE, 3), item, has_head=False)
     block, local = 2 * 64 / 16, 2 * 4
     transfer = 40 * 2 / bandwidth + 6
     assert times.exposed_ring[0, 0] == 3 * ((transfer - block - local) + 2 * (transfer - block))
@@ -119,11 +124,11 @@ def test_what_no_compute_hides_is_added_to_every_ring_step() -> None:
     item = loads(shared_tokens=8.0, shared_squares=64.0, degree=4.0, share=0.25, largest_share=0.25)
     waking = replace(PROFILE, links=replace(PROFILE.links, message_seconds=7.0))
     for profile, more in ((PROFILE, 0.0), (waking, 3 * 7.0)):
-        times = stage_times(profile, item, num_layers=3, has_head=False)
-        plain = stage_times(PROFILE, item, num_layers=3, has_head=False)
+        times = stage_times(of_layers(profile, 3), item, has_head=False)
+        plain = stage_times(of_layers(PROFILE, 3), item, has_head=False)
         np.testing.assert_allclose(times.exposed_ring, plain.exposed_ring + 3 * more)
     one = waking.cost_model().exposed_seconds(8.0, 64.0, 4) - PROFILE.cost_model().exposed_seconds(8.0, 64.0, 4)
-    assert one == pytest.approx(2 * waking.architecture.num_layers * 3 * 7.0)
+    assert one == pytest.approx(2 * waking.spec.num_layers * 3 * 7.0)
 
 
 def test_every_sequence_adds_to_every_block() -> None:
@@ -131,7 +136,7 @@ def test_every_sequence_adds_to_every_block() -> None:
     item = loads(shared_tokens=8.0, shared_squares=64.0, degree=4.0, share=0.25, largest_share=0.25)
     item = replace(item, shared_sequences=np.array([5.0]), local_sequences=np.array([3.0]), speed=np.array([2.0]))
     profile = replace(PROFILE, sequence_forward_seconds=0.5, sequence_backward_seconds=0.25)
-    plain, times = (stage_times(one, item, num_layers=2, has_head=True) for one in (PROFILE, profile))
+    plain, times = (stage_times(of_layers(one, 2), item, has_head=True) for one in (PROFILE, profile))
     more = 2 * (4 * 5 + 3) / 2.0
     np.testing.assert_allclose((times.compute - plain.compute)[:, 0], [0.5 * more, 0.25 * more])
     hidden = 2 * 3 * 5 / 2.0
@@ -154,13 +159,13 @@ def test_a_group_without_locals_agrees_with_the_planners_model() -> None:
             local_squares=500.0 * (not shared),
             inter_node=True,
         )
-        total = stage_times(profile, item, num_layers=4, has_head=True).total.sum()
+        total = stage_times(of_layers(profile, 4), item, has_head=True).total.sum()
         assert total == pytest.approx(float(model.group_seconds(30.0, 500.0, degree, True)))
 
 
 def test_offload_is_exposed_beyond_compute_on_all_layers_but_two() -> None:
     item = loads(local_tokens=3.0, local_squares=5.0, offload_ratio=0.5)
-    times = stage_times(PROFILE, item, num_layers=4, has_head=False)
+    times = stage_times(of_layers(PROFILE, 4), item, has_head=False)
     layer_forward = (7 * 3 + 11) + (2 * 5 + 3 * 3 + 5)
     layer_backward = (14 * 3 + 22) + (4 * 5 + 6 * 3 + 10)
     assert times.exposed_offload[0, 0] == 2 * (0.5 * 300 / 1.0 - layer_forward)
@@ -168,9 +173,9 @@ def test_offload_is_exposed_beyond_compute_on_all_layers_but_two() -> None:
 
 
 def test_gradient_sync_by_hand() -> None:
-    vocabulary = 128256 * 4096
-    assert stage_parameters(PROFILE, stage=0, pipeline_parallel=1) == 4 * 1000 + 2 * vocabulary
-    assert stage_parameters(PROFILE, stage=0, pipeline_parallel=3) == 1000 + vocabulary
+    vocabulary, norm = 128256 * 4096, 4096
+    assert stage_parameters(PROFILE, stage=0, pipeline_parallel=1) == 4 * 1000 + 2 * vocabulary + norm
+    assert stage_parameters(PROFILE, stage=0, pipeline_parallel=3) == 1000 + vocabulary + norm
     assert stage_parameters(PROFILE, stage=1, pipeline_parallel=3) == 2 * 1000
     for num_ranks, expected in ((4, 600 * 3 / 4 / 2.0 + 2 * 2 * 6), (16, 600 * 15 / 16 / 1.0 + 2 * 4 * 6), (1, 0)):
         seconds = bucket_seconds(PROFILE, 100.0, 1, num_ranks=num_ranks, ranks_per_node=8)
@@ -219,9 +224,8 @@ def test_layers_are_split_by_work_with_the_head_as_some_of_them(
     num_layers: int, num_parts: int, counts: list[int]
 ) -> None:
     """The head of the 7B model is worth 2.4 layers."""
-    parts = split_layers(replace(PRESETS["7b"], num_layers=num_layers), num_parts)
-    assert [len(part) for part in parts] == counts
-    assert [layer for part in parts for layer in part] == list(range(num_layers))
+    parts = stages_of(spec_of_llama("7b", num_hidden_layers=num_layers), num_parts)
+    assert [sum(layer.count for layer in part) for part in parts] == counts
 
 
 def test_a_bucket_costs_its_bytes_and_the_latency() -> None:

@@ -65,6 +65,10 @@ _TEXT: dict[str, Any] = {
 COMPOSITE: dict[str, Any] = {"text_config": _TEXT, "vision_config": _VISION}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _LAYERS = ["full_attention", "sliding_attention"]
+_QUERIES_CHOOSE: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "indexer_budget": 8, "indexer_compress_ratio": 2,
+    "indexer_head_dim": 8, "indexer_n_heads": 4, "indexer_kv_heads": 1,
+}  # fmt: skip
 _CHANGES: dict[str, dict[str, Any]] = {
     "axk1": _MLA,
     "axk2": _MLA | {"index_head_dim": 8},
@@ -72,7 +76,6 @@ _CHANGES: dict[str, dict[str, Any]] = {
             **dict.fromkeys(("patcher_config", "encoder_config", "decoder_config", "global_config"), _TEXT)},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"layer_types": _LAYERS, "rope_parameters": dict.fromkeys(_LAYERS, _ROPE)},
-    "deepseek_v32": _MLA,
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}, "n_heads": 4, "n_layers": 2,
              "max_seq_len": 128, "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
@@ -100,7 +103,6 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "git": {"vision_config": _VISION},
     "glm4_moe_lite": _MLA,
-    "glm_moe_dsa": _MLA,
     "got_ocr2": COMPOSITE,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 5},
     "gptj": {"rotary_dim": 4},
@@ -111,8 +113,6 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "llama4": COMPOSITE,
     "longcat_flash": _MLA | {"num_layers": 2},
     "minicpm3": _MLA,
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 4,
-                           "index_topk_blocks": 1},
     "mllama": {"text_config": _TEXT | {"cross_attention_layers": [1]}, "vision_config": _VISION},
     "moshi": {"audio_vocab_size": 16, "num_codebooks": 2},
     "moss_transcribe_diarize": {"text_config": _TEXT, "audio_config": {"d_model": 32, "encoder_layers": 1,
@@ -120,7 +120,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["mamba", "attention"], "n_groups": 1, "ssm_state_size": 4},
     "qwen3_5": COMPOSITE,
     "qwen3_5_moe": COMPOSITE,
-    "qwen4_exp": COMPOSITE,
+    "qwen4_exp": {"text_config": _TEXT | _QUERIES_CHOOSE, "vision_config": _VISION},
+    "qwen4_exp_text": _QUERIES_CHOOSE,
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local"]},
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
     "xlnet": {"max_position_embeddings": ..., "n_layer": 2, "n_head": 4, "d_inner": 48},

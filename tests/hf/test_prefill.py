@@ -48,6 +48,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba2": {},
     "zamba": {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "hybrid"], "mamba_expand": 2,
               "mamba_dt_rank": 4, "n_mamba_heads": 2, "attention_head_dim": 8},  # its heads are calls of their own
+    "deepseek_v32": {"index_topk": 12},  # keys that are chosen, whose indexer has a cache, too
+    "minimax_m3_vl_text": {},
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from bytescale.common.errors import ConfigError, DataError, PlanError
 from bytescale.hf.batch.planning import make_planner
 from bytescale.hf.batch.prefixes import part_of_trees, shared_plan
 from bytescale.hf.loop.batch_plan import BatchToPlan
+from bytescale.hf.model.selectors import LowestFirst
 from bytescale.parity.compare import random_plan
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
@@ -75,7 +76,7 @@ def tree(seed: int = 0, prompt: int = 30, answers: tuple[int, ...] = (12, 1, 25,
 
 @contextmanager
 def wide_parts() -> Iterator[None]:
-    with _WideParts():
+    with _WideParts(), LowestFirst():
         yield
 
 
@@ -102,6 +103,7 @@ def assert_equal(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 WINDOW = {"sliding_window": 200}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}), ("gemma2", WINDOW), ("gpt_oss", WINDOW), ("mixtral", {}), ("deepseek_v3", {}),
+    ("deepseek_v32", {"index_topk": 9}), ("minimax_m3_vl_text", {}),
 ]  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError
-from bytescale.config.architecture import PRESETS
 from bytescale.config.schema import PlannerConfig
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel, Pass
@@ -34,6 +33,7 @@ from bytescale.simulator import ClusterConfig, simulate
 from bytescale.simulator.events import events_of
 from tests.attention.test_grid import grid_plan
 from tests.helpers.effort import examples
+from tests.helpers.llama import spec_of_llama
 from tests.planner.helpers import GRIDS, IDEAL, LINKS, heavy_tailed
 from tests.planner.slow_evaluate import evaluate_slowly
 
@@ -145,7 +145,7 @@ def test_planner_and_simulator_agree_on_every_shape(
     lengths: list[int], shape: tuple[int, int], seed: int, rate: float
 ) -> None:
     """Members in any order on nodes of four, forward and backward of a whole step without its gradients."""
-    (rows, columns), layers = shape, CASE_STUDY.architecture.num_layers
+    rows, columns = shape
     links = replace(CASE_STUDY.links, inter_node_bytes_per_second=rate, message_seconds=1e-4)
     profile = replace(CASE_STUDY, links=links)
     plan = grid_plan(lengths, rows * columns, columns)
@@ -153,7 +153,7 @@ def test_planner_and_simulator_agree_on_every_shape(
     plan = replace(plan, group_ranks=ranks)
     cost = profile.cost_model(ranks_per_node=4)
     ours = evaluate(plan, cluster=Cluster.uniform(rows * columns, sum(lengths)), cost=cost).end_seconds
-    times = stage_times(profile, events_of(plan, ranks_per_node=4).loads, num_layers=layers, has_head=True)
+    times = stage_times(profile, events_of(plan, ranks_per_node=4).loads, has_head=True)
     assert ours == pytest.approx(times.total.sum(axis=0).max(), rel=1e-9)
 
 
@@ -223,7 +223,7 @@ def test_a_plan_that_reaches_its_target_is_compared_with_a_mesh() -> None:
         inter_node_bytes_per_second=7.5e10,
         latency_seconds=1.2e-3,
     )
-    heads = replace(CASE_STUDY.architecture, num_kv_heads=32)
+    heads = spec_of_llama("7b", **CASE_STUDY.model.config, num_key_value_heads=32)
     cost = replace(CASE_STUDY.scaled_to(heads, tensor_parallel=1), links=links).cost_model(ranks_per_node=4)
     cluster = Cluster.uniform(5, 8192)
     lengths = np.exp(np.random.default_rng(0).uniform(np.log(16), np.log(5 * 8192), 400)).astype(np.int64)
@@ -242,7 +242,7 @@ UNEQUAL = Cluster(capacity_tokens=np.full(24, 8192), speeds=np.where(np.arange(2
 )
 def test_no_pipeline_ends_later_than_with_rings(cluster: Cluster, seed: int, longest: int, count: int) -> None:
     """On slow links, where narrower groups in grids promised a shorter longest block, and ended 2 % and 9 % later."""
-    heads = replace(CASE_STUDY.architecture, num_kv_heads=32)
+    heads = spec_of_llama("7b", **CASE_STUDY.model.config, num_key_value_heads=32)
     links = replace(
         CASE_STUDY.links,
         intra_node_bytes_per_second=1e11,
@@ -387,13 +387,13 @@ def test_simulated_traffic_is_the_attentions_formula(size: int, columns: int, we
 
 def test_a_stage_of_a_grid_by_hand() -> None:
     """Queries beside a block, as are the first keys; other keys beside Q blocks; results beside a block."""
-    profile: Profile = Profile.from_flops(
-        PRESETS["tiny"], flops_per_second=1e9, links=replace(load_profile("case-study").links, message_seconds=0.125)
-    )
+    links = replace(load_profile("case-study").links, message_seconds=0.125)
+    one_layer = spec_of_llama("tiny", num_hidden_layers=1)
+    profile: Profile = Profile.from_flops(one_layer, flops_per_second=1e9, links=links)
     plan = grid_plan([96_000], 12, 3)
     events = events_of(plan, ranks_per_node=4)
-    times = stage_times(profile, events.loads, num_layers=1, has_head=False)
-    links, tokens = profile.links, 8000
+    times = stage_times(profile, events.loads, has_head=False)
+    tokens = 8000
     for direction, attention in enumerate((profile.attention_forward, profile.attention_backward)):
         block = attention.quadratic * 96_000**2 / 144
         per_token = (profile.ring_forward_bytes_per_token, profile.ring_backward_bytes_per_token)[direction]

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError, PlanError
-from bytescale.config.architecture import PRESETS
 from bytescale.config.schema import PlannerConfig
-from bytescale.cost import flops
 from bytescale.cost.calibration import Calibrator
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.curve import Curve
@@ -30,12 +28,13 @@ from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.rounds.planner import rounds_plan
 from bytescale.planner.verified import VerifiedPlanner
+from tests.helpers.llama import spec_of_llama
 
-SHAPE = replace(PRESETS["7b"], num_layers=8, vocab_size=32_000)
-KEPT = float(flops.layer_activation_bytes_per_token(SHAPE))
+SPEC = spec_of_llama("7b", num_hidden_layers=8, vocab_size=32_000)
+KEPT = 168_072.0
 """Bytes that a layer keeps of a token in BF16."""
 MODEL = MeasuredMemory(
-    states=States(num_parameters=flops.total_parameters(SHAPE), element_bytes=2, num_ranks=8),
+    states=States(num_parameters=SPEC.total, element_bytes=2, num_ranks=8),
     rows=MeasuredRows(
         saved_per_token=8 * KEPT,
         peak_per_token=9 * KEPT,
@@ -44,9 +43,9 @@ MODEL = MeasuredMemory(
         moved_per_token=6 * KEPT,
     ),
     rings=(RingWidths(query=8192, keys=4096, lse=128, wide=2),),
-    vocab_size=SHAPE.vocab_size,
-    head_numbers=flops.head_parameters(SHAPE),
-    hidden_size=SHAPE.hidden_size,
+    vocab_size=SPEC.vocab_size,
+    head_numbers=SPEC.head,
+    hidden_size=SPEC.hidden_size,
     kind="cuda",
     plain_head=True,
     num_layers=8,
@@ -58,7 +57,7 @@ LINKS = Links(device_to_host_bytes_per_second=25e9, host_to_device_bytes_per_sec
 
 
 def rule(host_bytes: float = HOST) -> OffloadRule:
-    profile = Profile.from_flops(SHAPE, flops_per_second=100e12, links=LINKS)
+    profile = Profile.from_flops(SPEC, flops_per_second=100e12, links=LINKS)
     kept = Curve(0.0, MODEL.layer_saved_bytes_per_token, 0.0)
     return OffloadRule(
         profile=replace(profile, activation_bytes=kept),

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from bytescale.common.arrays import FloatArray
 from bytescale.common.errors import ConfigError
-from bytescale.config.architecture import PRESETS
 from bytescale.config.schema import PlannerConfig
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.cluster import Cluster
@@ -26,10 +25,11 @@ from bytescale.planner.evaluate import evaluate, run_rounds
 from bytescale.planner.make import make_planner
 from bytescale.planner.rounds.planner import rounds_plan
 from tests.helpers.effort import examples
+from tests.helpers.llama import spec_of_llama
 from tests.helpers.plans import random_plan
 from tests.planner.helpers import COSTS, IDEAL, LINKS, cases, heavy_tailed
 
-COUNTED = assumed_cost(PRESETS["7b"], device="cuda", bytes_per_element=2)
+COUNTED = assumed_cost(spec_of_llama("7b"), device="cuda", bytes_per_element=2)
 CAPACITY = 8192
 
 

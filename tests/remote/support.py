@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from bytescale.config.architecture import PRESETS
 from bytescale.config.schema import DataConfig, PlannerConfig
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.profile import Profile
@@ -21,6 +20,7 @@ from bytescale.data.open import opened_loader
 from bytescale.data.order.batches import SamplerState
 from bytescale.data.tokens.pairs import IndexedWriter, MetadataGatherer
 from bytescale.planner.verified import VerifiedPlanner
+from tests.helpers.llama import spec_of_llama
 
 CONTEXT = 96
 CAPACITY = 96
@@ -51,7 +51,7 @@ def numbered_config(folder: Path, **settings: Any) -> DataConfig:
 
 
 def planner_for(num_ranks: int) -> VerifiedPlanner:
-    cost = Profile.from_flops(PRESETS["tiny"], flops_per_second=1e12, bytes_per_element=4).cost_model()
+    cost = Profile.from_flops(spec_of_llama("tiny"), flops_per_second=1e12, bytes_per_element=4).cost_model()
     return VerifiedPlanner(PlannerConfig(), Cluster.uniform(num_ranks, CAPACITY), cost)
 
 

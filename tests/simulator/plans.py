@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bytescale.config.architecture import PRESETS
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
 from bytescale.cost.profile import Profile
+from bytescale.cost.spec import LayerSpec, ModelSpec
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 
@@ -14,10 +14,14 @@ from bytescale.plan.plan import GroupSpec
 def profile(*, num_layers: int = 4, quadratic: float = 0.0, ring_bytes: float = 0.0, rate: float = 1.0) -> Profile:
     """A layer takes 1 s a token forward and 2 s backward, ``quadratic`` s^2 more for attention; ideal links unless
     ``ring_bytes`` travel per token at ``rate`` bytes a second."""
+    layer = LayerSpec(parameters=100, active_weights=100.0, trained_weights=100.0, pair_numbers=ring_bytes or 1.0)
+    layer = replace(layer, num_heads=1) if ring_bytes else layer
     links = Links(intra_node_bytes_per_second=rate, inter_node_bytes_per_second=rate) if ring_bytes else Links()
     return Profile(
         name="test",
-        architecture=replace(PRESETS["tiny"], num_layers=num_layers, vocab_size=1, hidden_size=1, tie_embeddings=True),
+        spec=ModelSpec(
+            layers=(replace(layer, count=num_layers),), vocab_size=1, hidden_size=1, outside=1, head=1, is_tied=True
+        ),
         attention_forward=Curve(quadratic, 0.0, 0.0),
         attention_backward=Curve(2 * quadratic, 0.0, 0.0),
         rest_forward=Curve(0.0, 1.0, 0.0),
@@ -28,6 +32,13 @@ def profile(*, num_layers: int = 4, quadratic: float = 0.0, ring_bytes: float = 
         links=links,
         layer_parameters=0,
     )
+
+
+def hybrid(model: Profile, state_numbers: float) -> Profile:
+    """The profile with three recurrent layers in the place of three of four, and states of so many numbers."""
+    (layer,) = model.spec.layers
+    mixers = replace(layer, count=3, pair_numbers=0.0, num_heads=0, mixers=1, state_numbers=state_numbers)
+    return replace(model, spec=replace(model.spec, layers=(mixers, replace(layer, count=1))))
 
 
 def local_plan(per_rank: Sequence[Sequence[int]], capacity: int = 1000) -> Plan:

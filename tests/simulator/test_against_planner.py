@@ -16,7 +16,7 @@ from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan, sta
 from bytescale.planner.evaluate import evaluate
 from bytescale.simulator import ClusterConfig, simulate
 from tests.helpers.effort import examples
-from tests.simulator.plans import local_plan, profile
+from tests.simulator.plans import hybrid, local_plan, profile
 
 PLANNERS = {
     "static": static_plan,
@@ -46,7 +46,9 @@ def test_the_bubbles_of_one_pipeline(lengths: list[int], num_stages: int) -> Non
     """The planner's formula is never below 1F1B as simulated, exact for equal micro-batches, within 20 % for falls."""
     for given_lengths, within in ((lengths, 1.5), (sorted(lengths)[::-1], 1.2), ([lengths[0]] * len(lengths), 1.0)):
         model = in_proportion(links=Links())
-        model = replace(model, layer_parameters=0, architecture=replace(model.architecture, num_layers=2 * num_stages))
+        (layer,) = model.spec.layers
+        spec = replace(model.spec, layers=(replace(layer, count=2 * num_stages),))
+        model = replace(model, layer_parameters=0, spec=spec)
         cost = model.cost_model(pipeline_parallel=num_stages)
         plan = local_plan([given_lengths], CAPACITY)
         cluster = Cluster.uniform(1, CAPACITY)
@@ -57,11 +59,9 @@ def test_the_bubbles_of_one_pipeline(lengths: list[int], num_stages: int) -> Non
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @examples(8, 25)
-@given(
-    lengths=st.lists(st.integers(1, RANKS * CAPACITY), min_size=1, max_size=20), recurrent=st.sampled_from([0.0, 0.75])
-)
+@given(lengths=st.lists(st.integers(1, RANKS * CAPACITY), min_size=1, max_size=20), recurrent=st.booleans())
 def test_equal_ends_with_ideal_links_and_no_later_ones_with_real(
-    planner: str, lengths: list[int], recurrent: float
+    planner: str, lengths: list[int], recurrent: bool
 ) -> None:
     """With real links the simulator may end earlier: it hides the first transfer behind local attention as well."""
     cluster = Cluster.uniform(RANKS, CAPACITY)
@@ -71,7 +71,7 @@ def test_equal_ends_with_ideal_links_and_no_later_ones_with_real(
         (Links(intra_node_bytes_per_second=0.5, inter_node_bytes_per_second=0.1), False),
     ):
         model = in_proportion(links=links)
-        model = replace(model, recurrent_share=recurrent, state_bytes=0.0 if ideal else 3.0 * recurrent)
+        model = hybrid(model, 0.0 if ideal else 0.75) if recurrent else model
         cost = model.cost_model(ranks_per_node=NODE)
         plan = PLANNERS[planner](np.array(lengths), cluster=cluster, cost=cost)
         outcome = evaluate(plan, cluster=cluster, cost=cost)

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError
-from bytescale.config.architecture import PRESETS
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.gradient_sync import gather_bytes, round_seconds, sync_bytes
 from bytescale.cost.links import Links
@@ -20,6 +19,7 @@ from bytescale.planner.evaluate import evaluate
 from bytescale.planner.rounds.planner import rounds_plan
 from bytescale.simulator import ClusterConfig, simulate, step_seconds
 from tests.helpers.effort import examples
+from tests.helpers.llama import spec_of_llama
 from tests.simulator.plans import local_plan, profile
 
 WEIGHTS = 4 * 10 + 1
@@ -27,7 +27,7 @@ WEIGHTS = 4 * 10 + 1
 FORWARD, BACKWARD = 4 * 10 + 2 * 1, 3 * 10 + 1
 """Weights that are gathered: forward opens the tied matrix at both ends, and the last layer and the head stay open."""
 SLOW = Links(intra_node_bytes_per_second=1.0, inter_node_bytes_per_second=1.0)
-CASE_STUDY = load_profile("case-study").scaled_to(PRESETS["7b"], tensor_parallel=1)
+CASE_STUDY = load_profile("case-study").scaled_to(spec_of_llama("7b"), tensor_parallel=1)
 
 
 def test_a_round_ends_with_its_slowest_forward_and_backward() -> None:

@@ -11,7 +11,7 @@ from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
 from bytescale.simulator import ClusterConfig, SimulatedStep, simulate
-from tests.simulator.plans import deadlocking_plan, local_plan, profile
+from tests.simulator.plans import deadlocking_plan, hybrid, local_plan, profile
 
 
 def check_books(step: SimulatedStep) -> None:
@@ -93,12 +93,12 @@ def test_exposed_ring_and_its_bytes() -> None:
 def test_states_of_recurrent_layers_take_rounds_whatever_the_length() -> None:
     """4 members exchange states in 3 rounds: 6 bytes at 1 byte a second, and 3 of 4 layers wait for the latency."""
     links = Links(latency_seconds=2.0, intra_node_bytes_per_second=1.0, inter_node_bytes_per_second=1.0)
-    hybrid = replace(profile(ring_bytes=0.0), links=links, recurrent_share=0.75, state_bytes=6.0)
+    model = hybrid(replace(profile(ring_bytes=0.0), links=links), 2.0)
     rings = 3 * 0.25 * 2.0  # which only the attention layers have
     for length in (16, 64):
         groups = [GroupSpec(sequences=[0], ranks=[0, 1, 2, 3])]
         plan = Plan.build(lengths=[length], capacity_tokens=[16] * 4, groups=groups, schedule=[[[0]]] * 4)
-        step = simulate(plan, hybrid, ClusterConfig(num_gpus=4, gpus_per_node=2))
+        step = simulate(plan, model, ClusterConfig(num_gpus=4, gpus_per_node=2))
         assert step.exposed_ring[:, 0].tolist() == [4 * 2 * (3 * (6.0 + 0.75 * 2.0) + rings)] * 4
         assert step.traffic.ring_intra_node + step.traffic.ring_inter_node == 4 * 4 * 2 * 3 * 6.0
         check_books(step)

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.arrays import IntArray
-from bytescale.config.architecture import PRESETS
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.links import Links
 from bytescale.cost.offload_rule import OffloadRule
@@ -25,6 +24,7 @@ from bytescale.planner.adaptive.planner import adaptive_plan
 from bytescale.planner.baselines import greedy_plan, naive_plan, paper_plan, static_plan
 from bytescale.simulator import ClusterConfig, simulate, step_seconds
 from tests.helpers.effort import examples
+from tests.helpers.llama import spec_of_llama
 
 CAPACITY, CASE_STUDY = 8192, load_profile("case-study")
 
@@ -60,17 +60,15 @@ def jobs(draw: st.DrawFn, *, most_stages: int = 1) -> Job:
         inter_node_bytes_per_second=far * CASE_STUDY.links.inter_node_bytes_per_second,
         latency_seconds=latency * CASE_STUDY.links.latency_seconds,
     )
-    heads = replace(CASE_STUDY.architecture, num_kv_heads=int(random.choice([1, 4, 32])))
+    heads = spec_of_llama("7b", **CASE_STUDY.model.config, num_key_value_heads=int(random.choice([1, 4, 32])))
     profile = replace(CASE_STUDY.scaled_to(heads, tensor_parallel=1), links=links)
     unequal = draw(st.booleans())
     capacity = random.choice([CAPACITY, 2 * CAPACITY], num_ranks) if unequal else np.full(num_ranks, CAPACITY)
     speeds = random.choice([0.5, 1.0, 2.0], num_ranks) if unequal else np.ones(num_ranks)
     cluster = Cluster(capacity_tokens=capacity, speeds=speeds)
     if draw(st.booleans()) and stages == 1 and cluster.is_uniform:
-        movable = (profile.architecture.num_layers - 2) / profile.architecture.num_layers
-        rule = OffloadRule(
-            profile=profile, num_layers=profile.architecture.num_layers, movable_share=movable, host_bytes=1e11
-        )
+        movable = (profile.spec.num_layers - 2) / profile.spec.num_layers
+        rule = OffloadRule(profile=profile, num_layers=profile.spec.num_layers, movable_share=movable, host_bytes=1e11)
         cluster = replace(cluster, offload=rule)
     longest = min(cluster.largest_sequence, cluster.room)
     shortest = int(random.choice([16, min(2048, longest)]))
@@ -132,7 +130,7 @@ def test_the_quick_step_time_is_the_simulator_s(job: Job, planner: str) -> None:
 def test_a_small_batch_is_planned_for_its_gradient_sync() -> None:
     """Five sequences on 64 ranks: the plan with the shortest makespan has more of its gradient sync visible."""
     links = Links(intra_node_bytes_per_second=300e9, inter_node_bytes_per_second=40e9, latency_seconds=1e-5)
-    tiny = replace(PRESETS["tiny"], vocab_size=4096)
+    tiny = spec_of_llama("tiny", vocab_size=4096)
     job = Job(
         lengths=np.array([1038, 4096, 4096, 3369, 760]),
         profile=Profile.from_flops(tiny, flops_per_second=400e12, launch_seconds=5e-5, links=links),

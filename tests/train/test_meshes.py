@@ -159,7 +159,7 @@ def test_a_run_in_stages_goes_on_without_them_and_back(corpus: Path, tmp_path: P
     ("name", "changes", "match"),
     [
         ("zamba2", {}, "layers of several stages have it in common"),
-        ("qwen3", {"num_hidden_layers": 1}, "it has 1 layers, and there are 2 pipeline stages"),
+        ("qwen3", {"num_hidden_layers": 1}, "parallel.pp = 2 exceeds the model's 1 layers"),
     ],
 )
 def test_a_model_that_has_no_stages_is_refused_by_name(

@@ -15,28 +15,28 @@ from torch import Tensor
 
 from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
-from bytescale.config.resolve import preset_shape
-from bytescale.config.schema import Config, CostConfig, MemoryConfig, ModelConfig, ParallelConfig
+from bytescale.config.resolve import resolve_model
+from bytescale.config.schema import Config, CostConfig, MemoryConfig, ModelConfig
 from bytescale.cost.assumed import Rates, times_of
 from bytescale.cost.links import Links
 from bytescale.cost.profile import Point, Profile
 from bytescale.cost.profile_file import fit_warnings, load_profile, save_profile
 from bytescale.runtime.group import RankGroup
 from bytescale.train.loop.trainer import train
-from bytescale.train.parts.describe import layers_to_measure
+from bytescale.train.parts.describe import layers_to_measure, spec_of_content
 from bytescale.train.profiling import links, measurer
 from bytescale.train.profiling.links import measure_links
 from bytescale.train.profiling.measurer import Measurer
 from bytescale.train.profiling.profiler import CURVES, measure_profile
 from tests.helpers.ranks import run_ranks
-from tests.train.runs import SHAPE, described, on_ranks, run, small_run, with_shape, with_trainer, write_corpus
+from tests.train.runs import SHAPE, on_ranks, run, small_run, with_shape, with_trainer, write_corpus
 
 MODEL = ModelConfig(preset="tiny", config={**SHAPE, "vocab_size": 320})
 
 
 def measurer_of(model: ModelConfig = MODEL) -> Measurer:
     cpu = torch.device("cpu")
-    return Measurer(layers_to_measure(Config(model=model), cpu, torch.float32), cpu, torch.float32)
+    return Measurer(layers_to_measure(Config(model=model), cpu, torch.float32)[0], cpu, torch.float32)
 
 
 LONG = 1e6
@@ -90,11 +90,6 @@ def test_what_the_first_measurement_starts_up_does_not_count(monkeypatch: pytest
     assert {point.tokens for point in taken.points} == {256, 512}
 
 
-def test_activation_bytes_are_those_of_the_memory_model(profile: Profile) -> None:
-    _, memory = described(Config(model=MODEL, parallel=ParallelConfig(ranks=1)))
-    assert profile.activation_bytes.linear == pytest.approx(memory.layer_saved_bytes_per_token, rel=0.05)
-
-
 def test_a_bad_fit_is_named_with_its_worst_point(profile: Profile) -> None:
     other = Point(curve="rest_forward", tokens=512, value=9.0)
     points = tuple(other if (p.curve, p.tokens) == ("rest_forward", 512) else p for p in profile.points)
@@ -107,7 +102,7 @@ def test_a_bad_fit_is_named_wherever_it_is_used(
 ) -> None:
     points = tuple(replace(point, value=9.0) if point.curve == "rest_forward" else point for point in profile.points)
     path, lengths = tmp_path / "bad.toml", tmp_path / "lengths.txt"
-    save_profile(replace(profile, points=points), path)
+    save_profile(replace(profile, points=points, model=MODEL), path)
     lengths.write_text("100 200 300")
     batch = ["--batch.lengths", str(lengths), "--parallel.ranks", "2", "--parallel.capacity-tokens", "512"]
     assert main(["plan", *batch, "--cost.profile", str(path)]) == 0
@@ -170,20 +165,21 @@ def test_the_command_writes_a_profile_that_training_takes(tmp_path: Path) -> Non
         )
         == 0
     )
-    assert load_profile(out).architecture.hidden_size == 32
+    assert load_profile(out).spec.hidden_size == 32
     config = on_ranks(small_run(corpus, tmp_path / "run", steps=2), 2, 128)
     config = replace(config, cost=CostConfig(profile=str(out)), memory=MemoryConfig(offload="on", host_gib=0.1))
     assert len(run(config)) == 2
-    flat, shape = load_profile(out), preset_shape(config.model, tokenizer_vocab_size=300)
+    flat, content = load_profile(out), resolve_model(config.model, tokenizer_vocab_size=300).content
+    spec = spec_of_content(content)
     alone, sharded = (
-        times_of(replace(config, parallel=replace(config.parallel, tp=tp)), shape, flat, Rates(), bytes_per_element=4)
+        times_of(replace(config, parallel=replace(config.parallel, tp=tp)), spec, flat, Rates(), bytes_per_element=4)
         for tp in (1, 2)
     )
-    assert alone == flat.of_model(shape)
+    assert alone == flat.scaled_to(spec)
     assert sharded.tensor_parallel == 2
     assert sharded.rest_forward.linear == flat.rest_forward.linear / 2
     wider = with_shape(config, intermediate_size=64)
-    with pytest.raises(ConfigError, match="is of another model: its ffn_hidden_size is 48, the model's 64"):
+    with pytest.raises(ConfigError, match="is of another model: its active_weights is 7680, the model's 9216"):
         train(with_trainer(wider, run_dir=str(tmp_path / "wider")), print_line=lambda line: None)
     with pytest.raises(ConfigError, match="was measured on 'cpu, float32', but this run is on 'cpu, float64'"):
         train(with_trainer(config, run_dir=str(tmp_path / "fp64"), dtype="fp64"), print_line=lambda line: None)

@@ -7,9 +7,9 @@ kind on which the profile was measured, or GPUs in bf16 if nothing was measured.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -21,10 +21,9 @@ from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.limits import limits
 from bytescale.common.parsing import parse_json, read_input, read_text
 from bytescale.common.units import GIBI, KIBI, MOST_COUNT
-from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.description import ModelDescription
-from bytescale.config.hugging_face import hf_config_of
-from bytescale.config.resolve import preset_shape, resolve_model
+from bytescale.config.presets import PRESETS
+from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import (
     AUTO_CAPACITY,
     Config,
@@ -35,10 +34,9 @@ from bytescale.config.schema import (
     PlannerName,
 )
 from bytescale.config.sharing import sharing_domain
-from bytescale.config.validate import check_sharing
+from bytescale.config.validate import check_mesh, check_sharing
 from bytescale.cost.assumed import ASSUMED, Rates, times_of
 from bytescale.cost.cluster import Cluster
-from bytescale.cost.curve import Curve
 from bytescale.cost.gradient_sync import BUCKET_BYTES, round_seconds
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.memory.measured import MeasuredMemory, fitting_capacity
@@ -46,7 +44,6 @@ from bytescale.cost.model import CostModel
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile, warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
-from bytescale.cost.split import split_layers
 from bytescale.plan import Planner
 from bytescale.planner.make import make_planner
 from bytescale.simulator import ClusterConfig, step_seconds
@@ -197,17 +194,14 @@ def read_lengths(path: Path) -> IntArray:
 
 @dataclass(frozen=True)
 class Costs:
-    """The times of a step, and the memory of the devices that it runs on.
-
-    Memory is worked out only when somebody asks, because that may import torch.
-    """
+    """The times of a step, and the memory of the devices that it runs on."""
 
     options: CostOptions
     cluster: ClusterConfig
     profile: Profile
     """Without what checkpointing changes in memory (``checkpointed_profile``)."""
-    describe: Callable[[], tuple[ModelSpec, MeasuredMemory]]
-    """Builds the model to count it and to measure its memory."""
+    stages: MeasuredMemory
+    """The memory of the first stage of a pipeline, with that of the others."""
     device: tuple[DeviceKind, int]
     """The kind of device, and the bytes of a number in the compute dtype."""
 
@@ -232,7 +226,7 @@ class Costs:
     @cached_property
     def memory(self) -> MeasuredMemory:
         """The memory of the fullest device of a rank: that of the pipeline's fullest stage."""
-        return self.describe()[1].of_run(self.config, domain=self.domain).fullest_stage(self.usable_bytes)
+        return self.stages.of_run(self.config, domain=self.domain).fullest_stage(self.usable_bytes)
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -268,9 +262,7 @@ class Costs:
     @cached_property
     def checkpointed_profile(self) -> Profile:
         """The profile with what a layer keeps under checkpointing. Profiles are measured without it."""
-        if self.config.memory.checkpointing == "none":
-            return self.profile
-        return replace(self.profile, activation_bytes=Curve(0.0, self.memory.layer_saved_bytes_per_token, 0.0))
+        return self.memory.with_activations(self.profile, self.config.memory.checkpointing)
 
 
 def costs_of(options: CostOptions, *, longest: int, vocab_size: int | None = None) -> Costs:
@@ -294,32 +286,25 @@ def costs_of(options: CostOptions, *, longest: int, vocab_size: int | None = Non
     measured = load_profile(config.cost.profile) if config.cost.profile is not None else None
     warn_of_bad_fits(measured)
     device = _kind_and_precision(config, "" if measured is None else measured.device)
+    if measured is not None and not config.data.sources and config.model == DEFAULTS.model:
+        config = replace(config, model=measured.model)
     known = replace(config, data=replace(config.data, context_length=longest))  # rotary positions may depend on it
-    is_of_profile = measured is not None and not config.data.sources and config.model == DEFAULTS.model
-    if measured is not None and is_of_profile:
-        shape = ModelDescription(content=hf_config_of(measured.architecture))
-    else:
-        shape = resolve_model(config.model, tokenizer_vocab_size=vocab_size)
-    describe = cache(partial(_described, known, shape, *device, num_ranks=cluster.num_ranks))
-    model: Architecture | ModelSpec | None = None
-    if config.model.preset in PRESETS and not is_of_profile:
-        model = preset_shape(config.model, tokenizer_vocab_size=vocab_size)  # counted without torch
-    elif not is_of_profile:
-        model = describe()[0]
+    shape = resolve_model(config.model, tokenizer_vocab_size=vocab_size)
+    if config.model.preset in PRESETS:
+        check_mesh(parallel, shape.content)
+    spec, memory = _described(known, shape, *device, num_ranks=cluster.num_ranks)
     rates, named = options.rates, "the rates of --rates"
     if rates == Rates() and device[0] == "cpu":
         rates, named = ASSUMED["cpu"], "the assumed rates of a CPU core (--trainer.device cuda: of an H100)"
     elif rates == Rates():
         named = "the assumed rates of an H100"
-    profile = times_of(config, model, measured, rates, bytes_per_element=device[1])
+    profile = times_of(config, spec, measured, rates, bytes_per_element=device[1])
     profile = profile if measured else replace(profile, name=named)
-    split_layers(profile.architecture, cluster.pp)  # refuses more stages than layers
     check_sharing(config, cluster.num_ranks)
-    costs = Costs(options, cluster, profile, describe, device)
+    costs = Costs(options, cluster, profile, memory, device)
     if parallel.experts == "parallel":
         domain, per_node = costs.domain, cluster.ranks_per_node
-        profile = profile.with_parallel_experts(model or profile.architecture, domain=domain, ranks_per_node=per_node)
-        costs = replace(costs, profile=profile)
+        costs = replace(costs, profile=profile.with_parallel_experts(domain=domain, ranks_per_node=per_node))
     return costs
 
 

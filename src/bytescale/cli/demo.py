@@ -20,7 +20,7 @@ from bytescale.common.environment import ranks_of_torchrun
 from bytescale.common.errors import BytescaleError
 from bytescale.common.units import format_count, format_seconds
 from bytescale.config.load import DEMO_CONFIG
-from bytescale.config.resolve import preset_shape
+from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config, ModelConfig, PlannerConfig, PlannerName
 from bytescale.cost.assumed import Rates
 from bytescale.cost.cluster import Cluster
@@ -70,8 +70,10 @@ def simulate_at_scale(config: Config) -> None:
     context = GPUS[0] * CAPACITY_TOKENS
     times = -(-context // config.data.context_length)
     batches, vocab_size = corpus_batches(config.data, first=config.trainer.steps, number=GPUS[-1] // GPUS[0])
-    shape = preset_shape(ModelConfig(preset=_MODEL), tokenizer_vocab_size=vocab_size)
-    profile = Rates().profile(shape)
+    from bytescale.train.parts.describe import spec_of_content  # imports torch
+
+    model = resolve_model(ModelConfig(preset=_MODEL), tokenizer_vocab_size=vocab_size)
+    profile = Rates().profile(spec_of_content(model.content))
     console.print(
         f"scale   simulated: the same documents, but {times} times as long (the longest of {format_count(context)} "
         f"tokens), in a model of {_MODEL.upper()} on H100s that hold {format_count(CAPACITY_TOKENS)} tokens each"

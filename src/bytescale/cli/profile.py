@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -100,27 +100,27 @@ def profile_command(options: ProfileOptions) -> None:
                 f"{format_seconds(options.seconds)}, then links ...",
                 flush=True,
             )
+        layers, spec = layers_to_measure(given, ranks.device, ranks.dtype)
         profile = measure_profile(
-            Measurer(layers_to_measure(given, ranks.device, ranks.dtype), ranks.device, ranks.dtype),
+            Measurer(layers, ranks.device, ranks.dtype),
             max_tokens=given.data.context_length,
             seconds=options.seconds,
             hdp=ranks.hdp,
             nodes=nodes_of(ranks.world),
-        )
+        ).scaled_to(spec)
         if ranks.is_first:
-            _write(options, profile, torch.get_num_threads())
+            _write(options, replace(profile, model=given.model), torch.get_num_threads())
 
 
 def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:
     save_profile(profile, options.out)
     console = Console(soft_wrap=True, highlight=False)
     longest = max(point.tokens for point in profile.points)
-    shape, host = profile.architecture, profile.links.device_to_host_bytes_per_second
+    host = profile.links.device_to_host_bytes_per_second
     layer = float(profile.attention_forward(longest) + profile.rest_forward(longest))
-    kept = format_bytes(float(profile.activation_bytes(1.0)))
     console.print(
-        f"{profile.device} ({threads} threads): the forward of a layer with hidden size {shape.hidden_size} takes "
-        f"{layer * 1e3:.3g} ms for {format_count(longest)} tokens and keeps {kept} per token; copies to "
+        f"{profile.device} ({threads} threads): the forward of a layer with hidden size {profile.spec.hidden_size} "
+        f"takes {layer * 1e3:.3g} ms for {format_count(longest)} tokens; copies to "
         f"the host run at {format_bytes(host)}/s"
     )
     for warning in fit_warnings(profile):

@@ -16,7 +16,6 @@ from bytescale.cli.plan import memory_in_words
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.cost.model import windowed_squares
 from bytescale.cost.profile import Profile
-from bytescale.cost.spec import ModelSpec
 from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
 from bytescale.plan.verify import verify
@@ -76,13 +75,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Plan, cluster: ClusterConfig) -> None:
-    squares = int(windowed_squares(plan.lengths, profile.windows).sum())
-    done = ModelSpec.of(profile.architecture).training_flops(num_tokens=plan.num_tokens, sum_of_squares=squares)
+    squares = int(windowed_squares(plan.lengths, profile.spec.windows).sum())
+    done = profile.spec.training_flops(num_tokens=plan.num_tokens, sum_of_squares=squares)
     rate = done / step.step_seconds / cluster.num_gpus
     console.print(
         f"step {format_seconds(step.step_seconds)}, {format_si(step.tokens_per_second)} tokens/s, "
         f"{format_si(rate)}FLOP/s per device (attention counted by "
-        + ("what its windows reach)" if profile.windows else "the sum of s^2)")
+        + ("what its windows reach)" if profile.spec.windows else "the sum of s^2)")
     )
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("time of a rank", no_wrap=True)

@@ -18,7 +18,7 @@ def limits(*, least: float = -inf, above: float = -inf, most: float = inf, **wor
 
 
 def check_limits(section: Any, prefix: str = "") -> None:
-    """Raise ``ConfigError`` for the first number of a dataclass, or of one inside of it, outside of its limits.
+    """Raise ``ConfigError`` for the first number of a dataclass, or of those inside of it, outside of its limits.
 
     Fields that are None are unset. ``prefix`` comes before the name of a field in the message.
     """
@@ -26,6 +26,9 @@ def check_limits(section: Any, prefix: str = "") -> None:
         value, given = getattr(section, spec.name), spec.metadata
         if is_dataclass(value):
             check_limits(value, f"{prefix}{spec.name}.")
+        elif isinstance(value, tuple):
+            for item in filter(is_dataclass, value):
+                check_limits(item, f"{prefix}{spec.name}.")
         elif value is not None and "least" in given:
             if given["least"] <= value <= given["most"] and value > given["above"]:
                 continue

@@ -24,6 +24,7 @@ _MOST = {
     "num_labels": 2**20,
 }
 """The sizes of a model, and how large each of them may be: far beyond all models that there are."""
+_FROM_0 = ("_eps", "_epsilon", "_attn_scalar", "rope_theta", "initializer_range")
 _OBJECTS = ("text_config", "quantization_config", "rope_scaling", "rope_parameters")
 _UNUSED = ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation")
 
@@ -70,7 +71,7 @@ def checked_config(content: dict[str, Any], where: str) -> dict[str, Any]:
     for name, value in _entries(content):
         if value is None and name != "rms_norm_eps":
             continue
-        if name.endswith(("_eps", "_epsilon", "_attn_scalar")) and not (isinstance(value, int | float) and value >= 0):
+        if name.endswith(_FROM_0) and not (isinstance(value, int | float) and value >= 0):
             raise _wrong(where, name, value, "a number from 0 on")
         if isinstance(value, float) and math.isnan(value):
             raise _wrong(where, name, value, "a number")

@@ -37,16 +37,16 @@ def load_config(path: Path) -> Config:
     return from_dict(Config, content, str(path))
 
 
-def config_to_toml(config: Any) -> str:
+def config_to_toml(config: Any, prefix: str = "") -> str:
     """A dataclass as TOML, unset and infinite values left out: a run can be repeated from its config."""
     lines, sections = list[str](), list[str]()
     for spec in fields(config):
         value = getattr(config, spec.name)
         if is_dataclass(value):
-            sections += [f"[{spec.name}]", config_to_toml(value)]
+            sections += [f"[{prefix}{spec.name}]", config_to_toml(value, f"{prefix}{spec.name}.")]
         elif isinstance(value, tuple) and value and is_dataclass(value[0]):
             for item in value:
-                sections += [f"[[{spec.name}]]", config_to_toml(item)]
+                sections += [f"[[{prefix}{spec.name}]]", config_to_toml(item, f"{prefix}{spec.name}.")]
         elif not (value is None or (isinstance(value, float) and math.isinf(value))):
             lines.append(f"{spec.name} = {_toml_value(value)}\n")
     return "".join(lines) + "\n" * bool(lines and sections) + "\n".join(sections)

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from bytescale.common.errors import ConfigError
-from bytescale.config.hugging_face import EXPERT_NAMES, NAMES
 
 _FILTER = "leave it out, and leave such documents out of the sources"
 _ENVIRONMENT = "leave it out, and set the variable {} of Weights & Biases"
-_ROPE = ("rope_scaling", "rope_scaling_factor", "rope_original_context")
-_FIELDS = NAMES | EXPERT_NAMES | dict.fromkeys(_ROPE, "rope_scaling")
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rope_theta": "rope_theta",
+    "ffn_hidden_size": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+    "num_experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+    **dict.fromkeys(("rope_scaling", "rope_scaling_factor", "rope_original_context"), "rope_scaling"),
+}
 REMOVED: dict[str, tuple[str, object]] = {
-    "architecture.rope_original_context": ("take the profile again", 8192),
-    "architecture.rope_scaling": ("take the profile again", "none"),
-    "architecture.rope_scaling_factor": ("take the profile again", 1.0),
+    "architecture": ("take the profile again: it has the counts of the model's layers now", None),
     "checkpoint.background": ("leave it out: checkpoints are written while training goes on", True),
     "data.answer_seconds": ('leave it out: a server of data.loader = "ray" has 120 s to answer', 120.0),
     "data.eos_token": ('name it in the tokenizer_config.json beside tokenizer.json: {"eos_token": ...}', None),

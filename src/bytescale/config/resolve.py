@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import ConfigError, typed_path
-from bytescale.common.limits import check_limits
 from bytescale.common.parsing import parse_json
-from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.description import ModelDescription, trained_of
 from bytescale.config.foreign_config import checked_config
-from bytescale.config.hugging_face import FAMILIES, hf_config_of, read_hf_config, refuse_quantised, shape_of
+from bytescale.config.hugging_face import FAMILIES, read_hf_config, refuse_quantised
 from bytescale.config.load import nearest
+from bytescale.config.presets import PRESETS
 from bytescale.config.schema import ModelConfig
 
 HF_PREFIX = "hf:"
@@ -47,28 +46,25 @@ def resolve_model(config: ModelConfig, *, tokenizer_vocab_size: int | None = Non
     return replace(found, content=_changed(found.content, config))
 
 
-def preset_shape(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> Architecture:
-    """The numbers of a preset's model. Raises ``ConfigError`` as ``resolve_model``."""
-    return shape_of(resolve_model(config, tokenizer_vocab_size=tokenizer_vocab_size).content)
-
-
 def _of_preset(config: ModelConfig, tokenizer_vocab_size: int | None) -> ModelDescription:
-    shape, weight = PRESETS[config.preset], config.router_aux_loss_weight
-    if weight is not None:
-        shape = replace(shape, router_aux_loss_weight=weight)
+    content, weight = dict(PRESETS[config.preset]), config.router_aux_loss_weight
+    if weight is not None and "router_aux_loss_coef" in content:
+        content["router_aux_loss_coef"] = weight
     if tokenizer_vocab_size is not None:
-        shape = replace(shape, vocab_size=-(-tokenizer_vocab_size // 64) * 64)
-    content = _changed(hf_config_of(shape), config)
+        content["vocab_size"] = -(-tokenizer_vocab_size // 64) * 64
+    content = _changed(content, config)
     hidden, heads = content["hidden_size"], content["num_attention_heads"]
-    if "head_dim" not in config.config:
+    if "head_dim" not in config.config and config.config.keys() & {"hidden_size", "num_attention_heads"}:
         if hidden % heads:
             raise ConfigError(
                 f"hidden_size = {hidden} of model.config is not a multiple of num_attention_heads = {heads}",
                 fix="change one of them, or set head_dim",
             )
         content["head_dim"] = hidden // heads
-    _check_architecture(shape_of(content))
-    return ModelDescription(content=content, balance=shape.router_aux_loss_weight)
+    _check_heads_and_experts(content)
+    return ModelDescription(
+        content=content, balance=content.get("router_aux_loss_coef", 0.0) if weight is None else weight
+    )
 
 
 def _changed(content: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
@@ -142,23 +138,22 @@ def described_architecture(stored: dict[str, Any], where: str) -> ModelDescripti
         raise ConfigError(f"{where} describes no model ({error})", fix="name another checkpoint") from error
 
 
-def _check_architecture(shape: Architecture) -> None:
-    check_limits(shape, "of model.config, ")
-    if shape.num_heads % shape.num_kv_heads:
+def _check_heads_and_experts(content: dict[str, Any]) -> None:
+    heads, kv_heads, width = (content[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    if heads % kv_heads:
         raise ConfigError(
-            f"num_attention_heads = {shape.num_heads} of model.config is not a multiple of num_key_value_heads = "
-            f"{shape.num_kv_heads}",
+            f"num_attention_heads = {heads} of model.config is not a multiple of num_key_value_heads = {kv_heads}",
             so="query heads could not share key and value heads evenly",
             fix="use a divisor of num_attention_heads",
         )
-    if shape.head_dim % 2:
+    if width % 2:
         raise ConfigError(
-            f"head_dim of model.config is {shape.head_dim}, odd", so="rotary embeddings turn pairs", fix="make it even"
+            f"head_dim of model.config is {width}, odd", so="rotary embeddings turn pairs", fix="make it even"
         )
-    if shape.num_experts and not 1 <= shape.experts_per_token <= shape.num_experts:
+    chosen, experts = content.get("num_experts_per_tok", 1), content.get("num_local_experts", 1)
+    if not 1 <= chosen <= experts:
         raise ConfigError(
-            f"num_experts_per_tok of model.config is {shape.experts_per_token}, and num_local_experts "
-            f"{shape.num_experts}",
+            f"num_experts_per_tok of model.config is {chosen}, and num_local_experts {experts}",
             so="a token could not be sent to that many experts",
             fix="use 1 to num_local_experts",
         )

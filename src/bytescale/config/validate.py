@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from bytescale.common.errors import ConfigError, visible
 from bytescale.common.labels import RESERVED_FIELDS
 from bytescale.common.limits import check_limits
-from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.description import check_model, check_trained
 from bytescale.config.overrides import check_overrides, optimizer_options
-from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, preset_shape, resolve_model
+from bytescale.config.presets import PRESETS
+from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model
 from bytescale.config.schema import AUTO_CAPACITY, Config, CorpusConfig, DataConfig, ParallelConfig, TrainerConfig
 from bytescale.config.sharing import check_experts, sharing_domain
 
@@ -29,7 +30,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     check_model(shape)
     check_ranks(config.parallel, config.parallel.ranks if num_ranks is None else num_ranks)
     if config.model.preset in PRESETS:
-        _check_mesh(config.parallel, preset_shape(config.model))
+        check_mesh(config.parallel, shape.content)
     ranks, kind = hdp_ranks(config.parallel, num_ranks), kind_of_ranks(config.parallel)
     data, parallel = config.data, config.parallel
     if not data.sources:
@@ -93,29 +94,29 @@ def check_ranks(parallel: ParallelConfig, num_ranks: int) -> None:
         )
 
 
-def _check_mesh(parallel: ParallelConfig, shape: Architecture) -> None:
+def check_mesh(parallel: ParallelConfig, content: dict[str, Any]) -> None:
     """Raise ``ConfigError`` when heads, widths or layers do not divide as the mesh needs. Other models tell later."""
-    tp, pp = parallel.tp, parallel.pp
-    if parallel.experts == "parallel" and not shape.num_experts:
+    tp, pp, num_layers = parallel.tp, parallel.pp, content["num_hidden_layers"]
+    if parallel.experts == "parallel" and not content.get("num_local_experts"):
         raise ConfigError(
             'parallel.experts is "parallel", and the model has no experts',
             so="no token could travel to another rank's",
             fix="take a mixture of experts, or leave parallel.experts out",
         )
-    if pp > shape.num_layers:
+    if pp > num_layers:
         raise ConfigError(
-            f"parallel.pp = {pp} exceeds the model's {shape.num_layers} layers",
+            f"parallel.pp = {pp} exceeds the model's {num_layers} layers",
             so="a stage would have no layer",
-            fix=f"use at most {shape.num_layers} stages",
+            fix=f"use at most {num_layers} stages",
         )
-    for name, value in (("num_attention_heads", shape.num_heads), ("intermediate_size", shape.ffn_hidden_size)):
-        if value % tp:
+    for name in ("num_attention_heads", "intermediate_size"):
+        if (value := content[name]) % tp:
             raise ConfigError(
                 f"the model's {name} = {value} is no multiple of parallel.tp = {tp}",
                 so="the ranks could not take equal parts",
                 fix=f"use a degree that divides {value}",
             )
-    heads = shape.num_kv_heads
+    heads = content["num_key_value_heads"]
     if heads % tp and tp % heads:
         raise ConfigError(
             f"neither of parallel.tp = {tp} and the model's num_key_value_heads = {heads} divides the other",

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bytescale.common.limits import limits
-from bytescale.config.architecture import Architecture
 from bytescale.config.schema import Config, Experts
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel
@@ -49,12 +48,10 @@ class Rates:
             host_update_bytes_per_second=self.host_update_bytes_per_second,
         )
 
-    def profile(
-        self, model: Architecture | ModelSpec, *, tensor_parallel: int = 1, bytes_per_element: int = 2
-    ) -> Profile:
+    def profile(self, spec: ModelSpec, *, tensor_parallel: int = 1, bytes_per_element: int = 2) -> Profile:
         """The profile of a model by counted operations."""
         return Profile.from_flops(
-            model,
+            spec,
             flops_per_second=self.flops_per_second,
             attention_flops_per_second=self.attention_flops_per_second,
             launch_seconds=self.launch_seconds,
@@ -65,29 +62,16 @@ class Rates:
 
 
 def times_of(
-    config: Config,
-    model: Architecture | ModelSpec | None,
-    measured: Profile | None,
-    rates: Rates,
-    *,
-    bytes_per_element: int,
+    config: Config, spec: ModelSpec, measured: Profile | None, rates: Rates, *, bytes_per_element: int
 ) -> Profile:
     """The times of a model's layers at the tp of ``config``: the measured ones, else its operations at ``rates``.
 
-    ``model`` None: the one that was measured. A profile of another tp is scaled by operation counts. Raises
-    ``ConfigError`` if layers of another shape were measured.
+    A profile of another tp is scaled by operation counts. Raises ``ConfigError`` if other layers were measured.
     """
-    tp = config.parallel.tp
     if measured is None:
-        assert model is not None, "without a profile there is a model"
-        measured = rates.profile(model, tensor_parallel=tp, bytes_per_element=bytes_per_element)
-    elif model is not None:
-        stack = ModelSpec.of(model).stack
-        require_model(measured, stack)
-        measured = measured.of_model(stack)
-    if tp != measured.tensor_parallel:
-        measured = measured.scaled_to(measured.architecture, tensor_parallel=tp)
-    return measured
+        return rates.profile(spec, tensor_parallel=config.parallel.tp, bytes_per_element=bytes_per_element)
+    require_model(measured, spec)
+    return measured.scaled_to(spec, tensor_parallel=config.parallel.tp)
 
 
 ASSUMED: dict[str, Rates] = {
@@ -119,7 +103,7 @@ ASSUMED_MICRO_BATCH_SECONDS = {"cpu": 3e-3, "cuda": 2e-3}
 
 
 def assumed_cost(
-    model: Architecture | ModelSpec,
+    spec: ModelSpec,
     *,
     device: Literal["cpu", "cuda"],
     bytes_per_element: int,
@@ -130,9 +114,9 @@ def assumed_cost(
 
     ``domain``: consecutive ranks that gather the parameters in every round (``plan.Plan``), or all but the experts.
     """
-    profile = ASSUMED[device].profile(model, bytes_per_element=bytes_per_element)
+    profile = ASSUMED[device].profile(spec, bytes_per_element=bytes_per_element)
     if experts == "parallel":
-        profile = profile.with_parallel_experts(model, domain=domain)
+        profile = profile.with_parallel_experts(domain=domain)
     cost = replace(profile.cost_model(), micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[device])
     if domain == 1:
         return cost

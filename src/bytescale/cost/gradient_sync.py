@@ -18,9 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import FloatArray
-from bytescale.cost import flops
 from bytescale.cost.profile import Profile
-from bytescale.cost.split import split_layers
 
 BUCKET_BYTES = 2**20
 """Of gradients in one bucket. HDP ranks reduce gradients bucket by bucket while they compute, and gather parameters in
@@ -33,10 +31,9 @@ UPDATE_BYTES = 28  # AdamW reads an fp32 weight, its gradient and two moments, a
 
 def stage_parameters(profile: Profile, *, stage: int, pipeline_parallel: int) -> float:
     """Weights of one stage per device: its layers, the embedding on the first stage, and the head on the last one."""
-    shape = profile.architecture
-    layers = len(split_layers(shape, pipeline_parallel)[stage])
-    matrices = flops.vocabulary_matrices(shape, is_first=stage == 0, is_last=stage == pipeline_parallel - 1)
-    weights = layers * profile.layer_parameters + matrices * flops.head_parameters(shape)
+    own, is_first, is_last = profile.of_stage(stage, pipeline_parallel), stage == 0, stage == pipeline_parallel - 1
+    weights = own.spec.num_layers * own.layer_parameters + is_first * own.spec.outside
+    weights += (is_last and not (own.spec.is_tied and is_first)) * own.spec.head
     return weights / profile.tensor_parallel
 
 
@@ -51,8 +48,8 @@ def gathered_parameters(profile: Profile) -> tuple[float, float]:
 
     The last layer and the head stay open until backward comes (``runtime.optimizer.units``).
     """
-    shape, words = profile.architecture, flops.head_parameters(profile.architecture)
-    forward = shape.num_layers * profile.layer_parameters + 2 * words
+    words = profile.spec.head
+    forward = profile.spec.num_layers * profile.layer_parameters + profile.spec.outside + words
     return forward / profile.tensor_parallel, (forward - profile.layer_parameters - words) / profile.tensor_parallel
 
 
@@ -102,7 +99,7 @@ def round_seconds(profile: Profile, *, domain: int, ranks_per_node: int) -> tupl
 
     Forward gathers the parameters layer by layer. Backward does it once more, and reduces the gradients.
     """
-    count, (forward, backward) = profile.architecture.num_layers, gathered_parameters(profile)
+    count, (forward, backward) = profile.spec.num_layers, gathered_parameters(profile)
     reduced = stage_parameters(profile, stage=0, pipeline_parallel=1)
     of_forward, of_backward, of_gradients = (
         bucket_seconds(profile, parameters, count, num_ranks=domain, ranks_per_node=ranks_per_node)

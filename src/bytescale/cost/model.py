@@ -30,11 +30,12 @@ from numpy.typing import ArrayLike, NDArray
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import check_limits, limits
-from bytescale.cost.flops import BACKWARD_ATTENTION_RATIO
 from bytescale.cost.visible import num_messages, state_rounds, visible_seconds
 
 COLUMNS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of columns that are tried, besides one."""
+
+BACKWARD_ATTENTION_RATIO = 2.5  # five matrix products in backward, two in forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +100,11 @@ class CostModel:
     gather_seconds: float = field(default=0.0, metadata=limits(least=0))
     """Least time of a round of a lockstep domain, forward and backward: parameters are gathered in both, and gradients
     are reduced in one (``cost.gradient_sync.round_seconds``). They travel beside compute."""
+    ring_share: float = field(default=1.0, metadata=limits(least=0))
+    """Share of the layers that have attention, for which a group sends keys around a ring."""
     recurrent_share: float = field(default=0.0, metadata=limits(least=0))
-    """Share of the layers that are recurrent. They have no rings; a group exchanges their states in
-    ``ceil(log2(2D))`` rounds of one message's latency, before and after which they wait."""
+    """Share of the layers that are recurrent. A group exchanges their states in ``ceil(log2(2D))`` rounds of one
+    message's latency, before and after which they wait."""
     state_bytes: float = field(default=0.0, metadata=limits(least=0))
     """Bytes that pass a rank's link in such a round, all layers, forward and backward, however long the sequences."""
     windows: tuple[tuple[int, float], ...] = ()
@@ -246,7 +249,7 @@ class CostModel:
         rows = load.degree / columns
         keys_rate, latency = self._link(columns_far)
         rows_rate, row_latency = self._link(rows_far)
-        rings = 1.0 - self.recurrent_share
+        rings = self.ring_share
         keys_latency, rows_latency = rings * latency, rings * row_latency
         keys = self.ring_bytes_per_token * load.slice / keys_rate
         row = (self.row_bytes_per_token or 0.0) * load.slice / rows_rate

@@ -5,23 +5,18 @@ All times are per LAYER and per RANK, which is ``tensor_parallel`` devices. All 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
-from bytescale.config.architecture import Architecture
-from bytescale.cost import flops
+from bytescale.config.schema import ModelConfig
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
-from bytescale.cost.model import CostModel, Pass
-from bytescale.cost.spec import ModelSpec
-
-_SHAPE = (
-    *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"),
-    *("num_experts", "experts_per_token"),
-)
+from bytescale.cost.model import BACKWARD_ATTENTION_RATIO, CostModel, Pass
+from bytescale.cost.spec import LayerSpec, ModelSpec, counted
+from bytescale.cost.split import split_costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +28,7 @@ class Point:
     tokens: int
     """The length of the sequence."""
     value: float
-    """Seconds; for the curve ``activation_bytes``, bytes."""
+    """Seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +36,9 @@ class Profile:
     """Costs of one model on one kind of device. Curves are in seconds per layer unless they say bytes."""
 
     name: str
-    architecture: Architecture
+    spec: ModelSpec
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Of a measured profile, the settings of the model."""
     tensor_parallel: int = 1
     source: str = ""
     """Where the numbers come from, as a text for people."""
@@ -56,8 +53,8 @@ class Profile:
     head_forward: Curve = field(default_factory=Curve)
     """Seconds of the output projection and the loss, on the last stage."""
     head_backward: Curve = field(default_factory=Curve)
-    activation_bytes: Curve
-    """Bytes that a layer keeps for its backward, per device (Act in the paper)."""
+    activation_bytes: Curve = field(default_factory=Curve)
+    """Bytes that a layer keeps for its backward, per device (Act in the paper). 0: the model's memory tells them."""
     sequence_forward_seconds: float = field(default=0.0, metadata=limits(least=0))
     """What every sequence adds to each block of attention, however short it is: a shared one has a block in each step
     of its ring."""
@@ -67,34 +64,39 @@ class Profile:
     ring_backward_bytes_per_token: float = field(metadata=limits(least=0))
     """Bytes of K, V, dK and dV of one token, per device."""
     links: Links = field(default_factory=Links)
-    layer_parameters: int = field(metadata=limits(least=1))
+    layer_parameters: float = field(metadata=limits(least=1))
     """Weights of one layer, over all tp devices and all experts. Gradients are reduced for all of them."""
     parameter_bytes: int = 2
     """Bytes of one parameter, which is gathered after every update."""
     points: tuple[Point, ...] = ()
-    recurrent_share: float = 0.0
-    state_bytes: float = 0.0
-    """Of a layer and a pass, as ``CostModel.state_bytes``."""
-    windows: tuple[tuple[int, float], ...] = ()
-    """Sliding windows, as in ``CostModel.windows``. The curves of attention are those of short sequences."""
+
+    @property
+    def state_bytes(self) -> float:
+        """Of a layer and a pass, as ``CostModel.state_bytes``."""
+        return self.spec.mean("state_numbers") * max(4, self.parameter_bytes)
 
     @property
     def row_bytes_per_token(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """``flops.row_bytes_per_token`` per device, of the layers whose keys travel around rings."""
-        element, ring = self.parameter_bytes, self.ring_forward_bytes_per_token
-        forward, backward = flops.row_bytes_per_token(self.architecture, bytes_per_element=element)
-        whole = flops.kv_bytes_per_token(self.architecture, bytes_per_element=element)
-        tp = self.tensor_parallel / round(ring * self.tensor_parallel / whole, 9) if ring else math.inf
-        return (forward[0] / tp, forward[1] / tp), (backward[0] / tp, backward[1] / tp)
+        """Bytes that pass a device's link per token of a slice of queries, in a layer and a step of a grid's row.
+
+        ``((there, home) in forward, (there, home) in backward)``, as a mean over layers. Forward sends the queries, and
+        brings partial outputs and LSE home. Backward sends the output's gradient, the queries, LSE and delta, and
+        brings the queries' gradient home (``attention.rings.grid``). LSE, delta and sums are in fp32 or wider.
+        """
+        ringed, wide = [layer for layer in self.spec.layers if layer.num_heads], max(4, self.parameter_bytes)
+        parts = self.spec.num_layers * self.tensor_parallel
+        width = sum(layer.count * layer.pair_numbers / 2 for layer in ringed) / parts  # of queries, of outputs: a mean
+        rows, lse = width * self.parameter_bytes, wide * sum(layer.count * layer.num_heads for layer in ringed) / parts
+        return (rows, rows + lse), (2 * rows + 2 * lse, width * wide)
 
     @property
     def hidden_bytes_per_token(self) -> float:
         """Bytes per token and device that a stage sends to the next one: the residual stream in bf16, divided by tp."""
-        return 2 * self.architecture.hidden_size / self.tensor_parallel
+        return 2 * self.spec.hidden_size / self.tensor_parallel
 
     @staticmethod
     def from_flops(
-        model: Architecture | ModelSpec,
+        spec: ModelSpec,
         *,
         flops_per_second: float,
         attention_flops_per_second: float | None = None,
@@ -106,7 +108,7 @@ class Profile:
         """Make a profile by counting operations.
 
         Args:
-            model: its shape, or its counts.
+            spec: the counts of the model.
             flops_per_second: the rate of one device for matrix products.
             attention_flops_per_second: the rate of one device for attention; None: the same rate.
             launch_seconds: a fixed time that attention and the rest of a layer each take, in each direction.
@@ -119,87 +121,72 @@ class Profile:
         """
         if not flops_per_second > 0 or not (attention_flops_per_second or flops_per_second) > 0:
             raise ConfigError(f"flops_per_second is {flops_per_second}", fix="use a rate above 0")
-        spec, rate = ModelSpec.of(model), tensor_parallel * flops_per_second
-        attention = spec.pair_numbers / (tensor_parallel * (attention_flops_per_second or flops_per_second))
-        rest, rest_backward = 2 * spec.active / rate, 2 * (spec.active + spec.trained) / rate
+        rate, active = tensor_parallel * flops_per_second, spec.mean("active_weights")
+        attention = spec.mean("pair_numbers") / (tensor_parallel * (attention_flops_per_second or flops_per_second))
+        rest, rest_backward = 2 * active / rate, 2 * (active + spec.mean("trained_weights")) / rate
         head, head_backward = 2 * spec.head / rate, 2 * (spec.head + spec.head_trained) / rate
-        kept = flops.layer_activation_bytes_per_token(spec.stack, bytes_per_element=bytes_per_element)
-        keys = spec.key_numbers * bytes_per_element
-        gradients = spec.key_numbers * max(4, bytes_per_element)
+        keys, gradients = (spec.mean("key_numbers") * size for size in (bytes_per_element, max(4, bytes_per_element)))
         return Profile(
             name="flops",
-            architecture=spec.stack,
+            spec=spec,
             tensor_parallel=tensor_parallel,
             source=f"counted operations at {flops_per_second:.3g} FLOP/s a device",
             attention_forward=Curve(attention, 0.0, launch_seconds),
-            attention_backward=Curve(flops.BACKWARD_ATTENTION_RATIO * attention, 0.0, launch_seconds),
+            attention_backward=Curve(BACKWARD_ATTENTION_RATIO * attention, 0.0, launch_seconds),
             rest_forward=Curve(0.0, rest, launch_seconds),
             rest_backward=Curve(0.0, rest_backward, launch_seconds),
             head_forward=Curve(0.0, head, 0.0),
             head_backward=Curve(0.0, head_backward, 0.0),
-            activation_bytes=Curve(0.0, kept / tensor_parallel, 0.0),
             ring_forward_bytes_per_token=keys / tensor_parallel,
             ring_backward_bytes_per_token=(keys + gradients) / tensor_parallel,
             links=links or Links(),
-            layer_parameters=spec.parameters,
+            layer_parameters=spec.mean("parameters"),
             parameter_bytes=bytes_per_element,
-            recurrent_share=spec.recurrent_share,
-            state_bytes=spec.state_numbers * max(4, bytes_per_element),
-            windows=spec.windows,
         )
 
-    def of_model(self, architecture: Architecture) -> Profile:
-        """This profile for a model with the same layers, but another number of them or another size of the vocabulary.
+    def scaled_to(self, spec: ModelSpec, *, tensor_parallel: int | None = None) -> Profile:
+        """This profile's device with other layers, or another tp. Every cost is scaled by the ratio of its counts.
 
-        Curves are per layer, so they stay. The head's curves scale with the vocabulary.
+        What layers keep for backward is not counted: it is divided by the ratio of the degrees alone.
         """
-        words = architecture.vocab_size / self.architecture.vocab_size
+        degree = tensor_parallel or self.tensor_parallel
+        tp = degree / self.tensor_parallel
+
+        def scale(name: str) -> float:
+            return (spec.mean(name) / self.spec.mean(name) if self.spec.mean(name) else 1.0) / tp
+
+        attention, rest, ring, head = scale("pair_numbers"), scale("active_weights"), scale("key_numbers"), 1 / tp
+        if self.spec.head:
+            head = spec.head / self.spec.head / tp
         return replace(
             self,
-            architecture=architecture,
-            head_forward=_scaled(self.head_forward, words),
-            head_backward=_scaled(self.head_backward, words),
-        )
-
-    def scaled_to(
-        self, architecture: Architecture, *, tensor_parallel: int, layer_parameters: int | None = None
-    ) -> Profile:
-        """This profile's device with another model or another tp. Every cost is scaled by the ratio of its counts.
-
-        Args:
-            architecture: the other model. For a mixture of experts, give the feed-forward width that one token uses.
-            layer_parameters: all weights of a layer, if a token uses only some of them; None: the counted ones.
-        """
-        old, new, tp = self.architecture, architecture, tensor_parallel / self.tensor_parallel
-        attention = flops.layer_attention_flops_per_square(new) / flops.layer_attention_flops_per_square(old) / tp
-        rest = flops.layer_linear_flops_per_token(new) / flops.layer_linear_flops_per_token(old) / tp
-        head = flops.head_parameters(new) / flops.head_parameters(old) / tp
-        kept = flops.layer_activation_bytes_per_token(new) / flops.layer_activation_bytes_per_token(old) / tp
-        ring = flops.kv_bytes_per_token(new) / flops.kv_bytes_per_token(old) / tp
-        return replace(
-            self,
-            architecture=new,
-            tensor_parallel=tensor_parallel,
-            source=f"{self.source}; scaled by operation counts",
+            spec=spec,
+            tensor_parallel=degree,
             attention_forward=_scaled(self.attention_forward, attention),
             attention_backward=_scaled(self.attention_backward, attention),
             rest_forward=_scaled(self.rest_forward, rest),
             rest_backward=_scaled(self.rest_backward, rest),
             head_forward=_scaled(self.head_forward, head),
             head_backward=_scaled(self.head_backward, head),
-            activation_bytes=self.activation_bytes.times(kept),
+            activation_bytes=self.activation_bytes.times(1 / tp),
             ring_forward_bytes_per_token=self.ring_forward_bytes_per_token * ring,
             ring_backward_bytes_per_token=self.ring_backward_bytes_per_token * ring,
-            layer_parameters=flops.layer_parameters(new) if layer_parameters is None else layer_parameters,
-            points=(),
+            layer_parameters=self.layer_parameters * scale("parameters") * tp,
+            points=self.points if tp == 1 else (),
         )
+
+    def of_stage(self, stage: int, num_stages: int) -> Profile:
+        """This profile for the layers of a pipeline stage. Raises ``ConfigError`` for more stages than layers."""
+        if num_stages == 1:
+            return self
+        return self.scaled_to(replace(self.spec, layers=stages_of(self.spec, num_stages)[stage]))
 
     def cost_model(self, *, ranks_per_node: int = 8, pipeline_parallel: int = 1) -> CostModel:
         """Sum this profile up for the planner: all layers, forward and backward together.
 
         Stages work at the same time, so the layers and the head count ``1 / pipeline_parallel``.
         """
-        layers = self.architecture.num_layers / pipeline_parallel
+        layers = self.spec.num_layers / pipeline_parallel
         attention = (self.attention_forward, self.attention_backward)
         rest = (self.rest_forward, self.rest_backward)
         heads = (self.head_forward, self.head_backward)
@@ -218,31 +205,29 @@ class Profile:
             intra_node_bytes_per_second=self.links.intra_node_bytes_per_second,
             inter_node_bytes_per_second=self.links.ring_bytes_per_second(True),
             ranks_per_node=ranks_per_node,
-            recurrent_share=self.recurrent_share,
+            ring_share=self.spec.share_with("pair_numbers"),
+            recurrent_share=self.spec.share_with("mixers"),
             state_bytes=2 * layers * self.state_bytes,
-            windows=self.windows,
+            windows=self.spec.windows,
             passes=self._passes(),
         )
 
-    def with_parallel_experts(
-        self, model: Architecture | ModelSpec, *, domain: int, ranks_per_node: int = 8
-    ) -> Profile:
+    def with_parallel_experts(self, *, domain: int, ranks_per_node: int = 8) -> Profile:
         """This profile where the ranks of a ``domain`` have the experts in parallel (``runtime.experts``).
 
         A row goes to each of a token's experts and back, in forward, and again in backward. Messages are spread evenly,
         and nothing hides them. Experts are neither gathered nor reduced; that domains reduce theirs once is left out.
         """
-        spec = ModelSpec.of(model)
         if domain == 1:
             return self
-        row_bytes = self.architecture.hidden_size * self.parameter_bytes
-        sent = 2 * spec.expert_rows * row_bytes * (domain - 1) / domain
+        row_bytes = self.spec.hidden_size * self.parameter_bytes
+        sent = 2 * self.spec.mean("expert_rows") * row_bytes * (domain - 1) / domain
         seconds = sent / self.links.ring_bytes_per_second(domain > ranks_per_node)
         return replace(
             self,
             rest_forward=replace(self.rest_forward, linear=self.rest_forward.linear + seconds),
             rest_backward=replace(self.rest_backward, linear=self.rest_backward.linear + seconds),
-            layer_parameters=max(1, self.layer_parameters - spec.experts),
+            layer_parameters=max(1.0, self.layer_parameters - self.spec.mean("expert_weights")),
         )
 
     def _passes(self) -> tuple[Pass, ...]:
@@ -271,13 +256,13 @@ class Profile:
         profile = self._with_term("quadratic", cost.attention_seconds_per_pair, ("attention",))
         profile = profile._with_term("linear", cost.token_seconds, ("rest", "attention", "head"))
         profile = profile._with_term("constant", cost.micro_batch_seconds, ("rest", "attention", "head"))
-        of_message = cost.ring_message_seconds / (2 * self.architecture.num_layers)
+        of_message = cost.ring_message_seconds / (2 * self.spec.num_layers)
         return replace(profile, links=replace(self.links, message_seconds=of_message), points=())
 
     def _with_term(self, term: str, seconds: float, parts: tuple[str, ...]) -> Profile:
         """This profile with ``seconds`` as the sum of a coefficient over the curves of ``parts``, over all layers."""
         curves: dict[str, Curve] = {}
-        before, layers = 0.0, self.architecture.num_layers
+        before, layers = 0.0, self.spec.num_layers
         for part in parts:
             for name in (f"{part}_forward", f"{part}_backward"):
                 curves[name] = getattr(self, name)
@@ -295,16 +280,34 @@ def _scaled(curve: Curve, factor: float) -> Curve:
     return Curve(curve.quadratic * factor, curve.linear * factor, curve.constant)
 
 
-def require_model(profile: Profile, architecture: Architecture) -> None:
-    """Raise ``ConfigError`` unless a layer of ``architecture`` has the shape of the layer that was measured.
+@cache
+def stages_of(spec: ModelSpec, num_stages: int) -> list[tuple[LayerSpec, ...]]:
+    """The layers of each pipeline stage, as they are cut (``split_costs``). Raises ``ConfigError`` if one has none."""
+    if not 1 <= num_stages <= spec.num_layers:
+        raise ConfigError(
+            f"parallel.pp = {num_stages} exceeds the model's {spec.num_layers} layers",
+            so="a stage would have no layer",
+            fix=f"use at most {spec.num_layers} stages",
+        )
+    each = spec.each
+    parts = split_costs([layer.active_weights for layer in each], spec.head, num_stages)
+    return [counted(each[part.start : part.stop]) for part in parts]
 
-    The number of layers and the size of the vocabulary may differ (``Profile.of_model``).
+
+def require_model(profile: Profile, spec: ModelSpec) -> None:
+    """Raise ``ConfigError`` unless the layers of ``spec`` are of the kinds that were measured.
+
+    Numbers of layers, the size of the vocabulary, and what is trained may differ (``Profile.scaled_to``).
     """
-    for name in _SHAPE:
-        measured, wanted = getattr(profile.architecture, name), getattr(architecture, name)
-        if measured != wanted:
+    for name in ("hidden_size", *(own.name for own in reversed(fields(LayerSpec)))):
+        measured, wanted = (
+            {one.hidden_size} if name == "hidden_size" else {getattr(layer, name) for layer in one.layers}
+            for one in (profile.spec, spec)
+        )
+        if measured != wanted and name not in ("count", "trained_weights"):
+            old, new = (", ".join(f"{number:g}" for number in sorted(numbers)) for numbers in (measured, wanted))
             raise ConfigError(
-                f"profile {profile.name!r} is of another model: its {name} is {measured}, the model's {wanted}",
+                f"profile {profile.name!r} is of another model: its {name} is {old}, the model's {new}",
                 so="plans would be made for the times of another model",
                 fix="run `bytescale profile` with this model, or leave cost.profile unset to count operations",
             )

@@ -26,7 +26,6 @@ CURVES = (
     "rest_backward",
     "head_forward",
     "head_backward",
-    "activation_bytes",
 )
 BAD_RESIDUAL = 0.3
 """The relative error of a fit at one of its points above which there is a warning."""
@@ -59,7 +58,9 @@ def load_profile(name: str | Path) -> Profile:
         raise ConfigError(f"profile {name} is not TOML: {error}", fix="take the profile again") from error
     profile = from_dict(Profile, content, f"profile {name}")
     check_limits(profile, f"profile {name}: ")
-    if not profile.ring_forward_bytes_per_token * profile.ring_backward_bytes_per_token and not profile.windows:
+    if not profile.spec.layers:
+        raise ConfigError(f"profile {name} lacks spec.layers", fix="take the profile again")
+    if not profile.ring_forward_bytes_per_token * profile.ring_backward_bytes_per_token and not profile.spec.windows:
         raise ConfigError(
             f"profile {name}: ring_forward_bytes_per_token or ring_backward_bytes_per_token is 0",
             so="what ranks send would cost nothing, although no layer has a window",

@@ -1,82 +1,114 @@
-"""What a model costs, whoever has written its code: counts from which times, memory and MFU follow.
+"""What a model costs: counts of its layers and of its head, from which times, memory and MFU follow.
 
-Those of transformers are what the probe has seen (``hf.model.costs``). Layers count as equal to their mean.
+They are taken from the model itself (``hf.model.costs``). Planning, simulation and MFU use the same conventions:
+
+* A multiplication and an addition count as two operations. Norms, rotations and softmax are left out (below 1 %).
+* Causal attention of a sequence of ``s`` tokens counts as ``s^2 / 2`` pairs, and a pack as the sum over its documents.
+* ``ModelSpec.training_flops`` counts the *model's* operations, from which MFU follows: backward has twice those of
+  forward. Flash attention computes the scores again in backward: ``BACKWARD_ATTENTION_RATIO`` counts in times alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from bytescale.common.arrays import IntArray
+from bytescale.common.limits import limits
 from bytescale.common.units import format_si
-from bytescale.config.architecture import Architecture
-from bytescale.cost import flops
 from bytescale.cost.model import windowed_squares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """Counts of a model. Numbers of weights and of elements are those of one layer, if they do not say otherwise."""
+class LayerSpec:
+    """Counts of a layer: of weights, and of elements of a token."""
 
-    stack: Architecture
-    """A preset's numbers, or equal layers that stand for a model: as many layers, words and heads of the mean width."""
+    count: int = field(default=1, metadata=limits(least=1, most=4096))
+    """So many equal layers follow each other."""
+    parameters: int = field(metadata=limits(least=0))
+    active_weights: float = field(metadata=limits(least=0))
+    """Weights that a token is multiplied with. Of a mixture of experts, those of its own experts."""
+    trained_weights: float = field(metadata=limits(least=0))
+    """Those of them that are trained."""
+    expert_weights: int = field(default=0, metadata=limits(least=0))
+    """Weights of all experts, which ``parameters`` has; routers and shared experts are not among them."""
+    expert_rows: float = field(default=0.0, metadata=limits(least=0))
+    """How many experts a token is sent to."""
+    pair_numbers: float = field(default=0.0, metadata=limits(least=0))
+    """Numbers that a pair of query and key is multiplied with: the widths of keys and of values, of all heads."""
+    chosen_numbers: float = field(default=0.0, metadata=limits(least=0))
+    """Those of them that chosen keys alone meet, at most ``num_chosen`` of each query. The others are an indexer's."""
+    num_chosen: int = field(default=0, metadata=limits(least=0))
+    window: int = field(default=0, metadata=limits(least=0))
+    """Keys that a query sees at most; 0: all before it."""
+    num_heads: int = field(default=0, metadata=limits(least=0))
+    """Query heads whose keys travel around a ring. What a window reaches are few keys, whatever the length: none."""
+    key_numbers: float = field(default=0.0, metadata=limits(least=0))
+    """Numbers of a token's keys and values that travel around a ring."""
+    mixers: int = field(default=0, metadata=limits(least=0))
+    """Recurrences, whose states a group exchanges."""
+    state_numbers: float = field(default=0.0, metadata=limits(least=0))
+    """Numbers that a member sends in one round of the scan over states (``plan.states``), for its two segments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Counts of a model."""
+
+    layers: tuple[LayerSpec, ...]
+    """In order. Equal ones that follow each other are one, with their ``count``."""
     kind: str = ""
     """A word on the model for people, such as its family; empty: there is nothing to say."""
-    pair_numbers: float
-    """Numbers that a pair of query and key is multiplied with: the widths of keys and of values, of all heads."""
-    key_numbers: float
-    """Numbers of a token's keys and values that travel around a ring. A window's are few, whatever the length: none."""
-    parameters: int
-    active: float
-    """Weights that a token is multiplied with. Of a mixture of experts, those of its own experts."""
-    trained: float
-    """Those of them that are trained."""
-    experts: int = 0
-    """Weights of all experts, which ``parameters`` has; routers and shared experts are not among them."""
-    expert_rows: float = 0.0
-    """How many experts a token is sent to."""
-    head: int
+    vocab_size: int = field(metadata=limits(least=1))
+    hidden_size: int = field(metadata=limits(least=1))
+    outside: int = field(metadata=limits(least=0))
+    """Weights outside of the layers and of an untied output projection: the embedding, other tables, norms."""
+    head: int = field(metadata=limits(least=0))
     """Weights of the output projection."""
-    head_trained: int
-    total: int
+    head_trained: int = 0
+    is_tied: bool = False
+    """Whether the output projection is the embedding."""
+    total: int = 0
     """Weights of the whole model."""
-    total_trained: int
-    recurrent_share: float = 0.0
-    """The share of the layers that are recurrent: ``stack`` counts them, too, and attention is a mean over all."""
-    state_numbers: float = 0.0
-    """Numbers that a member sends in one round of the scan over states (``plan.states``), for its two segments."""
-    windows: tuple[tuple[int, float], ...] = ()
-    """As in ``CostModel.windows``."""
+    total_trained: int = 0
 
-    @staticmethod
-    def of(model: Architecture | ModelSpec) -> ModelSpec:
-        """The counts of a preset, by its numbers; counts stay as they are."""
-        if isinstance(model, ModelSpec):
-            return model
-        active = flops.attention_parameters(model) + flops.active_feed_forward_parameters(model)
-        head, total = flops.head_parameters(model), flops.total_parameters(model)
-        return ModelSpec(
-            stack=model,
-            pair_numbers=flops.layer_attention_flops_per_square(model),
-            key_numbers=flops.kv_bytes_per_token(model, bytes_per_element=1),
-            parameters=flops.layer_parameters(model),
-            active=active,
-            trained=active,
-            experts=3 * model.num_experts * model.ffn_hidden_size * model.hidden_size,
-            expert_rows=model.experts_per_token if model.num_experts else 0,
-            head=head,
-            head_trained=head,
-            total=total,
-            total_trained=total,
-        )
+    @property
+    def num_layers(self) -> int:
+        return sum(layer.count for layer in self.layers)
+
+    def mean(self, name: str) -> float:
+        """The mean of a count of ``LayerSpec`` over all layers."""
+        return float(sum(layer.count * getattr(layer, name) for layer in self.layers) / self.num_layers)
+
+    def share_with(self, name: str) -> float:
+        """The share of the layers in which this count is not 0."""
+        return sum(layer.count for layer in self.layers if getattr(layer, name)) / self.num_layers
+
+    @property
+    def windows(self) -> tuple[tuple[int, float], ...]:
+        """As ``CostModel.windows``."""
+        found: dict[int, float] = {}
+        for layer in self.layers:
+            chosen = layer.chosen_numbers
+            for window, numbers in ((layer.window, layer.pair_numbers - chosen), (layer.num_chosen, chosen)):
+                found[window] = found.get(window, 0.0) + layer.count * numbers
+        pairs = sum(found.values())
+        return tuple((window, part / pairs) for window, part in sorted(found.items()) if window and part)
+
+    @property
+    def each(self) -> list[LayerSpec]:
+        """Every layer on its own."""
+        return [replace(layer, count=1) for layer in self.layers for _ in range(layer.count)]
 
     def training_flops(self, *, num_tokens: int, sum_of_squares: float) -> int:
         """Operations of forward and backward of the whole model: three times forward. The numerator of MFU.
 
         ``sum_of_squares``: of ``squares_of`` the documents' lengths.
         """
-        per_token = 2 * (self.stack.num_layers * self.active + self.head)
-        return int(3 * (per_token * num_tokens + self.stack.num_layers * self.pair_numbers * sum_of_squares))
+        per_token = 2 * (self.num_layers * self.mean("active_weights") + self.head)
+        pairs = self.num_layers * self.mean("pair_numbers")
+        return int(3 * (per_token * num_tokens + pairs * sum_of_squares))
 
     def squares_of(self, lengths: IntArray) -> float:
         """Sum of ``CostModel.squares_of`` documents of ``lengths [S]``."""
@@ -84,16 +116,21 @@ class ModelSpec:
 
     def describe(self) -> str:
         """The model in a line for people."""
-        shape, part = self.stack, ""
-        if shape.num_experts:
-            count = format_si(flops.active_parameters(shape))
-            part = f" ({count} active: {shape.experts_per_token} of {shape.num_experts} experts)"
+        part = ""
+        if idle := sum(
+            layer.count * (layer.parameters - layer.active_weights) for layer in self.layers if layer.expert_weights
+        ):
+            part = f" ({format_si(self.total - idle)} active)"
         if self.total_trained < self.total:
             part = f" ({format_si(self.total_trained)} trained)"
         share, sizes = sum(part for _, part in self.windows), ", ".join(str(window) for window, _ in self.windows)
         windows = f" ({100 * share:.0f} % of attention in windows of {sizes})" if self.windows else ""
         return (
-            f"{format_si(self.total)} parameters{part}, {self.kind + ', ' if self.kind else ''}{shape.num_layers} "
-            f"layers{windows}, hidden {shape.hidden_size}, {shape.num_heads} heads over {shape.num_kv_heads}, "
-            f"vocabulary {shape.vocab_size}"
+            f"{format_si(self.total)} parameters{part}, {self.kind + ', ' if self.kind else ''}{self.num_layers} "
+            f"layers{windows}, hidden {self.hidden_size}, vocabulary {self.vocab_size}"
         )
+
+
+def counted(layers: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """``ModelSpec.layers`` of layers one by one."""
+    return tuple(replace(layer, count=len(list(same))) for layer, same in groupby(layers))

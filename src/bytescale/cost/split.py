@@ -6,39 +6,12 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from bytescale.common.errors import ConfigError
-from bytescale.config.architecture import Architecture
-from bytescale.cost import flops
-
-
-def split_layers(architecture: Architecture, num_stages: int) -> list[range]:
-    """A contiguous range of layers for each stage, in order, with about equal work and at least one layer each.
-
-    The last stage also has the output head, which counts as a number of layers, by its operations per token without
-    attention. Of stages with equal work the later ones take more layers, because under 1F1B the earlier ones keep the
-    activations of more micro-batches.
-
-    Raises ``ConfigError`` for more stages than layers.
-    """
-    num_layers = architecture.num_layers
-    if not 1 <= num_stages <= num_layers:
-        raise ConfigError(
-            f"parallel.pp = {num_stages} exceeds the model's {num_layers} layers",
-            so="a stage would have no layer",
-            fix=f"use at most {num_layers} stages",
-        )
-    load = [0.0] * num_stages
-    load[-1] = 2 * flops.head_parameters(architecture) / flops.layer_linear_flops_per_token(architecture)
-    counts = [1] * num_stages
-    for _ in range(num_layers - num_stages):
-        least = min(range(num_stages), key=lambda stage: (load[stage] + counts[stage], -stage))
-        counts[least] += 1
-    starts = [sum(counts[:stage]) for stage in range(num_stages)]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
-
 
 def split_costs(costs: Sequence[float], head: float, num_stages: int) -> list[range]:
-    """The same for layers of unequal ``costs``: the sum over stages of (its cost) ** 8, nearly the largest, is least.
+    """A contiguous range of layers for each stage, in order, with at least one layer each, by the layers' ``costs``.
+
+    The sum over stages of (its cost) ** 8 is least, nearly the largest cost. Of stages with equal work the later ones
+    take more layers, because under 1F1B the earlier ones keep the activations of more micro-batches.
 
     ``head``: what the last stage has in addition, in the same unit. There are at most as many stages as layers.
     """

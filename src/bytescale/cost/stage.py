@@ -16,10 +16,10 @@ columns. Each of K shared and k local sequences adds e to a block of attention, 
     states       ceil(log2(2D)) (state bytes / bandwidth + rho latency)         of recurrent layers, hidden by nothing
     offload      max(0, r Act(n) / link - (rest + attention + ring))            exposed, for all layers but the last two
 
-rho is the share of the layers that are recurrent; latencies and messages of rings count 1 - rho times, as all else is a
-mean over the layers. Compute is divided by the rank's speed; the time of links is not. A stage takes the sum over its
-layers, and the last stage also has the head. In the planner's summary (``Profile.cost_model``), what a whole sequence
-adds is part of b.
+rho is the share of the layers that are recurrent; latencies and messages of rings count for the share of those with
+attention, as all else is a mean over the stage's layers. Compute is divided by the rank's speed; the time of links is
+not. A stage takes the sum over its layers, and the last stage also has the head. In the planner's summary
+(``Profile.cost_model``), what a whole sequence adds is part of b.
 
 Shape letters: M micro-batches (one per member for shared ones), 2 directions: forward, backward.
 """
@@ -83,10 +83,8 @@ class StageTimes:
         return self.compute + self.exposed_ring + self.exposed_offload
 
 
-def stage_times(
-    profile: Profile, loads: Loads, *, num_layers: int, has_head: bool, recompute: bool = False
-) -> StageTimes:
-    """Times of one stage of ``num_layers`` layers, by the formulas at the top of this file.
+def stage_times(profile: Profile, loads: Loads, *, has_head: bool, recompute: bool = False) -> StageTimes:
+    """Times of a stage with the layers of ``profile``, by the formulas at the top of this file.
 
     With ``recompute``, every layer's forward, including its ring, runs once more before its backward.
     """
@@ -100,6 +98,7 @@ def stage_times(
     shared_squares = loads.tile * loads.shared_squares
     blocks = loads.degree * loads.shared_sequences + loads.local_sequences
     compute, ring, offload = np.empty((3, 2, len(loads.speed)))
+    num_layers = profile.spec.num_layers
     for row, (attention, sequence, rest, head) in enumerate(directions):
         attended = attention.quadratic * (shared_squares + loads.local_squares) + attention.linear * loads.tokens
         attended = attended + attention.constant + sequence * blocks
@@ -127,7 +126,7 @@ def _transfer_seconds(
     profile: Profile, bytes_per_token: float, loads: Loads, leaves_node: NDArray[np.bool_]
 ) -> FloatArray:
     rate, latency = _link(profile, leaves_node)
-    rings = 1.0 - profile.recurrent_share
+    rings = profile.spec.share_with("pair_numbers")
     return bytes_per_token * loads.largest_share * loads.shared_tokens / rate + rings * latency
 
 
@@ -141,7 +140,7 @@ def _link(profile: Profile, leaves_node: NDArray[np.bool_]) -> tuple[FloatArray,
 def _exposed_states(profile: Profile, loads: Loads) -> FloatArray:
     """``[M]`` seconds of the scan over the states of recurrent layers (``plan.states``), a mean over all layers."""
     rate, latency = _link(profile, loads.inter_node)
-    return state_rounds(loads.degree) * (profile.state_bytes / rate + profile.recurrent_share * latency)
+    return state_rounds(loads.degree) * (profile.state_bytes / rate + profile.spec.share_with("mixers") * latency)
 
 
 def _exposed_ring(
@@ -159,6 +158,6 @@ def _exposed_ring(
     visible = visible_seconds(rows, columns, block, keys, there, home, np.maximum)
     first = np.where(columns > 1, there, keys)
     hidden_by_locals = np.minimum(np.maximum(first - block, 0.0), local)
-    rings = 1.0 - profile.recurrent_share
+    rings = profile.spec.share_with("pair_numbers")
     messages = num_messages(rows, columns) * rings * profile.links.message_seconds
     return np.where(loads.degree > 1, visible - hidden_by_locals + messages, 0.0)

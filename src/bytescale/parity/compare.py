@@ -21,6 +21,7 @@ from bytescale.config.schema import Experts
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
 from bytescale.hf.loop.hdp import HDP
+from bytescale.hf.model.selectors import LowestFirst
 from bytescale.parity.thread_ranks import run_ranks
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
@@ -99,7 +100,7 @@ def plain_step(model: nn.Module, documents: list[Document]) -> StepNumbers:
     total = float(sum(document["weights"].sum() for document in documents))
     loss_sum, logprobs = 0.0, []
     for document in documents:
-        with WideCasts():
+        with WideCasts(), LowestFirst():
             logits = model(input_ids=document["tokens"][None], use_cache=False).logits[0]
             losses = F.cross_entropy(logits, document["labels"], reduction="none", ignore_index=IGNORE_INDEX)
             loss = (document["weights"].to(losses.dtype) * losses).sum() / total

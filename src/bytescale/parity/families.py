@@ -42,6 +42,9 @@ _MLA: dict[str, Any] = {
     "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "n_shared_experts": 1, "num_nextn_predict_layers": 0, "head_dim": 4,
 }  # fmt: skip
+_INDEXER: dict[str, Any] = {
+    "index_topk": 4, "index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 2,
+}  # fmt: skip
 _LINEAR = ["linear_attention", "full_attention"]
 _DELTA: dict[str, Any] = {
     "layer_types": _LINEAR, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
@@ -86,6 +89,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 5},
     "deepseek_v2": _MLA | {"topk_method": "greedy"},
     "deepseek_v3": _MLA,
+    # Keys that are chosen for each query: by tokens, also for a later layer, and by blocks of tokens
+    "deepseek_v32": _MLA | _INDEXER,
+    "glm_moe_dsa": _MLA | _INDEXER | {"indexer_types": ["full", "shared"]},
+    "minimax_m3_vl_text": _INDEXER
+    | {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "shared_intermediate_size": 48,
+        "dense_intermediate_size": 48,
+    },
     # Recurrences and convolutions
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA),
     "olmo_hybrid": _DELTA | {"linear_num_value_heads": 2},

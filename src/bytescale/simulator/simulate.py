@@ -17,7 +17,6 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError
-from bytescale.cost import flops
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.gradient_sync import (
     UPDATE_BYTES,
@@ -32,7 +31,6 @@ from bytescale.cost.gradient_sync import (
 )
 from bytescale.cost.model import CostModel
 from bytescale.cost.profile import Profile
-from bytescale.cost.split import split_layers
 from bytescale.cost.stage import Loads, StageTimes, movable_layers, stage_times
 from bytescale.cost.visible import state_rounds
 from bytescale.plan import Plan
@@ -60,7 +58,7 @@ def simulate(
         PlanError: 1F1B deadlocks.
     """
     _check(plan, profile, cluster)
-    events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.windows)
+    events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.spec.windows)
     parts = _times_of_parts(profile, cluster, events, recompute)
     seconds, transfer = _seconds_of_events(profile, events, parts)
     if plan.domain > 1:
@@ -81,7 +79,7 @@ def step_seconds(
     if cluster.pp > 1 or plan.domain > 1:
         return simulate(plan, profile, cluster, speeds=speeds, recompute=recompute).step_seconds
     _check(plan, profile, cluster)
-    events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.windows)
+    events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.spec.windows)
     seconds, _ = _seconds_of_events(profile, events, _times_of_parts(profile, cluster, events, recompute))
     event = events.micro_batch_events
     forward, backward = seconds[0]
@@ -110,11 +108,10 @@ def _in_lockstep(
 
 
 def _times_of_parts(profile: Profile, cluster: ClusterConfig, events: Events, recompute: bool) -> list[StageTimes]:
-    layers = split_layers(profile.architecture, cluster.pp)
     last = cluster.pp - 1
     return [
-        stage_times(profile, events.loads, num_layers=len(own), has_head=stage == last, recompute=recompute)
-        for stage, own in enumerate(layers)
+        stage_times(profile.of_stage(stage, cluster.pp), events.loads, has_head=stage == last, recompute=recompute)
+        for stage in range(cluster.pp)
     ]
 
 
@@ -216,7 +213,7 @@ def _visible_sync(done: _Executed, stage: int) -> float:
     starts, ends = np.zeros((2, events.num_ranks))
     starts[some], ends[some] = (times[last, stage, 1] for times in (timeline.start, timeline.end))
     # The embedding's share: forward needs it first, and its gradient is complete last.
-    in_front = flops.head_parameters(profile.architecture) / profile.tensor_parallel / parameters * (stage == 0)
+    in_front = profile.spec.outside / profile.tensor_parallel / parameters * (stage == 0)
     reduction = visible_reduction(
         seconds.reduce,
         count,
@@ -261,7 +258,7 @@ def _waits(events: Events, timeline: Timeline, stage: int) -> tuple[FloatArray, 
 
 def _traffic(done: _Executed, num_forwards: int) -> Traffic:
     profile, cluster, events = done.profile, done.cluster, done.events
-    layers, tp = profile.architecture.num_layers, cluster.tp
+    layers, tp = profile.spec.num_layers, cluster.tp
     ring = num_forwards * profile.ring_forward_bytes_per_token + profile.ring_backward_bytes_per_token
     forward, backward = profile.row_bytes_per_token
     row = events.row_tokens @ np.array([num_forwards * forward[place] + backward[place] for place in (0, 1)])
@@ -276,7 +273,7 @@ def _traffic(done: _Executed, num_forwards: int) -> Traffic:
         gathered = gather_bytes(profile, parameters[0], done.plan.domain) * float(done.plan.rank_rounds.sum())
         between = sync_bytes(profile, parameters[0] / done.plan.domain, events.num_ranks // done.plan.domain)
         synced = tp * (gathered + between * events.num_ranks)
-    movable = sum(movable_layers(len(own)) for own in split_layers(profile.architecture, cluster.pp))
+    movable = sum(movable_layers(profile.of_stage(stage, cluster.pp).spec.num_layers) for stage in range(cluster.pp))
     return Traffic(
         ring_intra_node=layers * tp * float(inside.sum()),
         ring_inter_node=layers * tp * float((around + row - inside).sum()),

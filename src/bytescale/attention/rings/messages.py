@@ -28,6 +28,7 @@ class Kind(IntEnum):
     BACKWARD_HALO = auto()
     FORWARD_STATES = auto()
     BACKWARD_STATES = auto()
+    INDEX_KEYS = auto()
 
     def tag(self, group: int) -> int:
         """The tag of such a message of the shared group with this number."""

@@ -14,6 +14,7 @@ from typing import Any
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes
 from bytescale.config.schema import AUTO_CAPACITY, Config
+from bytescale.cost.curve import Curve
 from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, ROWS_PER_CHUNK, DeviceKind, loss_chunk_tokens
 from bytescale.cost.memory.device_memory import States
 from bytescale.cost.memory.rows import RingWidths
@@ -214,6 +215,12 @@ class MeasuredMemory:
             phase.name: float(phase.bytes(tokens, shared)),
         }
         return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+
+    def with_activations(self, profile: Profile, checkpointing: str) -> Profile:
+        """``profile`` with what a layer keeps of a token. Profiles that know it know it without checkpointing."""
+        if checkpointing == "none" and profile.activation_bytes.linear:
+            return profile
+        return replace(profile, activation_bytes=Curve(0.0, self.layer_saved_bytes_per_token, 0.0))
 
     def offload_rule(self, times: Profile, host_bytes: float) -> OffloadRule:
         """What a micro-batch may offload into ``host_bytes`` of a rank.

@@ -14,8 +14,7 @@ from torch import nn
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import CheckpointError, ConfigError, typed_path
 from bytescale.common.parsing import parse_json, read_input
-from bytescale.config.architecture import PRESETS
-from bytescale.config.hugging_face import SPECIAL_TOKENS
+from bytescale.config.presets import PRESETS, SPECIAL_TOKENS
 from bytescale.config.resolve import SEEN_WEIGHTS, described_architecture, source_folder
 from bytescale.config.schema import Config
 from bytescale.data.tokens.tokenizer import load_tokenizer

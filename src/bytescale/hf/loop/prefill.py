@@ -39,9 +39,11 @@ from bytescale.runtime.plain_data import all_gather_json
 Ready = Callable[[int, Tensor], None]
 """Called with the number of a prompt and the logits ``[V]`` of its next token, in fp32 or wider."""
 
+_OF_ROWS = ("keys", "values", "index")
 Parts = dict[tuple[int, str, int], Tensor]
-"""What a rank has of a prompt. By layer, ``"keys"`` or ``"values"``, and the first token of a run: ``[n, H, D]``. By
-layer, ``"conv"`` or ``"recurrent"``, and 0: a state as caches have it, on the rank with the prompt's last token."""
+"""What a rank has of a prompt. By layer, ``"keys"`` or ``"values"``, and the first token of a run: ``[n, H, D]``, and
+``"index"``, by which keys are chosen: ``[n, D]``. By layer, ``"conv"`` or ``"recurrent"``, and 0: a state as caches
+have it, on the rank with the prompt's last token."""
 
 
 @dataclass
@@ -100,6 +102,12 @@ class Prefill:
         for layer in sorted({layer for layer, kind, _ in held if kind == "keys"}):
             runs = [[held.pop(key) for key in sorted(held) if key[:2] == (layer, kind)] for kind in ("keys", "values")]
             cache.update(*(torch.cat(parts).transpose(0, 1)[None] for parts in runs), layer)
+            if index := [held.pop(key) for key in sorted(held) if key[:2] == (layer, "index")]:
+                place, index_keys = cache.layers[layer], torch.cat(index)[None]
+                if hasattr(place, "update_index"):  # MiniMax M3
+                    place.update_index(index_keys[None])
+                else:
+                    place.update_indexer(index_keys)
         for (layer, kind, _), state in held.items():
             if hasattr(cache, "set_linear_cache"):
                 cache.set_linear_cache(layer, state.mT[None])  # keys before values
@@ -151,13 +159,13 @@ class Prefill:
         for prompt, start, places in micro.plan.rows_of_documents:
             for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
                 for (layer, kind), part in kept.items() if len(run) else ():
-                    if kind in ("keys", "values"):
+                    if kind in _OF_ROWS:
                         rows = part[run[0] : run[-1] + 1]
                         self.parts.setdefault(prompt, {})[layer, kind, start] = rows if is_shared else rows.clone()
                 start += len(run)
         for number, (prompt, start, stop) in enumerate(micro.plan.runs):
             for (layer, kind), part in kept.items() if start < stop == len(self.prompts[prompt]) else ():
-                if kind not in ("keys", "values"):
+                if kind not in _OF_ROWS:
                     self.parts.setdefault(prompt, {})[layer, kind, 0] = part[number].clone()
         self._logits.update(logits)
 
@@ -214,7 +222,7 @@ def prefill(hdp: Session, prompts: Sequence[Sequence[int] | Tensor], ready: Read
         kept: dict[tuple[int, str], Tensor] = {}
         micro.target.keep = partial(_keep, kept)
         cache = _empty_cache(hdp)
-        cache.update = partial(_keep_rows, kept)
+        cache.update, cache.update_indexer = partial(_keep_rows, kept), partial(_keep_index, kept)
         inputs = micro.inputs | {_cache_name(root): cache, "use_cache": True}
         runs = micro.plan.rows_of_documents
         ends = {prompt: int(own[-1]) for prompt, start, own in runs if start + len(own) == lengths[prompt]}
@@ -237,6 +245,11 @@ def _keep_rows(
     for kind, part in (("keys", keys), ("values", values)):
         kept[layer, kind] = part[0].transpose(0, 1)
     return keys, values
+
+
+def _keep_index(kept: dict[tuple[int, str], Tensor], keys: Tensor, layer: int) -> None:
+    """``keys [..., T, D]`` by which indexers choose."""
+    kept[layer, "index"] = keys.flatten(0, -2)
 
 
 def _keep(kept: dict[tuple[int, str], Tensor], module: nn.Module, kind: str, part: Tensor) -> None:

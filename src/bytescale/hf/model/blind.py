@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import BytescaleError
-from bytescale.hf.model.interface import KEYWORD, Call, Target, Unusable, refusal, while_set
+from bytescale.hf.model.interface import CHOSEN, KEYWORD, Call, Target, Unusable, refusal, while_set
 
 if TYPE_CHECKING:
     from bytescale.recurrence.cuts import Cuts, OneProcessCuts
 
 NUM_ROWS = 8
 _CUT_ROWS = 23
+MANY = 2**14
+"""More tokens than any indexer chooses."""
+few_keys: ContextVar[int] = ContextVar("bytescalefew_keys_chosen", default=MANY)
 
 
 @dataclass
@@ -32,6 +36,8 @@ class Blind(Target):
     """Where mixers are cut; None: at every row."""
     compares: bool = False
     """Whether mixers run a second time, as in one process."""
+    selections: dict[nn.Module, Any] | None = None
+    """By layer that chooses keys its ``selectors.Selection``; None: they are not looked at."""
     mixed: list[tuple[nn.Module, float, float, list[int]]] = field(default_factory=list)
     """Mixers that were called, how far both runs are apart and how far they may be, and the fragments' numbers."""
 
@@ -54,6 +60,11 @@ class Blind(Target):
             limit = max(1e-4, 4 * torch.finfo(whole.dtype).eps)
         self.mixed.append((mixer, difference, limit, cuts.numbers))
         return result
+
+    def select(self, indexer: Any) -> Tensor:
+        if self.selections is not None:
+            self.selections[indexer.cache.layer] = indexer.selection()
+        return indexer.choose_alone()
 
     def mask(self, mask_function: Callable[..., Any]) -> MaskFunction:
         return MaskFunction(mask_function)
@@ -111,6 +122,30 @@ class LayerRecurrence:
     name: str
     state_numbers: int
     decay_numbers: int
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How one layer's keys are chosen.
+
+    Attributes:
+        num_keys: the most that are chosen for a query.
+        index_width: numbers of a token's index key, which travels; 0: the choice is an earlier layer's.
+        index_flops: operations for each query and earlier token.
+        row_width: numbers of a token that travel to be attended to: latents, or keys and values.
+        pair_numbers: numbers that a query's heads and a chosen key are multiplied with.
+    """
+
+    num_keys: int
+    index_width: int = 0
+    index_flops: float = 0.0
+    row_width: int = 0
+    pair_numbers: int = 0
+
+
+def choice_of(call: Call) -> Tensor | None:
+    """The keys that an indexer has chosen for the queries of a call, ``[T, I, K]``; None: there is no indexer."""
+    return next((call.options[name] for name in CHOSEN if call.options.get(name) is not None), None)
 
 
 def probe_mixers(model: nn.Module, names: dict[nn.Module, str]) -> tuple[LayerRecurrence, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-_CHANCE_AND_MASKS = re.compile(r"^p$|drop|jitter|window|chunk")
+_CHANCE_AND_MASKS = re.compile(r"^p$|drop|jitter|window|chunk|topk")
 
 
 class Snapshot:

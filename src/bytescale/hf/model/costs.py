@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Iterable
 
 from torch import nn
 
-from bytescale.attention import AttentionRules
-from bytescale.config.architecture import Architecture
-from bytescale.cost import flops
-from bytescale.cost.spec import ModelSpec
+from bytescale.cost.model import BACKWARD_ATTENTION_RATIO
+from bytescale.cost.spec import LayerSpec, ModelSpec, counted
+from bytescale.hf.model.blind import Selection
 from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.probe import LayerAttention, ModelStructure, expert_numbers
 
@@ -23,93 +23,88 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
     return [own for name, own in named if hasattr(own, "_is_expert_parallel") and not name.endswith("base_layer")]
 
 
-def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
-    """Count any model. All ranks get the same without a measurement.
+def layers_of(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """All modules of the numbered lists that attentions and recurrences lie in, those without any included.
 
-    In a layer with a sliding window every query sees a bounded number of keys (``Profile.windows``). Its ring traffic
-    is bounded too and is left out.
+    ``names``: of the attentions and recurrences. One that lies in no list stands for itself.
     """
-    count, pairs, keys = len(structure.layers) + len(structure.mixers), 0, 0
-    of_windows: dict[int, int] = {}
-    for layer in structure.layers:
-        widths = layer.head_dim + layer.value_dim
-        pairs += layer.num_heads * widths
-        if layer.rules.window is None:
-            keys += layer.num_kv_heads * widths
-        else:
-            of_windows[layer.rules.window] = of_windows.get(layer.rules.window, 0) + layer.num_heads * widths
-    matrices, trained, head, head_trained = _matrix_parameters(model)
-    recurrences = _STATE_FLOPS / 2 * sum(mixer.state_numbers for mixer in structure.mixers)
-    stack = _equal_layers(model, structure, (matrices - head) / count)
-    mixtures = experts_of(model)
-    of_experts = sum(parameter.numel() for module in mixtures for parameter in module.parameters())
+    modules = {name or type(module).__name__: module for name, module in model.named_modules()}
+    found: dict[nn.Module, None] = {}
+    for name in filter({*names}.__contains__, modules):
+        match = re.match(r"(.*?)\.\d+(\.|$)", name)
+        found |= dict.fromkeys(modules[match[1]].children() if match else [modules[name]])
+    return list(found)
+
+
+def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
+    """Count any model, layer by layer. All ranks get the same without a measurement.
+
+    In a layer with a sliding window every query sees a bounded number of keys (``ModelSpec.windows``). Its ring traffic
+    is bounded too and is left out. Where keys are chosen, all earlier tokens' rows travel, and few are attended to.
+    Matrices outside of the layers are left out, but for the output projection.
+    """
+    modules = {name or type(module).__name__: module for name, module in model.named_modules()}
+    embedding, head = (getattr(module, "weight", None) for module in embeddings_of(model))
+    share, mixtures, counted_before, layers = _active_share(model), experts_of(model), set[int](), list[LayerSpec]()
+    config = getattr(model, "config", None)
+    for layer in layers_of(model, structure.names):
+        inside, own = set(layer.modules()), {id(p): p for p in layer.parameters()}
+        calls = [call for call in structure.layers if modules[call.name] in inside]
+        ringed = [call for call in calls if call.rules.window is None]
+        chosen = [(call.selection or Selection(num_keys=0), call) for call in calls]
+        mixers = [mixer for mixer in structure.mixers if modules[mixer.name] in inside]
+        experts = [module for module in mixtures if module in inside]
+        active = [
+            (parameter.numel() * (share if ".experts." in f".{name}." else 1.0), parameter.requires_grad)
+            for name, parameter in layer.named_parameters()
+            if parameter.dim() > 1
+        ]
+        active.append((_STATE_FLOPS / 2 * sum(mixer.state_numbers for mixer in mixers), True))
+        layers.append(
+            LayerSpec(
+                parameters=sum(p.numel() for key, p in own.items() if key not in counted_before),
+                active_weights=sum(number for number, _ in active),
+                trained_weights=sum(number for number, is_trained in active if is_trained),
+                expert_weights=sum(parameter.numel() for module in experts for parameter in module.parameters()),
+                expert_rows=float(len(experts) * (getattr(config, "num_experts_per_tok", 0) or 0)),
+                pair_numbers=sum(
+                    own.pair_numbers + own.index_flops / (2 + 2 * BACKWARD_ATTENTION_RATIO)  # it has no backward
+                    if own.num_keys
+                    else float(call.num_heads * (call.head_dim + call.value_dim))
+                    for own, call in chosen
+                ),
+                chosen_numbers=float(sum(own.pair_numbers for own, _ in chosen)),
+                num_chosen=max((own.num_keys for own, _ in chosen), default=0),
+                window=max((call.rules.window or 0 for call in calls), default=0) if not ringed else 0,
+                num_heads=sum(call.num_heads for call in ringed),
+                key_numbers=float(sum(_travelling(call) for call in ringed)),
+                mixers=len(mixers),
+                state_numbers=sum(2.0 * (mixer.state_numbers + mixer.decay_numbers) for mixer in mixers),
+            )
+        )
+        counted_before |= own.keys()
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    total = sum(size for size, _ in sizes)
-    vocabulary = flops.head_parameters(stack) * (1 if stack.tie_embeddings else 2)
+    assert embedding is not None, "a decoder has an embedding"
+    total, is_tied = sum(size for size, _ in sizes), head is None or head is embedding
+    of_head = 0 if head is None else head.numel()
     return ModelSpec(
-        stack=stack,
-        kind=str(getattr(getattr(model, "config", None), "model_type", "")),
-        pair_numbers=pairs / count,
-        key_numbers=keys / count,
-        parameters=max(0, total - vocabulary) // count,
-        active=(matrices - head + recurrences) / count,
-        trained=(trained - head_trained + recurrences) / count,
-        experts=of_experts // count,
-        expert_rows=len(mixtures) * (getattr(getattr(model, "config", None), "num_experts_per_tok", 0) or 0) / count,
-        head=head,
-        head_trained=head_trained,
+        layers=counted(layers),
+        kind=str(getattr(config, "model_type", "")),
+        vocab_size=embedding.shape[0],
+        hidden_size=embedding.shape[1],
+        outside=max(0, total - sum(layer.parameters for layer in layers) - (0 if is_tied else of_head)),
+        head=of_head,
+        head_trained=of_head if head is not None and head.requires_grad else 0,
+        is_tied=is_tied,
         total=total,
         total_trained=sum(size for size, is_trained in sizes if is_trained),
-        recurrent_share=len(structure.mixers) / count,
-        state_numbers=sum(2.0 * (one.state_numbers + one.decay_numbers) for one in structure.mixers) / count,
-        windows=tuple((window, part / pairs) for window, part in sorted(of_windows.items())),
     )
 
 
-def _equal_layers(model: nn.Module, structure: ModelStructure, active_per_layer: float) -> Architecture:
-    """A Llama of as many layers, words and heads, whose layer has as many weights that a token is multiplied with."""
-    embedding, head = embeddings_of(model)
-    # Of a model without attention:
-    plain = LayerAttention(name="", num_heads=1, num_kv_heads=1, head_dim=2, value_dim=2, rules=AttentionRules())
-    widest: LayerAttention = max(structure.layers, key=lambda layer: layer.num_heads * layer.head_dim, default=plain)
-    words, hidden = embedding.weight.shape
-    stack = Architecture(
-        vocab_size=words,
-        num_layers=len(structure.layers) + len(structure.mixers),
-        hidden_size=hidden,
-        num_heads=widest.num_heads,
-        num_kv_heads=widest.num_kv_heads,
-        head_dim=(widest.head_dim + widest.value_dim) // 2,
-        ffn_hidden_size=1,
-        tie_embeddings=head is None or head.weight is embedding.weight,
-    )
-    rest = active_per_layer - flops.attention_parameters(stack)
-    return replace(stack, ffn_hidden_size=max(1, round(rest / (3 * hidden))))
-
-
-def _matrix_parameters(model: nn.Module) -> tuple[float, float, int, int]:
-    """Weights that one token is multiplied with, how many of them are trained, and both of the output projection alone.
-
-    An embedding is only looked up. Of a mixture of experts, the share that a token is sent through counts.
-    """
-    embedding, head = (getattr(module, "weight", None) for module in embeddings_of(model))
-    share = _active_share(model)
-    matrices = trained = 0.0
-    for name, parameter in model.named_parameters():
-        if parameter.dim() < 2 or (parameter is embedding and parameter is not head):
-            continue
-        count = parameter.numel() * (share if ".experts." in f".{name}." else 1.0)
-        matrices += count
-        trained += count if parameter.requires_grad else 0.0
-    of_head = 0 if head is None else head.numel()
-    return matrices, trained, of_head, of_head if head is not None and head.requires_grad else 0
-
-
-def weights_of(model: nn.Module, layer: nn.Module) -> float:
-    """Weights of one layer that a token is multiplied with."""
-    share = _active_share(model)
-    own = layer.named_parameters()
-    return sum(p.numel() * (share if ".experts." in f".{name}." else 1.0) for name, p in own if p.dim() > 1)
+def _travelling(call: LayerAttention) -> int:
+    """Numbers of a token that ranks with later tokens of its document need."""
+    own = call.selection
+    return call.num_kv_heads * (call.head_dim + call.value_dim) if own is None else own.index_width + own.row_width
 
 
 def _active_share(model: nn.Module) -> float:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bytescale.common.cut import Cut
+from bytescale.hf.model.blind import few_keys
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.passes import documents_alone
 from bytescale.runtime.group import RankGroup
@@ -61,6 +62,7 @@ def sample(decoder: HFDecoder, tp: RankGroup, cuts: dict[str, Cut], num_words: i
 
     trained = {name: p for name, p in decoder.model.named_parameters() if p.requires_grad}
     hooks = [parameter.register_post_accumulate_grad_hook(partial(note, name)) for name, parameter in trained.items()]
+    few = few_keys.set(1)
     try:
         with torch.enable_grad():
             hidden = decoder(tokens.to(weight.device), positions, attention)
@@ -69,6 +71,7 @@ def sample(decoder: HFDecoder, tp: RankGroup, cuts: dict[str, Cut], num_words: i
             if trained:
                 loss.backward()
     finally:
+        few_keys.reset(few)
         for hook in hooks:
             hook.remove()
     sums = torch.stack([products.get(name, hidden.new_zeros(())).double().cpu() for name in trained])

@@ -25,7 +25,7 @@ from bytescale.hf.model.blind import NUM_ROWS, Blind, LayerRecurrence
 from bytescale.hf.model.changes import Snapshot
 from bytescale.hf.model.costs import experts_of, spec_of
 from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states, require_words
-from bytescale.hf.model.interface import KEYWORD, Attachment, refusal
+from bytescale.hf.model.interface import INDEXED, KEYWORD, Attachment, names_in, refusal
 from bytescale.hf.model.long_rope import fix_rope, longest_document_of, require_short_enough, unfix_rope
 from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.hf.model.probe import LayerAttention, ModelStructure, probe
@@ -68,9 +68,17 @@ class HFDecoder(nn.Module):
         with ExitStack() as undo:
             self.attachment = Attachment(model)
             undo.callback(self.attachment.detach)
+            if any(names_in(module) & INDEXED for module in model.modules()):
+                from bytescale.hf.model.selectors import Selectors  # few models choose keys
+
+                undo.callback(Selectors(model).detach)
             undo.callback(unfix_rope, fix_rope(model, longest_document))
             self.longest_document = longest_document_of(model)
             self.structure: ModelStructure = probe(model)
+            if any(layer.selection for layer in self.structure.layers) and not next(model.parameters()).is_meta:
+                from bytescale.hf.model.same_choice import require_same_choice
+
+                require_same_choice(model, self.structure.layers)
             self.undo = undo.pop_all().close
             """Leaves the model as it was before."""
         modules = {name or type(module).__name__: module for name, module in model.named_modules()}

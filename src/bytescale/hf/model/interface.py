@@ -42,6 +42,11 @@ def refusal(part: str, what: str, *, so: str, fix: str) -> ConfigError:
 _LIGHTNING = "get_linear_cache"
 """A method of the cache that MiniMax's mixer alone asks for its state."""
 
+INDEXED = frozenset(("update_indexer", "update_index"))
+"""Methods of caches by which indexers ask for the keys of all earlier tokens (``selectors``)."""
+CHOSEN = ("indices", "block_indices")
+"""Keywords by which layers hand what an indexer chose to their attention."""
+
 _cuts: ContextVar[Cuts] = ContextVar("bytescale_cuts")
 
 
@@ -51,11 +56,14 @@ def has_own_cache(mixer: nn.Module) -> bool:
 
 
 def _kernels(module: nn.Module) -> set[str]:
-    """Names of the stock functions that a module's forward calls; of a module with a forward of its own none."""
+    """Names of the stock functions that a module's forward calls."""
+    return names_in(module) & {*STOCK_KERNELS, _LIGHTNING}
+
+
+def names_in(module: nn.Module) -> set[str]:
+    """All names in the code of a module's forward; of a forward that is no Python function none."""
     function = inspect.unwrap(type(module).forward)
-    if not isinstance(function, FunctionType):
-        return set()
-    return set(function.__code__.co_names) & {*STOCK_KERNELS, _LIGHTNING}
+    return set(function.__code__.co_names) if isinstance(function, FunctionType) else set()
 
 
 def _forward(function: FunctionType, names: set[str]) -> Callable[..., Any]:
@@ -143,6 +151,8 @@ class Target:
     outermost: nn.Module | None = None
     is_in_forward = False
     """Whether the model's forward runs; not: a layer is computed again."""
+    layer_rows: Any = None
+    """By layer that chooses keys, what it has handed to its cache (``selectors.LayerRows``)."""
     choices: Any = None
     """What routers are to choose (``routes.Choices``); None: they are left alone."""
     needs_positions = True
@@ -154,6 +164,10 @@ class Target:
 
     def mix(self, mixer: nn.Module, plain: Callable[[], Any], cut: Callable[[Cuts], Any]) -> Any:
         """A recurrent layer's output: what ``plain`` returns, as in one process, or ``cut`` for given cuts."""
+        raise NotImplementedError
+
+    def select(self, indexer: Any) -> Tensor:
+        """The keys that a ``selectors.Indexer`` chooses for this pass's rows."""
         raise NotImplementedError
 
     def mask(self, mask_function: Callable[..., Any]) -> Any:
@@ -224,6 +238,17 @@ class Unusable:
 
 class OnlyAttached(Unusable):
     """The mask in ``micro.inputs``: an attached model drops it, and any other stumbles over it."""
+
+
+class UnreadMask(Unusable):
+    """The mask of a layer that only hands it to its indexer (``selectors``): it may be cut, and not be looked at."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__(TypeError("it computes with its attention mask"))
+        self.original = original
+
+    def __getitem__(self, key: Any) -> UnreadMask:
+        return self
 
 
 class Attachment:
@@ -319,7 +344,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     target: Target | None = options.pop(KEYWORD, None)
     if target is not None:
-        call = Call(module=module, query=query, key=key, value=value, mask=attention_mask, options=options)
+        mask = attention_mask.original if isinstance(attention_mask, UnreadMask) else attention_mask
+        call = Call(module=module, query=query, key=key, value=value, mask=mask, options=options)
         return target.attend(call), None
     if _pass.get() is not None:
         raise refusal(

@@ -26,6 +26,7 @@ from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import Head
 
 if TYPE_CHECKING:
+    from bytescale.attention.earlier import EarlierRows
     from bytescale.recurrence.cuts import Cuts, GroupCuts
 
 
@@ -63,6 +64,7 @@ class MicroBatchPass(Target):
         self.trained = False
         """Whether the model has run it with gradients."""
         self._cuts: dict[int, GroupCuts] = {}
+        self._earlier_rows: dict[int, EarlierRows] = {}
         self._calls = self._backwards_to_come = 0
         self.is_in_forward = False
 
@@ -123,6 +125,8 @@ class MicroBatchPass(Target):
             )
         q, k, v = (in_autocast(tensor[0].transpose(0, 1)) for tensor in (call.query, call.key, call.value))
         attention = self._attention_of(q.dtype)
+        if layer.selection is not None:
+            return self._counted(self._attend_to_chosen(call, (q, k, v), layer, attention))[None]
         sinks = call.options.get("s_aux")
         if self.num_rows == 0 and self.has_ring:
             out = attention(q[:0], k[:0], v[:0], layer.rules, sinks)
@@ -130,6 +134,42 @@ class MicroBatchPass(Target):
         else:
             out = attention(q, k, v, layer.rules, sinks)
         return self._counted(out)[None]
+
+    def _attend_to_chosen(
+        self, call: Call, qkv: tuple[Tensor, Tensor, Tensor], layer: LayerAttention, attention: PackedAttention
+    ) -> Tensor:
+        from bytescale.hf.model.selectors import attend_to_chosen  # few models choose keys
+
+        q, k, v = (rows[: self.num_rows] for rows in qkv)
+        latents = self.layer_rows.pop(call.module).latents
+        out = attend_to_chosen(call, q, k, v, layer.rules.scale_of(q), latents, self._earlier(attention))
+        return out if self.num_rows else torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
+
+    @torch.compiler.disable
+    def select(self, indexer: Any) -> Tensor:
+        """``[T, I, K]`` places of keys among the rows of ``_earlier``. A layer that runs again recalls its choice."""
+        from bytescale.attention.rings.messages import Kind
+
+        layer = self.decoder.attentions.get(indexer.cache.layer)
+        if layer is None:
+            raise _not_attached(indexer.cache.layer)
+        attention = self._attention_of(in_autocast(next(indexer.cache.layer.parameters())).dtype)
+        earlier = self._earlier(attention)
+
+        def choose() -> tuple[Tensor]:
+            keys = indexer.keys().flatten(0, -2)[: self.num_rows]
+            return (indexer.choose(earlier, earlier.fetch(keys, Kind.INDEX_KEYS), layer.rules.window),)
+
+        with torch.no_grad():
+            (chosen,) = attention.remembered(choose)
+        return chosen
+
+    def _earlier(self, attention: PackedAttention) -> EarlierRows:
+        from bytescale.attention.earlier import EarlierRows  # few models choose keys
+
+        return self._earlier_rows.get(id(attention)) or self._earlier_rows.setdefault(
+            id(attention), EarlierRows(attention)
+        )
 
     @torch.compiler.disable
     def mix(self, mixer: nn.Module, plain: Callable[[], Any], cut: Callable[[Cuts], Any]) -> Any:

@@ -9,9 +9,9 @@ it is the same on every rank, since it depends on the model's code and configura
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,14 +20,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import AttentionRules
 from bytescale.attention.flash import Heads
-from bytescale.hf.model.blind import NUM_ROWS, Blind, LayerRecurrence, MaskFunction, alike, probe_mixers, run_blind
+from bytescale.hf.model.blind import (
+    NUM_ROWS,
+    Blind,
+    LayerRecurrence,
+    MaskFunction,
+    Selection,
+    alike,
+    choice_of,
+    probe_mixers,
+    run_blind,
+)  # fmt: skip
 from bytescale.hf.model.head import embeddings_of
-from bytescale.hf.model.interface import Call, refusal, while_set
+from bytescale.hf.model.interface import CHOSEN, Call, refusal, while_set
 
 _HARMLESS = frozenset(
     ("scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
      "cache_position", "output_router_logits", "num_items_in_batch", "logits_to_keep", "return_dict",
-     "output_hidden_states", "past_key_values", "position_embeddings", "layer_idx")
+     "output_hidden_states", "past_key_values", "position_embeddings", "layer_idx", *CHOSEN)
 )  # fmt: skip
 """Keywords that are understood here, or that no attention function uses."""
 WIDEST_FLASH_HEAD = 256
@@ -44,6 +54,8 @@ class LayerAttention:
     head_dim: int
     value_dim: int
     rules: AttentionRules
+    selection: Selection | None = None
+    """How the keys of each query are chosen; None: it sees all that ``rules`` show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,16 +106,18 @@ def probe(model: nn.Module) -> ModelStructure:
         )
     if has_values:
         _require_positions_are_followed(model, names)
-    layers = tuple(layer_of(call, names[call.module]) for call in blind.calls)
+    layers = [layer_of(call, names[call.module]) for call in blind.calls]
+    if blind.selections:
+        layers = _with_selections(layers, blind)
     mixers = probe_mixers(model, names) if blind.mixed else ()
-    return ModelStructure(layers=layers, random_parts=random_parts, mixers=mixers, routers=routers)
+    return ModelStructure(layers=tuple(layers), random_parts=random_parts, mixers=mixers, routers=routers)
 
 
 def _calls_and_choices(
     model: nn.Module, names: dict[nn.Module, str]
 ) -> tuple[Blind, tuple[str, ...], tuple[Router, ...]]:
     """What calls attention, what draws random numbers, and what chooses experts, in training mode."""
-    blind, noticed = Blind(names), _Noticed()
+    blind, noticed = Blind(names, selections={}), _Noticed()
 
     def leave(*_: Any) -> None:
         del noticed.stack[-1:]  # a hook in front of ours may have refused the call
@@ -251,6 +265,26 @@ def layer_of(call: Call, name: str) -> LayerAttention:
             soft_cap=None if not options.get("softcap") else float(options["softcap"]),
         ),
     )
+
+
+def _with_selections(layers: Sequence[LayerAttention], blind: Blind) -> list[LayerAttention]:
+    """``layers`` of the calls that ``blind`` has seen, each with how its keys are chosen."""
+    found, last = [], Selection(num_keys=0)
+    for layer, call in zip(layers, blind.calls, strict=True):
+        assert blind.selections is not None, "they were looked at"
+        last = blind.selections.get(call.module) or Selection(num_keys=last.num_keys)  # an earlier layer's choice
+        rows = blind.layer_rows.get(call.module) if hasattr(call.module, "expand_kv") else None
+        latents = None if rows is None else rows.latents
+        first, second = (layer.head_dim, layer.value_dim) if latents is None else (part.shape[-1] for part in latents)
+        width, of_values = first + second, layer.value_dim if latents is None else first
+        of_pair = layer.num_heads * (layer.head_dim if latents is None else width)
+        selection = replace(
+            last,
+            row_width=width * (layer.num_kv_heads if latents is None else 1),
+            pair_numbers=of_pair + layer.num_heads * of_values,
+        )
+        found.append(layer if choice_of(call) is None else replace(layer, selection=selection))
+    return found
 
 
 def scale_of(call: Call) -> float | None:

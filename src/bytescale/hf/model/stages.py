@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import ConfigError
-from bytescale.cost.split import split_costs
-from bytescale.hf.model.costs import weights_of
+from bytescale.cost.profile import stages_of
+from bytescale.hf.model.costs import layers_of
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.interface import refusal
@@ -57,14 +57,7 @@ def cut_to_stage(decoder: HFDecoder, number: int, count: int) -> Stage:
     stage would not give what the whole model gives.
     """
     _ = decoder.head, decoder.spec, decoder.hidden_size  # known of the whole model alone
-    layers = _numbered(decoder)
-    if count > len(layers):
-        raise refusal(
-            "the model",
-            f"it has {len(layers)} layers, and there are {count} pipeline stages",
-            so="a stage would have no layer",
-            fix=f"set parallel.pp to at most {len(layers)}",
-        )
+    layers = layers_of(decoder.model, decoder.structure.names)
     with torch.no_grad():
         seen = _whole_pass(decoder, layers)
         stage = Stage(number=number, count=count)
@@ -74,14 +67,6 @@ def cut_to_stage(decoder: HFDecoder, number: int, count: int) -> Stage:
         if not seen.result.is_meta:
             _require_equal(decoder, layers, own, seen, stage)
     return stage
-
-
-def _numbered(decoder: HFDecoder) -> list[nn.Module]:
-    """All modules of the numbered lists that attentions and recurrences lie in, those without any included."""
-    model = decoder.model
-    names = {module: name for name, module in model.named_modules()}
-    lists = dict.fromkeys(names[layer].rpartition(".")[0] for layer in decoder.layers)
-    return [layer for name in lists for layer in model.get_submodule(name).children()]
 
 
 def _whole_pass(decoder: HFDecoder, layers: Sequence[nn.Module]) -> _Pass:
@@ -126,9 +111,9 @@ def _whole_pass(decoder: HFDecoder, layers: Sequence[nn.Module]) -> _Pass:
 
 
 def _own_layers(decoder: HFDecoder, layers: Sequence[nn.Module], stage: Stage) -> list[nn.Module]:
-    costs = [weights_of(decoder.model, layer) for layer in layers]
-    places = split_costs(costs, float(decoder.spec.head), stage.count)[stage.number]
-    return list(layers[places.start : places.stop])
+    numbers = [sum(layer.count for layer in own) for own in stages_of(decoder.spec, stage.count)]
+    first = sum(numbers[: stage.number])
+    return list(layers[first : first + numbers[stage.number]])
 
 
 def _absent(
@@ -189,7 +174,7 @@ def _require_equal(
     expected = seen.result if following is None else decoder.own_rows(following, num_rows)
     try:
         out = _run(decoder, None if stage.is_first else decoder.own_rows(seen.given[own[0]][0], num_rows))
-    except (RuntimeError, AttributeError, TypeError, IndexError) as error:
+    except (RuntimeError, AttributeError, TypeError, IndexError, ValueError) as error:
         raise _refusal("the model", f"a stage fails without the layers of the others ({error})") from error
     if not torch.allclose(out, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())):
         raise _refusal("the model", "later layers read something else than what earlier ones hand on")

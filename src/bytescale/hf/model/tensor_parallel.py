@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -303,7 +303,9 @@ def _heads(decoder: HFDecoder) -> Iterator[LayerAttention]:
     tokens = decoder.token_rows.tokens(torch.ones(NUM_ROWS, dtype=torch.int64, device=device))
     with torch.no_grad():
         run_blind(decoder.model, blind, torch.arange(NUM_ROWS, device=device), tokens)
-    return (layer_of(call, decoder.attentions[call.module].name) for call in blind.calls)
+    before = [decoder.attentions[call.module] for call in blind.calls]
+    found = (layer_of(call, layer.name) for call, layer in zip(blind.calls, before, strict=True))
+    return (replace(own, selection=layer.selection) for own, layer in zip(found, before, strict=True))
 
 
 def _refused(decoder: HFDecoder, what: str) -> ConfigError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.memory.device_memory import States, host_bytes_left
 from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.cost.spec import ModelSpec
-from bytescale.hf.files.folder import make_model, parameters_of, require_positions, set_constants
+from bytescale.hf.files.folder import empty_model, make_model, parameters_of, require_positions, set_constants
 from bytescale.hf.files.large import twin_of
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.measure import OnMeta
@@ -97,8 +98,17 @@ def check_host_room(config: Config) -> None:
     host_bytes_left(states, usable_host_bytes(config, parallel.ranks))
 
 
-def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) -> HFDecoder:
-    """What ``profiling.Measurer`` takes: the model with random weights, on ``device``; of a large one, some layers."""
+def spec_of_content(content: dict[str, Any]) -> ModelSpec:
+    """The counts of the model with this config.json, of its shapes alone."""
+    with OnMeta():
+        return HFDecoder(empty_model(content).to(torch.bfloat16)).spec
+
+
+def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) -> tuple[HFDecoder, ModelSpec]:
+    """What ``profiling.Measurer`` takes: the model with random weights, on ``device``; of a large one, some layers.
+
+    And the counts of the whole model.
+    """
     architecture, longest = resolve_model(config.model), config.data.context_length
     check_model(architecture)
     if (whole := large_model.shapes_of(architecture, dtype, longest)) is not None:
@@ -110,6 +120,4 @@ def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) 
     decoder = HFDecoder(model.to(device).train(), longest_document=longest)
     decoder.require_no_randomness()
     replace_norms(decoder.model)  # as training does
-    if whole is not None:
-        vars(decoder)["spec"] = whole.spec
-    return decoder
+    return decoder, (decoder if whole is None else whole).spec

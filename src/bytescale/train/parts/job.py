@@ -175,7 +175,7 @@ def plan_of_run(
     profile = times_of(config, spec, measured, ASSUMED[kind], bytes_per_element=element)
     domain = sharing_domain(mesh.shard, mesh.domain, hdp, ranks_per_node)
     if mesh.experts == "parallel":
-        profile = profile.with_parallel_experts(spec, domain=domain, ranks_per_node=ranks_per_node)
+        profile = profile.with_parallel_experts(domain=domain, ranks_per_node=ranks_per_node)
     if measured is None:
         assumed = assumed_cost(spec, device=kind, bytes_per_element=element, domain=domain, experts=mesh.experts)
         cost = replace(assumed, ranks_per_node=ranks_per_node)
@@ -189,8 +189,9 @@ def plan_of_run(
         gradient_bucket_mib=BUCKET_BYTES / 2**20,
         optimizer_on_host=config.optimizer.offload,
     )
-    times = StepTimes(profile=profile, devices=cluster, recompute=config.memory.checkpointing == "full")
     budget = memory_budget(config, memory, device=device, devices=devices, profile=profile, domain=domain)
+    kept = budget.model.with_activations(profile, config.memory.checkpointing)
+    times = StepTimes(profile=kept, devices=cluster, recompute=config.memory.checkpointing == "full")
     a_round = round_seconds(profile, domain=domain, ranks_per_node=ranks_per_node)
     planner = VerifiedPlanner(
         config.planner,

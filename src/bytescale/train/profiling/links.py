@@ -21,8 +21,8 @@ import torch
 
 from bytescale.attention import PackedAttention
 from bytescale.attention.kernels import OfQueries
-from bytescale.cost import flops
 from bytescale.cost.links import Links
+from bytescale.hf.model.probe import LayerAttention
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime.group import RankGroup
@@ -157,8 +157,9 @@ def _with_message_seconds(links: Links, hdp: RankGroup, measurer: Measurer, *, c
 
     It is the mean of forward and backward. Slices are so short that transfers take little of the ring's time.
     """
-    shape, element = measurer.architecture, measurer.dtype.itemsize
-    bytes_per_token = flops.ring_bytes_per_token(shape, bytes_per_element=element)
+    layer, element = _widest(measurer), measurer.dtype.itemsize
+    numbers = layer.num_kv_heads * (layer.head_dim + layer.value_dim)
+    bytes_per_token = numbers * element, numbers * (element + max(4, element))
     rate, latency = links.ring_bytes_per_second(crosses), links.ring_latency_seconds(crosses)
     tokens = RING_TOKENS
     while tokens > FEWEST_RING_TOKENS and sum(bytes_per_token) * tokens / rate > 2 * latency:
@@ -170,9 +171,13 @@ def _with_message_seconds(links: Links, hdp: RankGroup, measurer: Measurer, *, c
     return replace(links, message_seconds=max(0.0, beyond / 2))
 
 
+def _widest(measurer: Measurer) -> LayerAttention:
+    return max(measurer.model.structure.layers, key=lambda layer: layer.num_heads * layer.head_dim)
+
+
 def _ring_attention(hdp: RankGroup, measurer: Measurer, tokens: int) -> tuple[float, float, float]:
     """Seconds of a ring attention beyond its blocks, forward and backward together, and of one block in each."""
-    shape = measurer.architecture
+    layer = _widest(measurer)
     plan = Plan.build(
         lengths=[hdp.size * tokens],
         capacity_tokens=[tokens] * hdp.size,
@@ -182,9 +187,12 @@ def _ring_attention(hdp: RankGroup, measurer: Measurer, tokens: int) -> tuple[fl
     ring = PackedAttention(RankPlan.of(plan, hdp.rank).micro_batches[0], measurer.kernel, hdp.exchange)
     assert ring.grid is not None, "the only sequence is shared"
     parts = [ring.triangles, *itertools.chain.from_iterable(ring.grid.blocks.values())]
-    q = measurer.random(tokens, shape.num_heads, shape.head_dim).requires_grad_()
-    k, v = (measurer.random(tokens, shape.num_kv_heads, shape.head_dim).requires_grad_() for _ in range(2))
-    scale = shape.head_dim**-0.5
+    q = measurer.random(tokens, layer.num_heads, layer.head_dim).requires_grad_()
+    k, v = (
+        measurer.random(tokens, layer.num_kv_heads, width).requires_grad_()
+        for width in (layer.head_dim, layer.value_dim)
+    )
+    scale = layer.head_dim**-0.5
     with torch.no_grad():
         out, lse = measurer.kernel.forward(q, k, v, ring.triangles, scale)
 

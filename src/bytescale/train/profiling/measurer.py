@@ -14,15 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bytescale.attention import AttentionKernel, AttentionRules, PackedAttention, select_kernel
+from bytescale.attention import AttentionKernel, AttentionRules, select_kernel
 from bytescale.attention.blocks import causal_triangles
 from bytescale.attention.choose import kernel_for
 from bytescale.attention.kernels import OfQueries
 from bytescale.attention.rules import PLAIN
 from bytescale.cost.gradient_sync import UPDATE_BYTES
-from bytescale.plan import Plan, RankPlan
-from bytescale.plan.plan import GroupSpec
-from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import loss_sum
 
 if TYPE_CHECKING:
@@ -69,7 +66,7 @@ class Measurer:
     def __init__(self, model: HFDecoder, device: torch.device, dtype: torch.dtype) -> None:
         """``model``: as it is trained, on ``device``; some layers of it stand for all (``hf.model.twin``)."""
         self.device, self.dtype, self.model = device, dtype, model
-        self.architecture = model.spec.stack
+        self.spec = model.spec
         self.watch = LapTimer(device)
         self.kernel: AttentionKernel = select_kernel("auto", device, dtype)
         self.sweeps: dict[tuple[str, int], list[float]] = {}  # of each (curve, tokens) a value per sweep
@@ -80,41 +77,19 @@ class Measurer:
         self._attention("sequences", [SHORT_TOKENS] * (tokens // SHORT_TOKENS))
         self._rest(tokens)
         self._head(tokens)
-        self._add("activation_bytes", tokens, float(self.activation_bytes(tokens)))
 
-    def activation_bytes(self, tokens: int) -> float:
-        """Return the bytes that autograd saves in one layer, including attention."""
-        forward, inputs = self._open(tokens)
-        constants = (*self.model.parameters(), *self.model.buffers(), *inputs)
-        outside = {tensor.untyped_storage().data_ptr() for tensor in constants}
-        saved: dict[int, Tensor] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if tensor.untyped_storage().data_ptr() not in outside:
-                saved[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that no address is reused
-            return tensor
-
-        plan = Plan.build(
-            lengths=[tokens], capacity_tokens=[tokens], groups=[GroupSpec(sequences=[0], ranks=[0])], schedule=[[[0]]]
-        )
-        (alone,) = RankPlan.of(plan, 0).micro_batches
-        attention = PackedAttention(alone, self.kernel, RankGroup(device=self.device).exchange)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            forward(attention)
-        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / len(self.model.layers)
-
-    def _open(self, tokens: int) -> tuple[Callable[[Any], Tensor], list[Tensor]]:
-        """A forward of one document, from the layers' attention to ``[T, C]``, and its inputs."""
+    def _forward_of(self, tokens: int) -> Callable[[Any], Tensor]:
+        """A forward of one document, from the layers' attention to ``[T, C]``."""
         ids = torch.arange(tokens, device=self.device) % 61  # of any vocabulary; experts get different ones
         positions = torch.arange(tokens, device=self.device)
-        return (lambda attention: self.model(ids, positions, attention)), [ids, positions]
+        return lambda attention: self.model(ids, positions, attention)
 
     def _attention(self, name: str, lengths: list[int]) -> None:
-        """The mean of all layers, without windows (``Profile.windows``)."""
+        """The mean of all layers, without windows (``ModelSpec.windows``)."""
         triangles, tokens = causal_triangles(lengths), sum(lengths)
         sums = np.zeros(2)
-        layers = self.model.structure.layers
-        kinds = Counter((a.num_heads, a.num_kv_heads, a.head_dim, a.value_dim, a.rules) for a in layers)
+        calls = self.model.structure.layers
+        kinds = Counter((a.num_heads, a.num_kv_heads, a.head_dim, a.value_dim, a.rules) for a in calls)
         for (heads, kv_heads, width, value_width, rules), count in kinds.items():
             kernel = kernel_for(self.kernel, replace(rules, window=None))
             q, k = self.random(tokens, heads, width), self.random(tokens, kv_heads, width)
@@ -124,24 +99,24 @@ class Measurer:
             forward = self.watch.seconds(partial(kernel.forward, q, k, v, triangles, scale))
             backward = self.watch.seconds(partial(kernel.backward, kept, k, v, triangles, scale))
             sums += count * np.array([forward, backward])
-        for way, seconds in zip(("forward", "backward"), sums / len(layers), strict=True):
+        for way, seconds in zip(("forward", "backward"), sums / self.spec.num_layers, strict=True):
             self._add(f"{name}_{way}", tokens, float(seconds))
 
     def _rest(self, tokens: int) -> None:
-        (forward, _), gradient = self._open(tokens), self.random(tokens, self.architecture.hidden_size)
+        forward, gradient = self._forward_of(tokens), self.random(tokens, self.spec.hidden_size)
         outputs: list[Tensor] = []
 
         def run() -> None:
             outputs[:] = [forward(_no_attention)]
 
-        count = len(self.model.layers)
+        count = self.spec.num_layers
         self._add("rest_forward", tokens, self.watch.seconds(run, prepare=outputs.clear) / count)
         backward = self.watch.seconds(lambda: outputs[0].backward(gradient), prepare=run)
         self._add("rest_backward", tokens, backward / count)
 
     def _head(self, tokens: int) -> None:
-        hidden = self.random(tokens, self.architecture.hidden_size).requires_grad_()
-        labels = torch.randint(self.architecture.vocab_size, (tokens,), device=self.device)
+        hidden = self.random(tokens, self.spec.hidden_size).requires_grad_()
+        labels = torch.randint(self.spec.vocab_size, (tokens,), device=self.device)
         losses: list[Tensor] = []
 
         def forward() -> None:

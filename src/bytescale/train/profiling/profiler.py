@@ -9,7 +9,6 @@ power, so several ranks measure the same things at the same time. The slowest co
 * rest        A layer whose attention does next to nothing: projections, norms, rotation, feed-forward. Backward adds to
               existing gradients, as it does from the second micro-batch on.
 * head        The linear cross-entropy as in training: its forward computes the gradients and its backward scales them.
-* activations The bytes that autograd saves in a layer, without parameters and inputs that all layers share.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def measure_profile(
     links = measure_links(hdp, measurer, nodes) if hdp.size > 1 else Links()
     to_host, to_device, updated = np.max(hdp.share(list(measurer.host_rates())), axis=0).tolist()
     element = dtype.itemsize
-    keys, gradients = (spec.key_numbers * size for size in (element, max(4, element)))
+    keys, gradients = (spec.mean("key_numbers") * size for size in (element, max(4, element)))
     fits: dict[str, Any] = {name: _fit(points, name) for name in CURVES}
     for way in ("forward", "backward"):
         fits[f"sequence_{way}_seconds"] = SHORT_TOKENS * _fit(points, f"sequences_{way}").linear
@@ -71,7 +70,7 @@ def measure_profile(
         name=f"measured on {device_name(device, dtype)}",
         source=f"bytescale profile, median of {SWEEPS} sweeps on {hdp.size} rank(s), torch {torch.__version__}",
         device=device_name(device, dtype),
-        architecture=spec.stack,
+        spec=spec,
         ring_forward_bytes_per_token=keys,
         ring_backward_bytes_per_token=keys + gradients,
         links=replace(
@@ -80,10 +79,9 @@ def measure_profile(
             host_to_device_bytes_per_second=to_device,
             host_update_bytes_per_second=updated,
         ),
-        layer_parameters=spec.parameters,
+        layer_parameters=spec.mean("parameters"),
         parameter_bytes=element,
         points=tuple(points),
-        windows=spec.windows,
         **fits,
     )
 
