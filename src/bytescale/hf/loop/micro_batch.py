@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from bytescale.attention import PackedAttention, RingBuffers, select_kernel
 from bytescale.attention.copies import to_device
 from bytescale.attention.flash import open_attention
-from bytescale.common.errors import DataError, PlanError
+from bytescale.common.errors import ConfigError, DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.units import GIBI
 from bytescale.config.sharing import require_beside_tp
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
-from bytescale.hf.model.interface import KEYWORD, OnlyAttached, foreign_model
+from bytescale.hf.model.interface import KEYWORD, OnlyAttached
 from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.hf.model.probe import check_widths, heads_of
 from bytescale.plan import MicroBatch
@@ -87,7 +87,7 @@ class Micro:
             "input_ids": tokens[None],
             "position_ids": places[None],
             "use_cache": False,
-            "attention_mask": OnlyAttached(foreign_model("a model that is on no HDP's attention")),
+            "attention_mask": OnlyAttached(_foreign_model("a model that is on no HDP's attention")),
             KEYWORD: target,
         }
 
@@ -192,7 +192,7 @@ class Micro:
         for target in self._targets:
             if target.decoder.is_in(model):
                 return {**self.inputs, KEYWORD: target}
-        raise foreign_model(type(model).__name__)
+        raise _foreign_model(type(model).__name__)
 
     @overload
     def logprobs(
@@ -352,3 +352,13 @@ class Engine:
         rows = rows.of_all(self.group.min_of)
         kind: DeviceKind = "cuda" if self.group.device.type == "cuda" else "cpu"
         return measured_memory(self.decoder, rows, kind=kind, num_ranks=self.mesh.hdp.size)
+
+
+def _foreign_model(name: str) -> ConfigError:
+    """Of a model that was given the micro-batch of another one."""
+    return ConfigError(
+        f"{name} was given a micro-batch of an HDP that is not attached to it",
+        so="its attention would not reach the parts of a document that other ranks hold",
+        fix="give it an HDP of its own: reference = bytescale.HDP(model, ..., forward_only=True). Then hand what "
+        "bytescale.score(reference, documents) yields to the other loop, as a field of each document",
+    )

@@ -5,20 +5,24 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import BytescaleError
-from bytescale.hf.model.interface import CHOSEN, KEYWORD, Call, Target, Unusable, refusal, while_set
+from bytescale.hf.model.interface import KEYWORD, Call, Target, Unusable, refusal, while_set
 
 if TYPE_CHECKING:
     from bytescale.recurrence.cuts import Cuts, OneProcessCuts
 
 NUM_ROWS = 8
 _CUT_ROWS = 23
+INDEXED = frozenset(("update_indexer", "update_index"))
+"""Methods of caches by which indexers ask for the keys of all earlier tokens (``selectors``)."""
+CHOSEN = ("indices", "block_indices")
+"""Keywords by which layers hand what an indexer chose to their attention."""
 MANY = 2**14
 """More tokens than any indexer chooses."""
 few_keys: ContextVar[int] = ContextVar("bytescalefew_keys_chosen", default=MANY)
@@ -42,7 +46,7 @@ class Blind(Target):
     """Mixers that were called, how far both runs are apart and how far they may be, and the fragments' numbers."""
 
     def attend(self, call: Call) -> Tensor:
-        self.calls.append(call)
+        self.calls.append(replace(call, mask=call.mask.original) if isinstance(call.mask, UnreadMask) else call)
         batch, heads, rows, _ = call.query.shape
         return call.value.new_zeros(batch, rows, heads, call.value.shape[-1])
 
@@ -68,6 +72,17 @@ class Blind(Target):
 
     def mask(self, mask_function: Callable[..., Any]) -> MaskFunction:
         return MaskFunction(mask_function)
+
+
+class UnreadMask(Unusable):
+    """The mask of a layer that only hands it to its indexer (``selectors``): it may be cut, and not be looked at."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__(TypeError("it computes with its attention mask"))
+        self.original = original
+
+    def __getitem__(self, key: Any) -> UnreadMask:
+        return self
 
 
 class MaskFunction(Unusable):

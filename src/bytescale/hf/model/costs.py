@@ -9,7 +9,6 @@ from torch import nn
 
 from bytescale.cost.model import BACKWARD_ATTENTION_RATIO
 from bytescale.cost.spec import LayerSpec, ModelSpec, counted
-from bytescale.hf.model.blind import Selection
 from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.probe import LayerAttention, ModelStructure, expert_numbers
 
@@ -51,7 +50,7 @@ def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
         inside, own = set(layer.modules()), {id(p): p for p in layer.parameters()}
         calls = [call for call in structure.layers if modules[call.name] in inside]
         ringed = [call for call in calls if call.rules.window is None]
-        chosen = [(call.selection or Selection(num_keys=0), call) for call in calls]
+        pairs = [_pairs(call) for call in calls]
         mixers = [mixer for mixer in structure.mixers if modules[mixer.name] in inside]
         experts = [module for module in mixtures if module in inside]
         active = [
@@ -67,14 +66,9 @@ def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
                 trained_weights=sum(number for number, is_trained in active if is_trained),
                 expert_weights=sum(parameter.numel() for module in experts for parameter in module.parameters()),
                 expert_rows=float(len(experts) * (getattr(config, "num_experts_per_tok", 0) or 0)),
-                pair_numbers=sum(
-                    own.pair_numbers + own.index_flops / (2 + 2 * BACKWARD_ATTENTION_RATIO)  # it has no backward
-                    if own.num_keys
-                    else float(call.num_heads * (call.head_dim + call.value_dim))
-                    for own, call in chosen
-                ),
-                chosen_numbers=float(sum(own.pair_numbers for own, _ in chosen)),
-                num_chosen=max((own.num_keys for own, _ in chosen), default=0),
+                pair_numbers=sum(numbers for numbers, _, _ in pairs),
+                chosen_numbers=sum(numbers for _, numbers, _ in pairs),
+                num_chosen=max((most for _, _, most in pairs), default=0),
                 window=max((call.rules.window or 0 for call in calls), default=0) if not ringed else 0,
                 num_heads=sum(call.num_heads for call in ringed),
                 key_numbers=float(sum(_travelling(call) for call in ringed)),
@@ -99,6 +93,15 @@ def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
         total=total,
         total_trained=sum(size for size, is_trained in sizes if is_trained),
     )
+
+
+def _pairs(call: LayerAttention) -> tuple[float, float, int]:
+    """Numbers that a pair of query and key is multiplied with, those that chosen keys alone meet, and the most keys."""
+    own = call.selection
+    if own is None:
+        return float(call.num_heads * (call.head_dim + call.value_dim)), 0.0, 0
+    indexer = own.index_flops / (2 + 2 * BACKWARD_ATTENTION_RATIO)  # it has no backward
+    return own.pair_numbers + indexer, float(own.pair_numbers), own.num_keys
 
 
 def _travelling(call: LayerAttention) -> int:

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from bytescale.attention import PackedAttention
 from bytescale.common.errors import ConfigError
 from bytescale.cost.spec import ModelSpec
-from bytescale.hf.model.blind import NUM_ROWS, Blind, LayerRecurrence
+from bytescale.hf.model.blind import INDEXED, NUM_ROWS, Blind, LayerRecurrence
 from bytescale.hf.model.changes import Snapshot
 from bytescale.hf.model.costs import experts_of, spec_of
 from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states, require_words
-from bytescale.hf.model.interface import INDEXED, KEYWORD, Attachment, names_in, refusal
+from bytescale.hf.model.interface import KEYWORD, Attachment, names_in, refusal
 from bytescale.hf.model.long_rope import fix_rope, longest_document_of, require_short_enough, unfix_rope
 from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.hf.model.probe import LayerAttention, ModelStructure, probe

@@ -42,11 +42,6 @@ def refusal(part: str, what: str, *, so: str, fix: str) -> ConfigError:
 _LIGHTNING = "get_linear_cache"
 """A method of the cache that MiniMax's mixer alone asks for its state."""
 
-INDEXED = frozenset(("update_indexer", "update_index"))
-"""Methods of caches by which indexers ask for the keys of all earlier tokens (``selectors``)."""
-CHOSEN = ("indices", "block_indices")
-"""Keywords by which layers hand what an indexer chose to their attention."""
-
 _cuts: ContextVar[Cuts] = ContextVar("bytescale_cuts")
 
 
@@ -152,7 +147,7 @@ class Target:
     is_in_forward = False
     """Whether the model's forward runs; not: a layer is computed again."""
     layer_rows: Any = None
-    """By layer that chooses keys, what it has handed to its cache (``selectors.LayerRows``)."""
+    """By layer, ``selectors.LayerRows``."""
     choices: Any = None
     """What routers are to choose (``routes.Choices``); None: they are left alone."""
     needs_positions = True
@@ -211,16 +206,6 @@ def running_pass() -> Target | None:
     return _pass.get()
 
 
-def foreign_model(name: str) -> ConfigError:
-    """Of a model that was given the micro-batch of another one."""
-    return ConfigError(
-        f"{name} was given a micro-batch of an HDP that is not attached to it",
-        so="its attention would not reach the parts of a document that other ranks hold",
-        fix="give it an HDP of its own: reference = bytescale.HDP(model, ..., forward_only=True). Then hand what "
-        "bytescale.score(reference, documents) yields to the other loop, as a field of each document",
-    )
-
-
 class Unusable:
     """Stands where a model expects its mask. Whoever looks into it gets an error."""
 
@@ -238,17 +223,6 @@ class Unusable:
 
 class OnlyAttached(Unusable):
     """The mask in ``micro.inputs``: an attached model drops it, and any other stumbles over it."""
-
-
-class UnreadMask(Unusable):
-    """The mask of a layer that only hands it to its indexer (``selectors``): it may be cut, and not be looked at."""
-
-    def __init__(self, original: Any) -> None:
-        super().__init__(TypeError("it computes with its attention mask"))
-        self.original = original
-
-    def __getitem__(self, key: Any) -> UnreadMask:
-        return self
 
 
 class Attachment:
@@ -344,8 +318,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     target: Target | None = options.pop(KEYWORD, None)
     if target is not None:
-        mask = attention_mask.original if isinstance(attention_mask, UnreadMask) else attention_mask
-        call = Call(module=module, query=query, key=key, value=value, mask=mask, options=options)
+        call = Call(module=module, query=query, key=key, value=value, mask=attention_mask, options=options)
         return target.attend(call), None
     if _pass.get() is not None:
         raise refusal(

@@ -17,7 +17,7 @@ from bytescale.attention import PackedAttention, select_kernel
 from bytescale.attention.autocast import in_autocast
 from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.common.units import format_bytes
-from bytescale.hf.model.blind import LayerRecurrence
+from bytescale.hf.model.blind import LayerRecurrence, UnreadMask
 from bytescale.hf.model.head import ModelHead
 from bytescale.hf.model.interface import Call, Target, refusal
 from bytescale.hf.model.probe import LayerAttention, scale_of
@@ -106,12 +106,12 @@ class MicroBatchPass(Target):
         layer = self.decoder.attentions.get(call.module)
         if layer is None:
             raise _not_attached(call.module)
-        rows = max(1, self.num_rows)
-        if call.query.shape[0] != 1 or {call.query.shape[2], call.key.shape[2]} != {rows} or call.mask is not None:
+        rows, mask = max(1, self.num_rows), call.mask.original if isinstance(call.mask, UnreadMask) else call.mask
+        if call.query.shape[0] != 1 or {call.query.shape[2], call.key.shape[2]} != {rows} or mask is not None:
             raise refusal(
                 layer.name,
                 f"{call.query.shape[2]} queries and {call.key.shape[2]} keys in a micro-batch of {rows} rows"
-                + (", and a mask" if call.mask is not None else ""),
+                + (", and a mask" if mask is not None else ""),
                 so="rows could not be told apart",
                 fix="call the model with micro.inputs as they are; a key has to stand for one token",
             )

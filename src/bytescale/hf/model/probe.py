@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bytescale.attention import AttentionRules
 from bytescale.attention.flash import Heads
 from bytescale.hf.model.blind import (
+    CHOSEN,
     NUM_ROWS,
     Blind,
     LayerRecurrence,
@@ -32,7 +33,7 @@ from bytescale.hf.model.blind import (
     run_blind,
 )  # fmt: skip
 from bytescale.hf.model.head import embeddings_of
-from bytescale.hf.model.interface import CHOSEN, Call, refusal, while_set
+from bytescale.hf.model.interface import Call, refusal, while_set
 
 _HARMLESS = frozenset(
     ("scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.attention.earlier import EarlierRows
-from bytescale.hf.model.blind import Blind, alike, few_keys, run_blind
-from bytescale.hf.model.interface import INDEXED, KEYWORD, Call, names_in, refusal, while_set
+from bytescale.hf.model.blind import INDEXED, Blind, alike, few_keys, run_blind
+from bytescale.hf.model.interface import KEYWORD, Call, names_in, refusal, while_set
 from bytescale.hf.model.passes import documents_alone
 from bytescale.hf.model.probe import LayerAttention
 from bytescale.hf.model.selectors import LowestFirst, attend_to_chosen

@@ -3,7 +3,7 @@
 An indexer keeps the keys that it scores in the cache, and chooses the best by ``topk``. So its own code chooses under
 any plan: in place of the cache it is given the index keys of all earlier tokens, wherever they are (``earlier``), in
 the order of positions, and in place of the mask what some queries at a time may see. There is no list of model types:
-whatever asks its cache for one of ``_INDEXED`` is an indexer, and what it chose has to give the layer's own output
+whatever asks its cache for one of ``blind.INDEXED`` is an indexer, and what it chose has to give the layer's own output
 (``same_choice``).
 
 **Ties.** Scores are sums of ReLUs, so many are equal, at 0 above all, and ``topk`` of different devices and lengths
@@ -31,8 +31,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bytescale.attention.earlier import EarlierRows
 from bytescale.attention.selected import NONE, RowForm, selected_attention
-from bytescale.hf.model.blind import MANY, Selection, choice_of, few_keys
-from bytescale.hf.model.interface import INDEXED, KEYWORD, PREFIX, Call, Target, UnreadMask, names_in, refusal
+from bytescale.hf.model.blind import INDEXED, MANY, Selection, UnreadMask, choice_of, few_keys
+from bytescale.hf.model.interface import KEYWORD, PREFIX, Call, Target, names_in, refusal
 
 _NUMBERS = 2**20
 """Scores of one head that are computed at a time."""
