@@ -76,14 +76,14 @@ def tree(seed: int = 0, prompt: int = 30, answers: tuple[int, ...] = (12, 1, 25,
 
 @contextmanager
 def wide_parts() -> Iterator[None]:
-    with _WideParts(), LowestFirst():
+    with _WideParts():
         yield
 
 
 def one_by_one(model: nn.Module, batch: list[dict[str, Any]]) -> tuple[float, dict[str, Tensor], list[Tensor]]:
     """Loss, gradients and log-probabilities of every document in a pass of its own."""
     model, total, logprobs = copy.deepcopy(model), 0.0, []
-    with wide_parts():
+    with wide_parts(), LowestFirst():
         for document in batch:
             logits = model(input_ids=document["tokens"][None]).logits[0]
             losses = F.cross_entropy(logits[:-1], document["tokens"][1:], reduction="none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,8 @@ from bytescale.config.schema import Experts
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
 from bytescale.hf.loop.hdp import HDP
+from bytescale.hf.model.blind import INDEXED
+from bytescale.hf.model.interface import names_in
 from bytescale.hf.model.selectors import LowestFirst
 from bytescale.parity.thread_ranks import run_ranks
 from bytescale.plan import Plan
@@ -99,8 +102,9 @@ def plain_step(model: nn.Module, documents: list[Document]) -> StepNumbers:
     """The reference: every document alone, by the model as it is."""
     total = float(sum(document["weights"].sum() for document in documents))
     loss_sum, logprobs = 0.0, []
+    chooses = any(names_in(module) & INDEXED for module in model.modules())
     for document in documents:
-        with WideCasts(), LowestFirst():
+        with WideCasts(), LowestFirst() if chooses else nullcontext():
             logits = model(input_ids=document["tokens"][None], use_cache=False).logits[0]
             losses = F.cross_entropy(logits, document["labels"], reduction="none", ignore_index=IGNORE_INDEX)
             loss = (document["weights"].to(losses.dtype) * losses).sum() / total
