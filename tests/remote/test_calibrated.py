@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bytescale.config.schema import Config, CostConfig
+from bytescale.config.schema import Config, CostConfig, PlannerConfig
 from bytescale.cost.calibration import TERMS
 from bytescale.plan import RankPlan
 from bytescale.plan.io import load_plan
@@ -39,7 +39,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, ray_address: str) -> None:
 def config_of(folder: Path, name: str, loader: str) -> Config:
     config = on_ranks(small_run(write_corpus(folder / "corpus"), folder / name, steps=STEPS), 3, 128)
     data = replace(config.data, loader=loader, servers=1)
-    return replace(config, data=data, cost=CostConfig(calibrate=True))
+    return replace(config, data=data, cost=CostConfig(calibrate=True), planner=PlannerConfig())
 
 
 def digests(folder: Path, steps: Sequence[int] = range(1, STEPS + 1)) -> list[int]:
