@@ -33,6 +33,7 @@ from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.hf.files.folder import load_model
 from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.model.measure import DOCUMENT_TOKENS, LiveBytes
+from bytescale.hf.model.selectors import LowestFirst
 from bytescale.parity import small_model
 from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
@@ -162,6 +163,25 @@ def test_any_number_of_ranks_gives_plain_transformers_curve(
     config = run_from(folder, corpus, tmp_path / "run", num_ranks, steps=4, checkpointing=checkpointing)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     assert run(config) == pytest.approx(plain_curve(model, config), rel=3e-4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3_vl_text"])
+def test_a_model_that_chooses_keys_trains_and_becomes_a_folder_again(corpus: Path, tmp_path: Path, name: str) -> None:
+    """Its indexers stay as they are, and have to be named as frozen: checkpoints have what is trained alone."""
+    folder = hf_folder(tmp_path / name, name)
+    config = run_from(folder, corpus, tmp_path / "run", 2, steps=3)
+    with pytest.raises(ConfigError, match=r"indexer.* chooses keys.*set model.freeze to .'\*\.indexer\.\*'"):
+        train(config, print_line=lambda line: None)
+    config = with_trainer(config, run_dir=str(tmp_path / "frozen"))
+    config = replace(config, model=replace(config.model, freeze=("*.indexer.*",)))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    with LowestFirst():
+        assert run(config) == pytest.approx(plain_curve(model, config), rel=3e-4)
+    assert main(["convert", str(tmp_path / "frozen" / "checkpoints" / "step-000003"), str(tmp_path / "out")]) == 0
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    for key, value in written.named_parameters():
+        torch.testing.assert_close(value, model.get_parameter(key), rtol=0, atol=1e-4, msg=key)
 
 
 def test_a_run_goes_on_exactly_and_becomes_a_folder_again(corpus: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ _CONTENTS = {
     "tokens": "`tokens` or `input_ids`, with `labels` or `weights`",
     "text": "plain text, under data.text_key in JSONL and Parquet",
 }
+_FREEZE_INDEXERS = 'freeze = ["*.indexer.*"]      # they choose keys, and a choice has no gradient'
 _CONTEXT = 8192
 """Where neither the data nor the model says how long documents may be."""
 _LARGEST_BATCH, _BATCHES = 65536, 20
@@ -91,6 +92,7 @@ def _fine_tuning(model: str, sources: tuple[str, ...]) -> str:
         model=named,
         sources=", ".join(sources) or "your data: name it in data.sources",
         preset=json.dumps(f"{HF_PREFIX}{named}"),
+        freeze=_FREEZE_INDEXERS if any("index_topk" in key for key in content) else '# freeze = ["*.embed_tokens.*"]',
         source_list=json.dumps(list(sources) or ["chats.jsonl"]),
         content=json.dumps(data.content),
         content_comment=_CONTENTS[data.content],

@@ -46,6 +46,7 @@ class HFDecoder(nn.Module):
         attachment: of the model to our attention.
         attentions, mixers: the layers by module.
         stage: which pipeline stage it is; None: the whole model.
+        frozen: names of parameters that are not trained since they choose keys (``selectors``).
         is_frozen: whether it is a second model, which runs without gradients.
         token_rows: which rows this rank has, where it has a part of the model (``tensor_parallel``).
         balance: the loss for even use of experts; None: there is none.
@@ -65,13 +66,16 @@ class HFDecoder(nn.Module):
                 fix="make the model anew",
             )
         self.model = model
+        self.frozen: list[str] = []
         with ExitStack() as undo:
             self.attachment = Attachment(model)
             undo.callback(self.attachment.detach)
             if any(names_in(module) & INDEXED for module in model.modules()):
                 from bytescale.hf.model.selectors import Selectors  # few models choose keys
 
-                undo.callback(Selectors(model).detach)
+                selectors = Selectors(model)
+                undo.callback(selectors.detach)
+                self.frozen = list(selectors.frozen)
             undo.callback(unfix_rope, fix_rope(model, longest_document))
             self.longest_document = longest_document_of(model)
             self.structure: ModelStructure = probe(model)

@@ -60,9 +60,10 @@ class Selectors:
     def __init__(self, model: nn.Module) -> None:
         self._indexers = [module for module in model.modules() if names_in(module) & INDEXED]
         classes = {type(one) for one in model.modules() if any(part in self._indexers for part in one.children())}
-        own = [parameter for indexer in self._indexers for parameter in indexer.parameters()]
-        self._frozen = [parameter for parameter in own if parameter.requires_grad]
-        for parameter in self._frozen:
+        own = {id(parameter) for indexer in self._indexers for parameter in indexer.parameters()}
+        self.frozen = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in own}
+        """What was trained until now."""
+        for parameter in self.frozen.values():
             parameter.requires_grad = False
         self._hooks = []
         for layer in (one for one in model.modules() if type(one) in classes):
@@ -77,7 +78,7 @@ class Selectors:
             hook.remove()
         for indexer in self._indexers:
             vars(indexer).pop("forward", None)
-        for parameter in self._frozen:
+        for parameter in self.frozen.values():
             parameter.requires_grad = True
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from bytescale.attention import AttentionKernel
 from bytescale.attention.kernels import CudaFlashKernel
 from bytescale.checkpoint.reading import load_states
+from bytescale.common.errors import ConfigError
 from bytescale.config.description import ModelDescription
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, source_folder
 from bytescale.config.schema import Config
@@ -135,6 +136,7 @@ def build_rank_model(
         num_shards, rank = mesh.hdp.size, mesh.hdp.rank
         shapes = shapes_of(architecture, dtype, config.data.context_length)
     if mesh is not None and shapes is not None:
+        _require_named(shapes.frozen)
         made = part_of_large(config, architecture, shapes, mesh, device=device, dtype=dtype)
         architecture, part, own, rows, initial, exact = made
     else:
@@ -194,9 +196,20 @@ def _whole_model(
         model.to(device)
     part = HFDecoder(model.train(), longest_document=config.data.context_length)
     part.require_no_randomness()
+    _require_named(part.frozen)
     if architecture.balance:
         part.balance = BalanceLoss(part, architecture.balance)
     return architecture, part, exact
+
+
+def _require_named(frozen: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for parameters that attaching has frozen, and ``model.freeze`` has not."""
+    if frozen:
+        raise ConfigError(
+            f"{frozen[0]} chooses keys, which has no gradient, and model.freeze does not have it",
+            so="it would not be trained, and checkpoints, which have what is trained, would lack it",
+            fix=f"set model.freeze to ['*.{frozen[0].split('.')[-3]}.*'], and begin with the model: --init hf:FOLDER",
+        )
 
 
 def _flat_buffers(
