@@ -21,6 +21,7 @@ from bytescale.cost.assumed import Rates, times_of
 from bytescale.cost.links import Links
 from bytescale.cost.profile import Point, Profile
 from bytescale.cost.profile_file import fit_warnings, load_profile, save_profile
+from bytescale.parity import small_model
 from bytescale.runtime.group import RankGroup
 from bytescale.train.loop.trainer import train
 from bytescale.train.parts.describe import layers_to_measure, spec_of_content
@@ -75,6 +76,16 @@ def test_every_curve_is_measured_and_fitted(profile: Profile) -> None:
 
 
 @pytest.mark.exhaustive
+def test_recurrences_are_measured_beside_attention_and_indexers_are_refused(tmp_path: Path) -> None:
+    for name in ("qwen3_next", "deepseek_v32"):
+        small_model(name, dtype=torch.float32).save_pretrained(tmp_path / name)
+    measured = measurer_of(ModelConfig(preset=f"hf:{tmp_path / 'qwen3_next'}"))
+    measured.measure(64)
+    assert all(seconds > 0 for values in measured.sweeps.values() for seconds in values)
+    with pytest.raises(ConfigError, match="cannot be profiled: its keys are chosen by an indexer"):
+        measurer_of(ModelConfig(preset=f"hf:{tmp_path / 'deepseek_v32'}"))
+
+
 def test_what_the_first_measurement_starts_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that takes its time would leave a profile of one length."""
     measure, calls = Measurer.measure, []

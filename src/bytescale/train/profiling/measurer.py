@@ -14,12 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bytescale.attention import AttentionKernel, AttentionRules, select_kernel
+from bytescale.attention import AttentionKernel, AttentionRules, PackedAttention, select_kernel
 from bytescale.attention.blocks import causal_triangles
 from bytescale.attention.choose import kernel_for
 from bytescale.attention.kernels import OfQueries
 from bytescale.attention.rules import PLAIN
+from bytescale.common.errors import ConfigError
 from bytescale.cost.gradient_sync import UPDATE_BYTES
+from bytescale.plan import MicroBatch
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import loss_sum
 
 if TYPE_CHECKING:
@@ -65,6 +68,12 @@ class Measurer:
 
     def __init__(self, model: HFDecoder, device: torch.device, dtype: torch.dtype) -> None:
         """``model``: as it is trained, on ``device``; some layers of it stand for all (``hf.model.twin``)."""
+        if chosen := next((layer for layer in model.structure.layers if layer.selection), None):
+            raise ConfigError(
+                f"{chosen.name} cannot be profiled: its keys are chosen by an indexer, for which there are no curves",
+                so="a profile would have the times of attention to all keys",
+                fix="leave the profile out: costs then follow from counts of operations",
+            )
         self.device, self.dtype, self.model = device, dtype, model
         self.spec = model.spec
         self.watch = LapTimer(device)
@@ -104,10 +113,11 @@ class Measurer:
 
     def _rest(self, tokens: int) -> None:
         forward, gradient = self._forward_of(tokens), self.random(tokens, self.spec.hidden_size)
+        none = _NoAttention(MicroBatch.of_documents(0, [tokens]), self.kernel, RankGroup(device=self.device).exchange)
         outputs: list[Tensor] = []
 
         def run() -> None:
-            outputs[:] = [forward(_no_attention)]
+            outputs[:] = [forward(none)]
 
         count = self.spec.num_layers
         self._add("rest_forward", tokens, self.watch.seconds(run, prepare=outputs.clear) / count)
@@ -147,10 +157,13 @@ class Measurer:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
 
-def _no_attention(
-    q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None
-) -> Tensor:
-    """Use all inputs, so that each gets a gradient, and compute next to nothing."""
-    if q.shape[-1] == v.shape[-1]:
-        return q + k[:, :1] + v[:, :1]
-    return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) + q[..., :1] + k[:, :1, :1]
+class _NoAttention(PackedAttention):
+    """Of one document. Recurrences run as they are."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Use all inputs, so that each gets a gradient, and compute next to nothing."""
+        if q.shape[-1] == v.shape[-1]:
+            return q + k[:, :1] + v[:, :1]
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) + q[..., :1] + k[:, :1, :1]
