@@ -86,6 +86,7 @@ def test_recurrences_are_measured_beside_attention_and_indexers_are_refused(tmp_
         measurer_of(ModelConfig(preset=f"hf:{tmp_path / 'deepseek_v32'}"))
 
 
+@pytest.mark.exhaustive
 def test_what_the_first_measurement_starts_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that takes its time would leave a profile of one length."""
     measure, calls = Measurer.measure, []

@@ -136,7 +136,6 @@ def build_rank_model(
         num_shards, rank = mesh.hdp.size, mesh.hdp.rank
         shapes = shapes_of(architecture, dtype, config.data.context_length)
     if mesh is not None and shapes is not None:
-        _require_named(shapes.frozen)
         made = part_of_large(config, architecture, shapes, mesh, device=device, dtype=dtype)
         architecture, part, own, rows, initial, exact = made
     else:
@@ -196,7 +195,6 @@ def _whole_model(
         model.to(device)
     part = HFDecoder(model.train(), longest_document=config.data.context_length)
     part.require_no_randomness()
-    _require_named(part.frozen)
     if architecture.balance:
         part.balance = BalanceLoss(part, architecture.balance)
     return architecture, part, exact
@@ -225,6 +223,7 @@ def _flat_buffers(
 
     ``initial``: the values of a parameter's part; None: those that parameters have. ``like``: their dtype and device.
     """
+    _require_named(part.frozen)
 
     def value_of(entry: Entry) -> Tensor:
         assert initial is not None, "asked where parameters have no values"
