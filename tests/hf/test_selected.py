@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from bytescale import HDP
@@ -102,6 +103,34 @@ def test_a_step_however_activations_and_parameters_are_held(
         assert len(chosen) == len({(id(target), id(module)) for target, module in chosen}) > 0, (
             "a layer chose twice in a micro-batch"
         )
+
+
+@pytest.mark.exhaustive
+def test_adapters_on_what_expands_latents_have_their_gradients() -> None:
+    model = get_peft_model(
+        small_model("deepseek_v32"), LoraConfig(r=4, target_modules=["kv_b_proj", "q_b_proj", "o_proj"], lora_alpha=8)
+    ).double()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    reference, batch = copy.deepcopy(model), documents([40, 3, 17])
+    with WideCasts(), LowestFirst():
+        optimizer = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.0)
+        wanted = plain_update(reference, batch, optimizer, float("inf"))
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> tuple[float, dict[str, Tensor]]:
+        hdp = HDP(own, group, capacity_tokens=30)
+        hdp.adamw(lr=0.0)
+        with WideCasts():
+            return printed_loop(hdp, own, batch), hdp.gradients()
+
+    results = on_ranks(2, model, work)
+    assert sum(loss for loss, _ in results) == pytest.approx(wanted, rel=EXACT)
+    with_gradient = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert any("kv_b_proj.lora_A" in name for name in with_gradient)
+    for name, value in with_gradient.items():
+        torch.testing.assert_close(results[0][1][name], value, rtol=0, atol=EXACT, msg=name)
 
 
 def _arange_first(self: nn.Module, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
