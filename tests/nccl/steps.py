@@ -101,6 +101,8 @@ def training_step(
             shape = {"num_hidden_layers": num_layers, "vocab_size": NUM_WORDS, "tie_word_embeddings": tied}
             windows = {} if window is None else {"sliding_window": window, "sliding_window_pattern": 2}
             name = family or ("llama" if window is None else "gemma3_text")
+            if family == "deepseek_v32":  # what arrives is no number, and experts would not be chosen alike again
+                shape["first_k_dense_replace"] = num_layers
             with as_if_equal(mesh):
                 model = small_model(name, dtype=torch.float32, **shape, **windows)
                 own = rank_model(model, mesh, bucket_bytes=bucket_bytes)
