@@ -191,7 +191,8 @@ def meshed(name: str) -> Meshed:
             attempt()
             refused[key] = ""
         except BytescaleError as error:
-            refused[key] = _line(error).partition(": ")[2].removesuffix(" (base_model_tp_plan)")
+            what = _line(error)
+            refused[key] = (what.partition(": ")[2] or what).removesuffix(" (base_model_tp_plan)")
     shape = MeshShape(hdp=2, tp=1 if refused["tp"] else 2, pp=1 if refused["pp"] else 2)
     documents = random_documents(model, Setup(lengths=(17, 1, 8, 3)))
     try:

@@ -14,6 +14,7 @@ from torch import nn
 from bytescale import HDP
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.hf.loop.batch_plan import BatchToPlan
+from bytescale.hf.model.selectors import LowestFirst
 from bytescale.parity import small_model
 from bytescale.parity.compare import WideCasts
 from bytescale.plan import Plan
@@ -71,7 +72,7 @@ def plain(model: nn.Module, prompt: torch.Tensor) -> torch.Tensor:
 )
 @pytest.mark.parametrize("num_ranks", one_of([1, 2, 3], 2))
 def test_greedy_text_is_that_of_transformers(name: str, num_ranks: int) -> None:
-    with WideCasts():  # recurrences cast to fp32
+    with WideCasts(), LowestFirst():  # recurrences cast to fp32
         compare_text(name, num_ranks)
 
 
@@ -101,7 +102,7 @@ def compare_text(name: str, num_ranks: int) -> None:
         return texts
 
     def widened(group: dist.ProcessGroup, own: nn.Module) -> list[torch.Tensor]:
-        with WideCasts():  # of this thread
+        with WideCasts(), LowestFirst():  # of this thread
             return work(group, own)
 
     found = dict(pair for texts in on_ranks(num_ranks, model, widened) for pair in texts)
