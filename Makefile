@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 train: setup  ## train a small Llama on 8 ranks, measure the planners, simulate 512 GPUs
 	$(BIN)/bytescale demo
 
-test: setup  ## every claim once (5 to 6 minutes on 2 cores)
+test: setup  ## every claim once (4 to 5 minutes on 2 cores)
 	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 
 test-rest: setup  ## what `make test` leaves out: exhaustive meshes, many examples, long runs
