@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from bytescale.attention.blocks import RowRanges, Rows
-from bytescale.attention.kernels import add_rows
 from bytescale.attention.packed import PackedAttention
 from bytescale.attention.rings.messages import Kind
-from bytescale.attention.rings.runs import OwnRuns
 
 _ALL = 2**62
 
@@ -45,7 +43,7 @@ class EarlierRows:
     """The rows before each run of one micro-batch. The messages are those of ``attention``."""
 
     def __init__(self, attention: PackedAttention) -> None:
-        self.attention, runs = attention, OwnRuns(attention.micro_batch)
+        self.attention, runs = attention, attention.runs
         self._before = runs.rows_before(_ALL)
         self._runs = runs.all_rows
         self.num_rows = runs.num_rows
@@ -61,19 +59,11 @@ class EarlierRows:
         grid = self.attention.grid
         if grid is None:
             return rows
-        arrived = rows.new_empty(sum(self._before.arriving), *rows.shape[1:])
-        messages = [rows[sent.on(rows.device)].contiguous() for sent in self._before.sent]
-        grid.swap(messages, arrived.split(self._before.arriving), kind).wait()
-        return torch.cat([rows, arrived])
+        return torch.cat([rows, self._before.fetch(rows, grid, kind)])
 
     def give_back(self, gradients: Tensor, kind: Kind) -> Tensor:
         """Of ``gradients [T + n, W]`` of what ``fetch`` returned, the sums over all members for the own rows."""
         grid, own = self.attention.grid, gradients[: self.num_rows]
-        if grid is None:
-            return own
-        returned = [own.new_empty(sent.num_rows, *own.shape[1:]) for sent in self._before.sent]
-        messages = gradients[self.num_rows :].contiguous().split(self._before.arriving)
-        grid.swap(messages, returned, kind, forwards=False).wait()
-        for sent, part in zip(self._before.sent, returned, strict=True):
-            add_rows(own, sent.on(own.device), part)
+        if grid is not None:
+            self._before.give_back(own, gradients[self.num_rows :], grid, kind)
         return own

@@ -76,7 +76,8 @@ class PackedAttention:
         self._exchange, self._buffers = exchange, buffers
 
     @cached_property
-    def _runs(self) -> OwnRuns:
+    def runs(self) -> OwnRuns:
+        """Of the micro-batch's rows."""
         return OwnRuns(self.micro_batch)
 
     def __call__(
@@ -154,7 +155,7 @@ class PackedAttention:
 
     def _windowed(self, window: int) -> Windowed:
         if window not in self._of_windows:
-            self._of_windows[window] = Windowed(self._runs, window, self.grid)
+            self._of_windows[window] = Windowed(self.runs, window, self.grid)
         return self._of_windows[window]
 
     def _work(self, q: Tensor, rules: AttentionRules) -> BlockWork:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from bytescale.attention import PackedAttention
-from bytescale.attention.kernels import add_rows
 from bytescale.attention.rings.grid_messages import Grid
 from bytescale.attention.rings.messages import Kind
 from bytescale.attention.rings.runs import OwnRuns, Ranges, RowRuns, RowsBefore
@@ -103,24 +102,14 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, halo: RowsBefore, grid: Grid, attention: PackedAttention) -> tuple[Tensor, ...]:
-        def exchange() -> tuple[Tensor]:
-            arrived = rows.new_empty(sum(halo.arriving), *rows.shape[1:])
-            messages = [rows[sent.on(rows.device)].contiguous() for sent in halo.sent]
-            grid.swap(messages, arrived.split(halo.arriving), Kind.FORWARD_HALO).wait()
-            return (arrived,)
-
-        (arrived,) = attention.remembered(exchange)
+        (arrived,) = attention.remembered(lambda: (halo.fetch(rows, grid, Kind.FORWARD_HALO),))
         ctx.halo, ctx.grid = halo, grid
         return rows.view_as(rows), arrived
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        halo, total = ctx.halo, gradients[0].clone()
-        returned = [total.new_empty(sent.num_rows, *total.shape[1:]) for sent in halo.sent]
-        messages = gradients[1].contiguous().split(halo.arriving)
-        ctx.grid.swap(messages, returned, Kind.BACKWARD_HALO, forwards=False).wait()
-        for sent, part in zip(halo.sent, returned, strict=True):
-            add_rows(total, sent.on(total.device), part)
+        total = gradients[0].clone()
+        ctx.halo.give_back(total, gradients[1], ctx.grid, Kind.BACKWARD_HALO)
         return total, None, None, None
 
 

@@ -28,6 +28,9 @@ from torch import Tensor
 
 from bytescale.attention.blocks import RowRanges
 from bytescale.attention.copies import to_device
+from bytescale.attention.kernels import add_rows
+from bytescale.attention.rings.grid_messages import Grid
+from bytescale.attention.rings.messages import Kind
 from bytescale.plan import MicroBatch, SharedGroup
 from bytescale.plan.plan import offsets_of
 from bytescale.plan.trees import Forest
@@ -97,6 +100,20 @@ class RowsBefore(NamedTuple):
     sent: list[RowRanges]  # by step t from 1 on, which own rows go to member ``i + t``
     arriving: list[int]  # by step, how many rows come from member ``i - t``, one step after the other
     places: list[Ranges]  # [F] of each run: of the rank's rows, and of those that arrived, counted on behind them
+
+    def fetch(self, rows: Tensor, grid: Grid, kind: Kind) -> Tensor:
+        """Send what others look at of ``rows [T, ...]``, and return what arrives: ``[n, ...]``."""
+        arrived = rows.new_empty(sum(self.arriving), *rows.shape[1:])
+        messages = [rows[sent.on(rows.device)].contiguous() for sent in self.sent]
+        grid.swap(messages, arrived.split(self.arriving), kind).wait()
+        return arrived
+
+    def give_back(self, total: Tensor, of_arrived: Tensor, grid: Grid, kind: Kind) -> None:
+        """Send the gradients of what arrived ``[n, ...]`` home, and add what others send to ``total [T, ...]``."""
+        returned = [total.new_empty(sent.num_rows, *total.shape[1:]) for sent in self.sent]
+        grid.swap(of_arrived.contiguous().split(self.arriving), returned, kind, forwards=False).wait()
+        for sent, part in zip(self.sent, returned, strict=True):
+            add_rows(total, sent.on(total.device), part)
 
 
 class SharedRuns(RowRuns):
