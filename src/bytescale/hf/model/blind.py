@@ -25,7 +25,8 @@ CHOSEN = ("indices", "block_indices")
 """Keywords by which layers hand what an indexer chose to their attention."""
 MANY = 2**14
 """More tokens than any indexer chooses."""
-few_keys: ContextVar[int] = ContextVar("bytescalefew_keys_chosen", default=MANY)
+few_keys: ContextVar[int] = ContextVar("bytescale_few_keys", default=MANY)
+"""The most keys that are chosen: fewer where a check has a few tokens."""
 
 
 @dataclass
@@ -40,8 +41,8 @@ class Blind(Target):
     """Where mixers are cut; None: at every row."""
     compares: bool = False
     """Whether mixers run a second time, as in one process."""
-    selections: dict[nn.Module, Any] | None = None
-    """By layer that chooses keys its ``selectors.Selection``; None: they are not looked at."""
+    selections: dict[nn.Module, Selection] | None = None
+    """By layer with an indexer, how keys are chosen; None: it is not looked at."""
     mixed: list[tuple[nn.Module, float, float, list[int]]] = field(default_factory=list)
     """Mixers that were called, how far both runs are apart and how far they may be, and the fragments' numbers."""
 

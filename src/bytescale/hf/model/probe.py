@@ -274,8 +274,7 @@ def _with_selections(layers: Sequence[LayerAttention], blind: Blind) -> list[Lay
     for layer, call in zip(layers, blind.calls, strict=True):
         assert blind.selections is not None, "they were looked at"
         last = blind.selections.get(call.module) or Selection(num_keys=last.num_keys)  # an earlier layer's choice
-        rows = blind.layer_rows.get(call.module) if hasattr(call.module, "expand_kv") else None
-        latents = None if rows is None else rows.latents
+        latents = blind.layer_rows[call.module].latents if call.module in blind.layer_rows else None
         first, second = (layer.head_dim, layer.value_dim) if latents is None else (part.shape[-1] for part in latents)
         width, of_values = first + second, layer.value_dim if latents is None else first
         of_pair = layer.num_heads * (layer.head_dim if latents is None else width)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.attention.earlier import EarlierRows
-from bytescale.hf.model.blind import INDEXED, Blind, alike, few_keys, run_blind
-from bytescale.hf.model.interface import KEYWORD, Call, names_in, refusal, while_set
+from bytescale.hf.model.blind import Blind, alike, few_keys, run_blind
+from bytescale.hf.model.interface import KEYWORD, Call, refusal, while_set
 from bytescale.hf.model.passes import documents_alone
 from bytescale.hf.model.probe import LayerAttention
 from bytescale.hf.model.selectors import LowestFirst, attend_to_chosen
@@ -42,22 +42,17 @@ def require_same_choice(model: nn.Module, layers: Sequence[LayerAttention]) -> N
 
     Raises ``ConfigError`` for a layer that differs.
     """
-    weight, names = (
-        next(model.parameters()),
-        {module: name or type(module).__name__ for name, module in model.named_modules()},
-    )
+    weight = next(model.parameters())
+    names = {module: name or type(module).__name__ for name, module in model.named_modules()}
     mask = torch.ones(_ROWS, _ROWS, dtype=torch.bool, device=weight.device).tril()
     hidden = torch.full_like(mask, torch.finfo(weight.dtype).min, dtype=weight.dtype)
     target, few = _OneDocument(names, layers, weight), few_keys.set(_CHOSEN)
-    windows = {layer.name: layer.rules.window for layer in layers}
+    with_indexer = [layer for layer in layers if layer.selection is not None and layer.selection.index_width]
+    windows = {layer.name: layer.rules.window for layer in with_indexer}
 
     def compare(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if (
-            KEYWORD not in kwargs
-            or kwargs[KEYWORD] is target
-            or not any(names_in(one) & INDEXED for one in layer.children())
-        ):
-            return
+        if KEYWORD not in kwargs or kwargs[KEYWORD] is target:
+            return  # it is one of the two passes below
         window = windows[names[layer]]
         visible = hidden.masked_fill(mask if window is None else mask.triu(1 - window), 0)
         plain = {name: value for name, value in kwargs.items() if name not in (KEYWORD, "past_key_values")}

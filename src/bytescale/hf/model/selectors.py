@@ -10,7 +10,7 @@ whatever asks its cache for one of ``blind.INDEXED`` is an indexer, and what it 
 takes different ones of them. Here the lowest position wins (``LowestFirst``), under every plan and on every device.
 
 The layer around the indexer hands the latents of its keys and values to the cache before it expands them. They are
-what travels (``latent_attention``). Outside of plans the layer chooses as it did before it was attached.
+what travels (``attend_to_chosen``). Outside of plans the layer chooses as it did before it was attached.
 
 Shape letters: T rows of a micro-batch, L tokens of a path, H heads, I selections, K chosen keys, R numbers of latents.
 """
@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from bytescale.attention.earlier import EarlierRows
+from bytescale.attention.earlier import EarlierRows, Path
 from bytescale.attention.selected import NONE, RowForm, selected_attention
 from bytescale.hf.model.blind import INDEXED, MANY, Selection, UnreadMask, choice_of, few_keys
 from bytescale.hf.model.interface import KEYWORD, PREFIX, Call, Target, names_in, refusal
@@ -114,12 +114,13 @@ class LayerRows:
     def __init__(self, target: Target, layer: nn.Module, given: Any) -> None:
         self.target, self.layer, self._given = target, layer, given
         self.latents: tuple[Tensor, Tensor] | None = None
+        """Of which the layer makes keys and values; None: it has none."""
         self.index_keys: Tensor | None = None
         """Handed out from here on; None: those that come are taken."""
         self.layers = _AllLayers(self)
 
     def update(self, first: Tensor, second: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
-        self.latents = first, second
+        self.latents = (first, second) if hasattr(self.layer, "expand_kv") else None
         if self._given is not None:
             self._given.update(first, second, layer)
         return first, second
@@ -184,7 +185,7 @@ class Indexer:
 
     def choose_alone(self) -> Tensor:
         """The same where every row is a document of its own, as in the probe."""
-        return torch.arange(self.num_rows, dtype=torch.int32, device=self.keys().device)[:, None, None]
+        return torch.arange(self.num_rows, dtype=torch.int32, device=self._rows.device)[:, None, None]
 
     def choose(self, earlier: EarlierRows, all_keys: Tensor, window: int | None) -> Tensor:
         """``[T, I, K]`` places among the rows of ``all_keys [T + n, D]`` or ``NONE``, int32.
@@ -198,20 +199,19 @@ class Indexer:
             return torch.full((0, 1, 1), NONE, dtype=torch.int32, device=all_keys.device)
         return torch.cat([pad(part, (0, most - part.shape[2]), value=NONE) for part in parts])
 
-    def _of_path(self, path: Any, all_keys: Tensor, window: int | None) -> Iterable[Tensor]:
+    def _of_path(self, path: Path, all_keys: Tensor, window: int | None) -> Iterable[Tensor]:
         rows, device = path.on(all_keys.device), all_keys.device
         keys, places = all_keys[rows], torch.arange(len(all_keys), dtype=torch.int32, device=device)[rows]
         step = max(1, _NUMBERS // len(keys))
         for first in range(path.rows.start, path.rows.stop, step):
             some = slice(first, min(first + step, path.rows.stop))
             own = torch.arange(some.start, some.stop, device=device)[:, None] - path.rows.start + path.num_before
-            at = torch.arange(int(path.num_before) + some.stop - path.rows.start, device=device)
+            at = torch.arange(path.num_before + some.stop - path.rows.start, device=device)
             visible = at <= own if window is None else (at <= own) & (at > own - window)
             chosen = self._chosen(some, keys[: len(at)], visible[None])
-            is_seen = (chosen >= 0) & (chosen < len(at)) & (chosen <= own[..., None])
-            if window is not None:
-                is_seen &= chosen > own[..., None] - window
-            yield torch.where(is_seen, places[chosen.clamp(0, len(at) - 1)], NONE)
+            held = chosen.clamp(0, len(at) - 1)
+            is_seen = visible.gather(1, held.flatten(1)).view_as(held) & (held == chosen)
+            yield torch.where(is_seen, places[held], NONE)
 
     def _chosen(self, some: slice, keys: Tensor, visible: Tensor) -> Tensor:
         """``[t, I, K]`` positions of ``some`` queries, int64; a few of them may not be visible."""
@@ -230,8 +230,13 @@ class Indexer:
         return (1, 1) if "update_index" in names_in(self.module) else (1,)
 
     @property
+    def _rows(self) -> Tensor:
+        """Hidden states ``[1, T, C]``, which come first."""
+        return next(one for one in (*self.args, *self.kwargs.values()) if isinstance(one, Tensor))
+
+    @property
     def num_rows(self) -> int:
-        return int(next(one for one in (*self.args, *self.kwargs.values()) if isinstance(one, Tensor)).shape[1])
+        return self._rows.shape[1]
 
     def _run(self, some: slice, visible: Tensor) -> Any:
         given = partial(_given, some, self.num_rows, visible)
@@ -266,7 +271,7 @@ def attend_to_chosen(
     """``q [T, H, D]``, ``k [T, G, D]``, ``v [T, G, Dv]`` -> ``[T, H, Dv]``. Of latents the layer expands none."""
     chosen, sinks = choice_of(call), call.options.get("s_aux")
     assert chosen is not None, "it is asked for"
-    if latents is None or not hasattr(call.module, "expand_kv"):
+    if latents is None:
         form = RowForm(slice(0, k.shape[2]), slice(k.shape[2], None), scale)
         return selected_attention(q, torch.cat([k, v], -1), chosen, form, earlier, sinks)
     # Keys and values are linear in the latents: what the layer makes of unit vectors takes queries to latents.
