@@ -25,14 +25,10 @@ from transformers import AutoConfig
 import paper_assumptions as paper
 from bytescale.common.arrays import IntArray
 from bytescale.common.units import parse_count
-from bytescale.cost.cluster import Cluster
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.length_distributions import sample_lengths
-from bytescale.planner.adaptive.planner import adaptive_plan
-from bytescale.planner.baselines import static_plan
-from bytescale.simulator import ClusterConfig, simulate
 from bytescale.train.parts.describe import spec_of_content
-from recurrent_gain import CELLS, profile_of
+from recurrent_gain import CELLS, simulated
 
 MODELS = ("deepseek_v32", "glm_moe_dsa")
 
@@ -47,16 +43,9 @@ def with_all_keys(spec: ModelSpec, content: dict[str, int]) -> ModelSpec:
 
 def gains(chosen: ModelSpec, full: ModelSpec, lengths: IntArray, num_ranks: int, context: int) -> dict[str, float]:
     """Of one batch, the figures of a row."""
-    devices = ClusterConfig(num_gpus=num_ranks, gpus_per_node=paper.GPUS_PER_NODE)
-    cluster = Cluster.uniform(num_ranks, paper.CAPACITY_TOKENS)
     row, seconds = dict[str, float](), dict[str, float]()
     for name, spec in (("full", full), ("chosen", chosen)):
-        profile = profile_of(spec)
-        plans = (
-            static_plan(lengths, cluster=cluster, cp=context // paper.CAPACITY_TOKENS),
-            adaptive_plan(lengths, cluster=cluster, cost=profile.cost_model(ranks_per_node=paper.GPUS_PER_NODE)),
-        )
-        static, adaptive = (simulate(plan, replace(profile, layer_parameters=0), devices) for plan in plans)
+        static, adaptive = simulated(spec, lengths, num_ranks, context)
         row[name], seconds[name] = static.step_seconds / adaptive.step_seconds, adaptive.step_seconds
         row["messages"] = float(adaptive.exposed_ring.max()) / adaptive.step_seconds
     return row | {"step": seconds["full"] / seconds["chosen"]}

@@ -38,7 +38,7 @@ from bytescale.cost.spec import ModelSpec
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.planner.adaptive.planner import adaptive_plan
 from bytescale.planner.baselines import static_plan
-from bytescale.simulator import ClusterConfig, simulate
+from bytescale.simulator import ClusterConfig, SimulatedStep, simulate
 from bytescale.train.parts.describe import spec_of_content
 
 CELLS = ("64:256K", "256:1M", "512:2M", "1024:2M", "4096:2M")
@@ -83,6 +83,18 @@ def profile_of(spec: ModelSpec) -> Profile:
     )
 
 
+def simulated(spec: ModelSpec, lengths: IntArray, num_ranks: int, context: int) -> tuple[SimulatedStep, SimulatedStep]:
+    """A step of one batch by a static mesh for the ``context``, and by the adaptive plan."""
+    devices = ClusterConfig(num_gpus=num_ranks, gpus_per_node=paper.GPUS_PER_NODE)
+    cluster, profile = Cluster.uniform(num_ranks, paper.CAPACITY_TOKENS), profile_of(spec)
+    plans = (
+        static_plan(lengths, cluster=cluster, cp=context // paper.CAPACITY_TOKENS),
+        adaptive_plan(lengths, cluster=cluster, cost=profile.cost_model(ranks_per_node=paper.GPUS_PER_NODE)),
+    )
+    static, adaptive = (simulate(plan, replace(profile, layer_parameters=0), devices) for plan in plans)
+    return static, adaptive
+
+
 def gains(spec: ModelSpec, lengths: IntArray, num_ranks: int, context: int) -> dict[str, float]:
     """Of one batch, the figures of a row."""
     full = next(layer for layer in spec.layers if layer.pair_numbers)
@@ -94,17 +106,9 @@ def gains(spec: ModelSpec, lengths: IntArray, num_ranks: int, context: int) -> d
         ),
     )
     free = replace(spec, layers=tuple(replace(layer, state_numbers=0.0) for layer in spec.layers))
-    devices = ClusterConfig(num_gpus=num_ranks, gpus_per_node=paper.GPUS_PER_NODE)
-    cluster = Cluster.uniform(num_ranks, paper.CAPACITY_TOKENS)
     row: dict[str, float] = {}
     for name, model in (("attention", attention), ("free", free), ("hybrid", spec)):
-        profile = profile_of(model)
-        cost = profile.cost_model(ranks_per_node=paper.GPUS_PER_NODE)
-        plans = (
-            static_plan(lengths, cluster=cluster, cp=context // paper.CAPACITY_TOKENS),
-            adaptive_plan(lengths, cluster=cluster, cost=cost),
-        )
-        static, adaptive = (simulate(plan, replace(profile, layer_parameters=0), devices) for plan in plans)
+        static, adaptive = simulated(model, lengths, num_ranks, context)
         row[name] = static.step_seconds / adaptive.step_seconds
         row["messages"] = float(adaptive.exposed_ring.max()) / adaptive.step_seconds
     return row
