@@ -92,7 +92,7 @@ def _fine_tuning(model: str, sources: tuple[str, ...]) -> str:
         model=named,
         sources=", ".join(sources) or "your data: name it in data.sources",
         preset=json.dumps(f"{HF_PREFIX}{named}"),
-        freeze=_FREEZE_INDEXERS if any("index_topk" in key for key in content) else '# freeze = ["*.embed_tokens.*"]',
+        freeze=_FREEZE_INDEXERS if any("index_topk" in key for key in text) else '# freeze = ["*.embed_tokens.*"]',
         source_list=json.dumps(list(sources) or ["chats.jsonl"]),
         content=json.dumps(data.content),
         content_comment=_CONTENTS[data.content],
