@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
+
+import psutil
 
 from bytescale.cli.main import main
 
@@ -33,6 +35,7 @@ class Command:
             sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            faulthandler.register(signal.SIGUSR2, sys.stderr)  # ranks that are copies of it have it, too
             before()
             code = main(arguments)
         except SystemExit as end:
@@ -51,17 +54,39 @@ class Command:
         return self.returncode
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """What it printed, and its errors, when it has ended. Raises ``TimeoutExpired``, and kills it."""
+        """What it printed, and its errors, when it has ended.
+
+        After ``timeout`` seconds, it and its ranks are killed, and the test fails with all that they printed and with
+        the stack of every thread.
+        """
         until = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > until:
-                self.kill()
-                raise subprocess.TimeoutExpired("bytescale", timeout)
+                self._show_stacks()
+                raise AssertionError(f"it had not ended after {timeout:.0f} s:\n" + "\n".join(self._printed()))
             time.sleep(0.02)
+        return self._printed()
+
+    def _printed(self) -> tuple[str, str]:
         for stream in self._streams:
             stream.seek(0)
         out, errors = (stream.read() for stream in self._streams)
         return out, errors
+
+    def _show_stacks(self) -> None:
+        """Have all processes write their stacks, unless they are stopped, and end them."""
+        own = psutil.Process(self.pid)
+        processes = [own, *own.children(recursive=True)]
+        for process in processes:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                process.send_signal(signal.SIGUSR2)
+        time.sleep(1.0)
+        states = [f"{process.pid} {process.status()} {' '.join(process.cmdline()[:6])}" for process in processes]
+        for process in processes[1:]:
+            process.kill()
+        self.kill()
+        self._streams[1].seek(0, os.SEEK_END)
+        self._streams[1].write("\n".join(["", *states]))
 
     def kill(self) -> None:
         """End it, if it has not ended."""
