@@ -122,6 +122,11 @@ class HDP(Updates):
         """Names of the routers, in the order that ``micro.routes`` and ``micro.replay`` have."""
         return self.engine.routers.names
 
+    @property
+    def indexers(self) -> tuple[str, ...]:
+        """Names of the layers that choose keys, in the order that ``micro.chosen_keys`` has."""
+        return tuple(self.engine.decoder.choosers)
+
     def _make_part(self, decoder: HFDecoder) -> None:
         """Reduce the model to this rank's part, once all ranks have been seen to have the same one."""
         self._weights = weight_sums(self.model)
