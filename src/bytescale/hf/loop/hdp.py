@@ -200,7 +200,7 @@ class HDP(Updates):
         ``state`` and ``save`` still work.
         """
         for decoder in (self.engine.decoder, *self.engine.others):
-            decoder.attachment.detach()
+            decoder.undo()
         self.engine.close()
         if self._optimizer is not None:
             self._optimizer.leave(self.model)
