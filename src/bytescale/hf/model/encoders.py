@@ -37,7 +37,7 @@ class Form(NamedTuple):
     """How an encoder's output looks, beside its rows."""
 
     has_gradient: bool
-    is_list: bool
+    are_lists: Sequence[bool]
     hidden_size: int
     width: int
     dtype: str
@@ -112,29 +112,30 @@ class Encoders:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise DataError(
-                    f"the model's encoder does not take a {kind} of "
+                    f"the encoder of {kind} items does not take one of "
                     f"{ {name: list(value.shape) for name, value in given.items()} }: {error}",
                     so="nothing could stand in its place",
                     fix="give each item what the model's processor returns for it alone",
                 ) from error
-        own, deeper = output.pooler_output, getattr(output, "deepstack_features", None) or []
-        rows = torch.cat([*own]) if isinstance(own, list | tuple) else own
-        rows = torch.cat([rows.flatten(0, -2), *(part.flatten(0, -2) for part in deeper)], dim=1)
+        parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        rows = [torch.cat([*part]) if isinstance(part, list | tuple) else part for part in parts]
+        rows = [part.flatten(0, -2) for part in rows]
+        together = torch.cat(rows, dim=1)
         form = Form(
-            has_gradient=rows.requires_grad,
-            is_list=isinstance(own, list | tuple),
-            hidden_size=own[0].shape[-1],
-            width=rows.shape[1],
-            dtype=str(rows.dtype).removeprefix("torch."),
+            has_gradient=together.requires_grad,
+            are_lists=[isinstance(part, list | tuple) for part in parts],
+            hidden_size=rows[0].shape[1],
+            width=together.shape[1],
+            dtype=str(together.dtype).removeprefix("torch."),
         )
-        return rows, form
+        return together, form
 
     def inputs(self, tokens: Tensor, rows: Mapping[str, Tensor], form: Form) -> dict[str, Any]:
         """What the model takes beside ``tokens [T]``: of each kind the rows ``[n, W]`` for its placeholders."""
         outputs = {}
         for kind, own in rows.items():
-            first, *deeper = own.split(form.hidden_size, dim=1)
-            pooled = [first] if form.is_list else first
+            split = zip(own.split(form.hidden_size, dim=1), form.are_lists, strict=True)
+            pooled, *deeper = ([part] if is_list else part for part, is_list in split)
             outputs[kind] = SimpleNamespace(pooler_output=pooled, deepstack_features=deeper, last_hidden_state=None)
         types = self.kinds_of(tokens)[None].to(torch.int32)
         return {_DOOR: outputs, **{name: types for name in _TYPES if name in self._names}}

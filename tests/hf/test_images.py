@@ -1,0 +1,340 @@
+"""Documents with images and videos: equal to plain transformers with the same documents one by one, under any plan."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image, ImageDraw
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from bytescale import HDP
+from bytescale.common.errors import ConfigError, DataError
+from bytescale.hf.loop.encoded import EncodedItems, Items
+from bytescale.hf.model.encoders import Encoders
+from bytescale.parity.compare import WideCasts
+from tests.helpers.effort import one_of
+
+from .support import on_ranks, small_model
+
+IMAGE, VIDEO, WORDS = 70, 71, 80
+TEXT: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": WORDS,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+PATCHES = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "depth": 2}
+VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, **PATCHES}
+FIXED: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 4,
+}  # fmt: skip
+
+
+def _rotary(sections: list[int], **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "mrope_section": sections, "rope_theta": 1e4, **more}}
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"text_config": TEXT | _rotary([1, 1, 2]), "vision_config": VISION | {"embed_dim": 32}},
+    "qwen2_5_vl": {
+        "text_config": TEXT | _rotary([1, 1, 2]),
+        "vision_config": VISION | {"window_size": 16, "fullatt_block_indexes": [1]},
+    },
+    "qwen3_vl": {  # rows for deeper layers, too
+        "text_config": TEXT | _rotary([2, 1, 1], mrope_interleaved=True),
+        "vision_config": VISION | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+    },
+    "llava": {
+        "text_config": TEXT | {"model_type": "llama"},
+        "vision_config": FIXED | {"model_type": "siglip_vision_model"},
+        "vision_feature_select_strategy": "full",
+        "vision_feature_layer": -1,
+    },
+    "internvl": {
+        "text_config": TEXT | {"model_type": "qwen2"},
+        "vision_config": FIXED | {"image_size": [16, 16], "patch_size": [4, 4]},
+        "image_seq_length": 4,
+    },
+    "mistral3": {
+        "text_config": TEXT | {"model_type": "mistral"},
+        "vision_config": FIXED | {"model_type": "pixtral", "head_dim": 16},
+    },
+    "gemma3": {"text_config": TEXT, "vision_config": FIXED | {"vision_use_head": False}, "mm_tokens_per_image": 4},
+}
+EQUAL = [name for name in FAMILIES if name != "gemma3"]
+WAYS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "recomputed": {"checkpointing": "full"},
+    "attention kept": {"checkpointing": "attention"},
+    "offloaded": {"host_gib": 0.25},
+}
+
+
+def model_of(family: str, num_layers: int = 2) -> Any:
+    parts = {**FAMILIES[family], "text_config": {**FAMILIES[family]["text_config"], "num_hidden_layers": num_layers}}
+    config = AutoConfig.for_model(
+        family, **parts, image_token_id=IMAGE, image_token_index=IMAGE, video_token_id=VIDEO,
+        vision_start_token_id=72, vision_end_token_id=73,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float64).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter) * (parameter.dim() == 1)
+    return model
+
+
+def picture(family: str, seed: int, width: int, height: int) -> dict[str, Tensor]:
+    """What a processor makes of one picture."""
+    image = Image.new("RGB", (4 * width, 4 * height), (seed * 40 % 256, 90, 160))
+    ImageDraw.Draw(image).ellipse((1, 1, 2 * width + seed, 2 * height), fill=(250, seed * 70 % 256, 0))
+    if family.startswith("qwen"):
+        processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64)
+        made = processor(images=[image], return_tensors="pt")
+        return {"pixel_values": made["pixel_values"].double(), "image_grid_thw": made["image_grid_thw"]}
+    pixels = torch.from_numpy(np.array(image.resize((16, 16)), dtype=np.float64) / 255).permute(2, 0, 1)[None]
+    return {"pixel_values": pixels} | ({"image_sizes": torch.tensor([[16, 16]])} if family == "mistral3" else {})
+
+
+def rows_of(family: str, item: dict[str, Tensor]) -> int:
+    if family.startswith("qwen"):
+        grid = item.get("image_grid_thw", item.get("video_grid_thw"))
+        assert grid is not None
+        return int(grid.prod()) // 4
+    return {"llava": 16, "internvl": 4, "mistral3": 4, "gemma3": 4}[family]
+
+
+Part = int | tuple[str, dict[str, Tensor]]
+
+
+def document(family: str, *parts: Part) -> dict[str, Any]:
+    """Words (how many), and images or videos between them."""
+    tokens, items = list[int](), dict[str, list[Any]]()
+    for part in parts:
+        if isinstance(part, int):
+            tokens += [3 + (7 * len(tokens) + place) % 60 for place in range(part)]
+        else:
+            kind, item = part
+            items.setdefault(f"{kind}s", []).append(item)
+            tokens += [72, *[IMAGE if kind == "image" else VIDEO] * rows_of(family, item), 73]
+    return {"tokens": torch.tensor(tokens), **items}
+
+
+def batch_of(family: str) -> list[dict[str, Any]]:
+    """Several images a document, none, an image without a word that is learned before it, one image twice."""
+    made = [("image", picture(family, seed, 4 + 4 * (seed % 2), 4)) for seed in range(5)]
+    return [
+        document(family, made[0], 10, made[1], 7), document(family, 21), document(family, 3, made[3], made[2]),
+        document(family, 2), document(family, made[4], 1), document(family, 5, made[3], 2),
+    ]  # fmt: skip
+
+
+def alone(model: nn.Module, batch: list[dict[str, Any]]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the documents one by one, as the model takes images."""
+    model = copy.deepcopy(model)
+    names, total = inspect.signature(model.forward).parameters, sum(len(d["tokens"]) - 1 for d in batch)
+    loss = 0.0
+    for one in batch:
+        given: dict[str, Any] = {}
+        for kind in ("images", "videos"):
+            for name in one[kind][0] if kind in one else ():
+                given[name] = torch.cat([item[name] for item in one[kind]])
+        types = (one["tokens"] == IMAGE).int() + 2 * (one["tokens"] == VIDEO).int()
+        if given and "mm_token_type_ids" in names:
+            given["mm_token_type_ids"] = types[None]
+        logits = model(input_ids=one["tokens"][None], **given).logits[0]
+        own = nn.functional.cross_entropy(logits[:-1], one["tokens"][1:], reduction="sum") / total
+        own.backward()
+        loss += float(own.detach())
+    return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def planned(
+    group: dist.ProcessGroup, model: nn.Module, batch: list[dict[str, Any]], **options: Any
+) -> tuple[float, dict[str, Tensor]]:
+    hdp = HDP(model, group, capacity_tokens=30 if group.size() > 1 else 400, **options)
+    hdp.adamw(lr=1e-3)
+    total, loss = sum(len(d["tokens"]) - 1 for d in batch), 0.0
+    with WideCasts():
+        for micro in hdp.plan(batch):
+            own = micro.loss_sum(model) / total
+            own.backward()
+            loss += float(own.detach())
+    return loss, hdp.gradients()
+
+
+def difference(model: nn.Module, batch: list[dict[str, Any]], num_ranks: int, **options: Any) -> float:
+    with WideCasts():
+        wanted, gradients = alone(model, batch)
+    results = on_ranks(num_ranks, model, lambda group, own: planned(group, own, batch, **options))
+    apart = [abs(sum(loss for loss, _ in results) - wanted)]
+    return max([*apart, *(float((results[0][1][name] - g).abs().max()) for name, g in gradients.items())])
+
+
+@pytest.mark.parametrize("way", one_of(list(WAYS), "recomputed"))
+@pytest.mark.parametrize("num_ranks", one_of([1, 2, 3, 4], 3))
+@pytest.mark.parametrize("family", one_of(EQUAL, "qwen3_vl"))
+def test_documents_with_images_are_those_of_one_process(family: str, num_ranks: int, way: str) -> None:
+    """Loss, and gradients of text, encoder and projector; images are cut across ranks."""
+    model = model_of(family, 4 if way == "offloaded" else 2)
+    assert difference(model, batch_of(family), num_ranks, **WAYS[way]) < 1e-10
+
+
+@pytest.mark.parametrize("family", one_of(["qwen2_5_vl", "qwen3_vl"], "qwen2_5_vl"))
+def test_videos_beside_images(family: str) -> None:
+    pixels = torch.randn(2 * 4 * 4, 3 * 2 * 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    video = ("video", {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([[2, 4, 4]])})
+    still = ("image", picture(family, 1, 4, 4))
+    if family == "qwen3_vl":  # every frame is a stretch of its own there
+        frames = torch.tensor([[1, 4, 4]])
+        video = ("video", {"pixel_values_videos": pixels[:16], "video_grid_thw": frames})
+    batch = [document(family, 3, video, 4, still, 9), document(family, 30), document(family, video)]
+    assert difference(model_of(family), batch, 3) < 1e-10
+
+
+def test_frozen_encoders_run_once_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, encoded_items = model_of("qwen2_5_vl"), batch_of("qwen2_5_vl"), list[Any]()
+    model.model.visual.requires_grad_(False)
+    with WideCasts():
+        _, gradients = alone(model, batch)
+    encode = Encoders.encode
+
+    def counted(self: Encoders, kind: str, item: Any) -> Any:
+        encoded_items.append(id(item))
+        return encode(self, kind, item)
+
+    monkeypatch.setattr(Encoders, "encode", counted)
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> dict[str, Tensor]:
+        hdp = HDP(own, group, capacity_tokens=30)
+        hdp.adamw(lr=1e-2, weight_decay=0.0)
+        for micro in hdp.plan(batch):
+            (micro.loss_sum(own) / 90).backward()
+        hdp.step()
+        return {name: parameter.detach() for name, parameter in own.named_parameters()}
+
+    weights, _ = on_ranks(2, model, work)
+    assert len(encoded_items) == len(set(encoded_items)) == 5
+    for name, before in model.named_parameters():
+        assert torch.equal(weights[name], before) == (name not in gradients)
+
+
+def test_log_probabilities_of_more_documents_than_every_rank_looks_at() -> None:
+    """One picture in many documents is encoded once."""
+    model, item = model_of("qwen2_5_vl").eval(), ("image", picture("qwen2_5_vl", 1, 4, 4))
+    batch = [document("qwen2_5_vl", 1 + number % 3, item, 2) for number in range(260)]
+    with torch.no_grad(), WideCasts():
+        wanted = []
+        for one in batch[:3]:
+            types = {"mm_token_type_ids": (one["tokens"] == IMAGE).int()[None]}
+            logits = model(input_ids=one["tokens"][None], **item[1], **types).logits[0].log_softmax(-1)
+            wanted.append(logits[:-1].gather(1, one["tokens"][1:, None])[:, 0])
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> list[Tensor]:
+        hdp = HDP(own, group, capacity_tokens=600)
+        with torch.no_grad(), WideCasts():
+            for micro in hdp.plan(batch):
+                hdp.collect(micro, micro.logprobs(own))
+        return hdp.collected()
+
+    for result in on_ranks(2, model, work):
+        for number, found in enumerate(result):
+            torch.testing.assert_close(found[:-1], wanted[number % 3], rtol=0, atol=1e-10)
+
+
+@pytest.fixture(params=["row", "gradient", "positions"])
+def fault(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a comparison has to notice."""
+    if request.param == "row":
+        plain = Items.rows_of
+        monkeypatch.setattr(Items, "rows_of", lambda self, *args: plain(self, *args)[::-1])
+    elif request.param == "gradient":
+        monkeypatch.setattr(EncodedItems, "backward", lambda self: None)
+    else:
+        monkeypatch.setattr(Encoders, "positions", lambda self, number, tokens, items: None)
+
+
+@pytest.mark.usefixtures("fault")
+def test_planted_faults_are_noticed() -> None:
+    model, batch = model_of("qwen2_5_vl"), batch_of("qwen2_5_vl")
+    assert difference(model, batch, 2) > 1e-6
+
+
+def test_each_rank_encodes_its_share() -> None:
+    patches = [16, 900, 3, 40, 41, 300, 305, 310, 2, 2]
+    items = Items([("image", {})] * len(patches), {}, patches)
+    ranks = items.ranks(3)
+    loads = [sum(size for size, rank in zip(patches, ranks, strict=True) if rank == own) for own in range(3)]
+    assert max(loads) == 900
+    assert sorted(loads)[1] - sorted(loads)[0] <= 305
+
+
+def said_of(model: nn.Module, batch: list[dict[str, Any]], num_ranks: int = 1, **options: Any) -> str:
+    def work(group: dist.ProcessGroup, own: nn.Module) -> str:
+        try:
+            hdp = HDP(own, group, capacity_tokens=200, **options)
+            if "shard" in options:
+                hdp.adamw(lr=1e-3)
+            share = {"share_prefixes": True} if options.get("planner") == "adaptive" else {}
+            list(hdp.plan(batch, **share))
+        except (ConfigError, DataError) as error:
+            return str(error)
+        return ""
+
+    return min(on_ranks(num_ranks, model, work))
+
+
+def _without_first_image(given: dict[str, Any]) -> dict[str, Any]:
+    return given | {"images": given["images"][:1]}
+
+
+def _fewer_channels(given: dict[str, Any]) -> dict[str, Any]:
+    return given | {"images": [{**one, "pixel_values": one["pixel_values"][:, 1:]} for one in given["images"]]}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("internvl", _without_first_image, "ocument 1 has 8 tokens that stand for image items, which have 4 rows"),
+        (
+            "internvl",
+            lambda d: d | {"tokens": d["tokens"][3:]},
+            "has 6 tokens that stand for image items, which have 8",
+        ),
+        ("internvl", lambda d: {"tokens": d["tokens"]}, "ocument 1 has 8 tokens that stand for image items, which"),
+        ("internvl", _fewer_channels, "he encoder of image items does not take one of {'pixel_values': [1, 2, 16"),
+        ("qwen2_5_vl", _without_first_image, "ocument 1: Qwen2_5_VLModel finds no positions for its tokens"),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_items_that_do_not_belong_to_their_tokens(
+    family: str, change: Callable[..., Any], said: str, num_ranks: int
+) -> None:
+    """All ranks say so."""
+    items = [("image", picture(family, seed, 4 + 4 * seed, 4)) for seed in range(3)]
+    wrong, right = change(document(family, items[0], 10, items[1], 7)), document(family, 2, items[2], 3)
+    assert said in said_of(model_of(family), [right, wrong, document(family, 3)], num_ranks)
+
+
+def test_a_token_of_an_image_without_images_in_the_batch() -> None:
+    given = document("internvl", ("image", picture("internvl", 1, 4, 4)))
+    assert "has a token of an image" in said_of(model_of("internvl"), [{"tokens": given["tokens"]}])
+
+
+def test_what_cannot_have_images_is_refused() -> None:
+    batch = batch_of("qwen2_5_vl")
+    assert "encoded before" in said_of(small_model("llama"), batch)
+    assert "see each other in both directions" in said_of(model_of("gemma3"), batch_of("gemma3"))
+    model = model_of("qwen2_5_vl")
+    assert "tp = 2" in said_of(model, batch, 2, tp=2)
+    assert 'shard = "parameters"' in said_of(model, batch, 2, shard="parameters")
+    assert "share_prefixes" in said_of(model, batch, planner="adaptive")
