@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values
     from bytescale.hf.loop.loaded import LoadedBatches
     from bytescale.hf.loop.prefill import Prefill, Ready
+    from bytescale.hf.model.indexer_loss import IndexerStage
 
 
 class HDP(Updates):
@@ -70,6 +71,8 @@ class HDP(Updates):
         kernel: str = "auto",
         checkpointing: Checkpointing = "none",
         host_gib: float = 0.0,
+        indexer_loss: IndexerStage | None = None,
+        indexer_loss_coefficient: float = 1.0,
     ) -> None:
         """Attach to ``model``. Every rank of ``group`` calls it, with the same arguments and the same weights.
 
@@ -96,6 +99,7 @@ class HDP(Updates):
             checkpointing: ``full`` or ``attention`` compute layers again in backward.
             host_gib: host memory of a rank for activations. With it, a rank may hold more of a long document than
                 ``capacity_tokens``: as much more as offloading makes room for (``memory.offload``).
+            indexer_loss: times a coefficient, trains indexers: ``dense`` or ``sparse`` (``hf.model.indexer_loss``).
 
         Raises ``ConfigError`` where a plan would not give the results of one process, with the part of the model that
         is in the way; ``RankFailure`` if the ranks have different settings or models.
@@ -103,7 +107,9 @@ class HDP(Updates):
         super().__init__(model, _mesh_of(group, model, tp, shard, domain, experts, equal_counts=equal_counts), experts)
         self.domain = self.mesh.hdp.size if equal_counts else self.mesh.domain.size
         require_use_of_memory(capacity_tokens, device_gib, host_gib, equal_counts, forward_only)
-        decoder = HFDecoder(model, longest_document=longest_document)
+        require_beside_tp("indexer_loss", tp if indexer_loss else 1)
+        loss = (indexer_loss, indexer_loss_coefficient) if indexer_loss else None
+        decoder = HFDecoder(model, longest_document=longest_document, indexer_loss=loss)
         with ExitStack() as undo:
             undo.callback(decoder.undo)
             self._make_part(decoder)
@@ -167,7 +173,7 @@ class HDP(Updates):
             offload=self.room.offload,
             limits=self.room.limits,
         )
-        sharing = self.domain, self.mesh.domain.size, self.experts
+        sharing = self.domain, self.mesh.domain.size, self.experts, self.engine.decoder.learned
         settings = (self.structure, self.cost, self.capacity_tokens, sharing, self.planner.config)
         what = "the weights of the model, its attention or the settings of HDP"
         self.group.agree(what, self._fingerprint(settings))
@@ -190,10 +196,7 @@ class HDP(Updates):
         self.engine.others.append(decoder)
 
     def detach(self) -> None:
-        """Put the model back on the attention that it had, and leave its gradients to others. ``step`` is refused then.
-
-        ``state`` and ``save`` still work.
-        """
+        """Put the model back on its own attention. ``step`` is refused then; ``state`` and ``save`` still work."""
         for decoder in (self.engine.decoder, *self.engine.others):
             decoder.attachment.detach()
         self.engine.close()

@@ -34,6 +34,7 @@ from bytescale.runtime.loss import Head, PlainHead
 
 if TYPE_CHECKING:
     from bytescale.hf.model.balance import BalanceLoss
+    from bytescale.hf.model.indexer_loss import IndexerLoss, IndexerStage
     from bytescale.hf.model.token_rows import TokenRows
 
 
@@ -50,10 +51,16 @@ class HFDecoder(nn.Module):
         is_frozen: whether it is a second model, which runs without gradients.
         token_rows: which rows this rank has, where it has a part of the model (``tensor_parallel``).
         balance: the loss for even use of experts; None: there is none.
+        indexer_loss: the loss of indexers; None: they are not trained. ``learned``: its stage and coefficient.
     """
 
-    def __init__(self, model: nn.Module, *, longest_document: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, longest_document: int | None = None,
+        indexer_loss: tuple[IndexerStage, float] | None = None,
+    ) -> None:  # fmt: skip
         """Attach. ``longest_document``: for which rotary positions that depend on the longest one are fixed.
+
+        ``indexer_loss``: the stage and the coefficient of the loss by which indexers are trained.
 
         Raises ``ConfigError`` where a plan would not give the results of one process, with the part that is in the way.
         The model is then as it was.
@@ -73,7 +80,7 @@ class HFDecoder(nn.Module):
             if any(names_in(module) & INDEXED for module in model.modules()):
                 from bytescale.hf.model.selectors import Selectors  # few models choose keys
 
-                selectors = Selectors(model)
+                selectors = Selectors(model, learn=indexer_loss is not None)
                 undo.callback(selectors.detach)
                 self.frozen = list(selectors.frozen)
             undo.callback(unfix_rope, fix_rope(model, longest_document))
@@ -83,6 +90,12 @@ class HFDecoder(nn.Module):
                 from bytescale.hf.model.same_choice import require_same_choice
 
                 require_same_choice(model, self.structure.layers)
+            self.indexer_loss: IndexerLoss | None = None
+            self.learned = indexer_loss
+            if indexer_loss is not None:
+                from bytescale.hf.model.indexer_loss import IndexerLoss  # few models choose keys
+
+                self.indexer_loss = IndexerLoss(self, *indexer_loss)
             self.undo = undo.pop_all().close
             """Leaves the model as it was before."""
         modules = {name or type(module).__name__: module for name, module in model.named_modules()}

@@ -27,6 +27,7 @@ from bytescale.runtime.loss import Head
 
 if TYPE_CHECKING:
     from bytescale.attention.earlier import EarlierRows
+    from bytescale.hf.model.indexer_loss import IndexerLoss
     from bytescale.recurrence.cuts import Cuts, GroupCuts
 
 
@@ -35,6 +36,7 @@ class Attached(Protocol):
 
     num_calls: int
     is_frozen: bool
+    indexer_loss: IndexerLoss | None
 
     @property
     def attentions(self) -> Mapping[nn.Module, LayerAttention]: ...
@@ -141,8 +143,16 @@ class MicroBatchPass(Target):
         from bytescale.hf.model.selectors import attend_to_chosen  # few models choose keys
 
         q, k, v = (rows[: self.num_rows] for rows in qkv)
-        latents = self.layer_rows.pop(call.module).latents
-        out = attend_to_chosen(call, q, k, v, layer.rules.scale_of(q), latents, self._earlier(attention))
+        kept, loss, earlier, lesson = self.layer_rows.pop(call.module), self.loss, self._earlier(attention), None
+        if loss is not None and kept.indexer is not None:
+            lesson = loss.lesson(kept.indexer, earlier, layer.rules.window)
+        scale = layer.rules.scale_of(q)
+        if loss is not None and loss.is_dense:
+            out = attention(q, k, v, layer.rules, call.options.get("s_aux"))
+            if lesson is not None:
+                out = lesson.of_dense(out, call, (q, k, v), scale, kept.latents)
+        else:
+            out = attend_to_chosen(call, (q, k, v), scale, kept.latents, earlier, lesson)
         return out if self.num_rows else torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
 
     @torch.compiler.disable
@@ -153,6 +163,10 @@ class MicroBatchPass(Target):
         layer = self.decoder.attentions.get(indexer.cache.layer)
         if layer is None:
             raise _not_attached(indexer.cache.layer)
+        if self.loss is not None and self.loss.is_dense:  # a choice that nobody looks at
+            if indexer.cache.given is not None:  # it is to have the index keys
+                indexer.keys()
+            return indexer.choose_alone()
         attention = self._attention_of(in_autocast(next(indexer.cache.layer.parameters())).dtype)
         earlier = self._earlier(attention)
 
@@ -163,6 +177,11 @@ class MicroBatchPass(Target):
         with torch.no_grad():
             (chosen,) = attention.remembered(choose)
         return chosen
+
+    @property
+    def loss(self) -> IndexerLoss | None:
+        """Of the model's indexers."""
+        return self.decoder.indexer_loss
 
     def _earlier(self, attention: PackedAttention) -> EarlierRows:
         from bytescale.attention.earlier import EarlierRows  # few models choose keys

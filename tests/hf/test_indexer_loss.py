@@ -1,0 +1,225 @@
+"""The loss of indexers: it and every gradient are those of one process with whole matrices, under any plan."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from bytescale import HDP
+from bytescale.attention import earlier
+from bytescale.common.errors import ConfigError
+from bytescale.hf.model import indexer_loss
+from bytescale.hf.model.selectors import LowestFirst
+from bytescale.parity import small_model
+from bytescale.parity.families import FAMILIES as FAMILIES_OF_PARITY
+from bytescale.parity.compare import WideCasts, random_plan
+from tests.helpers.effort import examples, one_of
+
+from .support import documents, on_ranks, printed_loop
+from .test_prefixes import OTHER_WAYS
+from .test_selected import DEEPER
+
+EXACT = 1e-10
+COEFFICIENT = 0.7
+FAMILIES = ("deepseek_v32", "glm_moe_dsa", "axk2", "mistral_large4", "hy_v4")
+LENGTHS = [37, 1, 8, 3, 24]
+
+
+class Reference:
+    """Plain transformers in one process: whole matrices of scores and of probabilities, and autograd through all.
+
+    Attributes:
+        detaches: ``inputs`` of indexers, and the ``target``.
+    """
+
+    def __init__(self, model: nn.Module, stage: str, *, detaches: tuple[str, ...] = ("inputs", "target")) -> None:
+        self.model, self.stage, self.detaches = model, stage, detaches
+        self.losses: list[Tensor] = []
+        self._scores: dict[nn.Module, Tensor] = {}
+        model.set_attn_implementation("eager")  # type: ignore[operator]
+        for layer in model.modules():
+            if "indexer" in dict(layer.named_children()):
+                layer.register_forward_hook(self._compare)
+                layer.indexer.forward = self._indexer(layer)  # type: ignore[union-attr]
+
+    def _indexer(self, layer: nn.Module) -> Callable[..., Tensor]:
+        indexer: Any = layer.indexer
+        forward = inspect.unwrap(type(indexer).forward)
+
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            if "inputs" in self.detaches:
+                args = tuple(one.detach() if isinstance(one, Tensor) else one for one in args)
+            with _Seen() as seen:
+                chosen: Tensor = forward(indexer, *args, **kwargs)
+            (self._scores[layer],) = seen.scores
+            length = chosen.shape[1]
+            return torch.arange(length).expand(1, length, -1) if self.stage == "dense" else chosen
+
+        return run
+
+    def _compare(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if layer not in self._scores:
+            return
+        scores, probabilities = self._scores.pop(layer)[0], output[1][0]
+        target = probabilities.sum(0)
+        if "target" in self.detaches:
+            target = target.detach()
+        target = target / target.sum(-1, keepdim=True)
+        looked_at = target > 0
+        log_q = scores.masked_fill(~looked_at, -torch.inf).log_softmax(-1)
+        terms = target * (target.clamp_min(1e-300).log() - log_q.masked_fill(~looked_at, 0))
+        self.losses.append(terms.sum())
+
+    def step(self, batch: list[dict[str, Any]]) -> tuple[float, float, dict[str, Tensor]]:
+        """The model's loss, the indexers' loss and all gradients."""
+        total, num_tokens = sum(float(one["weights"].sum()) for one in batch), sum(len(one["tokens"]) for one in batch)
+        model_loss = of_indexers = torch.zeros((), dtype=torch.float64)
+        with WideCasts(), LowestFirst():
+            for one in batch:
+                logits = self.model(input_ids=one["tokens"][None], use_cache=False).logits[0]
+                labels = torch.cat([one["tokens"][1:], torch.tensor([-100])])
+                losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
+                model_loss = model_loss + (one["weights"] * losses).sum() / total
+                of_indexers = of_indexers + COEFFICIENT * sum(self.losses) / num_tokens
+                self.losses.clear()
+            (model_loss + of_indexers).backward()
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        return float(model_loss.detach()), float(of_indexers.detach()), gradients
+
+
+class _Seen(LowestFirst):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.topk:
+            self.scores.append(args[0])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _model(family: str, stage: str, **changes: Any) -> nn.Module:
+    model = small_model(
+        family, **({} if family in FAMILIES_OF_PARITY else FAMILIES_OF_PARITY["deepseek_v32"]) | changes
+    )
+    if stage == "dense":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".indexer." in name)
+    return model
+
+
+Step = tuple[float, float, dict[str, Tensor]]
+
+
+def _ours(model: nn.Module, stage: Any, batch: list[dict[str, Any]], num_ranks: int, seed: int, **way: Any) -> Step:
+    lengths = [len(one["tokens"]) for one in batch]
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> Step:
+        options = {"indexer_loss": stage, "indexer_loss_coefficient": COEFFICIENT} | way
+        hdp = HDP(own, group, capacity_tokens=-(-sum(lengths) // num_ranks) + max(lengths), **options)
+        hdp.adamw(lr=0.0)
+        given = {} if "shard" in way or "equal_counts" in way else {"plan": random_plan(lengths, num_ranks, seed)}
+        with WideCasts():
+            loss = printed_loop(hdp, own, batch, **given)
+        return loss, hdp.indexer_loss(), hdp.gradients()
+
+    results = on_ranks(num_ranks, model, work)
+    return sum(loss for loss, *_ in results), results[-1][1], results[-1][2]
+
+
+def _difference(ours: Step, wanted: Step) -> float:
+    """The largest: of losses, relative, and of gradients, relative to the parameter's largest."""
+    missing = [name for name, value in ours[2].items() if name not in wanted[2] and value.any()]
+    assert not missing, f"gradients that the reference does not have: {missing}"
+    losses = [abs(a - b) / abs(b) for a, b in zip(ours[:2], wanted[:2], strict=True)]
+    largest = max(float(value.abs().max()) for value in wanted[2].values())
+    return max(
+        *losses,
+        *(
+            float((ours[2][name] - value).abs().max()) / max(float(value.abs().max()), 1e-3 * largest)
+            for name, value in wanted[2].items()
+        ),
+    )
+
+
+def _compare(model: nn.Module, stage: str, batch: list[dict[str, Any]], num_ranks: int, seed: int, **way: Any) -> float:
+    wanted = Reference(copy.deepcopy(model), stage).step(batch)
+    assert wanted[1] > 1e-6 and any(".indexer.wk" in name and value.any() for name, value in wanted[2].items())
+    return _difference(_ours(model, stage, batch, num_ranks, seed, **way), wanted)
+
+
+@pytest.mark.parametrize("stage", one_of(("dense", "sparse"), quick="sparse"))
+@pytest.mark.parametrize("family", one_of(FAMILIES, quick="glm_moe_dsa"))
+def test_the_loss_and_all_gradients_are_those_of_one_process(family: str, stage: str) -> None:
+    assert _compare(_model(family, stage), stage, documents(LENGTHS), 3, 1) <= EXACT
+
+
+@pytest.mark.exhaustive
+@examples(quick=1, rest=60)
+@given(
+    stage=st.sampled_from(["dense", "sparse"]),
+    family=st.sampled_from(["deepseek_v32", "glm_moe_dsa"]),
+    lengths=st.lists(st.integers(1, 45), min_size=1, max_size=4),
+    num_keys=st.integers(1, 50),
+    num_ranks=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_any_lengths_and_numbers_of_keys(
+    stage: str, family: str, lengths: list[int], num_keys: int, num_ranks: int, seed: int
+) -> None:
+    """Documents of one token, and such as are shorter than the number of keys, whole or on several ranks."""
+    model = _model(family, stage, index_topk=max(2, num_keys), seed=seed)
+    assert _compare(model, stage, documents([*lengths, 9], seed), num_ranks, seed) <= EXACT
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", OTHER_WAYS, ids=str)
+@pytest.mark.parametrize("stage", ["dense", "sparse"])
+def test_however_activations_and_parameters_are_held(stage: str, way: dict[str, Any]) -> None:
+    """In ranks without tokens, too: with as many ranks as documents some have a row that stands for none."""
+    model = _model("glm_moe_dsa", stage, **DEEPER["glm_moe_dsa"])
+    assert _compare(model, stage, documents([50, 3, 17, 1]), 2, 0, **way) <= EXACT
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", ["inputs", "target"])
+def test_a_graph_through_inputs_or_target_is_caught(fault: str) -> None:
+    """In the reference, so that what is compared with it would show either."""
+    model, batch = _model("deepseek_v32", "sparse"), documents(LENGTHS)
+    detaches = tuple({"inputs", "target"} - {fault})
+    wanted = Reference(copy.deepcopy(model), "sparse", detaches=detaches).step(batch)
+    assert _difference(_ours(model, "sparse", batch, 3, 1), wanted) > 1e-6
+
+
+def _keep(*_: Any) -> None:
+    """Nothing goes home."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", ["dense", "sparse"])
+@pytest.mark.parametrize("fault", ["local tokens", "gradients stay", "local normalisation"])
+def test_planted_faults_are_caught(fault: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = _model("deepseek_v32", stage), documents(LENGTHS)
+    if fault == "local tokens":
+        parts = indexer_loss.parts_of
+        monkeypatch.setattr(indexer_loss, "parts_of", lambda path, window, *more, **share: (
+            (some, seen & (torch.arange(seen.shape[1]) >= path.num_before)) for some, seen in parts(path, window, *more, **share)
+        ))  # fmt: skip
+    elif fault == "gradients stay":
+        give_back = earlier.EarlierRows.give_back
+        monkeypatch.setattr(earlier.EarlierRows, "give_back", lambda self, gradients, kind: (
+            give_back(self, gradients, kind) if gradients.shape[1:] != (8,) else gradients[: self.num_rows]
+        ))  # fmt: skip
+    else:
+        monkeypatch.setattr(indexer_loss.IndexerLoss, "reset", lambda self, _: vars(self).update(weight=0.1, total=[]))
+    assert _compare(model, stage, batch, 3, 1) > 1e-6
