@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,8 +21,8 @@ from bytescale.common.errors import ConfigError
 from bytescale.hf.model import indexer_loss
 from bytescale.hf.model.selectors import LowestFirst
 from bytescale.parity import small_model
-from bytescale.parity.families import FAMILIES as FAMILIES_OF_PARITY
 from bytescale.parity.compare import WideCasts, random_plan
+from bytescale.parity.families import FAMILIES as FAMILIES_OF_PARITY
 from tests.helpers.effort import examples, one_of
 
 from .support import documents, on_ranks, printed_loop
@@ -31,7 +31,7 @@ from .test_selected import DEEPER
 
 EXACT = 1e-10
 COEFFICIENT = 0.7
-FAMILIES = ("deepseek_v32", "glm_moe_dsa", "axk2", "mistral_large4", "hy_v4")
+FAMILIES = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4")
 LENGTHS = [37, 1, 8, 3, 24]
 
 
@@ -109,9 +109,8 @@ class _Seen(LowestFirst):
 
 
 def _model(family: str, stage: str, **changes: Any) -> nn.Module:
-    model = small_model(
-        family, **({} if family in FAMILIES_OF_PARITY else FAMILIES_OF_PARITY["deepseek_v32"]) | changes
-    )
+    like = {} if family in FAMILIES_OF_PARITY else FAMILIES_OF_PARITY["deepseek_v32"] | {"initializer_range": 0.2}
+    model = small_model(family, **like | changes)
     if stage == "dense":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".indexer." in name)
@@ -154,7 +153,7 @@ def _difference(ours: Step, wanted: Step) -> float:
 
 def _compare(model: nn.Module, stage: str, batch: list[dict[str, Any]], num_ranks: int, seed: int, **way: Any) -> float:
     wanted = Reference(copy.deepcopy(model), stage).step(batch)
-    assert wanted[1] > 1e-6 and any(".indexer.wk" in name and value.any() for name, value in wanted[2].items())
+    assert wanted[1] > 1e-6, "so small a loss is rounding"
     return _difference(_ours(model, stage, batch, num_ranks, seed, **way), wanted)
 
 
@@ -201,25 +200,44 @@ def test_a_graph_through_inputs_or_target_is_caught(fault: str) -> None:
     assert _difference(_ours(model, "sparse", batch, 3, 1), wanted) > 1e-6
 
 
-def _keep(*_: Any) -> None:
-    """Nothing goes home."""
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", ["dense", "sparse"])
 @pytest.mark.parametrize("fault", ["local tokens", "gradients stay", "local normalisation"])
 def test_planted_faults_are_caught(fault: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = _model("deepseek_v32", stage), documents(LENGTHS)
+    parts, give_back = indexer_loss.parts_of, earlier.EarlierRows.give_back
+
+    def local(path: earlier.Path, *more: Any, **share: Any) -> Iterator[tuple[slice, Tensor]]:
+        for some, seen in parts(path, *more, **share):
+            yield some, seen & (torch.arange(seen.shape[1]) >= path.num_before)
+
+    def stay(self: earlier.EarlierRows, gradients: Tensor, kind: Any) -> Tensor:
+        home = give_back(self, gradients.clone(), kind)
+        return gradients[: self.num_rows] if gradients.shape[1:] == (8,) else home  # those of index keys
+
     if fault == "local tokens":
-        parts = indexer_loss.parts_of
-        monkeypatch.setattr(indexer_loss, "parts_of", lambda path, window, *more, **share: (
-            (some, seen & (torch.arange(seen.shape[1]) >= path.num_before)) for some, seen in parts(path, window, *more, **share)
-        ))  # fmt: skip
+        monkeypatch.setattr(indexer_loss, "parts_of", local)
     elif fault == "gradients stay":
-        give_back = earlier.EarlierRows.give_back
-        monkeypatch.setattr(earlier.EarlierRows, "give_back", lambda self, gradients, kind: (
-            give_back(self, gradients, kind) if gradients.shape[1:] != (8,) else gradients[: self.num_rows]
-        ))  # fmt: skip
+        monkeypatch.setattr(earlier.EarlierRows, "give_back", stay)
     else:
-        monkeypatch.setattr(indexer_loss.IndexerLoss, "reset", lambda self, _: vars(self).update(weight=0.1, total=[]))
+        reset = indexer_loss.IndexerLoss.reset
+        monkeypatch.setattr(indexer_loss.IndexerLoss, "reset", lambda self, num_tokens: reset(self, num_tokens // 3))
     assert _compare(model, stage, batch, 3, 1) > 1e-6
+
+
+@pytest.mark.exhaustive
+def test_what_cannot_be_trained_is_refused_by_name() -> None:
+    for family, stage, what in (
+        ("minimax_m3_vl_text", "sparse", r"layers.1.*does not choose single tokens by one topk"),
+        ("llama", "sparse", r"The model .*has no indexer"),
+        ("deepseek_v32", "dense", r"embed_tokens.weight is trained.*model.freeze = ..!\*.indexer.\*"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            HDP(small_model(family), capacity_tokens=64, indexer_loss=stage)  # type: ignore[arg-type]
+    hdp = HDP(small_model("deepseek_v32"), capacity_tokens=64)
+    with pytest.raises(ConfigError, match="Indexers have no loss here"):
+        hdp.indexer_loss()
+    hdp.detach()
+    learning = HDP(hdp.model, capacity_tokens=64, indexer_loss="sparse")
+    with pytest.raises(ConfigError, match="share_prefixes = True beside indexer_loss"):
+        learning.plan(documents([9, 9]), share_prefixes=True)

@@ -14,7 +14,7 @@ from bytescale.config.overrides import check_overrides, optimizer_options
 from bytescale.config.presets import PRESETS
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model
 from bytescale.config.schema import AUTO_CAPACITY, Config, CorpusConfig, DataConfig, ParallelConfig, TrainerConfig
-from bytescale.config.sharing import check_experts, sharing_domain
+from bytescale.config.sharing import check_experts, require_beside_tp, sharing_domain
 
 
 def validate(config: Config, *, num_ranks: int | None = None) -> None:
@@ -57,6 +57,19 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
         raise ConfigError(f"data.share_prefixes is true, with model.router_aux_loss_weight = {shape.balance}",
                           so="rows are shared, and a balance loss would count each of them once",
                           fix="set the weight to 0, or leave data.share_prefixes out")  # fmt: skip
+    if config.model.indexer_loss != "off":
+        require_beside_tp("indexer_loss", parallel.tp)
+        if data.share_prefixes or shape.balance > 0 or shape.indexer_loss is None:
+            name = (
+                "data.share_prefixes"
+                if data.share_prefixes
+                else "model.router_aux_loss_weight"
+                if shape.balance
+                else ""
+            )
+            raise ConfigError(f"model.indexer_loss is set, with {name or 'a preset that has no indexers'}",
+                              so="its loss could not be computed",
+                              fix=f"leave {name or 'model.indexer_loss'} out")  # fmt: skip
     check_batches(data)
     _check_trace_steps(config.log.trace_steps, config.trainer)
     _check_trainer(config.trainer)
