@@ -19,9 +19,9 @@ most, over the N-th part of what one rank needs for the whole document, measured
 what the same segments need as whole documents, without a state before them. (Transformers' form without kernels copies
 the gradient of all outputs for each 64 rows, so one rank's time for a whole document grows faster than its length.)
 
-``mixture``: steps of a small Qwen3.5, three gated delta nets and one attention, on one long and many short documents.
-The sides take turns on the same batches, and losses are compared. ``static``: each document is shared by as many ranks
-as the longest one needs.
+``mixture``: steps of a small model on one long and many short documents: a Qwen3.5, three gated delta nets and one
+attention, or with ``--model deepseek_v32`` four layers whose queries choose 64 keys. The sides take turns on the same
+batches, and losses are compared. ``static``: each document is shared by as many ranks as the longest one needs.
 """
 
 from __future__ import annotations
@@ -64,6 +64,16 @@ RULE = "torch_chunk_gated_delta_rule"
 WAYS = ("ours", "all-gather", "serial", "heads")
 CAPACITY, LONGEST, VOCABULARY = 512, 4096, 512
 FLOPS = 1.5e10
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "head_dim": 32, "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    },
+    "deepseek_v32": {
+        "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32,
+        "index_topk": 64, "index_n_heads": 4, "index_head_dim": 32, "first_k_dense_replace": 4,
+    },
+}  # fmt: skip
 
 
 class Gathered(torch.autograd.Function):
@@ -292,10 +302,8 @@ class Side:
 
     def __init__(self, planner: Any, arguments: argparse.Namespace) -> None:
         self.model: Any = small_model(
-            "qwen3_5_text", dtype=torch.float32, vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256,
-            num_hidden_layers=4, layer_types=["linear_attention"] * 3 + ["full_attention"], head_dim=32,
-            linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
-            max_position_embeddings=LONGEST,
+            arguments.model, dtype=torch.float32, vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256,
+            num_hidden_layers=4, max_position_embeddings=LONGEST, **MODELS[arguments.model],
         )  # fmt: skip
         rates = Rates(
             flops_per_second=FLOPS / dist.get_world_size(), attention_flops_per_second=FLOPS / dist.get_world_size(),
@@ -365,7 +373,7 @@ def measure(arguments: argparse.Namespace, size: int) -> dict[str, list[list[flo
     node = Node(link=Link(bytes_per_second=arguments.mbit * 1e6 / 8), cpus=arguments.cpus / size)
     with tempfile.TemporaryDirectory() as folder, Network([node] * size) as network:
         out = Path(folder) / "found.json"
-        given = {name: getattr(arguments, name) for name in ("mbit", "rounds", "tokens", "cpus")}
+        given = {name: getattr(arguments, name) for name in ("mbit", "rounds", "tokens", "cpus", "model")}
         options = [f"--{name}={value}" for name, value in given.items()]
         command = [sys.executable, "-m", "benchmarks.recurrent_cluster", arguments.what, *options, f"--out={out}"]
         environment = {
@@ -401,6 +409,7 @@ def main() -> None:
     parser.add_argument("--cpus", type=float, default=1.6, help="cores of all ranks together")
     parser.add_argument("--tokens", type=int, help="of the document, or of a step")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", choices=list(MODELS), default="qwen3_5_text", help="of the mixture")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     of_layer = arguments.what == "layer"

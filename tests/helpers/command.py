@@ -81,7 +81,7 @@ class Command:
             if process.status() != psutil.STATUS_ZOMBIE:
                 process.send_signal(signal.SIGUSR2)
         time.sleep(1.0)
-        states = [f"{process.pid} {process.status()} {' '.join(process.cmdline()[:6])}" for process in processes]
+        states = [f"{process.pid} {process.status()} {process.name()}" for process in processes]
         for process in processes[1:]:
             process.kill()
         self.kill()

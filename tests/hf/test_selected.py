@@ -205,6 +205,8 @@ def test_outside_of_plans_a_model_computes_as_before() -> None:
         torch.testing.assert_close(model(input_ids=tokens).logits, before, rtol=0, atol=0)
         hdp.detach()
         torch.testing.assert_close(model(input_ids=tokens).logits, before, rtol=0, atol=0)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    HDP(model, capacity_tokens=64)  # again
 
 
 def test_another_number_of_keys_after_attaching_is_refused() -> None:

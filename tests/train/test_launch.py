@@ -124,9 +124,10 @@ def test_a_rank_that_is_a_copy_ends_as_a_process_of_its_own(tmp_path: Path, capf
 def test_a_process_with_threads_is_not_copied() -> None:
     """What other threads hold, such as a lock, would be held for ever in the copy."""
     code = """if True:
-        import threading, torch
+        import threading, time, torch
         from bytescale.train.launch.forked import can_be_copied, prepare_for_copies
         prepare_for_copies()
+        threading.Thread(target=time.sleep, args=(0.1,), daemon=True).start()  # as a progress bar's, about to end
         alone = can_be_copied()
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         print(alone, can_be_copied())

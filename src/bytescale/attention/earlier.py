@@ -47,6 +47,7 @@ class EarlierRows:
         self._before = runs.rows_before(_ALL)
         self._runs = runs.all_rows
         self.num_rows = runs.num_rows
+        self.num_places = runs.num_rows + sum(self._before.arriving)
 
     @cached_property
     def paths(self) -> list[Path]:

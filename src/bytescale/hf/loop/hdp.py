@@ -128,6 +128,11 @@ class HDP(Updates):
         """Names of the routers, in the order that ``micro.routes`` and ``micro.replay`` have."""
         return self.engine.routers.names
 
+    @property
+    def indexers(self) -> tuple[str, ...]:
+        """Names of the layers that choose keys, in the order that ``micro.chosen_keys`` has."""
+        return tuple(self.engine.decoder.choosers)
+
     def _make_part(self, decoder: HFDecoder) -> None:
         """Reduce the model to this rank's part, once all ranks have been seen to have the same one."""
         self._weights = weight_sums(self.model)
@@ -198,7 +203,7 @@ class HDP(Updates):
     def detach(self) -> None:
         """Put the model back on its own attention. ``step`` is refused then; ``state`` and ``save`` still work."""
         for decoder in (self.engine.decoder, *self.engine.others):
-            decoder.attachment.detach()
+            decoder.undo()
         self.engine.close()
         if self._optimizer is not None:
             self._optimizer.leave(self.model)

@@ -32,6 +32,7 @@ from bytescale.runtime.saved.checkpointing import Checkpointing
 if TYPE_CHECKING:
     from bytescale.cost.memory.measured import MeasuredMemory
     from bytescale.hf.loop.whole_documents import WholeDocuments
+    from bytescale.hf.model.chosen_keys import KeyChoices
     from bytescale.hf.model.routes import Choices, Routers
     from bytescale.hf.model.token_rows import TokenRows
     from bytescale.runtime.mesh import Mesh
@@ -72,6 +73,7 @@ class Micro:
         own = range(plan.num_tokens) if token_rows is None else token_rows.range_of(plan.num_tokens)
         self.rows, self.num_rows = slice(own.start, own.stop), len(own)
         self.target, self._routers_of = target, routers_of
+        self._of_all_rows = fields
         self._given = {name: rows[self.rows] for name, rows in fields.items()}
         self._exchange, self._targets, self._token_rows = group.exchange, (target, *others), token_rows
         device = group.device
@@ -182,6 +184,37 @@ class Micro:
         if self.target.choices is None:
             self.target.choices = Choices(self.num_rows)
         found: Choices = self.target.choices
+        return found
+
+    def record_chosen_keys(self) -> None:
+        """Let the model's forwards of this micro-batch, from now on, note which keys its indexers choose."""
+        self._key_choices()
+
+    def chosen_keys(self) -> Tensor:
+        """``[T, L, I, K]``: of each row the keys that each of the L indexers (``hdp.indexers``) chose last.
+
+        Int32 positions in the document, and -1 where fewer than K are chosen; I selections, one for all heads or one
+        for each key/value head. ``hdp.collect`` gives them to their documents. Raises ``ConfigError`` before a forward
+        that records them.
+        """
+        return self._key_choices().recorded(self.rows)
+
+    def replay_chosen_keys(self, field: str) -> None:
+        """Let indexers choose, in all passes of the model over this micro-batch, what a field of the documents says.
+
+        The field is what ``chosen_keys`` gives, ``[S, L, I, K]``. A token that has -1 alone chooses by itself.
+
+        Raises ``DataError`` for positions that cannot be, ``ConfigError`` for a model that chooses no keys.
+        """
+        self._key_choices().play(field, self._of_all_rows.get(field), torch.as_tensor(self.plan.position_ids()))
+
+    def _key_choices(self) -> KeyChoices:
+        from bytescale.hf.model.chosen_keys import KeyChoices  # few loops look at them
+
+        if self.target.key_choices is None:
+            names = self.target.decoder.choosers
+            self.target.key_choices = KeyChoices(list(names), max(names.values(), default=0))
+        found: KeyChoices = self.target.key_choices
         return found
 
     def inputs_for(self, model: nn.Module) -> dict[str, Any]:

@@ -157,6 +157,15 @@ class HFDecoder(nn.Module):
             )
 
     @cached_property
+    def choosers(self) -> dict[str, int]:
+        """Names of the layers whose own indexers choose keys, in the model's order, and at most how many."""
+        return {
+            layer.name: layer.selection.num_keys
+            for module, layer in self.attentions.items()
+            if layer.selection is not None and any(names_in(part) & INDEXED for part in module.modules())
+        }
+
+    @cached_property
     def layers(self) -> list[nn.Module]:
         """The decoder's layers: of every attention and recurrence, the numbered module around it, in the model's order.
 

@@ -150,6 +150,8 @@ class Target:
     """By layer, ``selectors.LayerRows``."""
     choices: Any = None
     """What routers are to choose (``routes.Choices``); None: they are left alone."""
+    key_choices: Any = None
+    """What indexers are to choose (``chosen_keys.KeyChoices``); None: they are left alone."""
     needs_positions = True
     """Whether rows are of several documents, whose positions a model cannot count itself."""
 

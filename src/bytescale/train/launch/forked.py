@@ -22,6 +22,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 _LOOK_SECONDS = 0.02
+_ENDING_SECONDS = 0.5
 Main = Callable[[Sequence[str]], int]
 """A program: takes the words of a command, and returns its exit code."""
 
@@ -33,7 +34,11 @@ def prepare_for_copies() -> None:
 
 
 def can_be_copied() -> bool:
-    """Whether ranks may be copies of this process."""
+    """Whether ranks may be copies of this process. Threads that are about to end, as those of progress bars, may."""
+    until = time.monotonic() + _ENDING_SECONDS
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))
     one_thread = threading.active_count() == 1 and torch.get_num_threads() == 1
     return sys.platform == "linux" and one_thread and not torch.cuda.is_available()
 

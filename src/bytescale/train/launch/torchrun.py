@@ -63,12 +63,13 @@ def launch_ranks(
     """
     check_room(num_ranks)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is reported once, below
-    for module in modules if can_be_copied() else ():
+    are_copies = can_be_copied()
+    for module in modules if are_copies else ():
         importlib.import_module(module)
     try:
         with TemporaryDirectory(prefix="bytescale-ranks-", ignore_cleanup_errors=True) as folder:
             limits = stop_seconds, silent_seconds or TIMEOUT_SECONDS["cpu"]
-            failures = _run(Path(folder), num_ranks, main, arguments, limits, again)
+            failures = _run(Path(folder), num_ranks, main if are_copies else None, arguments, limits, again)
     finally:
         if sys.stdout.isatty():
             Console().show_cursor()  # a rank that was killed while drawing its bar leaves it hidden
@@ -79,12 +80,15 @@ def launch_ranks(
 def _run(
     folder: Path,
     num_ranks: int,
-    main: Main,
+    main: Main | None,
     arguments: Sequence[str],
     limits: tuple[float, float],
     again: Callable[[], str],
 ) -> dict[int, ProcessFailure]:
-    """Start the ranks and wait until all have ended. Returns the failures by rank. Raises as ``launch_ranks``."""
+    """Start the ranks and wait until all have ended. Returns the failures by rank. Raises as ``launch_ranks``.
+
+    ``main``: for ranks that are copies of this process; None: they are new ones.
+    """
     stop_seconds, silent_seconds = limits
     common = {
         "WORLD_SIZE": str(num_ranks),
@@ -96,11 +100,10 @@ def _run(
     }
     ranks: PContext | None = None
     try:
-        are_copies = can_be_copied()
-        words = (list(arguments),) if are_copies else ("-u", "-m", "bytescale", *arguments)
-        ranks = (Copies if are_copies else SubprocessContext)(
+        words = (list(arguments),) if main else ("-u", "-m", "bytescale", *arguments)
+        ranks = (Copies if main else SubprocessContext)(
             name="rank",
-            entrypoint=main if are_copies else sys.executable,  # type: ignore[arg-type]
+            entrypoint=main or sys.executable,  # type: ignore[arg-type]
             args=dict.fromkeys(range(num_ranks), words),
             envs={rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)},
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
