@@ -94,11 +94,10 @@ class HDP(Updates):
             longest_document: its tokens, fixed for good, where rotary positions depend on it (dynamic NTK, longrope).
             cost: what the planner is to believe of training; None: counted from the model.
             forward_only: whether plans are for passes without backward, as scoring and prefill have them.
-            kernel: ``auto``, the fastest flash attention that works on all ranks, until ``detach``; ``flash``, ``fa3``
-                or ``fa4``, one of them; or ``math`` for the slow reference.
+            kernel: ``auto``, the fastest flash attention of all ranks; ``flash``, ``fa3``, ``fa4``; or slow ``math``.
             checkpointing: ``full`` or ``attention`` compute layers again in backward.
-            host_gib: host memory of a rank for activations. With it, a rank may hold more of a long document than
-                ``capacity_tokens``: as much more as offloading makes room for (``memory.offload``).
+            host_gib: host memory of a rank for activations, with which it may hold more of a long document than
+                ``capacity_tokens`` (``memory.offload``).
             indexer_loss: times a coefficient, trains indexers: ``dense`` or ``sparse`` (``hf.model.indexer_loss``).
 
         Raises ``ConfigError`` where a plan would not give the results of one process, with the part of the model that
@@ -107,9 +106,8 @@ class HDP(Updates):
         super().__init__(model, _mesh_of(group, model, tp, shard, domain, experts, equal_counts=equal_counts), experts)
         self.domain = self.mesh.hdp.size if equal_counts else self.mesh.domain.size
         require_use_of_memory(capacity_tokens, device_gib, host_gib, equal_counts, forward_only)
-        require_beside_tp("indexer_loss", tp if indexer_loss else 1)
-        loss = (indexer_loss, indexer_loss_coefficient) if indexer_loss else None
-        decoder = HFDecoder(model, longest_document=longest_document, indexer_loss=loss)
+        learned = (indexer_loss, indexer_loss_coefficient) if indexer_loss else None
+        decoder = HFDecoder(model, longest_document=longest_document, indexer_loss=learned)
         with ExitStack() as undo:
             undo.callback(decoder.undo)
             self._make_part(decoder)
@@ -162,8 +160,7 @@ class HDP(Updates):
         if self.experts == "parallel":
             self.engine.decoder.require_experts(self.mesh.domain.size)
         self.room = Room.of(self.engine, capacity_tokens, device_gib, self.mesh.domain.size, self.experts)
-        parameter = next(self.model.parameters())
-        element = parameter.element_size()
+        element = (parameter := next(self.model.parameters())).element_size()
         if cost is None:
             device: DeviceKind = "cuda" if parameter.device.type == "cuda" else "cpu"
             spec, domain, experts = self.engine.decoder.spec, self.domain, self.experts
@@ -180,8 +177,7 @@ class HDP(Updates):
         )
         sharing = self.domain, self.mesh.domain.size, self.experts, self.engine.decoder.learned
         settings = (self.structure, self.cost, self.capacity_tokens, sharing, self.planner.config)
-        what = "the weights of the model, its attention or the settings of HDP"
-        self.group.agree(what, self._fingerprint(settings))
+        self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint(settings))
 
     def attach(self, model: nn.Module, *, same_tokenizer: bool = False) -> None:
         """Let a second model run the micro-batches of this object, without gradients: a reference, or a teacher.

@@ -81,12 +81,10 @@ class Session:
     def indexer_loss(self) -> float:
         """The loss of indexers over the last global batch that was trained on (``hf.model.indexer_loss``).
 
-        Every rank calls it, after the loop over the batch. Raises ``ConfigError`` without ``HDP(indexer_loss=...)``.
+        Every rank calls it, after the loop over the batch. 0 without ``HDP(indexer_loss=...)``.
         """
         loss = self.engine.decoder.indexer_loss
-        if loss is None:
-            raise ConfigError("indexers have no loss here", fix='give HDP(..., indexer_loss="sparse")')
-        return float(self.group.all_reduce(loss.sums()))
+        return 0.0 if loss is None else float(self.group.all_reduce(loss.sums()))
 
     def forward_cost(self) -> CostModel:
         return self.cost.forward_only(next(self.model.parameters()).element_size())

@@ -95,7 +95,7 @@ class HFDecoder(nn.Module):
             if indexer_loss is not None:
                 from bytescale.hf.model.indexer_loss import IndexerLoss  # few models choose keys
 
-                self.indexer_loss = IndexerLoss(self, *indexer_loss)
+                self.indexer_loss = IndexerLoss(model, self.structure.layers, *indexer_loss)
             self.undo = undo.pop_all().close
             """Leaves the model as it was before."""
         modules = {name or type(module).__name__: module for name, module in model.named_modules()}
@@ -159,6 +159,8 @@ class HFDecoder(nn.Module):
     @cached_property
     def choosers(self) -> dict[str, int]:
         """Names of the layers whose own indexers choose keys, in the model's order, and at most how many."""
+        if self.indexer_loss is not None and self.indexer_loss.is_dense:
+            return {}
         return {
             layer.name: layer.selection.num_keys
             for module, layer in self.attentions.items()

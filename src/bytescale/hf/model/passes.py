@@ -145,17 +145,17 @@ class MicroBatchPass(Target):
         from bytescale.hf.model.selectors import attend_to_chosen  # few models choose keys
 
         q, k, v = (rows[: self.num_rows] for rows in qkv)
-        kept, loss, earlier, lesson = self.layer_rows.pop(call.module), self.loss, self._earlier(attention), None
-        if loss is not None and kept.indexer is not None:
-            lesson = loss.lesson(kept.indexer, earlier, layer.rules.window)
+        kept, earlier, loss = self.layer_rows.pop(call.module), self._earlier(attention), self.decoder.indexer_loss
+        lesson = None if loss is None else loss.lesson(kept.indexer, earlier, layer.rules.window)
         scale = layer.rules.scale_of(q)
         if loss is not None and loss.is_dense:
+            q, k, v = (q, k, v) if self.has_ring else qkv
             out = attention(q, k, v, layer.rules, call.options.get("s_aux"))
             if lesson is not None:
                 out = lesson.of_dense(out, call, (q, k, v), scale, kept.latents)
         else:
             out = attend_to_chosen(call, (q, k, v), scale, kept.latents, earlier, lesson)
-        return out if self.num_rows else torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
+        return out if len(out) else torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
 
     @torch.compiler.disable
     def select(self, indexer: Any) -> Tensor:
@@ -165,10 +165,10 @@ class MicroBatchPass(Target):
         layer = self.decoder.attentions.get(indexer.cache.layer)
         if layer is None:
             raise _not_attached(indexer.cache.layer)
-        if self.loss is not None and self.loss.is_dense:  # a choice that nobody looks at
-            if indexer.cache.given is not None:  # it is to have the index keys
+        if self.decoder.indexer_loss is not None and self.decoder.indexer_loss.is_dense:
+            if indexer.cache.given is not None:  # it is told the index keys
                 indexer.keys()
-            return indexer.choose_alone()
+            return indexer.choose_alone()  # a choice that nobody looks at
         attention = self._attention_of(in_autocast(next(indexer.cache.layer.parameters())).dtype)
         earlier = self._earlier(attention)
 
@@ -180,11 +180,6 @@ class MicroBatchPass(Target):
         with torch.no_grad():
             (chosen,) = attention.remembered(choose)
         return chosen
-
-    @property
-    def loss(self) -> IndexerLoss | None:
-        """Of the model's indexers."""
-        return self.decoder.indexer_loss
 
     def _earlier(self, attention: PackedAttention) -> EarlierRows:
         from bytescale.attention.earlier import EarlierRows  # few models choose keys

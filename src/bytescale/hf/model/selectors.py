@@ -44,29 +44,23 @@ _NUMBERS = 2**20
 class LowestFirst(TorchFunctionMode):
     """Within it, ``topk`` takes of equal scores those at the lowest places, and returns the largest scores first."""
 
+    def __init__(self, seen: list[Tensor] | None = None) -> None:
+        """``seen`` gets what ``topk`` is given."""
+        super().__init__()
+        self._seen = seen
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (_topk if func in (torch.topk, Tensor.topk) else func)(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        if self._seen is not None:
+            self._seen.append(args[0])
+        return _topk(*args, **(kwargs or {}))
 
 
 def _topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     values, places = input.sort(dim=dim, descending=largest, stable=True)
     k = min(k, few_keys.get())
     return torch.return_types.topk((values.narrow(dim, 0, k), places.narrow(dim, 0, k)))
-
-
-class SeenScores(TorchFunctionMode):
-    """Within it, ``topk`` keeps what it is given in ``seen``, and takes the first ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (torch.topk, Tensor.topk):
-            return func(*args, **(kwargs or {}))
-        self.seen.append(args[0])
-        first = args[0].detach()[..., : kwargs["k"] if kwargs and "k" in kwargs else args[1]]
-        return torch.return_types.topk((first, torch.zeros_like(first, dtype=torch.int64)))
 
 
 class Selectors:
@@ -234,16 +228,14 @@ class Indexer:
 
     def scores(self, some: slice, keys: Tensor, visible: Tensor) -> Tensor | None:
         """``[t, L]`` of ``some`` queries, of which the best are chosen; None: these are no scores of tokens."""
-        self.cache.index_keys = keys.view(*self._leading, *keys.shape)
-        with SeenScores() as mode:
-            self._run(some, visible[None])
-        is_plain = len(mode.seen) == 1 and mode.seen[0].shape == (1, *visible.shape)
-        return mode.seen[0][0] if is_plain else None
+        seen: list[Tensor] = []
+        self._chosen(some, keys, visible[None], seen)
+        return seen[0][0] if len(seen) == 1 and seen[0].shape == (1, *visible.shape) else None
 
-    def _chosen(self, some: slice, keys: Tensor, visible: Tensor) -> Tensor:
+    def _chosen(self, some: slice, keys: Tensor, visible: Tensor, seen: list[Tensor] | None = None) -> Tensor:
         """``[t, I, K]`` positions of ``some`` queries, int64; a few of them may not be visible."""
         self.cache.index_keys = keys.view(*self._leading, *keys.shape)
-        with LowestFirst():
+        with LowestFirst(seen):
             chosen = self._run(some, visible)
         positions: Tensor = chosen.transpose(1, 2)[0] if chosen.dim() == 4 else chosen[0][:, None]
         block: int | None = getattr(self.module, "block_size", None)
@@ -279,11 +271,9 @@ class Indexer:
                 chosen = self._chosen(slice(0, 1), keys.flatten(0, -2)[:1].expand(many, -1), visible)
             of_many.append((chosen.shape[2], counter.get_total_flops()))
         (_, less), (num_keys, more) = of_many
-        scores = self.scores(slice(0, 1), keys.flatten(0, -2)[:1].expand(MANY, -1), visible[0])
-        return Selection(
-            num_keys=num_keys, index_width=keys.shape[-1], index_flops=(more - less) / (MANY // 2),
-            has_scores=scores is not None,
-        )  # fmt: skip
+        is_seen = self.scores(slice(0, 1), keys.flatten(0, -2)[:1].expand(many, -1), visible[0]) is not None
+        flops = (more - less) / (MANY // 2)
+        return Selection(num_keys=num_keys, index_width=keys.shape[-1], index_flops=flops, has_scores=is_seen)
 
 
 def parts_of(path: Path, window: int | None, device: torch.device, share: int = 1) -> Iterator[tuple[slice, Tensor]]:
@@ -316,10 +306,9 @@ def attend_to_chosen(
     chosen, sinks = choice_of(call), call.options.get("s_aux")
     assert chosen is not None, "it is asked for"
     queries, rows, form, values = as_rows(call, *qkv, scale, latents)
-    heard = None if lesson is None else lesson.probabilities
     if lesson is not None:  # its backward comes after that of attention
         queries = lesson.carried_by(queries, chosen)
-    out = selected_attention(queries, rows, chosen, form, earlier, sinks, heard)
+    out = selected_attention(queries, rows, chosen, form, earlier, sinks, None if lesson is None else lesson.heard)
     return out if values is None else torch.einsum("thr,hrd->thd", out, values)
 
 
