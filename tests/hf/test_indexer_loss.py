@@ -26,7 +26,7 @@ from bytescale.parity.families import FAMILIES as FAMILIES_OF_PARITY
 from tests.helpers.effort import examples, one_of
 
 from .support import documents, on_ranks, printed_loop
-from .test_prefixes import OTHER_WAYS
+from .test_prefixes import OTHER_WAYS, tree
 from .test_selected import DEEPER
 
 EXACT = 1e-10
@@ -230,11 +230,32 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
     for family, stage, what in (
         ("minimax_m3_vl_text", "sparse", r"layers.1.*does not choose tokens by one topk"),
         ("llama", "sparse", r"The model .*has no indexer"),
-        ("deepseek_v32", "sparsely", r"Indexer_loss is 'sparsely'.*use one of dense, sparse"),
+        ("deepseek_v32", "sparsely", r"indexer_loss is 'sparsely'.*use one of dense, sparse"),
         ("deepseek_v32", "dense", r"embed_tokens.weight is trained.*model.freeze = ..!\*.indexer.\*"),
     ):
         with pytest.raises(ConfigError, match=what):
             HDP(small_model(family), capacity_tokens=64, indexer_loss=stage)  # type: ignore[arg-type]
-    learning = HDP(small_model("deepseek_v32"), capacity_tokens=64, indexer_loss="sparse")
+    learning = HDP(small_model("deepseek_v32"), capacity_tokens=300, indexer_loss="sparse")
+    learning.adamw(lr=0.0)
     with pytest.raises(ConfigError, match="share_prefixes = True beside indexer_loss"):
-        learning.plan(documents([9, 9]), share_prefixes=True)
+        next(iter(learning.plan(tree(), share_prefixes=True)))
+
+
+@pytest.mark.exhaustive
+def test_autocast_computes_the_same_but_for_rounding() -> None:
+    """In backward, which runs outside of the caller's autocast, indexers compute in the dtype of forward."""
+    model, batch = small_model("deepseek_v32", dtype=torch.float32), documents(LENGTHS)
+
+    def gradients(enabled: bool) -> dict[str, Tensor]:
+        own = copy.deepcopy(model)
+        hdp = HDP(own, capacity_tokens=100, indexer_loss="sparse")
+        hdp.adamw(lr=0.0)
+        for micro in hdp.plan(batch):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                loss = micro.loss_sum(own)
+            loss.backward()
+        return {name: value for name, value in hdp.gradients().items() if ".indexer.w" in name}
+
+    exact, rounded = gradients(False), gradients(True)
+    for name, value in exact.items():
+        assert 0.9 < float(F.cosine_similarity(value.flatten(), rounded[name].flatten(), dim=0)) < 1 - 1e-6, name

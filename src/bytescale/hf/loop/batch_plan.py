@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from bytescale.common.errors import ConfigError, DataError, PlanError, RankFailure
+from bytescale.common.errors import DataError, PlanError, RankFailure
 from bytescale.hf.batch.documents import Batch, Documents, RankBatch, lengths_of, require_trainable
 from bytescale.hf.loop.alike import digest_of
 from bytescale.hf.loop.planned_batch import PlannedBatch
@@ -45,12 +45,6 @@ class BatchToPlan:
         hdp: Session, batch: Batch, *, shift_labels: bool, per_document: Collection[str] | None, whole: bool = False
     ) -> BatchToPlan:
         """Raises as ``HDP.plan`` for a batch that cannot be used. ``whole``: whether every rank needs all documents."""
-        if per_document is not None and hdp.engine.decoder.indexer_loss is not None:
-            raise ConfigError(
-                "share_prefixes = True beside indexer_loss",
-                so="the loss of indexers would count a row once that several documents have",
-                fix="leave share_prefixes out",
-            )
         given = BatchToPlan(hdp=hdp, batch=batch, lengths=lengths_of(batch), shift_labels=shift_labels)
         is_split = hdp.group.size > 1 and hdp.mesh.tp.size == 1 and len(batch) > ALL_DOCUMENTS
         if per_document is None and not whole and is_split:

@@ -101,6 +101,12 @@ class Session:
             self.units.begin()
         self.engine.activations.begin_step(looped.part.rank_plan.micro_batches)
         if (loss := self.engine.decoder.indexer_loss) is not None and torch.is_grad_enabled():
+            if looped.part.forest is not None:
+                raise ConfigError(
+                    "share_prefixes = True beside indexer_loss",
+                    so="the loss of indexers would count a row once that several documents have",
+                    fix="leave share_prefixes out",
+                )
             loss.reset(looped.part.rank_plan.num_tokens)
         self.looped = looped
 
