@@ -311,7 +311,8 @@ class Side:
             latency_seconds=2e-3, launch_seconds=0.0,
         )  # fmt: skip
         cost = rates.profile(self._spec(), bytes_per_element=4).cost_model(ranks_per_node=1)
-        self.hdp = bytescale.HDP(self.model, capacity_tokens=CAPACITY, planner=planner, cost=cost)
+        capacity = max(CAPACITY, LONGEST // dist.get_world_size())
+        self.hdp = bytescale.HDP(self.model, capacity_tokens=capacity, planner=planner, cost=cost)
         self.hdp.adamw(1e-3)
 
     def _spec(self) -> Any:
