@@ -19,6 +19,7 @@ from bytescale import HDP
 from bytescale.attention import earlier
 from bytescale.common.errors import ConfigError
 from bytescale.hf.model import indexer_loss
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.selectors import LowestFirst
 from bytescale.parity import small_model
 from bytescale.parity.compare import WideCasts, random_plan
@@ -259,3 +260,17 @@ def test_autocast_computes_the_same_but_for_rounding() -> None:
     exact, rounded = gradients(False), gradients(True)
     for name, value in exact.items():
         assert 0.9 < float(F.cosine_similarity(value.flatten(), rounded[name].flatten(), dim=0)) < 1 - 1e-6, name
+
+
+@pytest.mark.exhaustive
+def test_what_training_indexers_costs_is_counted() -> None:
+    """Three more products for each score of an indexer in the sparse stage; in the dense one all keys are looked at."""
+    model = _model("deepseek_v32", "dense")
+    none, sparse, dense = (HFDecoder(copy.deepcopy(model), indexer_loss=one).spec for one in (
+        None, ("sparse", 1.0), ("dense", 1.0)
+    ))  # fmt: skip
+    for before, after, warm in zip(none.layers, sparse.layers, dense.layers, strict=True):
+        index = before.pair_numbers - before.chosen_numbers
+        assert after.pair_numbers - after.chosen_numbers == pytest.approx(4 * index)
+        assert (after.num_chosen, warm.num_chosen, warm.chosen_numbers) == (before.num_chosen, 0, 0)
+        assert warm.key_numbers == before.key_numbers + 4 * (12 + 8)

@@ -226,7 +226,7 @@ class HFDecoder(nn.Module):
 
     @cached_property
     def spec(self) -> ModelSpec:
-        return spec_of(self.model, self.structure)
+        return spec_of(self.model, self.structure, stage=self.learned and self.learned[0])
 
     @cached_property
     def model_head(self) -> ModelHead:
