@@ -50,23 +50,25 @@ def selected_attention(
     ``NONE``. ``sinks [H]`` are learned logits, or None. All members of a group have to call it together. Where backward
     puts the probabilities, summed over heads, ``[T, K]`` in the LSE's dtype: ``heard``.
     """
-    out: Tensor = _SelectedAttention.apply(q, rows, sinks, chosen, form, earlier, heard)
+    out: Tensor = _SelectedAttention.apply(q, rows, sinks, chosen, form, (earlier, heard))
     return out
 
 
 class _SelectedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, rows: Tensor, sinks: Tensor | None, chosen: Tensor, form: RowForm, earlier: EarlierRows,
-        heard: list[Tensor] | None,
+        ctx: Any, q: Tensor, rows: Tensor, sinks: Tensor | None, chosen: Tensor, form: RowForm,
+        others: tuple[EarlierRows, list[Tensor] | None],
     ) -> Tensor:  # fmt: skip
+        ctx.earlier, ctx.heard = earlier, _ = others
+
         def compute() -> tuple[Tensor, Tensor]:
             out, lse = forward(q, earlier.fetch(rows, Kind.FORWARD_KV), chosen, form)
             return (out, lse) if sinks is None else join_sinks(out, lse, sinks)
 
         with without_autocast(q.device):
             out, lse = earlier.attention.remembered(compute)
-        ctx.form, ctx.earlier, ctx.heard = form, earlier, heard
+        ctx.form = form
         ctx.save_for_backward(q, rows, sinks, chosen, out, lse)
         return out
 
@@ -78,11 +80,11 @@ class _SelectedAttention(torch.autograd.Function):
             of_sinks = sinks_gradient(dout, out, lse, sinks) if ctx.needs_input_grad[2] else None
             all_rows = ctx.earlier.fetch(rows, Kind.BACKWARD_KV)
             sums = None if ctx.heard is None else lse.new_zeros(len(q), chosen.shape[2])
-            dq, d_rows = backward(dout, q, all_rows, chosen, ctx.form, out, lse, sums)
+            dq, d_rows = backward(dout, q, all_rows, chosen, ctx.form, out, lse, over_heads=sums)
             if sums is not None:
                 ctx.heard[:] = [sums]
             d_rows = ctx.earlier.give_back(d_rows, Kind.BACKWARD_GRADIENTS).to(rows.dtype)
-        return dq, d_rows, of_sinks, None, None, None, None
+        return dq, d_rows, of_sinks, None, None, None
 
 
 def forward(q: Tensor, rows: Tensor, chosen: Tensor, form: RowForm) -> tuple[Tensor, Tensor]:
@@ -98,7 +100,7 @@ def forward(q: Tensor, rows: Tensor, chosen: Tensor, form: RowForm) -> tuple[Ten
 
 def backward(
     dout: Tensor, q: Tensor, rows: Tensor, chosen: Tensor, form: RowForm, out: Tensor, lse: Tensor,
-    over_heads: Tensor | None = None,
+    *, over_heads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of ``q``, and of ``rows`` in the dtype of ``lse``; ``out`` and ``lse`` include sinks.
 

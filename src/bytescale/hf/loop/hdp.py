@@ -77,11 +77,9 @@ class HDP(Updates):
         """Attach to ``model``. Every rank of ``group`` calls it, with the same arguments and the same weights.
 
         Args:
-            model: a causal decoder of transformers, or a module around one (peft). It is put on our attention, which
-                holds inside of plans; outside of them its own goes on.
+            model: a causal decoder of transformers, or a module around one (peft). Our attention holds inside of plans.
             group: the ranks; None: all ranks, or this one alone where torch.distributed has not been initialised.
-            capacity_tokens: tokens that one micro-batch of a rank may hold (``auto``: as many as fit for training, see
-                ``hf.loop.room``). A longer document is shared by several.
+            capacity_tokens: of a micro-batch of a rank; ``auto``: see ``hf.loop.room``. Several share longer documents.
             tp: so many consecutive ranks share each layer's matrices and the rows of a micro-batch, and are one rank
                 for ``capacity_tokens`` and plans. The model becomes this rank's part of itself, for good.
             device_gib: what plans may use of a rank's device; None: most of it with ``auto``, else they are unchecked.
@@ -96,8 +94,7 @@ class HDP(Updates):
             forward_only: whether plans are for passes without backward, as scoring and prefill have them.
             kernel: ``auto``, the fastest flash attention of all ranks; ``flash``, ``fa3``, ``fa4``; or slow ``math``.
             checkpointing: ``full`` or ``attention`` compute layers again in backward.
-            host_gib: host memory of a rank for activations, with which it may hold more of a long document than
-                ``capacity_tokens`` (``memory.offload``).
+            host_gib: host memory of a rank for activations. It may then hold more of a document (``memory.offload``).
             indexer_loss: times a coefficient, trains indexers: ``dense`` or ``sparse`` (``hf.model.indexer_loss``).
 
         Raises ``ConfigError`` where a plan would not give the results of one process, with the part of the model that

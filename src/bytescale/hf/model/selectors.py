@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,6 @@ from bytescale.attention.earlier import EarlierRows, Path
 from bytescale.attention.selected import NONE, RowForm, selected_attention
 from bytescale.hf.model.blind import INDEXED, MANY, Selection, UnreadMask, choice_of, few_keys
 from bytescale.hf.model.interface import KEYWORD, PREFIX, Call, Target, names_in, refusal
-
-if TYPE_CHECKING:
-    from bytescale.hf.model.indexer_loss import Lesson
 
 _NUMBERS = 2**20
 """Scores of one head that are computed at a time."""
@@ -300,9 +297,9 @@ def _given(some: slice, num_rows: int, visible: Tensor, one: Any) -> Any:
 
 def attend_to_chosen(
     call: Call, qkv: tuple[Tensor, Tensor, Tensor], scale: float, latents: tuple[Tensor, Tensor] | None,
-    earlier: EarlierRows, lesson: Lesson | None = None,
+    earlier: EarlierRows, lesson: Any = None,
 ) -> Tensor:  # fmt: skip
-    """``q [T, H, D]``, ``k [T, G, D]``, ``v [T, G, Dv]`` -> ``[T, H, Dv]``. ``lesson``: of the layer's indexer."""
+    """``q [T, H, D]``, ``k [T, G, D]``, ``v [T, G, Dv]`` -> ``[T, H, Dv]``. ``lesson``: ``indexer_loss.Lesson``."""
     chosen, sinks = choice_of(call), call.options.get("s_aux")
     assert chosen is not None, "it is asked for"
     queries, rows, form, values = as_rows(call, *qkv, scale, latents)
