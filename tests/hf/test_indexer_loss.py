@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -236,10 +238,34 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
     ):
         with pytest.raises(ConfigError, match=what):
             HDP(small_model(family), capacity_tokens=64, indexer_loss=stage)  # type: ignore[arg-type]
+    frozen = small_model("deepseek_v32").requires_grad_(False)
+    with pytest.raises(ConfigError, match="all of its indexers are frozen"):
+        HDP(frozen, capacity_tokens=64, indexer_loss="sparse")
     learning = HDP(small_model("deepseek_v32"), capacity_tokens=300, indexer_loss="sparse")
     learning.adamw(lr=0.0)
     with pytest.raises(ConfigError, match="share_prefixes = True beside indexer_loss"):
         next(iter(learning.plan(tree(), share_prefixes=True)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", ["dense", "sparse"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_nothing_of_a_micro_batch_is_kept_behind_its_backward(stage: Any, checkpointing: Any) -> None:
+    """No circle of objects waits for Python's collector, with the inputs of all layers."""
+    model = _model("deepseek_v32", stage)
+    hdp = HDP(model, capacity_tokens=100, indexer_loss=stage, checkpointing=checkpointing)
+    hdp.adamw(lr=0.0)
+    kept: list[weakref.ref[Any]] = []
+    handle = model.model.layers[1].register_forward_pre_hook(lambda _, args: kept.append(weakref.ref(args[0])))  # type: ignore[union-attr]
+    gc.collect()
+    gc.disable()
+    try:
+        printed_loop(hdp, model, documents(LENGTHS))
+        assert kept
+        assert not any(ref() is not None for ref in kept)
+    finally:
+        gc.enable()
+        handle.remove()
 
 
 @pytest.mark.exhaustive

@@ -57,13 +57,14 @@ class IndexerLoss:
         own = {layer.name: layer.selection for layer in layers if layer.selection and layer.selection.index_width}
         blind = [name for name, selection in own.items() if not selection.has_scores]
         parts = {name: part for name, part in model.named_modules() if names_in(part) & INDEXED}
-        learning = {id(parameter) for part in parts.values() for parameter in part.parameters()}
+        learning = {id(p) for part in parts.values() for p in part.parameters() if p.requires_grad}
         if stage not in get_args(IndexerStage):
             raise ConfigError(f"indexer_loss is {stage!r}", fix=f"use one of {', '.join(get_args(IndexerStage))}")
-        if not own or blind:
+        what = "its indexer does not choose tokens by one topk of their scores" if blind else ""
+        if what or not own or not learning:
             raise refusal(
-                blind[0] if own else "the model",
-                "its indexer does not choose tokens by one topk of their scores" if own else "it has no indexer",
+                blind[0] if blind else "the model",
+                what or ("all of its indexers are frozen" if own else "it has no indexer"),
                 so="it cannot be trained by indexer_loss",
                 fix="leave indexer_loss out: indexers then stay as they are",
             )

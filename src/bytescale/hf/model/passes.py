@@ -147,6 +147,7 @@ class MicroBatchPass(Target):
         q, k, v = (rows[: self.num_rows] for rows in qkv)
         kept, earlier, loss = self.layer_rows.pop(call.module), self._earlier(attention), self.decoder.indexer_loss
         lesson = None if loss is None else loss.lesson(kept.indexer, earlier, layer.rules.window)
+        kept.indexer = None  # which knows ``kept``, too: a circle would keep the layer's input
         scale = layer.rules.scale_of(q)
         if loss is not None and loss.is_dense:
             q, k, v = (q, k, v) if self.has_ring else qkv

@@ -130,7 +130,10 @@ class LayerRows:
         """Handed out from here on; None: those that come are taken."""
         self.indexer: Indexer | None = None
         """The layer's own; None: it takes an earlier layer's choice."""
-        self.layers = _AllLayers(self)
+
+    @property
+    def layers(self) -> _AllLayers:
+        return _AllLayers(self)
 
     def update(self, first: Tensor, second: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
         self.latents = (first, second) if hasattr(self.layer, "expand_kv") else None
