@@ -9,6 +9,7 @@ OWN_FIELDS = ("weights", "labels")
 MICRO_BATCH_NAMES = (
     "inputs", "num_rows", "index", "logprobs", "loss_sum", "segments", "position_ids", "plan", "target",
     "documents", "inputs_for", "multiplicity", "rows", "record_routes", "replay", "routes",
+    "chosen_keys", "record_chosen_keys", "replay_chosen_keys", "placeholders", "rotary_positions",
 )  # fmt: skip
 """What a micro-batch of a loop of one's own has itself (``hf.loop.micro_batch``)."""
 

@@ -25,6 +25,8 @@ from bytescale.plan.trees import Forest
 Batch = Sequence[Mapping[str, Any]]
 
 TOKEN_NAMES = ("tokens", "input_ids")
+ITEM_NAMES = ("images", "videos", "audios")
+"""No fields: what a model's encoders turn into rows (``loop.encoded``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +190,7 @@ def _with_tokens(document: Mapping[str, Any], number: int) -> dict[str, Any]:
             so="which of them holds its tokens cannot be told",
             fix=f"give every document exactly one of {' and '.join(map(repr, TOKEN_NAMES))}",
         )
-    rest = {name: value for name, value in document.items() if name != names[0]}
+    rest = {name: value for name, value in document.items() if name not in (names[0], *ITEM_NAMES)}
     # Hugging Face's tokenizers give a mask of ones for a document that is not padded. A mask with zeros is refused.
     mask = rest.pop("attention_mask", None)
     if mask is not None and not bool(torch.as_tensor(mask).all()):

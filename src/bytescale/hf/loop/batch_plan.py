@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from bytescale.common.errors import DataError, PlanError, RankFailure
-from bytescale.hf.batch.documents import Batch, Documents, RankBatch, lengths_of, require_trainable
+from bytescale.common.errors import ConfigError, DataError, PlanError, RankFailure
+from bytescale.hf.batch.documents import ITEM_NAMES, Batch, Documents, RankBatch, lengths_of, require_trainable
 from bytescale.hf.loop.alike import digest_of
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.session import Session
@@ -23,6 +24,10 @@ from bytescale.plan import Plan, RankPlan
 from bytescale.plan.trees import Forest
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.plain_data import all_gather_json
+
+if TYPE_CHECKING:
+    from bytescale.hf.loop.encoded import Items
+    from bytescale.hf.loop.planned_batch import ItemsOfRank
 
 ALL_DOCUMENTS = 256
 """So many documents, every rank looks at in full."""
@@ -39,23 +44,42 @@ class BatchToPlan:
     shift_labels: bool = False
     documents: Documents | None = None  # all of them, checked; None: a rank checks those that it needs
     per_document: Collection[str] | None = None  # fields that keep no rows apart; None: prefixes are not shared
+    items: Items | None = None  # images, videos and sounds; None: there are none
 
     @staticmethod
     def of(
         hdp: Session, batch: Batch, *, shift_labels: bool, per_document: Collection[str] | None, whole: bool = False
     ) -> BatchToPlan:
         """Raises as ``HDP.plan`` for a batch that cannot be used. ``whole``: whether every rank needs all documents."""
-        given = BatchToPlan(hdp=hdp, batch=batch, lengths=lengths_of(batch), shift_labels=shift_labels)
+        lengths = lengths_of(batch)
+        given = BatchToPlan(hdp=hdp, batch=batch, lengths=lengths, shift_labels=shift_labels, items=_items(batch, hdp))
+        if given.items is not None and per_document is not None:
+            raise ConfigError(
+                "share_prefixes, and documents with images, videos or audios",
+                so="equal tokens may stand for different items",
+                fix="leave share_prefixes out",
+            )
         is_split = hdp.group.size > 1 and hdp.mesh.tp.size == 1 and len(batch) > ALL_DOCUMENTS
         if per_document is None and not whole and is_split:
             return given
-        documents = Documents.of(batch, shift_labels=shift_labels, lengths=given.lengths)
-        given.require_fitting(documents)
+        documents = given.checked(None)
         return replace(given, documents=documents, per_document=per_document)
 
-    def require_fitting(self, documents: Documents) -> None:
+    def checked(self, numbers: Sequence[int] | None) -> Documents:
+        """The documents with these ``numbers``; None: all."""
+        documents = Documents.of(self.batch, shift_labels=self.shift_labels, numbers=numbers, lengths=self.lengths)
+        if self.items is not None:
+            documents = self.items.with_fields(documents, self.hdp.engine.decoder.encoders)
+        self._require_fitting(documents)
+        return documents
+
+    def _require_fitting(self, documents: Documents) -> None:
         for decoder in (self.hdp.engine.decoder, *self.hdp.engine.others):
             decoder.require_fitting(documents.fields, self.lengths)
+
+    @property
+    def _digest_of_items(self) -> int:
+        return 0 if self.items is None else self.items.digest
 
     @property
     def all_documents(self) -> Documents:
@@ -92,9 +116,10 @@ class BatchToPlan:
         rank_plan = RankPlan.of(plan, hdp.mesh.hdp.rank)
         if self.documents is None:
             return self._cut_of_own(rank_plan, _numbers(RankPlan.of(plan, (hdp.group.rank + 1) % ranks, digest=0)))
-        value = rank_plan.digest ^ self.documents.digest(range(len(self.lengths)))
+        value = rank_plan.digest ^ self.documents.digest(range(len(self.lengths))) ^ self._digest_of_items
         if forest is None:
-            return CutBatch(hdp=hdp, batch=self.batch, value=value, part=RankBatch.of(rank_plan, self.documents))
+            part, items = RankBatch.of(rank_plan, self.documents), self._items_of(self.documents, rank_plan)
+            return CutBatch(hdp=hdp, batch=self.batch, value=value, part=part, items=items)
         from bytescale.hf.batch.prefixes import part_of_trees  # with share_prefixes alone
 
         dtype = next(hdp.model.parameters()).dtype
@@ -103,16 +128,26 @@ class BatchToPlan:
 
     def _cut_of_own(self, rank_plan: RankPlan, following: list[int]) -> CutBatch:
         """Look at this rank's documents and the ``following`` ones, which are the next rank's."""
-        own, value = _numbers(rank_plan), rank_plan.digest ^ digest_of(self.lengths)
+        own, value = _numbers(rank_plan), rank_plan.digest ^ digest_of(self.lengths) ^ self._digest_of_items
         try:
-            wanted = [*own, *following]
-            documents = Documents.of(self.batch, shift_labels=self.shift_labels, numbers=wanted, lengths=self.lengths)
-            self.require_fitting(documents)
+            documents = self.checked([*own, *following])
         except DataError as error:
             return CutBatch(hdp=self.hdp, batch=self.batch, value=value, part=error, digests=(0, 0))
         part, digests = RankBatch.of(rank_plan, documents), (documents.digest(own), documents.digest(following))
         totals = documents.totals(_counted(rank_plan))
-        return CutBatch(hdp=self.hdp, batch=self.batch, value=value, part=part, digests=digests, totals=totals)
+        items = self._items_of(documents, rank_plan)
+        return CutBatch(
+            hdp=self.hdp, batch=self.batch, value=value, part=part, digests=digests, totals=totals, items=items
+        )
+
+    def _items_of(self, documents: Documents, rank_plan: RankPlan) -> ItemsOfRank | None:
+        """The items, and of this rank's documents how many tokens stand for each kind."""
+        if self.items is None:
+            return None
+        encoders = self.hdp.engine.decoder.encoders
+        return self.items, {
+            number: encoders.counts(documents.fields["tokens"][number]) for number in _numbers(rank_plan)
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +160,7 @@ class CutBatch:
     part: RankBatch | DataError  # or what was wrong with this rank's documents
     digests: tuple[int, int] | None = None  # of this rank's documents and the next one's; None: the value has all
     totals: Sequence[float] = (0.0,) * 4  # of those that this rank counts
+    items: ItemsOfRank | None = None
 
     def agreed(self, *, last: bool = False) -> PlannedBatch:
         """Return the part when all ranks have the same batch and plan. Every rank calls it, in its training thread.
@@ -137,7 +173,9 @@ class CutBatch:
         if self.digests is not None:
             self._require_same_documents(self.digests)
         assert not isinstance(self.part, DataError), "all ranks have raised it"
-        return PlannedBatch(self.hdp, self.part, last=last)
+        planned = PlannedBatch(self.hdp, self.part, last=last)
+        planned.items = self.items
+        return planned
 
     def _require_same_documents(self, digests: tuple[int, int]) -> None:
         group, error = self.hdp.group, self.part if isinstance(self.part, DataError) else None
@@ -177,6 +215,14 @@ def planned_ahead(cuts: Iterator[CutBatch], device: torch.device, last: bool) ->
             planned = cut.agreed(last=last)
             planned.batch = cut.batch
             yield planned
+
+
+def _items(batch: Batch, hdp: Session) -> Items | None:
+    if not any(name in document for document in batch for name in ITEM_NAMES):
+        return None
+    from bytescale.hf.loop.encoded import Items  # few batches have them
+
+    return Items.of(batch, hdp)
 
 
 def _numbers(rank_plan: RankPlan) -> list[int]:

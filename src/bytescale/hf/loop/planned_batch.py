@@ -9,7 +9,8 @@ reductions when its loop over the batch ends. Nothing else may use the gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,11 +23,18 @@ from bytescale.hf.loop.session import Session
 from bytescale.plan import MicroBatch
 from bytescale.plan.last_message import last_backward_is_silent
 
+if TYPE_CHECKING:
+    from bytescale.hf.loop.encoded import EncodedItems, Items
+
+    ItemsOfRank = tuple[Items, Mapping[int, Mapping[str, int]]]
+    """Of a batch, and of this rank's documents how many tokens stand for each kind of items."""
+
 
 class PlannedBatch(Collector):
     """This rank's micro-batches of one global batch; iterating runs through them once, in the plan's order."""
 
     batch: Batch = ()  # the global batch, where ``HDP.planned`` has taken it
+    items: ItemsOfRank | None = None  # images, videos and sounds
 
     def __init__(self, hdp: Session, part: RankBatch, *, last: bool = False) -> None:
         super().__init__(hdp.group, part)
@@ -61,10 +69,12 @@ class PlannedBatch(Collector):
         hdp = self.hdp
         self._kept = []
         hdp.begin_batch(self)
-        buffers = RingBuffers()
+        buffers, encoded = RingBuffers(), self._encoded()
         for index, plan in enumerate(self.micro_batches):
             rows = self.part.rows[index] if index < len(self.part.rows) else self.part.no_rows
             micro = hdp.engine.micro(plan, rows, buffers)
+            if encoded is not None:
+                encoded.give(micro, index)
             if self._last and index + 1 == len(self):
                 hdp.pending.require_backwards("gradients are reduced (last=True)")
                 hdp.sharded().expect_last_backward(last_backward_is_silent(self.rank_plan))
@@ -72,6 +82,8 @@ class PlannedBatch(Collector):
             yield micro
             micro.target.require_finished()
             buffers.release()
+        if encoded is not None:
+            encoded.backward()
         if self._last:
             hdp.pending.require_backwards("gradients are reduced (last=True)")
             hdp.pending.require_trained(self.number)
@@ -79,3 +91,10 @@ class PlannedBatch(Collector):
             hdp.is_reducing = True
         elif not torch.is_grad_enabled():
             hdp.pending.forget_looks(self.number)
+
+    def _encoded(self) -> EncodedItems | None:
+        if self.items is None:
+            return None
+        from bytescale.hf.loop.encoded import EncodedItems  # few batches have items
+
+        return EncodedItems(self.hdp, self.items[0], self.rank_plan.micro_batches, self.part.rows, self.items[1])

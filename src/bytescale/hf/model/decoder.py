@@ -34,6 +34,7 @@ from bytescale.runtime.loss import Head, PlainHead
 
 if TYPE_CHECKING:
     from bytescale.hf.model.balance import BalanceLoss
+    from bytescale.hf.model.encoders import Encoders
     from bytescale.hf.model.indexer_loss import IndexerLoss, IndexerStage
     from bytescale.hf.model.token_rows import TokenRows
 
@@ -155,6 +156,13 @@ class HFDecoder(nn.Module):
                 fix="set every dropout probability to 0, in config.json or when the model is loaded "
                 "(attention_dropout=0.0, resid_pdrop=0.0, ...), or call model.eval()",
             )
+
+    @cached_property
+    def encoders(self) -> Encoders:
+        """What makes rows of images, videos and sounds."""
+        from bytescale.hf.model.encoders import Encoders  # few models have them
+
+        return Encoders(self.model, self.attachment)
 
     @cached_property
     def choosers(self) -> dict[str, int]:

@@ -189,14 +189,14 @@ def require_words(fields: Mapping[str, Mapping[int, Tensor]], model: nn.Module) 
     """
     root = causal_model(model)
     towers = [name for name, _ in root.named_modules() if re.search("vis(ion|ual)|audio", name.rpartition(".")[2])]
-    for kind in ("image", "video", "audio") if towers else ():
+    for kind in ("image", "video", "audio") if towers and "placeholders" not in fields else ():
         placeholder = getattr(getattr(root, "config", None), f"{kind}_token_id", None)
         found = None if placeholder is None else _first(fields["tokens"], partial(torch.eq, other=placeholder))
         if found is not None:
             raise DataError(
-                f"document {found[0]} has a token of an {kind} ({placeholder}), and {towers[0]} takes no part here",
+                f"document {found[0]} has a token of an {kind} ({placeholder}), and there is no {kind} in the batch",
                 so="the model would see a word without meaning in its place",
-                fix="train on documents of text alone",
+                fix="give the images with their document (images=[...]), or train on text alone",
             )
     for name, module in zip(("tokens", "labels"), embeddings_of(model), strict=True):
         weight = getattr(module, "weight", None)

@@ -178,7 +178,7 @@ class Target:
 
 
 @contextmanager
-def while_set(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
+def while_set(modules: Iterable[Any], name: str, value: Any) -> Iterator[None]:
     """Give modules an attribute of their own for a while."""
     missing = object()
     before = [(vars(module), vars(module).get(name, missing)) for module in modules]
@@ -259,8 +259,8 @@ class Attachment:
         self.ran_plain_backward = False
         """Whether a backward came from a pass outside of plans, since somebody has set this to False."""
         masking_utils.find_packed_sequence_indices = _packed_sequences
-        self._before = [(part, part.config._attn_implementation) for part in self.parts]
-        for part, name in self._before:
+        self.before = [(part, part.config._attn_implementation) for part in self.parts]
+        for part, name in self.before:
             original = (name or "sdpa").removeprefix(PREFIX)  # computes outside of plans
             if PREFIX + original not in ALL_ATTENTION_FUNCTIONS:
                 AttentionInterface.register(PREFIX + original, partial(_attention, original))
@@ -306,7 +306,7 @@ class Attachment:
 
     def detach(self) -> None:
         self._is_detached = True
-        for part, name in self._before:
+        for part, name in self.before:
             part.config._attn_implementation_internal = name
         for mixer in self._mixers:
             vars(mixer).pop("forward", None)

@@ -63,6 +63,7 @@ class Activations:
         self.row_chunk = RowChunk(chunk_rows or ROWS_PER_CHUNK[kind])
         pairs = row_wise if checkpointing != "none" else ()
         self.has_chunks = bool(pairs)
+        self.keeps_graphs = checkpointing == "none"
         self._undo = [apply_row_chunks(module, method, self.row_chunk) for module, method in pairs]
         self._undo.append(apply_checkpointing(layers, checkpointing, kept := KeptAttention()))
         self.attention_memory = kept if checkpointing == "attention" else None

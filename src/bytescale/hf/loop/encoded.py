@@ -1,0 +1,270 @@
+"""Images, videos and sounds of a batch: encoded on all ranks, and handed to the rows that stand for them.
+
+Which rank encodes an item has nothing to do with where its text is. A loop over a batch has three parts::
+
+    encode       every rank encodes its share of the items; shares are equal by patches
+    text         micro-batches as planned, each with the rows of its placeholders
+    backward     gradients of these rows go home and are added up, encoders run backward
+
+Ranks wait for each other between the parts, so that a step takes the sum of the parts' longest times, and each part is
+balanced for itself. Ranks without items take part in all exchanges. An item that several documents have is encoded
+once. With checkpointing, an encoder runs again in its backward, one item at a time; without it, its graphs are kept.
+
+Shape letters: n rows of an item, N rows that a rank asks for, W numbers of a row (``model.encoders``).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bytescale.common.errors import ConfigError, DataError
+from bytescale.config.sharing import require_beside_tp
+from bytescale.hf.batch.documents import ITEM_NAMES, Batch, Documents
+from bytescale.hf.loop.alike import digest_of
+from bytescale.hf.loop.micro_batch import Micro
+from bytescale.hf.model.encoders import KINDS, Encoders, Form, Item, patches_of
+from bytescale.plan import MicroBatch
+from bytescale.runtime.plain_data import all_gather_json
+
+if TYPE_CHECKING:
+    from bytescale.hf.loop.session import Session
+
+OWN = "placeholders"
+"""A field ``[S]``: a placeholder's number among those of its kind in the document; -1: a word."""
+POSITIONS = "rotary_positions"
+
+
+class Wanted(NamedTuple):
+    """What stands for items of one kind in a micro-batch: of each placeholder the item and its row."""
+
+    kind: str
+    pairs: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Items:
+    """The items of a global batch.
+
+    Attributes:
+        items: each once, with its kind.
+        of_documents: by document and kind, places in ``items``.
+        patches: of each item.
+    """
+
+    items: Sequence[tuple[str, Item]]
+    of_documents: Mapping[int, Mapping[str, Sequence[int]]]
+    patches: Sequence[int]
+
+    @staticmethod
+    def of(batch: Batch, hdp: Session) -> Items | None:
+        """None: the documents are text alone. Raises ``ConfigError`` for a model that takes no such items."""
+        of_documents: dict[int, dict[str, list[int]]] = {}
+        items, places = list[tuple[str, Item]](), dict[tuple[str, int], int]()
+        for number, document in enumerate(batch):
+            for kind, name in zip(KINDS, ITEM_NAMES, strict=True):
+                for item in document.get(name) or ():
+                    place = places.setdefault((kind, id(item)), len(items))
+                    if place == len(items):
+                        items.append((kind, item))
+                    of_documents.setdefault(number, {}).setdefault(kind, []).append(place)
+        if not items:
+            return None
+        _require_use(hdp, {kind for kind, _ in items})
+        return Items(items, of_documents, [patches_of(item) for _, item in items])
+
+    @property
+    def digest(self) -> int:
+        """The same on all ranks. Contents are not compared: one rank alone looks at them."""
+        return digest_of([kind for kind, _ in self.items], list(self.patches), str(self.of_documents))
+
+    def with_fields(self, documents: Documents, encoders: Encoders) -> Documents:
+        """``documents`` with the fields ``OWN`` and ``POSITIONS``."""
+        own, positions = dict[int, Tensor](), dict[int, Tensor | None]()
+        for number, tokens in documents.fields["tokens"].items():
+            kinds, counted = encoders.kinds_of(tokens), torch.full_like(tokens, -1)
+            for place in range(1, 1 + len(KINDS)):
+                counted[kinds == place] = torch.arange(int((kinds == place).sum()), device=tokens.device)
+            own[number] = counted
+            held = {kind: [self.items[one][1] for one in places] for kind, places in self._held(number).items()}
+            positions[number] = encoders.positions(number, tokens.cpu(), held)
+        fields = {**documents.fields, OWN: own}
+        if all(value is not None for value in positions.values()):
+            fields[POSITIONS] = {number: value for number, value in positions.items() if value is not None}
+        return replace(documents, fields=fields)
+
+    def _held(self, number: int) -> Mapping[str, Sequence[int]]:
+        return self.of_documents.get(number, {})
+
+    def ranks(self, size: int) -> list[int]:
+        """Which rank encodes each item: the largest ones first, each on the rank with the fewest patches."""
+        loads, found = [(0, rank) for rank in range(size)], [0] * len(self.items)
+        for place in sorted(range(len(self.items)), key=lambda place: -self.patches[place]):
+            load, rank = heapq.heappop(loads)
+            found[place] = rank
+            heapq.heappush(loads, (load + self.patches[place], rank))
+        return found
+
+    def require_total(self, number: int, of_kinds: Mapping[str, int], counts: Sequence[int]) -> None:
+        """Raise ``DataError`` if a document has another number of placeholders than its items have rows."""
+        for kind, total in of_kinds.items():
+            there = sum(counts[place] for place in self._held(number).get(kind, ()))
+            if there != total:
+                raise _other_number(number, kind, str(total), there)
+
+    def rows_of(self, number: int, kind: str, counts: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int]]:
+        """Item and row of each of the ``wanted`` placeholders of a document; ``counts``: rows of every item."""
+        table = [(place, row) for place in self._held(number).get(kind, ()) for row in range(counts[place])]
+        return [table[one] for one in wanted]
+
+
+class EncodedItems:
+    """This rank's part of the items of a batch, for one loop over its micro-batches."""
+
+    def __init__(self, hdp: Session, items: Items, plans: Sequence[MicroBatch], rows: Sequence[Mapping[str, Tensor]],
+                 totals: Mapping[int, Mapping[str, int]]) -> None:  # fmt: skip
+        """Encode, and ask for what the micro-batches need. All ranks call it.
+
+        ``rows``: fields of the micro-batches. ``totals``: of the documents that this rank looks at, their placeholders.
+        Raises ``DataError`` on every rank where one has an item that its encoder does not take, or another number of
+        placeholders than rows.
+        """
+        self._hdp, self._items, self._group = hdp, items, hdp.mesh.hdp
+        self._encoders: Encoders = hdp.engine.decoder.encoders
+        self._keeps_graphs = hdp.engine.activations.keeps_graphs
+        ranks = items.ranks(self._group.size)
+        self._own = [place for place, rank in enumerate(ranks) if rank == self._group.rank]
+        self._encoded, error, form = list[Tensor](), "", None
+        try:
+            for place in self._own:
+                encoded, form = self._encode(place)
+                self._encoded.append(encoded if self._keeps_graphs else encoded.detach())
+        except DataError as found:
+            error = str(found)
+        told = self._told([error, form, [len(encoded) for encoded in self._encoded]])
+        self._form = max(Form(*one[1]) for one in told if one[1])
+        self._encoders.require_causal(self._hdp.model, self._form)
+        counts = [0] * len(ranks)
+        for rank, (_, _, lengths) in enumerate(told):
+            for place, length in zip((one for one, own in enumerate(ranks) if own == rank), lengths, strict=True):
+                counts[place] = length
+        self._wanted, error = list[list[Wanted]](), ""
+        try:
+            for number, of_kinds in totals.items():
+                items.require_total(number, of_kinds, counts)
+            self._wanted = [self._of_micro_batch(*pair, counts) for pair in zip(plans, rows, strict=True)]
+        except DataError as found:
+            error = str(found)
+        self._told([error, None, None])
+        self._exchange(ranks)
+
+    def _told(self, own: list[Any]) -> list[Any]:
+        """What all ranks have to say. Raises ``DataError`` if one of them has an error, which comes first."""
+        told: list[Any] = all_gather_json(own, self._group.group, self._group.device)
+        if failed := [(rank, one[0]) for rank, one in enumerate(told) if one[0]]:
+            raise DataError(f"rank {failed[0][0]} found in its documents: {failed[0][1]}")
+        return told
+
+    def _encode(self, place: int) -> tuple[Tensor, Form]:
+        return self._encoders.encode(*self._items.items[place])
+
+    def _of_micro_batch(self, plan: MicroBatch, fields: Mapping[str, Tensor], counts: Sequence[int]) -> list[Wanted]:
+        """By kind: its places in the micro-batch, and the item and row for each."""
+        kinds, found = self._encoders.kinds_of(fields["tokens"]), []
+        for kind in self._encoders.kinds:
+            own, begin = list[tuple[int, int]](), 0
+            is_kind = kinds == 1 + KINDS.index(kind)
+            for number, start, stop in plan.runs:
+                some = slice(begin, begin + stop - start)
+                own += self._items.rows_of(number, kind, counts, fields[OWN][some][is_kind[some]].tolist())
+                begin = some.stop
+            if own:
+                found.append(Wanted(kind, own))
+        return found
+
+    def _exchange(self, ranks: Sequence[int]) -> None:
+        """Ask each rank for rows of the items that it has encoded, and get them."""
+        group, device = self._group, self._group.device
+        wanted = [pair for of_micro in self._wanted for own in of_micro for pair in own.pairs]
+        owners = torch.tensor([ranks[place] for place, _ in wanted], dtype=torch.int64)
+        order = owners.argsort(stable=True)
+        asked = torch.tensor(wanted, dtype=torch.int64).view(-1, 2)[order].to(device)
+        self._asked = torch.bincount(owners, minlength=group.size).tolist()
+        self._answered = [int(row[group.rank]) for row in group.share([float(count) for count in self._asked])]
+        requests = group.all_to_all(asked, self._asked, self._answered)
+        starts, at = torch.zeros(len(ranks), dtype=torch.int64), 0
+        for place, rows in zip(self._own, self._encoded, strict=True):
+            starts[place], at = at, at + len(rows)
+        self._places, self._order = starts.to(device)[requests[:, 0]] + requests[:, 1], order.to(device)
+        nothing = torch.empty(0, self._form.width, dtype=getattr(torch, self._form.dtype), device=device)
+        encoded = torch.cat([nothing, *(rows.detach() for rows in self._encoded)])
+        arrived = group.all_to_all(encoded[self._places], self._answered, self._asked)
+        here = torch.empty_like(arrived)
+        here[self._order] = arrived
+        counts = [len(own.pairs) for of_micro in self._wanted for own in of_micro]
+        self._leaves = [part.clone().requires_grad_(self._form.has_gradient) for part in here.split(counts)]
+        self._nothing = nothing
+
+    def give(self, micro: Micro, index: int) -> None:
+        """Put the rows of its placeholders into a micro-batch's inputs, and positions of whole documents."""
+        positions: Tensor | None = getattr(micro, POSITIONS, None)
+        if positions is not None and micro.num_rows:
+            micro.inputs["position_ids"] = positions.T[:, None]
+        if own := self._wanted[index] if index < len(self._wanted) else []:
+            first = sum(len(before) for before in self._wanted[:index])
+            rows = {one.kind: self._leaves[first + place] for place, one in enumerate(own)}
+            micro.inputs |= self._encoders.inputs(micro.inputs["input_ids"][0], rows, self._form)
+
+    def backward(self) -> None:
+        """Send the gradients of all rows home, and run the encoders backward. All ranks call it."""
+        if not self._form.has_gradient:
+            return
+        group, attachment = self._group, self._hdp.engine.decoder.attachment
+        parts = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
+        gradients = torch.cat([self._nothing, *parts])[self._order]
+        arrived = group.all_to_all(gradients, self._asked, self._answered)
+        ran_plain, at = attachment.ran_plain_backward, 0
+        for place, kept in zip(self._own, self._encoded, strict=True):
+            rows = kept if self._keeps_graphs else self._encode(place)[0]
+            mine = (self._places >= at) & (self._places < at + len(rows))
+            total = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
+            total.index_add_(0, self._places[mine] - at, arrived[mine].to(total.dtype))
+            rows.backward(total.to(rows.dtype))
+            at += len(rows)
+        attachment.ran_plain_backward = ran_plain
+        self._leaves, self._encoded = [], []
+
+
+def _require_use(hdp: Session, kinds: set[str]) -> None:
+    """Raise ``ConfigError`` where items of these kinds cannot be used."""
+    require_beside_tp("images, videos or audios in documents", hdp.mesh.tp.size)
+    decoder = hdp.engine.decoder
+    if missing := kinds - decoder.encoders.kinds.keys():
+        raise ConfigError(
+            f"documents have {', '.join(sorted(missing))} items, and {type(decoder.encoders.root).__name__} takes none "
+            "that were encoded before (mm_encoder_outputs)",
+            so="the model would not see them",
+            fix="load the model by AutoModelForImageTextToText, or train on documents of text alone",
+        )
+    if hdp.engine.others or hdp.mesh.domain.size > 1:
+        raise ConfigError(
+            "documents have images, videos or audios, "
+            + ("and a second model is attached" if hdp.engine.others else 'and shard = "parameters"'),
+            so="the second model has encoders of its own, which no plan runs"
+            if hdp.engine.others
+            else "encoders are no layers that are gathered when they run",
+            fix="score with the second model in an HDP of its own" if hdp.engine.others else "leave shard out",
+        )
+
+
+def _other_number(number: int, kind: str, placeholders: str, rows: int) -> DataError:
+    return DataError(
+        f"document {number} has {placeholders} tokens that stand for {kind} items, which have {rows} rows",
+        so="rows would stand at wrong places",
+        fix="give the tokens and the items that the model's own processor makes of one text, each item by itself",
+    )

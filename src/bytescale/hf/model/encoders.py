@@ -1,0 +1,180 @@
+"""The encoders of images, videos and sounds that a model of transformers has, by what transformers calls them.
+
+A model with encoders takes what they made by the keyword ``mm_encoder_outputs``, looks for the tokens that stand for it
+(*placeholders*), and puts one row there for each, in order. So an encoder may run on another rank than the text:
+``loop.encoded`` runs it there, and hands its rows to the micro-batches. There is no list of model types.
+
+An *item* is an image, a video or a sound: what the model's processor returns for one of it, such as ``pixel_values``
+and ``image_grid_thw``.
+
+Shape letters: S tokens of a document, P patches of an item, n placeholders of an item, C hidden size, W = C times one
+more than the layers that get rows of their own (deepstack).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bytescale.common.errors import DataError
+from bytescale.hf.model.blind import Blind
+from bytescale.hf.model.head import causal_model
+from bytescale.hf.model.interface import KEYWORD, Attachment, refusal, while_set
+
+KINDS = ("image", "video", "audio")
+Item = Mapping[str, Any]
+_DOOR = "mm_encoder_outputs"
+_TYPES = ("mm_token_type_ids", "token_type_ids")
+
+
+class Form(NamedTuple):
+    """How an encoder's output looks, beside its rows."""
+
+    has_gradient: bool
+    is_list: bool
+    hidden_size: int
+    width: int
+    dtype: str
+
+
+class Encoders:
+    """The encoders of one attached model.
+
+    Attributes:
+        kinds: which of ``KINDS`` it has, each with the word that stands for it in a text.
+    """
+
+    def __init__(self, model: nn.Module, attachment: Attachment) -> None:
+        self.root, self._attachment = causal_model(model), attachment
+        self._names = inspect.signature(self.root.forward).parameters
+        has_door = _DOOR in self._names
+        words = {kind: getattr(getattr(self.root, "config", None), f"{kind}_token_id", None) for kind in KINDS}
+        self.kinds = {kind: word for kind, word in words.items() if has_door and word is not None and self._call(kind)}
+        rotary = (module for module in self.root.modules() if hasattr(type(module), "get_rope_index"))
+        self._rotary: Any = next(rotary, None)
+        self._is_causal = False  # it is not known
+
+    def _call(self, kind: str) -> Callable[..., Any] | None:
+        return getattr(self.root, f"get_{kind}_features", None)
+
+    def kinds_of(self, tokens: Tensor) -> Tensor:
+        """``[S]``: of each token 1 + the place of its kind in ``KINDS``, and 0 for words."""
+        found = torch.zeros_like(tokens)
+        for kind, word in self.kinds.items():
+            found[tokens == word] = 1 + KINDS.index(kind)
+        return found
+
+    def counts(self, tokens: Tensor) -> dict[str, int]:
+        """How many tokens stand for items of each kind."""
+        return {kind: int((tokens == word).sum()) for kind, word in self.kinds.items()}
+
+    def positions(self, number: int, tokens: Tensor, items: Mapping[str, Sequence[Item]]) -> Tensor | None:
+        """``[S, 3]`` rotary positions of a document: time, height, width; None: the model counts tokens."""
+        if self._rotary is None:
+            return None
+        if not any(items.values()):
+            return torch.arange(len(tokens))[:, None].expand(-1, 3)
+        given: dict[str, Any] = dict.fromkeys(_TYPES, self.kinds_of(tokens)[None].to(torch.int32))
+        for own in items.values():
+            for name in own[0] if own else ():
+                values = [torch.as_tensor(item[name]) for item in own]
+                given[name] = torch.cat([value.reshape(1) if value.dim() == 0 else value for value in values])
+        wanted = inspect.signature(self._rotary.get_rope_index).parameters
+        given = {name: value for name, value in given.items() if name in wanted}
+        try:
+            found, _ = self._rotary.get_rope_index(tokens[None], **given)
+        except (ValueError, RuntimeError, IndexError, StopIteration, TypeError) as error:
+            raise DataError(
+                f"document {number}: {type(self._rotary).__name__} finds no positions for its tokens ({error!r})",
+                so="its images could not be told apart",
+                fix="give the tokens and the items that the model's own processor makes of one text",
+            ) from error
+        positions: Tensor = found[:, 0].T
+        return positions
+
+    def encode(self, kind: str, item: Item) -> tuple[Tensor, Form]:
+        """Rows ``[n, W]`` of an item. Raises ``DataError`` for what the encoder does not take."""
+        function, device = self._call(kind), next(self.root.parameters()).device
+        assert function is not None, "the model has it"
+        given = {name: torch.as_tensor(value).to(device) for name, value in item.items()}
+        with ExitStack() as undo:
+            for part, name in self._attachment.before:
+                undo.enter_context(while_set([part.config], "_attn_implementation_internal", name))
+            try:
+                output = function(**given, return_dict=True)
+            except (ValueError, RuntimeError, TypeError, IndexError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise DataError(
+                    f"the model's encoder does not take a {kind} of "
+                    f"{ {name: list(value.shape) for name, value in given.items()} }: {error}",
+                    so="nothing could stand in its place",
+                    fix="give each item what the model's processor returns for it alone",
+                ) from error
+        own, deeper = output.pooler_output, getattr(output, "deepstack_features", None) or []
+        rows = torch.cat([*own]) if isinstance(own, list | tuple) else own
+        rows = torch.cat([rows.flatten(0, -2), *(part.flatten(0, -2) for part in deeper)], dim=1)
+        form = Form(
+            has_gradient=rows.requires_grad,
+            is_list=isinstance(own, list | tuple),
+            hidden_size=own[0].shape[-1],
+            width=rows.shape[1],
+            dtype=str(rows.dtype).removeprefix("torch."),
+        )
+        return rows, form
+
+    def inputs(self, tokens: Tensor, rows: Mapping[str, Tensor], form: Form) -> dict[str, Any]:
+        """What the model takes beside ``tokens [T]``: of each kind the rows ``[n, W]`` for its placeholders."""
+        outputs = {}
+        for kind, own in rows.items():
+            first, *deeper = own.split(form.hidden_size, dim=1)
+            pooled = [first] if form.is_list else first
+            outputs[kind] = SimpleNamespace(pooler_output=pooled, deepstack_features=deeper, last_hidden_state=None)
+        types = self.kinds_of(tokens)[None].to(torch.int32)
+        return {_DOOR: outputs, **{name: types for name in _TYPES if name in self._names}}
+
+    def require_causal(self, model: nn.Module, form: Form) -> None:
+        """Raise ``ConfigError`` if a token of an item sees later ones of it. The model runs once, on a few tokens."""
+        if self._is_causal:
+            return
+        kind, word = next(iter(self.kinds.items()))
+        device, look = next(self.root.parameters()).device, _Look()
+        tokens = torch.tensor([0, 0, word, word, word, word, 0, 0], device=device)
+        rows = torch.zeros(4, form.width, dtype=getattr(torch, form.dtype), device=device)
+        given = {"input_ids": tokens[None], "position_ids": torch.arange(8, device=device)[None], "use_cache": False}
+        with torch.no_grad():
+            model(**given, **self.inputs(tokens, {kind: rows}, form), **{KEYWORD: look})
+        for function in look.functions:
+            zero, query, key = (torch.tensor(place, device=device) for place in (0, 2, 3))
+            if bool(torch.as_tensor(function(zero, zero, query, key)).any()):
+                raise refusal(
+                    type(self.root).__name__,
+                    f"the tokens of an {kind} see each other in both directions",
+                    so="a plan knows attention to earlier tokens alone, and results would not be those of one process",
+                    fix="train it on text, or take a model whose text attention is causal (Qwen, InternVL, LLaVA)",
+                )
+        self._is_causal = True
+
+
+class _Look(Blind):
+    """Notes the masks that a model makes."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.functions = list[Callable[..., Any]]()
+
+    def mask(self, mask_function: Callable[..., Any]) -> Any:
+        self.functions.append(mask_function)
+        return super().mask(mask_function)
+
+
+def patches_of(item: Item) -> int:
+    """A measure of an encoder's work: of patches in rows their number, else pixels by 14 x 14."""
+    tensors = [torch.as_tensor(value) for name, value in item.items() if name.startswith(("pixel", "input_feat"))]
+    return max(1, sum(len(one) if one.dim() == 2 else one.numel() // 588 for one in tensors))
