@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,13 +124,16 @@ class RankModel:
             head=decoder.head,
             splits_loss=decoder.splits_loss,
             tied=tied,
+            batch_loss=decoder.indexer_loss,
         )
         return Executor(part=part, kernel=kernel, mesh=mesh, units=self.units)
 
 
-def rank_model(model: nn.Module, mesh: Mesh, *, bucket_bytes: int = 0, experts: str = "gathered") -> RankModel:
+def rank_model(
+    model: nn.Module, mesh: Mesh, *, bucket_bytes: int = 0, experts: str = "gathered", indexer_loss: Any = None
+) -> RankModel:
     """This rank's part of a copy of ``model``. Ranks of a domain share its layers; ``experts``: and experts so."""
-    decoder = HFDecoder(copy.deepcopy(model).train())
+    decoder = HFDecoder(copy.deepcopy(model).train(), indexer_loss=indexer_loss)
     own = parallelize(decoder, mesh)
     named, more, units = own.named, list[FlatParameters](), None
     if mesh.domain.size > 1:

@@ -172,6 +172,9 @@ def test_what_a_loop_may_have_besides(options: dict[str, Any]) -> None:
             torch.testing.assert_close(own, other, rtol=0, atol=TOLERANCE)
 
 
+CHOOSER = small_model("deepseek_v32")
+
+
 def asked(hdp: bytescale.HDP, model: nn.Module, group: dist.ProcessGroup, what: str) -> Any:
     """Ask for what the table of refusals has under this name."""
     batch, options = documents(LENGTHS), {"tp": 2, "capacity_tokens": 60}
@@ -183,6 +186,7 @@ def asked(hdp: bytescale.HDP, model: nn.Module, group: dist.ProcessGroup, what: 
         "equal_counts = True": lambda: bytescale.HDP(model, group, equal_counts=True, **options),
         'experts = "parallel"': lambda: bytescale.HDP(model, group, shard="parameters", experts="parallel", **options),
         "hdp.prefill": lambda: hdp.prefill([[3, 4, 5]]),
+        "indexer_loss": lambda: bytescale.HDP(copy.deepcopy(CHOOSER), group, indexer_loss="sparse", **options),
         "hdp.run": lambda: hdp.run(hdp.plan(batch).part),
     }[what]()
 

@@ -172,7 +172,7 @@ class ZeroKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
         rows = blocks.num_query_rows
-        return q.new_zeros(rows, *q.shape[1:]), q.new_zeros(rows, q.shape[1], dtype=lse_dtype(q.dtype))
+        return q.new_zeros(rows, q.shape[1], v.shape[2]), q.new_zeros(rows, q.shape[1], dtype=lse_dtype(q.dtype))
 
     def backward(
         self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet, scale: float

@@ -69,6 +69,7 @@ def training_step(
     window: int | None = None,
     recurrence: str = "",
     on_host: bool = False,
+    indexer_loss: str = "",
 ) -> Callable[[Mesh], None]:
     """What one rank does in one step, all its collectives included.
 
@@ -76,7 +77,7 @@ def training_step(
     ``bucket_bytes``: of gradients that are reduced while ranks compute. Then there are two steps, since parameters are
     gathered during the second one's forwards. ``window``: of every second layer's attention. ``recurrence``:
     ``matrix`` or ``number``, how states decay in every other layer. ``on_host``: whether the optimizer is in host
-    memory.
+    memory. ``indexer_loss``: ``dense`` or ``sparse``, by which indexers are trained.
     """
     batch = random_batch(plan.lengths.tolist(), NUM_WORDS, 0, masked_share=0.0)
 
@@ -105,7 +106,10 @@ def training_step(
                 shape["first_k_dense_replace"] = num_layers
             with as_if_equal(mesh):
                 model = small_model(name, dtype=torch.float32, **shape, **windows)
-                own = rank_model(model, mesh, bucket_bytes=bucket_bytes)
+                for key, parameter in model.named_parameters():
+                    parameter.requires_grad_(indexer_loss != "dense" or ".indexer." in key)
+                learned = (indexer_loss, 1.0) if indexer_loss else None
+                own = rank_model(model, mesh, bucket_bytes=bucket_bytes, indexer_loss=learned)
             parameters, layers, more, units = own.parameters, own.layers, own.more, own.units
             executor = own.executor(mesh, ZeroKernel(), checkpointing=checkpointing)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -43,7 +43,7 @@ from bytescale.train.parts.rank_model import RankModel, build_rank_model
 from tests.helpers.effort import one_in, one_of
 from tests.hf.support import on_ranks as on_thread_ranks
 
-from .runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
+from .runs import interrupt, losses, metrics, on_ranks, run, small_run, with_trainer, write_corpus
 
 CPU = torch.device("cpu")
 
@@ -110,10 +110,13 @@ def plain_curve(model: nn.Module, config: Config) -> list[float]:
     return curve
 
 
-def own_loop_curve(model: nn.Module, config: Config, group: dist.ProcessGroup) -> list[float]:
-    """The loop of the documentation. Returns this rank's share of the losses."""
+def own_loop_curve(
+    model: nn.Module, config: Config, group: dist.ProcessGroup | None,
+    after: Callable[[bytescale.HDP], None] = lambda hdp: None, **options: Any,
+) -> list[float]:  # fmt: skip
+    """The loop of the documentation. Returns this rank's share of the losses. ``after``: is called before a step."""
     settings, curve = config.optimizer, []
-    hdp = bytescale.HDP(model, group, capacity_tokens=128)
+    hdp = bytescale.HDP(model, group, capacity_tokens=128 if group is not None else 256, **options)
     hdp.adamw(
         settings.lr, **optimizer_options(settings), weight_decay=settings.weight_decay,
         group_options=lambda name, p: {} if p.dim() > 1 else {"weight_decay": 0.0},
@@ -125,6 +128,7 @@ def own_loop_curve(model: nn.Module, config: Config, group: dist.ProcessGroup) -
             loss = summed_loss(model(**micro.inputs).logits[0, : micro.num_rows], micro.labels) / total
             loss.backward()
             curve[-1] += float(loss.detach())
+        after(hdp)
         hdp.step(max_grad_norm=settings.clip_grad_norm, lr=learning_rate(step, config.trainer.steps, settings))
     return curve
 
@@ -182,6 +186,26 @@ def test_a_model_that_chooses_keys_trains_and_becomes_a_folder_again(corpus: Pat
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     for key, value in written.named_parameters():
         torch.testing.assert_close(value, model.get_parameter(key), rtol=0, atol=1e-4, msg=key)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("stage", "pp"), [("sparse", 1), ("sparse", 2), ("dense", 1)])
+def test_indexers_learn_as_in_a_loop_of_ones_own(corpus: Path, tmp_path: Path, stage: Any, pp: int) -> None:
+    """Both losses over three steps, which tests/hf/test_indexer_loss.py compares with plain transformers'."""
+    folder = hf_folder(tmp_path / "model", "deepseek_v32", first_k_dense_replace=2)  # experts have no fp64
+    freeze = ("!*.indexer.*",) if stage == "dense" else ()
+    config = run_from(folder, corpus, tmp_path / "run", 2 * pp, steps=3, dtype="fp64")
+    config = replace(config, parallel=replace(config.parallel, pp=pp))
+    config = replace(config, model=replace(config.model, freeze=freeze, indexer_loss=stage))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not freeze or ".indexer." in name)
+    wanted: list[float] = []
+    curve = own_loop_curve(model, config, None, after=lambda hdp: wanted.append(hdp.indexer_loss()), indexer_loss=stage)
+    assert run(config) == pytest.approx(curve, rel=1e-6)
+    of_indexers = [line["batch_loss"] for line in metrics(tmp_path / "run")]
+    assert of_indexers == pytest.approx(wanted, rel=1e-6)
+    assert stage == "sparse" or of_indexers[-1] < of_indexers[0]  # the model, and with it the target, moves
 
 
 def test_a_run_goes_on_exactly_and_becomes_a_folder_again(corpus: Path, tmp_path: Path) -> None:

@@ -41,29 +41,34 @@ class RowForm:
 
 
 def selected_attention(
-    q: Tensor, rows: Tensor, chosen: Tensor, form: RowForm, earlier: EarlierRows, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, rows: Tensor, chosen: Tensor, form: RowForm, earlier: EarlierRows, sinks: Tensor | None = None,
+    heard: list[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """``q [T, H, D]``, ``rows [T, G, W]``, ``chosen [T, I, K]`` -> ``[T, H, Dv]``.
 
     ``chosen`` are places among the rows of ``earlier.fetch``, at least one of each query, without repetition, or
-    ``NONE``. ``sinks [H]`` are learned logits, or None. All members of a group have to call it together.
+    ``NONE``. ``sinks [H]`` are learned logits, or None. All members of a group have to call it together. Where backward
+    puts the probabilities, summed over heads, ``[T, K]`` in the LSE's dtype: ``heard``.
     """
-    out: Tensor = _SelectedAttention.apply(q, rows, sinks, chosen, form, earlier)
+    out: Tensor = _SelectedAttention.apply(q, rows, sinks, chosen, form, (earlier, heard))
     return out
 
 
 class _SelectedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, rows: Tensor, sinks: Tensor | None, chosen: Tensor, form: RowForm, earlier: EarlierRows
-    ) -> Tensor:
+        ctx: Any, q: Tensor, rows: Tensor, sinks: Tensor | None, chosen: Tensor, form: RowForm,
+        others: tuple[EarlierRows, list[Tensor] | None],
+    ) -> Tensor:  # fmt: skip
+        ctx.earlier, ctx.heard = earlier, _ = others
+
         def compute() -> tuple[Tensor, Tensor]:
             out, lse = forward(q, earlier.fetch(rows, Kind.FORWARD_KV), chosen, form)
             return (out, lse) if sinks is None else join_sinks(out, lse, sinks)
 
         with without_autocast(q.device):
             out, lse = earlier.attention.remembered(compute)
-        ctx.form, ctx.earlier = form, earlier
+        ctx.form = form
         ctx.save_for_backward(q, rows, sinks, chosen, out, lse)
         return out
 
@@ -74,7 +79,10 @@ class _SelectedAttention(torch.autograd.Function):
         with without_autocast(q.device):
             of_sinks = sinks_gradient(dout, out, lse, sinks) if ctx.needs_input_grad[2] else None
             all_rows = ctx.earlier.fetch(rows, Kind.BACKWARD_KV)
-            dq, d_rows = backward(dout, q, all_rows, chosen, ctx.form, out, lse)
+            sums = None if ctx.heard is None else lse.new_zeros(len(q), chosen.shape[2])
+            dq, d_rows = backward(dout, q, all_rows, chosen, ctx.form, out, lse, over_heads=sums)
+            if sums is not None:
+                ctx.heard[:] = [sums]
             d_rows = ctx.earlier.give_back(d_rows, Kind.BACKWARD_GRADIENTS).to(rows.dtype)
         return dq, d_rows, of_sinks, None, None, None
 
@@ -91,14 +99,20 @@ def forward(q: Tensor, rows: Tensor, chosen: Tensor, form: RowForm) -> tuple[Ten
 
 
 def backward(
-    dout: Tensor, q: Tensor, rows: Tensor, chosen: Tensor, form: RowForm, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of ``q``, and of ``rows`` in the dtype of ``lse``; ``out`` and ``lse`` include sinks."""
+    dout: Tensor, q: Tensor, rows: Tensor, chosen: Tensor, form: RowForm, out: Tensor, lse: Tensor,
+    *, over_heads: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of ``q``, and of ``rows`` in the dtype of ``lse``; ``out`` and ``lse`` include sinks.
+
+    ``over_heads [T, K]`` is given the sums over heads of the probabilities.
+    """
     dq, d_rows = torch.empty_like(q), torch.zeros_like(rows, dtype=lse.dtype)
     by_head = d_rows.view(-1, rows.shape[2])
     sums = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     for some, places, keys, scores in _scores(q, rows, chosen, form):
         weights = (scores - lse[some].view(*scores.shape[:3], 1)).exp()
+        if over_heads is not None:
+            over_heads[some] = weights.sum((1, 2))
         upper = dout[some].view(*scores.shape[:3], -1)
         of_weights = (upper @ keys[..., form.values].mT).to(lse.dtype)
         of_scores = (weights * (of_weights - sums[some].view(*scores.shape[:3], 1)) * form.scale).to(q.dtype)

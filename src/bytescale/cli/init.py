@@ -22,7 +22,7 @@ _CONTENTS = {
     "tokens": "`tokens` or `input_ids`, with `labels` or `weights`",
     "text": "plain text, under data.text_key in JSONL and Parquet",
 }
-_FREEZE_INDEXERS = 'freeze = ["*.indexer.*"]      # they choose keys, and a choice has no gradient'
+_FREEZE_INDEXERS = 'freeze = ["*.indexer.*"]      # they choose keys; model.indexer_loss trains them'
 _CONTEXT = 8192
 """Where neither the data nor the model says how long documents may be."""
 _LARGEST_BATCH, _BATCHES = 65536, 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import Config, ModelConfig
@@ -22,6 +22,8 @@ class ModelDescription:
     trained: dict[str, Any] = field(default_factory=dict)  # ``trained_of``; empty: every weight
     balance: float = 0.0
     """Weight of the loss for even use of experts (``hf.model.balance``), which is the run's, not the model's."""
+    indexer_loss: tuple[Literal["dense", "sparse"], float] | None = None
+    """Stage and coefficient of the loss of indexers (``hf.model.indexer_loss``), which is the run's, too."""
 
     @staticmethod
     def of_dict(stored: dict[str, Any]) -> ModelDescription:

@@ -43,7 +43,9 @@ def resolve_model(config: ModelConfig, *, tokenizer_vocab_size: int | None = Non
         )
     if config.router_aux_loss_weight is not None:
         found = replace(found, balance=config.router_aux_loss_weight)
-    return replace(found, content=_changed(found.content, config))
+    stage, coefficient = config.indexer_loss, config.indexer_loss_coefficient
+    learned = None if stage == "off" else (stage, coefficient)
+    return replace(found, content=_changed(found.content, config), indexer_loss=learned)
 
 
 def _of_preset(config: ModelConfig, tokenizer_vocab_size: int | None) -> ModelDescription:

@@ -35,6 +35,11 @@ class ModelConfig:
     router_aux_loss_weight: float | None = None
     """Weight of the loss that keeps experts evenly used, counted over the global batch; 0: off. Unset: 0.02 for
     presets, 0 for models of folders."""
+    indexer_loss: Literal["off", "dense", "sparse"] = "off"
+    """How indexers that choose keys are trained, as DeepSeek-V3.2's: dense, the warm-up, with attention to all keys and
+    the rest of the model frozen; sparse, beside it. off: they are not, and have to be frozen."""
+    indexer_loss_coefficient: float = field(default=1.0, metadata=limits(least=0))
+    """What the loss of indexers, a mean over all tokens of the global batch, is multiplied by."""
     lora_rank: int = field(default=0, metadata=limits(least=0))
     """Train low-rank adapters (LoRA) of this rank beside the weights of hf:FOLDER, which stay as they are; 0: train the
     weights."""
@@ -43,7 +48,8 @@ class ModelConfig:
     lora_targets: tuple[str, ...] = ()
     """Names of the linear modules that get adapters, such as q_proj; empty: all but the head."""
     freeze: tuple[str, ...] = ()
-    """Parameters that are not trained: patterns of their names, such as *.embed_tokens.* or model.layers.[0-3].*"""
+    """Parameters that are not trained: patterns of their names, such as *.embed_tokens.* or model.layers.[0-3].*, or
+    with a ! before it the pattern of all that are trained: !*.indexer.*"""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,6 +15,7 @@ REFUSED_WITH_TP = {
     "images, videos or audios in documents": ("a rank has some rows of them alone", "train on text with tp"),
     "micro.segments": ("a run of this rank's rows is not a document", "take whole ones, micro.documents(values)"),
     "layer.compile()": ("the compiler cannot follow rows that travel beside products", "leave layers as they are"),
+    "indexer_loss": ("a rank would see the probabilities of its own heads alone", "train indexers without tp"),
 }  # fmt: skip
 """What a loop of one's own cannot do yet with tensor parallelism, the consequence, and what to do."""
 

@@ -53,10 +53,13 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
                                   fix="name the documents to evaluate on in eval.sources")  # fmt: skip
     check_content(data)
     _check_weights(data)
-    if data.share_prefixes and shape.balance > 0:
-        raise ConfigError(f"data.share_prefixes is true, with model.router_aux_loss_weight = {shape.balance}",
-                          so="rows are shared, and a balance loss would count each of them once",
-                          fix="set the weight to 0, or leave data.share_prefixes out")  # fmt: skip
+    losses = {f"model.router_aux_loss_weight = {shape.balance}": shape.balance > 0,
+              f'model.indexer_loss = "{config.model.indexer_loss}"': shape.indexer_loss is not None}  # fmt: skip
+    losses["data.share_prefixes = true"] = data.share_prefixes
+    if len(found := [name for name, is_set in losses.items() if is_set]) > 1:
+        raise ConfigError(f"{' and '.join(found)} do not go together",
+                          so="each such loss counts all rows of the global batch, once, and there can be one",
+                          fix=f"leave {' or '.join(name.partition(' ')[0] for name in found)} out")  # fmt: skip
     check_batches(data)
     _check_trace_steps(config.log.trace_steps, config.trainer)
     _check_trainer(config.trainer)

@@ -203,6 +203,7 @@ class RankPlan:
     domain: int  # consecutive ranks that run in lockstep with it, this rank among them
     num_rounds: int  # in which it takes part; in those after its last micro-batch without work
     digest: int  # fingerprint of the whole plan
+    num_tokens: int  # of all ranks
 
     @staticmethod
     def of(plan: Plan, rank: int, *, digest: int | None = None) -> RankPlan:
@@ -218,6 +219,7 @@ class RankPlan:
             domain=plan.domain,
             num_rounds=int(plan.rank_rounds[rank]),
             digest=digest,
+            num_tokens=plan.num_tokens,
         )
 
 

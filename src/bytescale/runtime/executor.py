@@ -53,13 +53,13 @@ class DecoderModule(Protocol):
 
 
 class BatchLoss(Protocol):
-    """A loss on sums over the global batch, as the load balance of experts is one (``hf.model.balance``).
+    """A loss on sums over the global batch: the load balance of experts (``hf.model.balance``), or that of indexers.
 
     Called once a step, by every rank. The gradients that ``loss`` makes are summed over ranks with all others.
     """
 
-    def reset(self) -> None:
-        """Forget the previous step. Called before the first forward."""
+    def reset(self, num_tokens: int) -> None:
+        """Forget the previous step. Called before the first forward of a global batch of ``num_tokens``."""
         ...
 
     def sums(self) -> Tensor:
@@ -152,7 +152,7 @@ class Executor:
         run = self._begin(rank_plan, micro_batches, num_global_targets)
         self.part.activations.begin_step(rank_plan.micro_batches)
         if self.part.batch_loss is not None:
-            self.part.batch_loss.reset()
+            self.part.batch_loss.reset(rank_plan.num_tokens)
 
         def step(action: Action, received: Tensor | None) -> Tensor | None:
             with around(action) if action[1] < count else nullcontext():

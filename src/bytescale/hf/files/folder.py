@@ -240,8 +240,9 @@ def train_a_part(model: nn.Module, trained: dict[str, Any], *, seed: int) -> nn.
     wrapped = _with_adapters(model, trained["lora"], seed) if "lora" in trained else model
     names = dict(model.named_parameters())
     for pattern in trained.get("freeze", ()):
-        frozen = [name for name in names if fnmatchcase(name, pattern)]
-        if not frozen:
+        matched = {name for name in names if fnmatchcase(name, pattern.removeprefix("!"))}
+        frozen = names.keys() - matched if pattern.startswith("!") else matched
+        if not matched:
             raise ConfigError(
                 f"model.freeze has {pattern!r}, which no parameter of the {type(model).__name__} matches",
                 so="nothing would be frozen by it",

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values
     from bytescale.hf.loop.loaded import LoadedBatches
     from bytescale.hf.loop.prefill import Prefill, Ready
+    from bytescale.hf.model.indexer_loss import IndexerStage
 
 
 class HDP(Updates):
@@ -70,15 +71,15 @@ class HDP(Updates):
         kernel: str = "auto",
         checkpointing: Checkpointing = "none",
         host_gib: float = 0.0,
+        indexer_loss: IndexerStage | None = None,
+        indexer_loss_coefficient: float = 1.0,
     ) -> None:
         """Attach to ``model``. Every rank of ``group`` calls it, with the same arguments and the same weights.
 
         Args:
-            model: a causal decoder of transformers, or a module around one (peft). It is put on our attention, which
-                holds inside of plans; outside of them its own goes on.
+            model: a causal decoder of transformers, or a module around one (peft). Our attention holds inside of plans.
             group: the ranks; None: all ranks, or this one alone where torch.distributed has not been initialised.
-            capacity_tokens: tokens that one micro-batch of a rank may hold (``auto``: as many as fit for training, see
-                ``hf.loop.room``). A longer document is shared by several.
+            capacity_tokens: of a micro-batch of a rank; ``auto``: see ``hf.loop.room``. Several share longer documents.
             tp: so many consecutive ranks share each layer's matrices and the rows of a micro-batch, and are one rank
                 for ``capacity_tokens`` and plans. The model becomes this rank's part of itself, for good.
             device_gib: what plans may use of a rank's device; None: most of it with ``auto``, else they are unchecked.
@@ -91,11 +92,10 @@ class HDP(Updates):
             longest_document: its tokens, fixed for good, where rotary positions depend on it (dynamic NTK, longrope).
             cost: what the planner is to believe of training; None: counted from the model.
             forward_only: whether plans are for passes without backward, as scoring and prefill have them.
-            kernel: ``auto``, the fastest flash attention that works on all ranks, until ``detach``; ``flash``, ``fa3``
-                or ``fa4``, one of them; or ``math`` for the slow reference.
+            kernel: ``auto``, the fastest flash attention of all ranks; ``flash``, ``fa3``, ``fa4``; or slow ``math``.
             checkpointing: ``full`` or ``attention`` compute layers again in backward.
-            host_gib: host memory of a rank for activations. With it, a rank may hold more of a long document than
-                ``capacity_tokens``: as much more as offloading makes room for (``memory.offload``).
+            host_gib: host memory of a rank for activations. It may then hold more of a document (``memory.offload``).
+            indexer_loss: times a coefficient, trains indexers: ``dense`` or ``sparse`` (``hf.model.indexer_loss``).
 
         Raises ``ConfigError`` where a plan would not give the results of one process, with the part of the model that
         is in the way; ``RankFailure`` if the ranks have different settings or models.
@@ -103,7 +103,8 @@ class HDP(Updates):
         super().__init__(model, _mesh_of(group, model, tp, shard, domain, experts, equal_counts=equal_counts), experts)
         self.domain = self.mesh.hdp.size if equal_counts else self.mesh.domain.size
         require_use_of_memory(capacity_tokens, device_gib, host_gib, equal_counts, forward_only)
-        decoder = HFDecoder(model, longest_document=longest_document)
+        learned = (indexer_loss, indexer_loss_coefficient) if indexer_loss else None
+        decoder = HFDecoder(model, longest_document=longest_document, indexer_loss=learned)
         with ExitStack() as undo:
             undo.callback(decoder.undo)
             self._make_part(decoder)
@@ -156,8 +157,7 @@ class HDP(Updates):
         if self.experts == "parallel":
             self.engine.decoder.require_experts(self.mesh.domain.size)
         self.room = Room.of(self.engine, capacity_tokens, device_gib, self.mesh.domain.size, self.experts)
-        parameter = next(self.model.parameters())
-        element = parameter.element_size()
+        element = (parameter := next(self.model.parameters())).element_size()
         if cost is None:
             device: DeviceKind = "cuda" if parameter.device.type == "cuda" else "cpu"
             spec, domain, experts = self.engine.decoder.spec, self.domain, self.experts
@@ -172,10 +172,9 @@ class HDP(Updates):
             offload=self.room.offload,
             limits=self.room.limits,
         )
-        sharing = self.domain, self.mesh.domain.size, self.experts
+        sharing = self.domain, self.mesh.domain.size, self.experts, self.engine.decoder.learned
         settings = (self.structure, self.cost, self.capacity_tokens, sharing, self.planner.config)
-        what = "the weights of the model, its attention or the settings of HDP"
-        self.group.agree(what, self._fingerprint(settings))
+        self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint(settings))
 
     def attach(self, model: nn.Module, *, same_tokenizer: bool = False) -> None:
         """Let a second model run the micro-batches of this object, without gradients: a reference, or a teacher.
@@ -195,10 +194,7 @@ class HDP(Updates):
         self.engine.others.append(decoder)
 
     def detach(self) -> None:
-        """Put the model back on the attention that it had, and leave its gradients to others. ``step`` is refused then.
-
-        ``state`` and ``save`` still work.
-        """
+        """Put the model back on its own attention. ``step`` is refused then; ``state`` and ``save`` still work."""
         for decoder in (self.engine.decoder, *self.engine.others):
             decoder.undo()
         self.engine.close()

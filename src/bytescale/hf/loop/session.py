@@ -78,6 +78,14 @@ class Session:
             self._planners[key] = planner
         return self._planners[key]
 
+    def indexer_loss(self) -> float:
+        """The loss of indexers over the last global batch that was trained on (``hf.model.indexer_loss``).
+
+        Every rank calls it, after the loop over the batch. 0 without ``HDP(indexer_loss=...)``.
+        """
+        loss = self.engine.decoder.indexer_loss
+        return 0.0 if loss is None else float(self.group.all_reduce(loss.sums()))
+
     def forward_cost(self) -> CostModel:
         return self.cost.forward_only(next(self.model.parameters()).element_size())
 
@@ -92,6 +100,14 @@ class Session:
         if self.units is not None:
             self.units.begin()
         self.engine.activations.begin_step(looped.part.rank_plan.micro_batches)
+        if (loss := self.engine.decoder.indexer_loss) is not None and torch.is_grad_enabled():
+            if looped.part.forest is not None:
+                raise ConfigError(
+                    "share_prefixes = True beside indexer_loss",
+                    so="the loss of indexers would count a row once that several documents have",
+                    fix="leave share_prefixes out",
+                )
+            loss.reset(looped.part.rank_plan.num_tokens)
         self.looped = looped
 
     def agree(self, what: str, value: int) -> None:

@@ -64,8 +64,8 @@ class BalanceLoss:
         """This rank has a pipeline stage of the model, with these ``modules``."""
         self.layers = [sums for sums in self.layers if sums.router in modules]
 
-    def reset(self) -> None:
-        """Forget the previous step. Called before a step's first forward."""
+    def reset(self, num_tokens: int = 0) -> None:
+        """Forget the previous step. Called before a step's first forward. Tokens are counted where they are."""
         for sums in self.layers:
             sums.reset()
 

@@ -150,6 +150,7 @@ class Selection:
         index_flops: operations for each query and earlier token.
         row_width: numbers of a token that travel to be attended to: latents, or keys and values.
         pair_numbers: numbers that a query's heads and a chosen key are multiplied with.
+        has_scores: whether tokens are chosen by one ``topk`` of their scores.
     """
 
     num_keys: int
@@ -157,6 +158,7 @@ class Selection:
     index_flops: float = 0.0
     row_width: int = 0
     pair_numbers: int = 0
+    has_scores: bool = False
 
 
 def choice_of(call: Call) -> Tensor | None:

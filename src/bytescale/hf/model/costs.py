@@ -35,8 +35,8 @@ def layers_of(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     return list(found)
 
 
-def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
-    """Count any model, layer by layer. All ranks get the same without a measurement.
+def spec_of(model: nn.Module, structure: ModelStructure, *, stage: str | None = None) -> ModelSpec:
+    """Count any model, layer by layer. All ranks get the same without a measurement. ``stage``: of ``indexer_loss``.
 
     In a layer with a sliding window every query sees a bounded number of keys (``ModelSpec.windows``). Its ring traffic
     is bounded too and is left out. Where keys are chosen, all earlier tokens' rows travel, and few are attended to.
@@ -50,7 +50,7 @@ def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
         inside, own = set(layer.modules()), {id(p): p for p in layer.parameters()}
         calls = [call for call in structure.layers if modules[call.name] in inside]
         ringed = [call for call in calls if call.rules.window is None]
-        pairs = [_pairs(call) for call in calls]
+        pairs = [_pairs(call, stage) for call in calls]
         mixers = [mixer for mixer in structure.mixers if modules[mixer.name] in inside]
         experts = [module for module in mixtures if module in inside]
         active = [
@@ -71,7 +71,7 @@ def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
                 num_chosen=max((most for _, _, most in pairs), default=0),
                 window=max((call.rules.window or 0 for call in calls), default=0) if not ringed else 0,
                 num_heads=sum(call.num_heads for call in ringed),
-                key_numbers=float(sum(_travelling(call) for call in ringed)),
+                key_numbers=float(sum(_travelling(call, stage) for call in ringed)),
                 mixers=len(mixers),
                 state_numbers=sum(2.0 * (mixer.state_numbers + mixer.decay_numbers) for mixer in mixers),
             )
@@ -95,19 +95,24 @@ def spec_of(model: nn.Module, structure: ModelStructure) -> ModelSpec:
     )
 
 
-def _pairs(call: LayerAttention) -> tuple[float, float, int]:
+def _pairs(call: LayerAttention, stage: str | None) -> tuple[float, float, int]:
     """Numbers that a pair of query and key is multiplied with, those that chosen keys alone meet, and the most keys."""
-    own = call.selection
+    own, of_all = call.selection, float(call.num_heads * (call.head_dim + call.value_dim))
     if own is None:
-        return float(call.num_heads * (call.head_dim + call.value_dim)), 0.0, 0
-    indexer = own.index_flops / (2 + 2 * BACKWARD_ATTENTION_RATIO)  # it has no backward
+        return of_all, 0.0, 0
+    forward = 1 / (1 + BACKWARD_ATTENTION_RATIO)  # of what counts for both
+    indexer = forward * own.index_flops / 2
+    if stage == "dense":  # attention has no backward, and its scores are computed again from latents
+        return forward * (of_all + bool(own.index_width) * own.pair_numbers / 2) + 3 * indexer, 0.0, 0
+    indexer *= 1 if stage is None else 4  # scores again in backward, and the gradients of both factors
     return own.pair_numbers + indexer, float(own.pair_numbers), own.num_keys
 
 
-def _travelling(call: LayerAttention) -> int:
+def _travelling(call: LayerAttention, stage: str | None) -> int:
     """Numbers of a token that ranks with later tokens of its document need."""
-    own = call.selection
-    return call.num_kv_heads * (call.head_dim + call.value_dim) if own is None else own.index_width + own.row_width
+    own, of_all = call.selection, call.num_kv_heads * (call.head_dim + call.value_dim)
+    chosen = 0 if own is None else own.index_width + own.row_width
+    return chosen + of_all if own is None or stage == "dense" else chosen
 
 
 def _active_share(model: nn.Module) -> float:

@@ -35,6 +35,7 @@ from bytescale.runtime.loss import Head, PlainHead
 if TYPE_CHECKING:
     from bytescale.hf.model.balance import BalanceLoss
     from bytescale.hf.model.encoders import Encoders
+    from bytescale.hf.model.indexer_loss import IndexerLoss, IndexerStage
     from bytescale.hf.model.token_rows import TokenRows
 
 
@@ -51,10 +52,16 @@ class HFDecoder(nn.Module):
         is_frozen: whether it is a second model, which runs without gradients.
         token_rows: which rows this rank has, where it has a part of the model (``tensor_parallel``).
         balance: the loss for even use of experts; None: there is none.
+        indexer_loss: the loss of indexers; None: they are not trained. ``learned``: its stage and coefficient.
     """
 
-    def __init__(self, model: nn.Module, *, longest_document: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, longest_document: int | None = None,
+        indexer_loss: tuple[IndexerStage, float] | None = None,
+    ) -> None:  # fmt: skip
         """Attach. ``longest_document``: for which rotary positions that depend on the longest one are fixed.
+
+        ``indexer_loss``: the stage and the coefficient of the loss by which indexers are trained.
 
         Raises ``ConfigError`` where a plan would not give the results of one process, with the part that is in the way.
         The model is then as it was.
@@ -74,7 +81,7 @@ class HFDecoder(nn.Module):
             if any(names_in(module) & INDEXED for module in model.modules()):
                 from bytescale.hf.model.selectors import Selectors  # few models choose keys
 
-                selectors = Selectors(model)
+                selectors = Selectors(model, learn=indexer_loss is not None)
                 undo.callback(selectors.detach)
                 self.frozen = list(selectors.frozen)
             undo.callback(unfix_rope, fix_rope(model, longest_document))
@@ -84,6 +91,12 @@ class HFDecoder(nn.Module):
                 from bytescale.hf.model.same_choice import require_same_choice
 
                 require_same_choice(model, self.structure.layers)
+            self.indexer_loss: IndexerLoss | None = None
+            self.learned = indexer_loss
+            if indexer_loss is not None:
+                from bytescale.hf.model.indexer_loss import IndexerLoss  # few models choose keys
+
+                self.indexer_loss = IndexerLoss(model, self.structure.layers, *indexer_loss)
             self.undo = undo.pop_all().close
             """Leaves the model as it was before."""
         modules = {name or type(module).__name__: module for name, module in model.named_modules()}
@@ -154,6 +167,8 @@ class HFDecoder(nn.Module):
     @cached_property
     def choosers(self) -> dict[str, int]:
         """Names of the layers whose own indexers choose keys, in the model's order, and at most how many."""
+        if self.indexer_loss is not None and self.indexer_loss.is_dense:
+            return {}
         return {
             layer.name: layer.selection.num_keys
             for module, layer in self.attentions.items()
@@ -219,7 +234,7 @@ class HFDecoder(nn.Module):
 
     @cached_property
     def spec(self) -> ModelSpec:
-        return spec_of(self.model, self.structure)
+        return spec_of(self.model, self.structure, stage=self.learned and self.learned[0])
 
     @cached_property
     def model_head(self) -> ModelHead:

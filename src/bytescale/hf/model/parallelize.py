@@ -16,6 +16,7 @@ from torch import nn
 
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
+from bytescale.config.sharing import require_beside_tp
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.stages import cut_to_stage
 from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism, planned_cuts
@@ -54,6 +55,8 @@ def parallelize(
 
     Raises ``ConfigError`` for a model that cannot be cut so, by name, and for a stage that has nothing to train.
     """
+    if mesh is not None and decoder.indexer_loss is not None:
+        require_beside_tp("indexer_loss", mesh.tp.size)
     number, count = stage or ((0, 1) if mesh is None else (mesh.stage, mesh.shape.pp))
     named = list(decoder.model.named_parameters())
     cuts = {name: Cut(shape=tuple(parameter.shape)) for name, parameter in named}

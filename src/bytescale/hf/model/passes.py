@@ -27,6 +27,7 @@ from bytescale.runtime.loss import Head
 
 if TYPE_CHECKING:
     from bytescale.attention.earlier import EarlierRows
+    from bytescale.hf.model.indexer_loss import IndexerLoss
     from bytescale.recurrence.cuts import Cuts, GroupCuts
 
 
@@ -35,6 +36,7 @@ class Attached(Protocol):
 
     num_calls: int
     is_frozen: bool
+    indexer_loss: IndexerLoss | None
 
     @property
     def attentions(self) -> Mapping[nn.Module, LayerAttention]: ...
@@ -143,9 +145,18 @@ class MicroBatchPass(Target):
         from bytescale.hf.model.selectors import attend_to_chosen  # few models choose keys
 
         q, k, v = (rows[: self.num_rows] for rows in qkv)
-        latents = self.layer_rows.pop(call.module).latents
-        out = attend_to_chosen(call, q, k, v, layer.rules.scale_of(q), latents, self._earlier(attention))
-        return out if self.num_rows else torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
+        kept, earlier, loss = self.layer_rows.pop(call.module), self._earlier(attention), self.decoder.indexer_loss
+        lesson = None if loss is None else loss.lesson(kept.indexer, earlier, layer.rules.window)
+        kept.indexer = None  # which knows ``kept``, too: a circle would keep the layer's input
+        scale = layer.rules.scale_of(q)
+        if loss is not None and loss.is_dense:
+            q, k, v = (q, k, v) if self.has_ring else qkv
+            out = attention(q, k, v, layer.rules, call.options.get("s_aux"))
+            if lesson is not None:
+                out = lesson.of_dense(out, call, (q, k, v), scale, kept.latents)
+        else:
+            out = attend_to_chosen(call, (q, k, v), scale, kept.latents, earlier, lesson)
+        return out if len(out) else torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
 
     @torch.compiler.disable
     def select(self, indexer: Any) -> Tensor:
@@ -155,6 +166,10 @@ class MicroBatchPass(Target):
         layer = self.decoder.attentions.get(indexer.cache.layer)
         if layer is None:
             raise _not_attached(indexer.cache.layer)
+        if self.decoder.indexer_loss is not None and self.decoder.indexer_loss.is_dense:
+            if indexer.cache.given is not None:  # it is told the index keys
+                indexer.keys()
+            return indexer.choose_alone()  # a choice that nobody looks at
         attention = self._attention_of(in_autocast(next(indexer.cache.layer.parameters())).dtype)
         earlier = self._earlier(attention)
 

@@ -34,7 +34,7 @@ class _OneDocument(Blind):
     def attend(self, call: Call) -> Tensor:
         rules, latents = self._layers[self.names[call.module]].rules, self.layer_rows[call.module].latents
         q, k, v = (rows[0].transpose(0, 1) for rows in (call.query, call.key, call.value))
-        return attend_to_chosen(call, q, k, v, rules.scale_of(q), latents, self.earlier)[None]
+        return attend_to_chosen(call, (q, k, v), rules.scale_of(q), latents, self.earlier)[None]
 
 
 def require_same_choice(model: nn.Module, layers: Sequence[LayerAttention]) -> None:

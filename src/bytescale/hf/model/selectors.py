@@ -17,7 +17,7 @@ Shape letters: T rows of a micro-batch, L tokens of a path, H heads, I selection
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -41,8 +41,17 @@ _NUMBERS = 2**20
 class LowestFirst(TorchFunctionMode):
     """Within it, ``topk`` takes of equal scores those at the lowest places, and returns the largest scores first."""
 
+    def __init__(self, seen: list[Tensor] | None = None) -> None:
+        """``seen`` gets what ``topk`` is given."""
+        super().__init__()
+        self._seen = seen
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (_topk if func in (torch.topk, Tensor.topk) else func)(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        if self._seen is not None:
+            self._seen.append(args[0])
+        return _topk(*args, **(kwargs or {}))
 
 
 def _topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
@@ -55,12 +64,14 @@ class Selectors:
     """The indexers of an attached model and the layers around them. ``detach`` undoes it.
 
     A choice has no gradient, so that the indexers' parameters are frozen: weight decay would change them otherwise.
+    With ``learn`` they have a loss of their own (``indexer_loss``), and stay as they are.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, learn: bool = False) -> None:
         self._indexers = [module for module in model.modules() if names_in(module) & INDEXED]
         classes = {type(one) for one in model.modules() if any(part in self._indexers for part in one.children())}
         own = {id(parameter) for indexer in self._indexers for parameter in indexer.parameters()}
+        own = set() if learn else own
         self.frozen = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in own}
         """What was trained until now."""
         for parameter in self.frozen.values():
@@ -112,24 +123,29 @@ class LayerRows:
     """
 
     def __init__(self, target: Target, layer: nn.Module, given: Any) -> None:
-        self.target, self.layer, self._given = target, layer, given
+        self.target, self.layer, self.given = target, layer, given
         self.latents: tuple[Tensor, Tensor] | None = None
         """Of which the layer makes keys and values; None: it has none."""
         self.index_keys: Tensor | None = None
         """Handed out from here on; None: those that come are taken."""
-        self.layers = _AllLayers(self)
+        self.indexer: Indexer | None = None
+        """The layer's own; None: it takes an earlier layer's choice."""
+
+    @property
+    def layers(self) -> _AllLayers:
+        return _AllLayers(self)
 
     def update(self, first: Tensor, second: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
         self.latents = (first, second) if hasattr(self.layer, "expand_kv") else None
-        if self._given is not None:
-            self._given.update(first, second, layer)
+        if self.given is not None:
+            self.given.update(first, second, layer)
         return first, second
 
     def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
         if self.index_keys is not None:
             return self.index_keys
-        if self._given is not None:
-            self._given.update_indexer(keys, self.layer.layer_idx)
+        if self.given is not None:
+            self.given.update_indexer(keys, self.layer.layer_idx)
         raise _IndexKeys(keys)
 
     update_index = update_indexer
@@ -156,7 +172,8 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, LayerRows)), None)
     if cache is None:
         return plain(*args, **kwargs)
-    return cache.target.select(Indexer(self, plain, args, kwargs, cache))
+    cache.indexer = Indexer(self, plain, args, kwargs, cache)
+    return cache.target.select(cache.indexer)
 
 
 @dataclass
@@ -202,21 +219,23 @@ class Indexer:
     def _of_path(self, path: Path, all_keys: Tensor, window: int | None) -> Iterable[Tensor]:
         rows, device = path.on(all_keys.device), all_keys.device
         keys, places = all_keys[rows], torch.arange(len(all_keys), dtype=torch.int32, device=device)[rows]
-        step = max(1, _NUMBERS // len(keys))
-        for first in range(path.rows.start, path.rows.stop, step):
-            some = slice(first, min(first + step, path.rows.stop))
-            own = torch.arange(some.start, some.stop, device=device)[:, None] - path.rows.start + path.num_before
-            at = torch.arange(path.num_before + some.stop - path.rows.start, device=device)
-            visible = at <= own if window is None else (at <= own) & (at > own - window)
-            chosen = self._chosen(some, keys[: len(at)], visible[None])
-            held = chosen.clamp(0, len(at) - 1)
+        for some, visible in parts_of(path, window, device):
+            num_keys = visible.shape[1]
+            chosen = self._chosen(some, keys[:num_keys], visible[None])
+            held = chosen.clamp(0, num_keys - 1)
             is_seen = visible.gather(1, held.flatten(1)).view_as(held) & (held == chosen)
             yield torch.where(is_seen, places[held], NONE)
 
-    def _chosen(self, some: slice, keys: Tensor, visible: Tensor) -> Tensor:
+    def scores(self, some: slice, keys: Tensor, visible: Tensor) -> Tensor | None:
+        """``[t, L]`` of ``some`` queries, of which the best are chosen; None: these are no scores of tokens."""
+        seen: list[Tensor] = []
+        self._chosen(some, keys, visible[None], seen)
+        return seen[0][0] if len(seen) == 1 and seen[0].shape == (1, *visible.shape) else None
+
+    def _chosen(self, some: slice, keys: Tensor, visible: Tensor, seen: list[Tensor] | None = None) -> Tensor:
         """``[t, I, K]`` positions of ``some`` queries, int64; a few of them may not be visible."""
         self.cache.index_keys = keys.view(*self._leading, *keys.shape)
-        with LowestFirst():
+        with LowestFirst(seen):
             chosen = self._run(some, visible)
         positions: Tensor = chosen.transpose(1, 2)[0] if chosen.dim() == 4 else chosen[0][:, None]
         block: int | None = getattr(self.module, "block_size", None)
@@ -252,7 +271,22 @@ class Indexer:
                 chosen = self._chosen(slice(0, 1), keys.flatten(0, -2)[:1].expand(many, -1), visible)
             of_many.append((chosen.shape[2], counter.get_total_flops()))
         (_, less), (num_keys, more) = of_many
-        return Selection(num_keys=num_keys, index_width=keys.shape[-1], index_flops=(more - less) / (MANY // 2))
+        is_seen = self.scores(slice(0, 1), keys.flatten(0, -2)[:1].expand(many, -1), visible[0]) is not None
+        flops = (more - less) / (MANY // 2)
+        return Selection(num_keys=num_keys, index_width=keys.shape[-1], index_flops=flops, has_scores=is_seen)
+
+
+def parts_of(path: Path, window: int | None, device: torch.device, share: int = 1) -> Iterator[tuple[slice, Tensor]]:
+    """Some queries of a path at a time: which, and whether they may see the first keys of the path, ``[t, L]``.
+
+    ``share``: a part of the usual number.
+    """
+    step = max(1, _NUMBERS // share // max(1, path.num_before + path.rows.stop - path.rows.start))
+    for first in range(path.rows.start, path.rows.stop, step):
+        some = slice(first, min(first + step, path.rows.stop))
+        own = torch.arange(some.start, some.stop, device=device)[:, None] - path.rows.start + path.num_before
+        at = torch.arange(path.num_before + some.stop - path.rows.start, device=device)
+        yield some, at <= own if window is None else (at <= own) & (at > own - window)
 
 
 def _given(some: slice, num_rows: int, visible: Tensor, one: Any) -> Any:
@@ -265,15 +299,28 @@ def _given(some: slice, num_rows: int, visible: Tensor, one: Any) -> Any:
 
 
 def attend_to_chosen(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float, latents: tuple[Tensor, Tensor] | None,
-    earlier: EarlierRows,
+    call: Call, qkv: tuple[Tensor, Tensor, Tensor], scale: float, latents: tuple[Tensor, Tensor] | None,
+    earlier: EarlierRows, lesson: Any = None,
 ) -> Tensor:  # fmt: skip
-    """``q [T, H, D]``, ``k [T, G, D]``, ``v [T, G, Dv]`` -> ``[T, H, Dv]``. Of latents the layer expands none."""
+    """``q [T, H, D]``, ``k [T, G, D]``, ``v [T, G, Dv]`` -> ``[T, H, Dv]``. ``lesson``: ``indexer_loss.Lesson``."""
     chosen, sinks = choice_of(call), call.options.get("s_aux")
     assert chosen is not None, "it is asked for"
+    queries, rows, form, values = as_rows(call, *qkv, scale, latents)
+    if lesson is not None:  # its backward comes after that of attention
+        queries = lesson.carried_by(queries, chosen)
+    out = selected_attention(queries, rows, chosen, form, earlier, sinks, None if lesson is None else lesson.heard)
+    return out if values is None else torch.einsum("thr,hrd->thd", out, values)
+
+
+def as_rows(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float, latents: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, RowForm, Tensor | None]:
+    """Queries ``[T, H, D]``, rows ``[T, G, W]`` of what is attended to, and what takes results ``[H, R, Dv]`` to heads.
+
+    Of latents the layer expands none.
+    """
     if latents is None:
-        form = RowForm(slice(0, k.shape[2]), slice(k.shape[2], None), scale)
-        return selected_attention(q, torch.cat([k, v], -1), chosen, form, earlier, sinks)
+        return q, torch.cat([k, v], -1), RowForm(slice(0, k.shape[2]), slice(k.shape[2], None), scale), None
     # Keys and values are linear in the latents: what the layer makes of unit vectors takes queries to latents.
     first, second = (part.reshape(-1, part.shape[-1]) for part in latents)
     units = torch.eye(first.shape[1] + second.shape[1], dtype=first.dtype, device=first.device)[None, None]
@@ -282,5 +329,4 @@ def attend_to_chosen(
     queries = torch.einsum("thd,hrd->thr", q, keys[0].to(q.dtype))
     rows = torch.cat([first, second], -1)[: len(q), None].to(q.dtype)
     form = RowForm(slice(0, rows.shape[2]), slice(0, first.shape[1]), scale)
-    out = selected_attention(queries, rows, chosen, form, earlier, sinks)
-    return torch.einsum("thr,hrd->thd", out, values[0, :, : first.shape[1]].to(q.dtype))
+    return queries, rows, form, values[0, :, : first.shape[1]].to(q.dtype)

@@ -61,7 +61,8 @@ def shapes_of(architecture: ModelDescription, dtype: torch.dtype, longest: int) 
         return None
     try:
         with OnMeta():
-            return HFDecoder(model.to(dtype).train(), longest_document=longest)
+            model = model.to(dtype).train()
+            return HFDecoder(model, longest_document=longest, indexer_loss=architecture.indexer_loss)
     except (RuntimeError, ConfigError):  # the whole model is attached instead, which says what is in the way
         return None
 
@@ -85,7 +86,7 @@ def part_of_large(
         layers = [name for name, module in decoder.model.named_modules() if module in set(decoder.layers)]
         stage = None if mesh.shape.pp == 1 else (min(mesh.stage, 1), 2)
         model = twin_of(decoder, content, dtype, least=1 if stage is None else 2)
-    twin = HFDecoder(model.to(device).train(), longest_document=longest)
+    twin = HFDecoder(model.to(device).train(), longest_document=longest, indexer_loss=architecture.indexer_loss)
     twin.require_no_randomness()
     assert isinstance(twin.head, PlainHead) == isinstance(decoder.head, PlainHead), "heads are compared on real words"
     parallelize(twin, mesh, stage=stage)

@@ -94,7 +94,7 @@ class RankModel:
             activations=self.activations,
             head=part.head,
             splits_loss=part.splits_loss,
-            batch_loss=part.balance,
+            batch_loss=part.balance or part.indexer_loss,
             tied=self._tied(optimizer, mesh),
         )
 
@@ -193,7 +193,8 @@ def _whole_model(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(device, dtype)
         model.to(device)
-    part = HFDecoder(model.train(), longest_document=config.data.context_length)
+    longest, learned = config.data.context_length, architecture.indexer_loss
+    part = HFDecoder(model.train(), longest_document=longest, indexer_loss=learned)
     part.require_no_randomness()
     if architecture.balance:
         part.balance = BalanceLoss(part, architecture.balance)
@@ -206,7 +207,8 @@ def _require_named(frozen: Sequence[str]) -> None:
         raise ConfigError(
             f"{frozen[0]} chooses keys, which has no gradient, and model.freeze does not have it",
             so="it would not be trained, and checkpoints, which have what is trained, would lack it",
-            fix=f"set model.freeze to ['*.{frozen[0].split('.')[-3]}.*'], and begin with the model: --init hf:FOLDER",
+            fix=f"set model.freeze to ['*.{frozen[0].split('.')[-3]}.*'], and begin with the model: --init hf:FOLDER; "
+            'or train it by model.indexer_loss = "sparse"',
         )
 
 

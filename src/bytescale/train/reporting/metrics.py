@@ -51,7 +51,9 @@ class StepSums(OfARank):
 
     loss_sum: float = field(metadata=_SUM)
     num_targets: float = field(metadata=_SUM)
-    batch_loss: float = field(metadata=_SUM)  # load balance of experts, weighted, told by one rank of a stage
+    batch_loss: float = field(
+        metadata=_SUM
+    )  # of experts' balance or of indexers, weighted, told by one rank of a stage
     norm_share: float = field(metadata=_SUM)  # sum of squares of the rank's part of the gradient
     stop_heard: float = field(metadata=_SUM)  # 1: the rank was asked to stop
 
@@ -90,7 +92,7 @@ class StepMetrics(SharedFigures):
 
     step: int
     loss: float  # mean cross-entropy per token with a target, nats
-    batch_loss: float  # load balance of experts, weighted
+    batch_loss: float  # of experts' balance or of indexers, weighted
     grad_norm: float  # before clipping
     learning_rate: float
     num_tokens: int
