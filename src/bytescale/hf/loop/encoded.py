@@ -40,7 +40,7 @@ OWN = "placeholders"
 POSITIONS = "rotary_positions"
 
 
-class Wanted(NamedTuple):
+class StandingFor(NamedTuple):
     """What stands for items of one kind in a micro-batch: of each placeholder the item and its row."""
 
     kind: str
@@ -153,7 +153,7 @@ class EncodedItems:
         for rank, (_, _, lengths) in enumerate(told):
             for place, length in zip((one for one, own in enumerate(ranks) if own == rank), lengths, strict=True):
                 counts[place] = length
-        self._wanted, error = list[list[Wanted]](), ""
+        self._wanted, error = list[list[StandingFor]](), ""
         try:
             for number, of_kinds in totals.items():
                 items.require_total(number, of_kinds, counts)
@@ -173,7 +173,9 @@ class EncodedItems:
     def _encode(self, place: int) -> tuple[Tensor, Form]:
         return self._encoders.encode(*self._items.items[place])
 
-    def _of_micro_batch(self, plan: MicroBatch, fields: Mapping[str, Tensor], counts: Sequence[int]) -> list[Wanted]:
+    def _of_micro_batch(
+        self, plan: MicroBatch, fields: Mapping[str, Tensor], counts: Sequence[int]
+    ) -> list[StandingFor]:
         """By kind: its places in the micro-batch, and the item and row for each."""
         kinds, found = self._encoders.kinds_of(fields["tokens"]), []
         for kind in self._encoders.kinds:
@@ -184,7 +186,7 @@ class EncodedItems:
                 own += self._items.rows_of(number, kind, counts, fields[OWN][some][is_kind[some]].tolist())
                 begin = some.stop
             if own:
-                found.append(Wanted(kind, own))
+                found.append(StandingFor(kind, own))
         return found
 
     def _exchange(self, ranks: Sequence[int]) -> None:
