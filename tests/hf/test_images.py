@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from bytescale import HDP
+from bytescale import HDP, score
 from bytescale.common.errors import ConfigError, DataError
-from bytescale.hf.loop.encoded import EncodedItems, Items
+from bytescale.hf.loop.encoded import EncodedItems, Items, StandingFor
 from bytescale.hf.model.encoders import Encoders
 from bytescale.parity.compare import WideCasts
 from tests.helpers.effort import one_of
@@ -228,6 +228,39 @@ def test_frozen_encoders_run_once_and_stay(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(weights[name], before) == (name not in gradients)
 
 
+@pytest.mark.parametrize("num_ranks", one_of([1, 2, 3], 2))
+def test_rollouts_of_one_prompt_with_an_image_share_its_rows(num_ranks: int) -> None:
+    """Equal tokens with other images share no row behind the first of these."""
+    family = "qwen3_vl"
+    first, other = (("image", picture(family, seed, 8, 4)) for seed in range(2))
+    prompt = document(family, 6, first, 5)
+    words = [torch.arange(3 + 9 * number, 9 + 12 * number) % 60 + 3 for number in range(3)]
+    batch = [prompt | {"tokens": torch.cat([prompt["tokens"], own])} for own in words]
+    batch += [batch[0] | {"images": [other[1]]}, document(family, 17)]
+    model = model_of(family).eval()
+    with WideCasts():
+        wanted, gradients = alone(model, batch)
+    total = sum(len(d["tokens"]) - 1 for d in batch)
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> tuple[float, int, dict[str, Tensor], list[Tensor]]:
+        hdp = HDP(own, group, capacity_tokens=40 if group.size() > 1 else 400)
+        hdp.adamw(lr=1e-3)
+        loss, rows = 0.0, 0
+        with WideCasts():
+            for micro in hdp.plan(batch, share_prefixes=True):
+                part = micro.loss_sum(own) / total
+                part.backward()
+                loss, rows = loss + float(part.detach()), rows + micro.num_rows
+            return loss, rows, hdp.gradients(), list(score(hdp, batch))
+
+    results = on_ranks(num_ranks, model, work)
+    assert sum(loss for loss, *_ in results) == pytest.approx(wanted, rel=1e-10)
+    assert sum(rows for _, rows, *_ in results) < sum(len(d["tokens"]) for d in batch)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(results[0][2][name], gradient, rtol=0, atol=1e-10)
+    assert -sum(float(logprobs.sum()) for logprobs in results[0][3]) / total == pytest.approx(wanted, rel=1e-10)
+
+
 def test_log_probabilities_of_more_documents_than_every_rank_looks_at() -> None:
     """One picture in many documents is encoded once."""
     model, item = model_of("qwen2_5_vl").eval(), ("image", picture("qwen2_5_vl", 1, 4, 4))
@@ -255,8 +288,12 @@ def test_log_probabilities_of_more_documents_than_every_rank_looks_at() -> None:
 def fault(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a comparison has to notice."""
     if request.param == "row":
-        plain = Items.rows_of
-        monkeypatch.setattr(Items, "rows_of", lambda self, *args: plain(self, *args)[::-1])
+        plain = EncodedItems._of_micro_batch
+
+        def reversed_rows(self: EncodedItems, *args: Any) -> list[StandingFor]:
+            return [one._replace(pairs=one.pairs[::-1]) for one in plain(self, *args)]
+
+        monkeypatch.setattr(EncodedItems, "_of_micro_batch", reversed_rows)
     elif request.param == "gradient":
         monkeypatch.setattr(EncodedItems, "backward", lambda self: None)
     else:
@@ -271,7 +308,7 @@ def test_planted_faults_are_noticed() -> None:
 
 def test_each_rank_encodes_its_share() -> None:
     patches = [16, 900, 3, 40, 41, 300, 305, 310, 2, 2]
-    items = Items([("image", {})] * len(patches), {}, patches)
+    items = Items([("image", {})] * len(patches), [{}], {}, patches)
     ranks = items.ranks(3)
     loads = [sum(size for size, rank in zip(patches, ranks, strict=True) if rank == own) for own in range(3)]
     assert max(loads) == 900
@@ -284,8 +321,7 @@ def said_of(model: nn.Module, batch: list[dict[str, Any]], num_ranks: int = 1, *
             hdp = HDP(own, group, capacity_tokens=200, **options)
             if "shard" in options:
                 hdp.adamw(lr=1e-3)
-            share = {"share_prefixes": True} if options.get("planner") == "adaptive" else {}
-            list(hdp.plan(batch, **share))
+            list(hdp.plan(batch))
         except (ConfigError, DataError) as error:
             return str(error)
         return ""
@@ -337,4 +373,3 @@ def test_what_cannot_have_images_is_refused() -> None:
     model = model_of("qwen2_5_vl")
     assert "tp = 2" in said_of(model, batch, 2, tp=2)
     assert 'shard = "parameters"' in said_of(model, batch, 2, shard="parameters")
-    assert "share_prefixes" in said_of(model, batch, planner="adaptive")

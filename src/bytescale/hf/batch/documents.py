@@ -27,6 +27,8 @@ Batch = Sequence[Mapping[str, Any]]
 TOKEN_NAMES = ("tokens", "input_ids")
 ITEM_NAMES = ("images", "videos", "audios")
 """No fields: what a model's encoders turn into rows (``loop.encoded``)."""
+PLACEHOLDERS, POSITIONS = ITEM_FIELDS = ("placeholders", "rotary_positions")
+"""Fields that documents with such items get."""
 
 
 @dataclass(frozen=True, kw_only=True)

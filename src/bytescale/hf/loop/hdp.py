@@ -21,7 +21,7 @@ from bytescale.config.sharing import check_experts, require_beside_tp, sharing_d
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.model import CostModel
-from bytescale.hf.batch.documents import Batch, RankBatch
+from bytescale.hf.batch.documents import ITEM_FIELDS, Batch, RankBatch
 from bytescale.hf.batch.planning import make_planner
 from bytescale.hf.loop.alike import digest_of, weight_sums
 from bytescale.hf.loop.batch_plan import BatchToPlan, CutBatch, planned_ahead
@@ -311,7 +311,9 @@ class HDP(Updates):
         labels = [0] * len(batch) if together is None else list(together)
         given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=() if share_prefixes else None)
         if share_prefixes and values is None:
-            given = replace(given, per_document=set(given.all_documents.fields) - {"tokens", "labels", "weights"})
+            given = replace(
+                given, per_document=set(given.all_documents.fields) - {"tokens", "labels", "weights", *ITEM_FIELDS}
+            )
         return backward_of(given, batch, loss, labels=labels, values=values, passes=passes)
 
     def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
