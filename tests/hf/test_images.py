@@ -111,6 +111,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "recomputed": {"checkpointing": "full"},
     "attention kept": {"checkpointing": "attention"},
     "offloaded": {"host_gib": 0.25},
+    "sharded": {"shard": "parameters", "domain": 2},
 }
 
 
@@ -228,6 +229,7 @@ def difference(model: nn.Module, batch: list[dict[str, Any]], num_ranks: int, **
 def test_documents_with_images_are_those_of_one_process(family: str, num_ranks: int, way: str) -> None:
     """Loss, and gradients of text, encoder and projector; images are cut across ranks."""
     model = model_of(family, 4 if way == "offloaded" else 2)
+    num_ranks += num_ranks % 2 if way == "sharded" else 0
     assert difference(model, batch_of(family), num_ranks, **WAYS[way]) < 1e-10
 
 
@@ -366,8 +368,6 @@ def said_of(model: nn.Module, batch: list[dict[str, Any]], num_ranks: int = 1, *
     def work(group: dist.ProcessGroup, own: nn.Module) -> str:
         try:
             hdp = HDP(own, group, capacity_tokens=200, **options)
-            if "shard" in options:
-                hdp.adamw(lr=1e-3)
             list(hdp.plan(batch))
         except (ConfigError, DataError) as error:
             return str(error)
@@ -419,4 +419,3 @@ def test_what_cannot_have_images_is_refused() -> None:
     assert "see each other in both directions" in said_of(model_of("gemma3"), batch_of("gemma3"))
     model = model_of("qwen2_5_vl")
     assert "tp = 2" in said_of(model, batch, 2, tp=2)
-    assert 'shard = "parameters"' in said_of(model, batch, 2, shard="parameters")

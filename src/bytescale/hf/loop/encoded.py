@@ -252,12 +252,9 @@ def _require_use(hdp: Session, kinds: set[str]) -> None:
             so="the model would not see them",
             fix="load the model by AutoModelForImageTextToText, or train on documents of text alone",
         )
-    if hdp.engine.others or hdp.mesh.domain.size > 1:
+    if hdp.engine.others:
         raise ConfigError(
-            "documents have images, videos or audios, "
-            + ("and a second model is attached" if hdp.engine.others else 'and shard = "parameters"'),
-            so="the second model has encoders of its own, which no plan runs"
-            if hdp.engine.others
-            else "encoders are no layers that are gathered when they run",
-            fix="score with the second model in an HDP of its own" if hdp.engine.others else "leave shard out",
+            "documents have images, videos or audios, and a second model is attached",
+            so="the second model has encoders of its own, which no plan runs",
+            fix="score with the second model in an HDP of its own",
         )

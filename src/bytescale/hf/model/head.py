@@ -139,6 +139,10 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
         decoder, nn.Linear
     ):  # Llama 4 for text, ModernBERT: what they name is another part
         decoder = next((part for part in root.children() if isinstance(part, PreTrainedModel)), root)
+    around = [part for part in root.children() if isinstance(part, PreTrainedModel) and decoder in part.modules()]
+    decoder = (
+        around[0] if around else decoder
+    )  # with a model's embedding and its towers, which head and loss are behind
     if not isinstance(decoder, nn.Module) or decoder is root:
         raise refusal(
             type(root).__name__,
