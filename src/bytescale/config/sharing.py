@@ -53,6 +53,17 @@ def check_experts(experts: str, shard: str) -> None:
         )
 
 
+def check_invariant(*, invariant: bool, tp: int, experts: str) -> None:
+    """Raise ``ConfigError`` where log-probabilities cannot be independent of the plan, whatever the model."""
+    for is_asked, what in ((tp > 1, f"tp = {tp}"), (experts == "parallel", 'experts = "parallel"')):
+        if invariant and is_asked:
+            raise ConfigError(
+                f"invariant = true with {what}",
+                so="products would be cut as the ranks lie, and bits would depend on them",
+                fix="leave one of them out",
+            )
+
+
 def require_beside_tp(what: str, tp: int) -> None:
     """Raise ``ConfigError`` where ``tp`` ranks share a model."""
     so, fix = REFUSED_WITH_TP[what]

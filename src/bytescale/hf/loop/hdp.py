@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bytescale.common.environment import ranks_here
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.config.schema import DataConfig, Experts, PlannerName, Shard
-from bytescale.config.sharing import check_experts, require_beside_tp, sharing_domain
+from bytescale.config.sharing import check_experts, check_invariant, require_beside_tp, sharing_domain
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.model import CostModel
@@ -70,6 +70,7 @@ class HDP(Updates):
         kernel: str = "auto",
         checkpointing: Checkpointing = "none",
         host_gib: float = 0.0,
+        invariant: bool = False,
     ) -> None:
         """Attach to ``model``. Every rank of ``group`` calls it, with the same arguments and the same weights.
 
@@ -96,6 +97,7 @@ class HDP(Updates):
             checkpointing: ``full`` or ``attention`` compute layers again in backward.
             host_gib: host memory of a rank for activations. With it, a rank may hold more of a long document than
                 ``capacity_tokens``: as much more as offloading makes room for (``memory.offload``).
+            invariant: whether log-probabilities have the same bits under any plan, on CPUs (``hf.model.invariant``).
 
         Raises ``ConfigError`` where a plan would not give the results of one process, with the part of the model that
         is in the way; ``RankFailure`` if the ranks have different settings or models.
@@ -103,7 +105,8 @@ class HDP(Updates):
         super().__init__(model, _mesh_of(group, model, tp, shard, domain, experts, equal_counts=equal_counts), experts)
         self.domain = self.mesh.hdp.size if equal_counts else self.mesh.domain.size
         require_use_of_memory(capacity_tokens, device_gib, host_gib, equal_counts, forward_only)
-        decoder = HFDecoder(model, longest_document=longest_document)
+        check_invariant(invariant=invariant, tp=tp, experts=experts)
+        decoder = HFDecoder(model, longest_document=longest_document, invariant=invariant)
         with ExitStack() as undo:
             undo.callback(decoder.undo)
             self._make_part(decoder)
@@ -167,7 +170,7 @@ class HDP(Updates):
             offload=self.room.offload,
             limits=self.room.limits,
         )
-        sharing = self.domain, self.mesh.domain.size, self.experts
+        sharing = self.domain, self.mesh.domain.size, self.experts, self.engine.decoder.is_invariant
         settings = (self.structure, self.cost, self.capacity_tokens, sharing, self.planner.config)
         what = "the weights of the model, its attention or the settings of HDP"
         self.group.agree(what, self._fingerprint(settings))
@@ -183,7 +186,7 @@ class HDP(Updates):
 
         Raises ``ConfigError`` as ``HDP(...)``, and for another vocabulary; ``RankFailure`` for different weights.
         """
-        decoder = second_model(model, self.model, same_tokenizer=same_tokenizer)
+        decoder = second_model(model, self.engine.decoder, same_tokenizer=same_tokenizer)
         self.group.agree("the weights of a second model", digest_of(decoder.structure, weight_sums(model)))
         self._cut(decoder)
         decoder.is_frozen = True

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bytescale.attention import PackedAttention, select_kernel
 from bytescale.attention.autocast import in_autocast
@@ -35,11 +36,14 @@ class Attached(Protocol):
 
     num_calls: int
     is_frozen: bool
+    is_invariant: bool
 
     @property
     def attentions(self) -> Mapping[nn.Module, LayerAttention]: ...
     @property
     def mixers(self) -> Mapping[nn.Module, LayerRecurrence]: ...
+    @property
+    def arithmetic(self) -> Callable[[], AbstractContextManager[Any]]: ...
     def require_no_randomness(self) -> None: ...
     def is_in(self, model: nn.Module) -> bool: ...
     def fastest(self, head: ModelHead) -> Head: ...
@@ -61,6 +65,7 @@ class MicroBatchPass(Target):
         self.keep: Callable[[nn.Module, str, Tensor], None] | None = None
         """Called by every recurrence with what it leaves behind (``GroupCuts.keep``)."""
         self._attention_of, self._around, self._context = attention_of, around, ExitStack()
+        self.arithmetic = decoder.arithmetic
         self.trained = False
         """Whether the model has run it with gradients."""
         self._cuts: dict[int, GroupCuts] = {}
@@ -81,6 +86,7 @@ class MicroBatchPass(Target):
         self._calls, self.is_in_forward = 0, True
         self.trained |= torch.is_grad_enabled()
         self._context.enter_context(self._around())
+        self._context.enter_context(self.arithmetic())
 
     def end(self, completed: bool) -> None:
         """Called when forward has ended."""
@@ -129,11 +135,22 @@ class MicroBatchPass(Target):
             return self._counted(self._attend_to_chosen(call, (q, k, v), layer, attention))[None]
         sinks = call.options.get("s_aux")
         if self.num_rows == 0 and self.has_ring:
-            out = attention(q[:0], k[:0], v[:0], layer.rules, sinks)
+            out = self._attend(attention, (q[:0], k[:0], v[:0]), layer, sinks)
             out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
         else:
-            out = attention(q, k, v, layer.rules, sinks)
+            out = self._attend(attention, (q, k, v), layer, sinks)
         return self._counted(out)[None]
+
+    def _attend(
+        self, attention: PackedAttention, qkv: tuple[Tensor, Tensor, Tensor], layer: LayerAttention, sinks: Any
+    ) -> Tensor:
+        if not self.decoder.is_invariant:
+            return attention(*qkv, layer.rules, sinks)
+        from bytescale.attention import fixed_tiles
+
+        with _disable_current_modes():
+            forward = partial(fixed_tiles.forward, self._earlier(attention))
+            return attention(*qkv, layer.rules, sinks, forward=forward)
 
     def _attend_to_chosen(
         self, call: Call, qkv: tuple[Tensor, Tensor, Tensor], layer: LayerAttention, attention: PackedAttention
