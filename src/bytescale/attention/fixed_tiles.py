@@ -1,7 +1,7 @@
 """Attention whose bits depend on a document alone: fixed tiles of queries against fixed blocks of keys.
 
-A document's positions are cut into tiles of ``QUERIES`` and blocks of ``KEYS``, both counted from its first token. Every
-tile meets its blocks in rising order, filled up to its full size, and the partial results are merged in that order::
+A document's positions are cut into tiles of ``QUERIES`` and blocks of ``KEYS``, both counted from its first token. A
+tile, filled up to its full size, meets its blocks in rising order, and partial results are merged in that order::
 
     keys       0 ........ 255 | 256 ...... 511 |          the tile of the queries 256 to 319 takes these two blocks,
     queries             256 ... 319                       and its third query stands at place 2 in every plan
@@ -55,7 +55,7 @@ def forward(
 
 
 def _tile(q: Tensor, known: Tensor, first: int, rules: AttentionRules) -> tuple[Tensor, Tensor]:
-    """``q [t, H, D]`` at positions from ``first`` on, ``known [G, S, D + Dv]`` -> ``out [t, H, Dv]``, ``lse [t, H]``."""
+    """``q [t, H, D]`` from position ``first`` on, ``known [G, S, D + Dv]`` -> ``out [t, H, Dv]``, ``lse [t, H]``."""
     width, heads = q.shape[2], len(known)
     rows = q.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).reshape(heads, -1, width)  # [G, H / G t, D]
     largest = rows.new_full((*rows.shape[:2], 1), -torch.inf)

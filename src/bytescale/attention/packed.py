@@ -31,7 +31,6 @@ from bytescale.attention.sinks import join_sinks, sinks_gradient
 from bytescale.attention.trees import add_node_gradients, add_nodes, blocks_between, own_blocks
 from bytescale.plan import MicroBatch
 
-
 Forward = Callable[[Tensor, Tensor, Tensor, AttentionRules, Tensor | None], tuple[Tensor, Tensor]]
 """As ``PackedAttention.forward``."""
 

@@ -26,14 +26,16 @@ if TYPE_CHECKING:
 
 ROWS = 64
 _REGISTERS, _GRAIN = 128, 2**15
-"""Numbers that one turn of a loop over registers takes at most, and those of which PyTorch makes no two threads' work."""
+"""Numbers that a turn of a loop over registers takes at most, and those of which PyTorch makes no two threads' work."""
 
 _aten = torch.ops.aten
 _FUNCTIONS = frozenset(
     getattr(_aten, name)
-    for name in "silu gelu sigmoid tanh softplus mish elu rsqrt reciprocal exp exp2 expm1 log log2 log1p erf cos sin "
-    "hardsigmoid hardswish pow logaddexp".split()
-)
+    for name in (
+        "silu", "gelu", "sigmoid", "tanh", "softplus", "mish", "elu", "hardsigmoid", "hardswish", "rsqrt", "reciprocal",
+        "exp", "exp2", "expm1", "log", "log2", "log1p", "erf", "cos", "sin", "pow", "logaddexp",
+    )
+)  # fmt: skip
 
 
 class FixedProducts(TorchDispatchMode):
@@ -42,20 +44,26 @@ class FixedProducts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func``. Raises ``ConfigError`` for products in which rows cannot be told from the rest."""
         operator, kwargs = func.overloadpacket, kwargs or {}
+        if torch.is_inference_mode_enabled():  # operators made of others come here as a whole
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if operator is _aten.mm:
             return by_rows(args[0], lambda rows, out: torch.mm(rows, args[1], out=out), args[1].shape[1])
         if operator is _aten.addmm and args[0].dim() == 1:
             return by_rows(args[1], lambda rows, out: torch.addmm(args[0], rows, args[2], out=out), args[2].shape[1])
         if operator is _aten._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:
             return _grouped(*args, **kwargs)
-        if operator in (_aten.bmm, _aten.baddbmm, _aten.addmm, _aten.convolution, _aten._grouped_mm):
-            if operator is not _aten.bmm or args[0].shape[2] > 1:  # of a single number each, as of positions, is exact
-                raise refusal(
-                    str(func),
-                    f"the model multiplies {' and '.join(str(list(one.shape)) for one in args if isinstance(one, Tensor))}",
-                    so="which of the rows are tokens is not known, and bits would depend on the plan",
-                    fix="leave invariant out, or use a model whose products are all linear layers",
-                )
+        is_exact = operator is _aten.bmm and args[0].shape[2] == 1  # angles: one position times one frequency
+        if not is_exact and operator in (_aten.bmm, _aten.baddbmm, _aten.addmm, _aten.convolution, _aten._grouped_mm):
+            shapes = " and ".join(str(list(one.shape)) for one in args if isinstance(one, Tensor))
+            raise refusal(
+                str(func),
+                f"with invariant = True, and the model multiplies {shapes} by it",
+                so="which of the rows are tokens is not known, and bits would depend on the plan",
+                fix="leave invariant out, or use a model whose products are all linear layers",
+            )
         if operator in _FUNCTIONS:
             return full_registers(partial(func, **kwargs), args)
         return func(*args, **kwargs)
@@ -118,9 +126,11 @@ def require_invariance(decoder: HFDecoder) -> None:
         raise _refused(decoder, "it is on a GPU, whose kernels nobody has compared bit by bit here (docs/gpu.md)")
     if parameter.is_meta:
         return
-    words = decoder.model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
+    words = decoder.model.get_input_embeddings().weight  # type: ignore[operator]
     random = torch.Generator().manual_seed(0)
-    documents = [torch.randint(2, min(len(words), 2**15), (n,), generator=random) for n in (37, 70, 1, 97)]
+    longest = getattr(decoder.model.config, "max_position_embeddings", None) or 97  # type: ignore[union-attr]
+    lengths_of_all = [min(length, longest) for length in (37, 70, 1, 97)]
+    documents = [torch.randint(2, min(len(words), 2**15), (n,), generator=random) for n in lengths_of_all]
 
     def losses(order: Sequence[int]) -> dict[int, Tensor]:
         tokens = torch.cat([documents[number] for number in order])

@@ -134,7 +134,8 @@ def build_rank_model(
     shapes = None
     if mesh is not None:
         num_shards, rank = mesh.hdp.size, mesh.hdp.rank
-        shapes = shapes_of(architecture, dtype, config.data.context_length)
+        if not config.trainer.invariant:  # which is tried on weights
+            shapes = shapes_of(architecture, dtype, config.data.context_length)
     if mesh is not None and shapes is not None:
         made = part_of_large(config, architecture, shapes, mesh, device=device, dtype=dtype)
         architecture, part, own, rows, initial, exact = made
@@ -193,7 +194,7 @@ def _whole_model(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(device, dtype)
         model.to(device)
-    part = HFDecoder(model.train(), longest_document=config.data.context_length)
+    part = HFDecoder(model.train(), longest_document=config.data.context_length, invariant=config.trainer.invariant)
     part.require_no_randomness()
     if architecture.balance:
         part.balance = BalanceLoss(part, architecture.balance)
