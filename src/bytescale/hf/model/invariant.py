@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bytescale.common.errors import ConfigError
 from bytescale.hf.model.interface import refusal
 
 if TYPE_CHECKING:
@@ -58,9 +59,8 @@ class FixedProducts(TorchDispatchMode):
         is_exact = operator is _aten.bmm and args[0].shape[2] == 1  # angles: one position times one frequency
         if not is_exact and operator in (_aten.bmm, _aten.baddbmm, _aten.addmm, _aten.convolution, _aten._grouped_mm):
             shapes = " and ".join(str(list(one.shape)) for one in args if isinstance(one, Tensor))
-            raise refusal(
-                str(func),
-                f"with invariant = True, and the model multiplies {shapes} by it",
+            raise ConfigError(
+                f"invariant = True, and the model multiplies {shapes} by {func}",
                 so="which of the rows are tokens is not known, and bits would depend on the plan",
                 fix="leave invariant out, or use a model whose products are all linear layers",
             )
@@ -128,7 +128,7 @@ def require_invariance(decoder: HFDecoder) -> None:
         return
     words = decoder.model.get_input_embeddings().weight  # type: ignore[operator]
     random = torch.Generator().manual_seed(0)
-    longest = getattr(decoder.model.config, "max_position_embeddings", None) or 97  # type: ignore[union-attr]
+    longest = getattr(decoder.model.config, "max_position_embeddings", None) or 97
     lengths_of_all = [min(length, longest) for length in (37, 70, 1, 97)]
     documents = [torch.randint(2, min(len(words), 2**15), (n,), generator=random) for n in lengths_of_all]
 
