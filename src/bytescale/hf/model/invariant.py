@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.common.errors import ConfigError
+from bytescale.hf.model.head import causal_model, embeddings_of
 from bytescale.hf.model.interface import refusal
 
 if TYPE_CHECKING:
@@ -126,11 +127,10 @@ def require_invariance(decoder: HFDecoder) -> None:
         raise _refused(decoder, "it is on a GPU, whose kernels nobody has compared bit by bit here (docs/gpu.md)")
     if parameter.is_meta:
         return
-    words = decoder.model.get_input_embeddings().weight  # type: ignore[operator]
+    words = min(len(part.weight) for part in embeddings_of(decoder.model) if part is not None)
+    longest = getattr(causal_model(decoder.model).config, "max_position_embeddings", None) or 97
     random = torch.Generator().manual_seed(0)
-    longest = getattr(decoder.model.config, "max_position_embeddings", None) or 97
-    lengths_of_all = [min(length, longest) for length in (37, 70, 1, 97)]
-    documents = [torch.randint(2, min(len(words), 2**15), (n,), generator=random) for n in lengths_of_all]
+    documents = [torch.randint(2, words, (min(length, longest),), generator=random) for length in (37, 70, 1, 97)]
 
     def losses(order: Sequence[int]) -> dict[int, Tensor]:
         tokens = torch.cat([documents[number] for number in order])
