@@ -3,8 +3,8 @@
 A document's positions are cut into tiles of ``QUERIES`` and blocks of ``KEYS``, both counted from its first token. A
 tile, filled up to its full size, meets its blocks in rising order, and partial results are merged in that order::
 
-    keys       0 ........ 255 | 256 ...... 511 |          the tile of the queries 256 to 319 takes these two blocks,
-    queries             256 ... 319                       and its third query stands at place 2 in every plan
+    keys       0 ... 127 | 128 ... 255 |        the tile of the queries 128 to 191 takes these two blocks,
+    queries                128 . 191            and query 130 stands at place 2 of it in every plan
 
 So each product has one shape, in which a row has one place, whoever holds the row and whatever else is in the
 micro-batch. The keys and values of earlier tokens come to the queries (``earlier``), all of a document at once: memory
@@ -25,7 +25,7 @@ from bytescale.attention.rings.messages import Kind
 from bytescale.attention.rules import AttentionRules
 from bytescale.attention.sinks import join_sinks
 
-QUERIES, KEYS = 64, 256
+QUERIES, KEYS = 64, 128
 
 
 def forward(
