@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bytescale.attention.earlier import EarlierRows
 from bytescale.attention.kernels import lse_dtype, unseen_keys
@@ -28,6 +29,7 @@ from bytescale.attention.sinks import join_sinks
 QUERIES, KEYS = 64, 128
 
 
+@_disable_current_modes()
 def forward(
     earlier: EarlierRows, q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -75,11 +75,9 @@ class HDP(Updates):
         """Attach to ``model``. Every rank of ``group`` calls it, with the same arguments and the same weights.
 
         Args:
-            model: a causal decoder of transformers, or a module around one (peft). It is put on our attention, which
-                holds inside of plans; outside of them its own goes on.
+            model: a causal decoder of transformers, or a module around one (peft). Outside of plans it stays as it is.
             group: the ranks; None: all ranks, or this one alone where torch.distributed has not been initialised.
-            capacity_tokens: tokens that one micro-batch of a rank may hold (``auto``: as many as fit for training, see
-                ``hf.loop.room``). A longer document is shared by several.
+            capacity_tokens: tokens that one micro-batch of a rank may hold (``auto``: what fits, ``hf.loop.room``).
             tp: so many consecutive ranks share each layer's matrices and the rows of a micro-batch, and are one rank
                 for ``capacity_tokens`` and plans. The model becomes this rank's part of itself, for good.
             device_gib: what plans may use of a rank's device; None: most of it with ``auto``, else they are unchecked.
@@ -95,8 +93,7 @@ class HDP(Updates):
             kernel: ``auto``, the fastest flash attention that works on all ranks, until ``detach``; ``flash``, ``fa3``
                 or ``fa4``, one of them; or ``math`` for the slow reference.
             checkpointing: ``full`` or ``attention`` compute layers again in backward.
-            host_gib: host memory of a rank for activations. With it, a rank may hold more of a long document than
-                ``capacity_tokens``: as much more as offloading makes room for (``memory.offload``).
+            host_gib: of a rank for activations. With it, it may hold more of a long document (``memory.offload``).
             invariant: whether log-probabilities have the same bits under any plan, on CPUs (``hf.model.invariant``).
 
         Raises ``ConfigError`` where a plan would not give the results of one process, with the part of the model that

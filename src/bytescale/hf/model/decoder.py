@@ -103,10 +103,7 @@ class HFDecoder(nn.Module):
         if invariant:
             from bytescale.hf.model.invariant import require_invariance  # few loops ask for it
 
-            with ExitStack() as undo:
-                undo.callback(self.undo)
-                require_invariance(self)
-                undo.pop_all()
+            require_invariance(self)
 
     def is_in(self, model: nn.Module) -> bool:
         """Whether ``model`` is the attached model or a module around it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bytescale.common.errors import ConfigError
 from bytescale.hf.model.head import causal_model, embeddings_of
 from bytescale.hf.model.interface import refusal
-
-if TYPE_CHECKING:
-    from bytescale.hf.model.decoder import HFDecoder
+from bytescale.hf.model.passes import documents_alone
 
 ROWS = 64
 _REGISTERS, _GRAIN = 128, 2**15
@@ -40,6 +38,9 @@ _FUNCTIONS = frozenset(
 )  # fmt: skip
 
 
+_PRODUCTS = (_aten.mm, _aten.addmm, _aten._grouped_mm, _aten.bmm, _aten.baddbmm, _aten.convolution)
+
+
 class FixedProducts(TorchDispatchMode):
     """Within it, a row's result of any of the model's operators has the same bits, wherever the row stands."""
 
@@ -51,53 +52,46 @@ class FixedProducts(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if operator is _aten.mm:
-            return by_rows(args[0], lambda rows, out: torch.mm(rows, args[1], out=out), args[1].shape[1])
-        if operator is _aten.addmm and args[0].dim() == 1:
-            return by_rows(args[1], lambda rows, out: torch.addmm(args[0], rows, args[2], out=out), args[2].shape[1])
-        if operator is _aten._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:
-            return _grouped(*args, **kwargs)
-        is_exact = operator is _aten.bmm and args[0].shape[2] == 1  # angles: one position times one frequency
-        if not is_exact and operator in (_aten.bmm, _aten.baddbmm, _aten.addmm, _aten.convolution, _aten._grouped_mm):
-            shapes = " and ".join(str(list(one.shape)) for one in args if isinstance(one, Tensor))
-            raise ConfigError(
-                f"invariant = True, and the model multiplies {shapes} by {func}",
-                so="which of the rows are tokens is not known, and bits would depend on the plan",
-                fix="leave invariant out, or use a model whose products are all linear layers",
-            )
         if operator in _FUNCTIONS:
             return full_registers(partial(func, **kwargs), args)
-        return func(*args, **kwargs)
+        shapes = [one.shape for one in args if isinstance(one, Tensor)]
+        if operator not in _PRODUCTS or (operator is _aten.bmm and shapes[0][2] == 1):  # no sum, as of angles
+            return func(*args, **kwargs)
+        if operator is _aten.mm:
+            return by_rows(*args)
+        if operator is _aten.addmm and len(shapes[0]) == 1 and not kwargs:
+            return by_rows(args[1], args[2], args[0])
+        if operator is _aten._grouped_mm and [len(shape) for shape in shapes] == [2, 3, 1]:
+            return _grouped(*args[:3])
+        told = " and ".join(str(list(shape)) for shape in shapes)
+        raise ConfigError(
+            f"invariant = True, and the model multiplies {told} by {func}",
+            so="which of the rows are tokens is not known, and bits would depend on the plan",
+            fix="leave invariant out, or use a model whose products are all linear layers",
+        )
 
 
-def by_rows(rows: Tensor, product: Callable[[Tensor, Tensor], object], width: int) -> Tensor:
-    """``rows [n, C]`` -> ``[n, width]``: ``product`` writes that of ``[ROWS, C]`` into ``[ROWS, width]`` each time.
-
-    Both begin where a register may be loaded from.
-    """
-    count = -(-len(rows) // ROWS) * ROWS
-    given = rows
+def by_rows(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``rows [n, C] @ weight [C, O] + bias [O]``, in products of ``ROWS`` rows that begin at aligned addresses."""
+    count, given = -(-len(rows) // ROWS) * ROWS, rows
     if count != len(rows) or not rows.is_contiguous() or rows.data_ptr() % 64:
         given = rows.new_zeros(count, rows.shape[1])
         given[: len(rows)] = rows
-    out = rows.new_empty(count, width)
+    out = rows.new_empty(count, weight.shape[1])
     for some, place in zip(given.split(ROWS), out.split(ROWS), strict=True):
-        product(some, place)
+        if bias is None:
+            torch.mm(some, weight, out=place)
+        else:
+            torch.addmm(bias, some, weight, out=place)
     return out[: len(rows)]
 
 
-def _grouped(rows: Tensor, weights: Tensor, ends: Tensor, *_: Any, **__: Any) -> Tensor:
+def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """``rows [n, C]``, of which those of expert e end at ``ends[e]``, and ``weights [E, C, O]`` -> ``[n, O]``."""
-    parts, start = [], 0
-    for stop, weight in zip(ends.tolist(), weights, strict=True):
-        if start < stop:
-            parts.append(_product(rows[start:stop], weight))
-        start = stop
-    return torch.cat([*parts, rows.new_zeros(len(rows) - start, weights.shape[2])])
-
-
-def _product(rows: Tensor, weight: Tensor) -> Tensor:
-    return by_rows(rows, lambda some, out: torch.mm(some, weight, out=out), weight.shape[1])
+    stops = ends.tolist()
+    pairs = zip([0, *stops], stops, weights, strict=False)
+    parts = [by_rows(rows[start:stop], weight) for start, stop, weight in pairs if start < stop]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - stops[-1], weights.shape[2])])
 
 
 def full_registers(function: Callable[..., Tensor], args: Sequence[Any]) -> Tensor:
@@ -115,10 +109,11 @@ def full_registers(function: Callable[..., Tensor], args: Sequence[Any]) -> Tens
     return function(*map(padded, args))[:numbers].view(shape)
 
 
-def require_invariance(decoder: HFDecoder) -> None:
-    """Raise ``ConfigError`` for what cannot be invariant: by its kind, or because two micro-batches differ here."""
-    from bytescale.hf.model.passes import documents_alone
+def require_invariance(decoder: Any) -> None:
+    """Raise ``ConfigError`` where an ``HFDecoder`` cannot be invariant; it is detached then.
 
+    By its kind, or because documents have other bits beside others.
+    """
     parameter = next(decoder.parameters())
     if decoder.mixers or any(layer.selection for layer in decoder.structure.layers):
         what = "it has recurrent layers" if decoder.mixers else "its queries choose their keys"
@@ -147,7 +142,8 @@ def require_invariance(decoder: HFDecoder) -> None:
                     raise _refused(decoder, f"a document of {len(values)} tokens has other bits beside other documents")
 
 
-def _refused(decoder: HFDecoder, what: str) -> Exception:
+def _refused(decoder: Any, what: str) -> ConfigError:
+    decoder.undo()
     return refusal(
         f"{type(decoder.model).__name__} with invariant = True",
         what,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from bytescale.attention import PackedAttention, select_kernel
 from bytescale.attention.autocast import in_autocast
@@ -133,24 +132,17 @@ class MicroBatchPass(Target):
         attention = self._attention_of(q.dtype)
         if layer.selection is not None:
             return self._counted(self._attend_to_chosen(call, (q, k, v), layer, attention))[None]
-        sinks = call.options.get("s_aux")
+        sinks, forward = call.options.get("s_aux"), None
+        if self.decoder.is_invariant:
+            from bytescale.attention import fixed_tiles  # few loops ask for it
+
+            forward = partial(fixed_tiles.forward, self._earlier(attention))
         if self.num_rows == 0 and self.has_ring:
-            out = self._attend(attention, (q[:0], k[:0], v[:0]), layer, sinks)
+            out = attention(q[:0], k[:0], v[:0], layer.rules, sinks, forward=forward)
             out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
         else:
-            out = self._attend(attention, (q, k, v), layer, sinks)
+            out = attention(q, k, v, layer.rules, sinks, forward=forward)
         return self._counted(out)[None]
-
-    def _attend(
-        self, attention: PackedAttention, qkv: tuple[Tensor, Tensor, Tensor], layer: LayerAttention, sinks: Any
-    ) -> Tensor:
-        if not self.decoder.is_invariant:
-            return attention(*qkv, layer.rules, sinks)
-        from bytescale.attention import fixed_tiles
-
-        with _disable_current_modes():
-            forward = partial(fixed_tiles.forward, self._earlier(attention))
-            return attention(*qkv, layer.rules, sinks, forward=forward)
 
     def _attend_to_chosen(
         self, call: Call, qkv: tuple[Tensor, Tensor, Tensor], layer: LayerAttention, attention: PackedAttention

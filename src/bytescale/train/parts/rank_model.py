@@ -134,8 +134,7 @@ def build_rank_model(
     shapes = None
     if mesh is not None:
         num_shards, rank = mesh.hdp.size, mesh.hdp.rank
-        if not config.trainer.invariant:  # which is tried on weights
-            shapes = shapes_of(architecture, dtype, config.data.context_length)
+        shapes = None if config.trainer.invariant else shapes_of(architecture, dtype, config.data.context_length)
     if mesh is not None and shapes is not None:
         made = part_of_large(config, architecture, shapes, mesh, device=device, dtype=dtype)
         architecture, part, own, rows, initial, exact = made
