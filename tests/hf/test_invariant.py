@@ -165,6 +165,7 @@ def test_a_number_has_no_neighbours(dtype: torch.dtype) -> None:
                 for start, count in ((0, 1), (7, 63), (100, 64), (5, 65), (3, 131), (11, 40_001), (1, 70_003)):
                     some = function(numbers[start : start + count].clone())
                     assert torch.equal(some, whole[start : start + count]), (name, start, count)
+            torch.set_num_threads(2)  # with 3, oneDNN's bf16 products on AVX-512 alone depend on the place
             whole = rows @ weight
             for start, count in ((0, 1), (9, 2), (65, 63), (3, 64), (1, 200), (17, 1001)):
                 assert torch.equal(rows[start : start + count] @ weight, whole[start : start + count])
