@@ -165,7 +165,7 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
             fix="compute the loss from model(**micro.inputs).logits",
         )
     hidden: Tensor = output[0]  # type: ignore[index]
-    return hidden, ModelHead(model, decoder, output, inputs[KEYWORD].arithmetic)
+    return hidden, ModelHead(model, decoder, output, getattr(inputs.get(KEYWORD), "arithmetic", nullcontext))
 
 
 def causal_model(model: Any) -> Any:
