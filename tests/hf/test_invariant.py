@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import bytescale
 from bytescale.common.errors import ConfigError
-from bytescale.config.schema import EvalConfig, ParallelConfig
+from bytescale.config.schema import Config, EvalConfig, ParallelConfig, TrainerConfig
+from bytescale.config.validate import check_sharing
 from bytescale.hf.model.invariant import FixedProducts
 from bytescale.parity.compare import random_plan
 from tests.data.support import write_jsonl
@@ -78,8 +79,8 @@ def pair_of_plans(model: nn.Module, seed: int, **options: Any) -> int:
     ],
 )
 def test_no_bit_depends_on_the_plan(name: str, dtype: torch.dtype, seeds: range) -> None:
-    """200 pairs of plans in the rest."""
-    model = small_model(name, dtype=dtype)
+    """200 pairs of plans in the rest. A width of 45 leaves numbers over that fill no register."""
+    model = small_model(name, dtype=dtype, intermediate_size=45)
     assert [pair_of_plans(model, seed, invariant=True) for seed in seeds] == [0] * len(seeds)
 
 
@@ -188,6 +189,9 @@ def test_what_cannot_be_invariant_is_refused() -> None:
     part.act_fn.forward = lambda rows: torch.bmm(rows, torch.eye(rows.shape[2])[None])
     with pytest.raises(ConfigError, match=r"aten.bmm.*Which of the rows are tokens is not known"):
         bytescale.HDP(model, capacity_tokens=60, invariant=True)
+    trained = Config(trainer=TrainerConfig(invariant=True), parallel=ParallelConfig(ranks=2, tp=2))
+    with pytest.raises(ConfigError, match="Invariant = true with tp = 2"):
+        check_sharing(trained, 2)
     for options in ({"tp": 2}, {"experts": "parallel", "shard": "parameters"}):
         own = small_model("qwen3_moe", dtype=torch.float32)
         with pytest.raises(AssertionError, match=r"Invariant = true with (tp = 2|experts)"):
@@ -199,15 +203,15 @@ def test_evaluation_of_a_run_is_the_same_on_any_ranks(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus")
     texts = write_jsonl(tmp_path / "eval.jsonl", [{"text": "the ring waits for none " * n} for n in (1, 2, 9, 3)])
     found = []
-    for ranks in (1, 3):
+    for ranks, stages in ((1, 1), (3, 1), (2, 2)):
         folder = tmp_path / f"{ranks}"
         config = small_run(corpus, folder, steps=1, dtype="fp32", invariant=True)
         config = replace(
             config,
-            parallel=ParallelConfig(ranks=ranks, capacity_tokens=256, timeout_seconds=100.0),
+            parallel=ParallelConfig(ranks=ranks, pp=stages, capacity_tokens=256, timeout_seconds=100.0),
             optimizer=replace(config.optimizer, lr=1e-30),
             eval=EvalConfig(sources=(str(texts),)),
         )
         run(config)
         found.append(evaluations(folder)[0]["loss"])
-    assert found[0] == found[1]
+    assert found == [found[0]] * 3
