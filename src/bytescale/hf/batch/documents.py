@@ -3,6 +3,9 @@
 A *field* is a tensor, an array or a list with one entry per token of its document, ``[S]`` or ``[S, ...]``. A number
 that holds for the whole document (an advantage, a reward) is repeated for every token. All fields are cut alike: a
 rank gets the rows of its slices of all of them.
+
+No fields are ``images``, ``videos`` and ``audios``: lists of what the model's processor returns for one of them, which
+encoders turn into rows for the tokens that stand for them (``loop.encoded``). Not every document needs them.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from bytescale.attention.autocast import without_autocast
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory.device_kernels import loss_chunk_tokens
-from bytescale.hf.model.interface import refusal, while_set
+from bytescale.hf.model.interface import KEYWORD, refusal, while_set
 from bytescale.runtime.loss import AT_ONCE
 
 
@@ -69,6 +70,8 @@ class ModelHead:
     decoder: nn.Module
     output: Any
     """What the decoder returned; its hidden states are exchanged."""
+    arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Makes the context in which logits are computed (``invariant.FixedProducts``)."""
     group = None
 
     @property
@@ -122,7 +125,7 @@ class ModelHead:
             output = (hidden[None], *self.output[1:])
         else:
             output = replace(self.output, last_hidden_state=hidden[None])
-        with while_set([self.decoder], "forward", lambda *args, **kwargs: output):
+        with while_set([self.decoder], "forward", lambda *args, **kwargs: output), self.arithmetic():
             position = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
             result = self.model(input_ids=position, position_ids=position, use_cache=False)
         logits: Tensor = result[0] if isinstance(result, tuple) else result.logits
@@ -139,7 +142,8 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
         decoder, nn.Linear
     ):  # Llama 4 for text, ModernBERT: what they name is another part
         decoder = next((part for part in root.children() if isinstance(part, PreTrainedModel)), root)
-    around = [part for part in root.children() if isinstance(part, PreTrainedModel) and decoder in part.modules()]
+    parts = [part for part in root.children() if isinstance(part, PreTrainedModel)]
+    around = [part for part in parts if any(inside is decoder for inside in part.modules())]
     decoder = (
         around[0] if around else decoder
     )  # with a model's embedding and its towers, which head and loss are behind
@@ -166,7 +170,7 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
             fix="compute the loss from model(**micro.inputs).logits",
         )
     hidden: Tensor = output[0]  # type: ignore[index]
-    return hidden, ModelHead(model, decoder, output)
+    return hidden, ModelHead(model, decoder, output, getattr(inputs.get(KEYWORD), "arithmetic", nullcontext))
 
 
 def causal_model(model: Any) -> Any:

@@ -175,6 +175,7 @@ def score_corpus(
         "dtype": str(next(hdp.model.parameters()).dtype),
         "corpus": corpus.index.content_hash(range(corpus.index.num_parts)),
         "batch_tokens": batch_tokens,
+        **({"invariant": True} if hdp.engine.decoder.is_invariant else {}),
     }
     begun = output.begin(settings) if hdp.group.rank == 0 else 0
     done = int(hdp.group.max_of([float(begun)])[0])
