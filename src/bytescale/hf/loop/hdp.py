@@ -81,13 +81,11 @@ class HDP(Updates):
             model: a causal decoder of transformers, or a module around one (peft). Outside of plans it stays as it is.
             group: the ranks; None: all ranks, or this one alone where torch.distributed has not been initialised.
             capacity_tokens: of a micro-batch of a rank; ``auto``: see ``hf.loop.room``. Several share longer documents.
-            tp: so many consecutive ranks share each layer's matrices and the rows of a micro-batch, and are one rank
-                for ``capacity_tokens`` and plans. The model becomes this rank's part of itself, for good.
+            tp: consecutive ranks that share matrices and rows, one rank for plans. The model is cut for good.
             device_gib: what plans may use of a rank's device; None: most of it with ``auto``, else they are unchecked.
             planner: see ``make_planner``.
             equal_counts: whether all ranks get equally many micro-batches, as FSDP needs; some have a row of no token.
-            shard: ``optimizer`` shards states over all ranks. With ``parameters``, ranks share the layers' parameters
-                and gradients, too, from ``adamw`` on: they gather a layer when it computes, and run in lockstep.
+            shard: ``optimizer``: states; ``parameters``: layers and their gradients, too, from ``adamw`` on (lockstep).
             domain: consecutive ranks that share parameters; None: those of a node. It divides the number of ranks.
             experts: ``gathered`` as the rest of a layer, or ``parallel``: tokens travel to them (``runtime.experts``).
             longest_document: its tokens, fixed for good, where rotary positions depend on it (dynamic NTK, longrope).
@@ -99,8 +97,7 @@ class HDP(Updates):
             indexer_loss: times a coefficient, trains indexers: ``dense`` or ``sparse`` (``hf.model.indexer_loss``).
             invariant: whether log-probabilities have the same bits under any plan, on CPUs (``hf.model.invariant``).
 
-        Raises ``ConfigError`` where a plan would not give the results of one process, with the part of the model that
-        is in the way; ``RankFailure`` if the ranks have different settings or models.
+        Raises ``ConfigError`` where a plan would not give the results of one process; ``RankFailure`` if ranks differ.
         """
         super().__init__(model, _mesh_of(group, model, tp, shard, domain, experts, equal_counts=equal_counts), experts)
         self.domain = self.mesh.hdp.size if equal_counts else self.mesh.domain.size

@@ -142,11 +142,6 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
         decoder, nn.Linear
     ):  # Llama 4 for text, ModernBERT: what they name is another part
         decoder = next((part for part in root.children() if isinstance(part, PreTrainedModel)), root)
-    parts = [part for part in root.children() if isinstance(part, PreTrainedModel)]
-    around = [part for part in parts if any(inside is decoder for inside in part.modules())]
-    decoder = (
-        around[0] if around else decoder
-    )  # with a model's embedding and its towers, which head and loss are behind
     if not isinstance(decoder, nn.Module) or decoder is root:
         raise refusal(
             type(root).__name__,
@@ -154,14 +149,21 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
             so="its logits could not be computed a few rows at a time",
             fix="compute the loss from model(**micro.inputs).logits",
         )
-    kept: list[Any] = []
-    hook = decoder.register_forward_hook(lambda module, args, output: kept.append(output))
+    # With towers, or an embedding of its own, the head is behind what is around the decoder, if the model calls that.
+    parts = [part for part in root.children() if isinstance(part, PreTrainedModel)]
+    around = [part for part in parts if decoder in set(part.modules())]
+    kept: dict[nn.Module, Any] = {}
+    hooks = [
+        part.register_forward_hook(lambda module, args, output: kept.update({module: output}))
+        for part in dict.fromkeys([decoder, *around])
+    ]
     keeps = "logits_to_keep" in inspect.signature(root.forward).parameters
     try:
         model(**inputs, **({"logits_to_keep": 1} if keeps else {}))
     finally:
-        hook.remove()
-    output = kept[0]
+        for hook in hooks:
+            hook.remove()
+    decoder, output = [*kept.items()][-1]  # the outermost one ends last
     if not isinstance(output, tuple) and not is_dataclass(output):
         raise refusal(
             type(decoder).__name__,
