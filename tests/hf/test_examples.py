@@ -98,6 +98,13 @@ def test_replayed_routes() -> None:
     assert ours["difference with replay"] < 0.8 * ours["difference without replay"]
 
 
+def test_pictures() -> None:
+    """Names are learned, the same on one rank."""
+    ours, alone = on_two_ranks(example("pictures"), steps=12), example("pictures").main(steps=12)
+    assert ours == pytest.approx(alone, rel=1e-3)
+    assert ours[-1] < 0.6 * ours[0]
+
+
 def test_driver() -> None:
     assert on_two_ranks(example("driver")) == pytest.approx(example("driver").main(capacity_tokens=256), rel=1e-5)
 
@@ -192,5 +199,16 @@ def test_nano_hdp_finds_a_fault(
 def test_every_example_is_tested() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     in_remote = {"ray_train"}  # tests/remote/test_nodes.py
-    here = {"own_loop", "lora", "fsdp", "scoring", "driver", "hf_trainer", "grpo", "nano_hdp", "replayed_routes"}
+    here = {
+        "own_loop",
+        "lora",
+        "fsdp",
+        "scoring",
+        "driver",
+        "hf_trainer",
+        "grpo",
+        "nano_hdp",
+        "replayed_routes",
+        "pictures",
+    }
     assert names == here | in_remote

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image, ImageDraw
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from bytescale import HDP, score
 from bytescale.common.errors import ConfigError, DataError
@@ -112,6 +117,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "attention kept": {"checkpointing": "attention"},
     "offloaded": {"host_gib": 0.25},
     "sharded": {"shard": "parameters", "domain": 2},
+    "left early": {"left_early": True},  # nobody asks whether there is one more micro-batch
 }
 
 
@@ -202,17 +208,20 @@ def alone(model: nn.Module, batch: list[dict[str, Any]]) -> tuple[float, dict[st
 
 
 def planned(
-    group: dist.ProcessGroup, model: nn.Module, batch: list[dict[str, Any]], **options: Any
+    group: dist.ProcessGroup, model: nn.Module, batch: list[dict[str, Any]], left_early: bool = False, **options: Any
 ) -> tuple[float, dict[str, Tensor]]:
     hdp = HDP(model, group, capacity_tokens=50 if group.size() > 1 else 400, **options)
     hdp.adamw(lr=1e-3)
     total, loss = sum(len(d["tokens"]) - 1 for d in batch), 0.0
     with WideCasts():
-        for micro in hdp.plan(batch):
-            own = micro.loss_sum(model) / total
-            own.backward()
-            loss += float(own.detach())
-    return loss, hdp.gradients()
+        planned = hdp.plan(batch)
+        micros = iter(planned)
+        for _ in range(len(planned) + (not left_early)):
+            if (micro := next(micros, None)) is not None:
+                own = micro.loss_sum(model) / total
+                own.backward()
+                loss += float(own.detach())
+        return loss, hdp.gradients()
 
 
 def difference(model: nn.Module, batch: list[dict[str, Any]], num_ranks: int, **options: Any) -> float:
@@ -331,6 +340,37 @@ def test_log_probabilities_of_more_documents_than_every_rank_looks_at() -> None:
     for result in on_ranks(2, model, work):
         for number, found in enumerate(result):
             torch.testing.assert_close(found[:-1], wanted[number % 3], rtol=0, atol=1e-10)
+
+
+def test_what_a_models_own_processor_makes() -> None:
+    """The function of docs/own_loop.md, and the processor's own output given to plain transformers."""
+    page = (Path(__file__).parents[2] / "docs" / "own_loop.md").read_text(encoding="utf-8")
+    code = page.split("## Images and videos")[1].split("```python\n")[1].split("\nmodel = ")[0]
+    words = {word: number for number, word in enumerate(("<unk>", "what", "is", "this", "a", "red", "blue"))}
+    tokenizer = Tokenizer(WordLevel({**words, "<image>": IMAGE}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens(["<image>"])
+    processor: Any = LlavaProcessor(
+        image_processor=SiglipImageProcessorPil(size={"height": 16, "width": 16}),
+        tokenizer=PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, unk_token="<unk>", extra_special_tokens={"image_token": "<image>"}
+        ),
+        patch_size=4,
+        vision_feature_select_strategy="full",
+    )
+    red, blue = (Image.new("RGB", (30, 20), color) for color in ("red", "blue"))
+    records = [("what is <image> this a red", [red]), ("<image> a blue <image> a red", [blue, red]), ("a blue", [])]
+    made: dict[str, Any] = {"processor": processor}
+    exec(code, made)
+    batch = [made["document"](*record) for record in records]
+    model, total, loss = model_of("llava"), sum(len(d["tokens"]) - 1 for d in batch), 0.0
+    with WideCasts(), torch.no_grad():
+        for text, pictures in records:
+            given = processor(text=text, images=pictures or None, return_tensors="pt")
+            logits = model(**given).logits[0]
+            loss += float(nn.functional.cross_entropy(logits[:-1], given["input_ids"][0, 1:], reduction="sum")) / total
+    results = on_ranks(2, model, lambda group, own: planned(group, own, batch))
+    assert sum(own for own, _ in results) == pytest.approx(loss, rel=1e-10)
 
 
 @pytest.fixture(params=["row", "gradient", "positions"])

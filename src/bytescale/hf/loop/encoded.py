@@ -143,16 +143,17 @@ class EncodedItems:
         self._keeps_graphs = hdp.engine.activations.keeps_graphs
         ranks = items.ranks(self._group.size)
         self._own = [place for place, rank in enumerate(ranks) if rank == self._group.rank]
-        self._encoded, error, form = list[Tensor](), "", None
+        self._encoded, error, forms = list[Tensor](), "", dict[str, Form]()
         try:
             for place in self._own:
-                encoded, form = self._encode(place)
+                encoded, forms[items.items[place][0]] = self._encode(place)
                 self._encoded.append(encoded if self._keeps_graphs else encoded.detach())
         except DataError as found:
             error = str(found)
-        told = self._told([error, form, [len(encoded) for encoded in self._encoded]])
-        self._form = max(Form(*one[1]) for one in told if one[1])
-        self._encoders.require_causal(self._hdp.model, self._form)
+        told = self._told([error, forms, [len(encoded) for encoded in self._encoded]])
+        self._forms = {kind: Form(*form) for _, known, _ in told for kind, form in known.items()}
+        self._trains = any(form.has_gradient for form in self._forms.values())
+        self._encoders.require_causal(hdp.model, *min(self._forms.items()))
         counts = [0] * len(ranks)
         for rank, (_, _, lengths) in enumerate(told):
             for place, length in zip((one for one, own in enumerate(ranks) if own == rank), lengths, strict=True):
@@ -164,7 +165,7 @@ class EncodedItems:
             self._wanted = [self._of_micro_batch(own, counts) for own in rows]
         except DataError as found:
             error = str(found)
-        self._told([error, None, None])
+        self._told([error])
         self._exchange(ranks)
 
     def _told(self, own: list[Any]) -> list[Any]:
@@ -181,11 +182,13 @@ class EncodedItems:
         """By kind, in the order of rows."""
         kinds, found = self._encoders.kinds_of(fields["tokens"]), []
         for kind in self._encoders.kinds:
-            tables = [[(place, row) for place in own.get(kind, ()) for row in range(counts[place])]
-                      for own in self._items.lists]  # fmt: skip
             placeholders = fields[PLACEHOLDERS][kinds == 1 + KINDS.index(kind)].tolist()
+            tables = {
+                own: [(place, row) for place in self._items.lists[own].get(kind, ()) for row in range(counts[place])]
+                for own in {own for own, _ in placeholders}
+            }
             if placeholders:
-                found.append(StandingFor(kind, [tables[of][row] for of, row in placeholders]))
+                found.append(StandingFor(kind, [tables[own][row] for own, row in placeholders]))
         return found
 
     def _exchange(self, ranks: Sequence[int]) -> None:
@@ -202,14 +205,21 @@ class EncodedItems:
         for place, rows in zip(self._own, self._encoded, strict=True):
             starts[place], at = at, at + len(rows)
         self._places, self._order = starts.to(device)[requests[:, 0]] + requests[:, 1], order.to(device)
-        nothing = torch.empty(0, self._form.width, dtype=getattr(torch, self._form.dtype), device=device)
-        encoded = torch.cat([nothing, *(rows.detach() for rows in self._encoded)])
+        self._width, dtype = max((form.width, form.dtype) for form in self._forms.values())
+        self._nothing = torch.empty(0, self._width, dtype=getattr(torch, dtype), device=device)
+        encoded = torch.cat([self._nothing, *(self._wide(rows.detach()) for rows in self._encoded)])
         arrived = group.all_to_all(encoded[self._places], self._answered, self._asked)
         here = torch.empty_like(arrived)
         here[self._order] = arrived
-        counts = [len(own.pairs) for of_micro in self._wanted for own in of_micro]
-        self._leaves = [part.clone().requires_grad_(self._form.has_gradient) for part in here.split(counts)]
-        self._nothing = nothing
+        asked_for = [own for of_micro in self._wanted for own in of_micro]
+        parts = zip(asked_for, here.split([len(own.pairs) for own in asked_for]), strict=True)
+        self._leaves = [
+            part[:, : self._forms[own.kind].width].clone().requires_grad_(self._trains) for own, part in parts
+        ]
+
+    def _wide(self, rows: Tensor) -> Tensor:
+        """``rows [n, W]`` with zeros behind them where other kinds have wider ones."""
+        return torch.nn.functional.pad(rows, (0, self._width - rows.shape[1]))
 
     def give(self, micro: Micro, index: int) -> None:
         """Put the rows of its placeholders into a micro-batch's inputs, and positions of whole documents."""
@@ -219,23 +229,25 @@ class EncodedItems:
         if own := self._wanted[index] if index < len(self._wanted) else []:
             first = sum(len(before) for before in self._wanted[:index])
             rows = {one.kind: self._leaves[first + place] for place, one in enumerate(own)}
-            micro.inputs |= self._encoders.inputs(micro.inputs["input_ids"][0], rows, self._form)
+            micro.inputs |= self._encoders.inputs(micro.inputs["input_ids"][0], rows, self._forms)
 
+    @torch.enable_grad()
     def backward(self) -> None:
         """Send the gradients of all rows home, and run the encoders backward. All ranks call it."""
-        if not self._form.has_gradient:
+        if not self._trains:
             return
         group, attachment = self._group, self._hdp.engine.decoder.attachment
-        parts = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
+        parts = [self._wide(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for leaf in self._leaves]
         gradients = torch.cat([self._nothing, *parts])[self._order]
         arrived = group.all_to_all(gradients, self._asked, self._answered)
         ran_plain, at = attachment.ran_plain_backward, 0
         for place, kept in zip(self._own, self._encoded, strict=True):
             rows = kept if self._keeps_graphs else self._encode(place)[0]
             mine = (self._places >= at) & (self._places < at + len(rows))
-            total = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
+            total = rows.new_zeros(len(rows), self._width, dtype=torch.promote_types(rows.dtype, torch.float32))
             total.index_add_(0, self._places[mine] - at, arrived[mine].to(total.dtype))
-            rows.backward(total.to(rows.dtype))
+            if rows.requires_grad:
+                rows.backward(total[:, : rows.shape[1]].to(rows.dtype))
             at += len(rows)
         attachment.ran_plain_backward = ran_plain
         self._leaves, self._encoded = [], []

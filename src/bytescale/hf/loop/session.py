@@ -24,6 +24,7 @@ from bytescale.runtime.parking import Parking
 
 if TYPE_CHECKING:
     from bytescale.common.cut import Cut
+    from bytescale.hf.loop.encoded import EncodedItems
     from bytescale.runtime.mesh import Mesh
     from bytescale.runtime.optimizer.lockstep import Units
     from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
@@ -38,6 +39,7 @@ class Session:
         cuts: with tensor parallelism, by name which part of a parameter this rank has; None: it has whole ones.
         domain: ranks that run in lockstep.
         looped: takes the results of the loop that ran last; None: a batch was planned since.
+        encoded: the images of the batch whose loop runs, until their encoders have run backward; None: there are none.
         is_reducing: whether ranks reduce gradients already: the loop over a batch that was planned with last=True has
             ended.
     """
@@ -48,6 +50,7 @@ class Session:
     cost: CostModel
     domain: int
     looped: Collector | None = None
+    encoded: EncodedItems | None = None
     is_reducing = False
     _num_agreed = 0
 
@@ -99,7 +102,14 @@ class Session:
     def forward_cost(self) -> CostModel:
         return self.cost.forward_only(next(self.model.parameters()).element_size())
 
+    def finish_items(self) -> None:
+        """Run encoders backward. Every rank calls it, behind the loop over a batch, which may have been left early."""
+        if self.encoded is not None:
+            encoded, self.encoded = self.encoded, None
+            encoded.backward()
+
     def begin_batch(self, looped: Collector) -> None:
+        self.finish_items()
         self.require_no_reduction("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
         if self.cuts and any(module._compiled_call_impl for module in self.model.modules()):
@@ -144,6 +154,7 @@ class Session:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step. ``model.zero_grad()`` does the same once there is an optimizer."""
+        self.encoded = None
         self.sharded().zero_grad()
         self.engine.decoder.attachment.ran_plain_backward = False
 

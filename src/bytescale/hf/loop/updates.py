@@ -138,6 +138,7 @@ class Updates(Session):
         decoder = self.engine.decoder
         decoder.attachment.require_no_plain_backward()
         self.pending.finish()
+        self.finish_items()
         decoder.require_unchanged(with_training=True)
         for zero in [] if self.is_reducing else sharded.zeros:
             zero.parameters.require_own_gradients()
@@ -164,6 +165,7 @@ class Updates(Session):
         Copies, in fp32 or wider; ``step`` may follow.
         """
         self.require_no_reduction("gradients() was called")
+        self.finish_items()
         return self.sharded().whole_gradients()
 
     def state(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Encoders:
         """``[S]``: of each token 1 + the place of its kind in ``KINDS``, and 0 for words."""
         found = torch.zeros_like(tokens)
         for kind, word in self.kinds.items():
-            found[tokens == word] = 1 + KINDS.index(kind)
+            found = found.masked_fill(tokens == word, 1 + KINDS.index(kind))
         return found
 
     def counts(self, tokens: Tensor) -> dict[str, int]:
@@ -130,27 +130,28 @@ class Encoders:
         )
         return together, form
 
-    def inputs(self, tokens: Tensor, rows: Mapping[str, Tensor], form: Form) -> dict[str, Any]:
+    def inputs(self, tokens: Tensor, rows: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Any]:
         """What the model takes beside ``tokens [T]``: of each kind the rows ``[n, W]`` for its placeholders."""
         outputs = {}
         for kind, own in rows.items():
+            form = forms[kind]
             split = zip(own.split(form.hidden_size, dim=1), form.are_lists, strict=True)
             pooled, *deeper = ([part] if is_list else part for part, is_list in split)
             outputs[kind] = SimpleNamespace(pooler_output=pooled, deepstack_features=deeper, last_hidden_state=None)
         types = self.kinds_of(tokens)[None].to(torch.int32)
         return {_DOOR: outputs, **{name: types for name in _TYPES if name in self._names}}
 
-    def require_causal(self, model: nn.Module, form: Form) -> None:
+    def require_causal(self, model: nn.Module, kind: str, form: Form) -> None:
         """Raise ``ConfigError`` if a token of an item sees later ones of it. The model runs once, on a few tokens."""
         if self._is_causal:
             return
-        kind, word = next(iter(self.kinds.items()))
+        word = self.kinds[kind]
         device, look = next(self.root.parameters()).device, _Look()
         tokens = torch.tensor([0, 0, word, word, word, word, 0, 0], device=device)
         rows = torch.zeros(4, form.width, dtype=getattr(torch, form.dtype), device=device)
         given = {"input_ids": tokens[None], "position_ids": torch.arange(8, device=device)[None], "use_cache": False}
         with torch.no_grad():
-            model(**given, **self.inputs(tokens, {kind: rows}, form), **{KEYWORD: look})
+            model(**given, **self.inputs(tokens, {kind: rows}, {kind: form}), **{KEYWORD: look})
         for function in look.functions:
             zero, query, key = (torch.tensor(place, device=device) for place in (0, 2, 3))
             if bool(torch.as_tensor(function(zero, zero, query, key)).any()):
