@@ -40,7 +40,7 @@ def score(hdp: HDP, documents: Iterable[Mapping[str, Any]], *, batch_tokens: int
 
     At most ``batch_tokens`` tokens (or one longer document) are read ahead and planned together. The logits of a few
     rows exist at a time, whatever the vocabulary. A label of -100 (a document's last token has one) gives 0. Fields
-    besides tokens and labels are not read.
+    besides tokens, labels and images (``ITEM_NAMES``) are not read.
 
     Args:
         hdp: attached to the model, which is in evaluation mode, best with ``forward_only=True``.
