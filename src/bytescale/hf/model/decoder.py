@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from bytescale.hf.model.blind import INDEXED, NUM_ROWS, Blind, LayerRecurrence
 from bytescale.hf.model.changes import Snapshot
 from bytescale.hf.model.costs import experts_of, spec_of
 from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states, require_words
-from bytescale.hf.model.interface import KEYWORD, Attachment, names_in, refusal
+from bytescale.hf.model.interface import KEYWORD, Attachment, names_in, refusal, while_set
 from bytescale.hf.model.long_rope import fix_rope, longest_document_of, require_short_enough, unfix_rope
 from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.hf.model.probe import LayerAttention, ModelStructure, probe
@@ -331,7 +331,7 @@ class HFDecoder(nn.Module):
         target = MicroBatchPass(self, lambda dtype: attention, num_rows)
         given: dict[str, Any] = {"input_ids": inputs[None], "position_ids": position_ids[None], "use_cache": False}
         try:
-            with nullcontext() if self.stage is None else self.stage.receiving(received):
+            with while_set(filter(None, [self.stage]), "received", received):
                 hidden, _ = hidden_states(self.model, {**given, KEYWORD: target})
         except StageEnd as end:
             target.require_all_calls()

@@ -147,12 +147,9 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
             fix="compute the loss from model(**micro.inputs).logits",
         )
     kept: list[Any] = []
-    hook = decoder.register_forward_hook(lambda module, args, output: kept.append(output))
     keeps = "logits_to_keep" in inspect.signature(root.forward).parameters
-    try:
+    with decoder.register_forward_hook(lambda module, args, output: kept.append(output)):
         model(**inputs, **({"logits_to_keep": 1} if keeps else {}))
-    finally:
-        hook.remove()
     output = kept[0]
     if not isinstance(output, tuple) and not is_dataclass(output):
         raise refusal(

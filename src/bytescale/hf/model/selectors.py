@@ -17,6 +17,7 @@ Shape letters: T rows of a micro-batch, L tokens of a path, H heads, I selection
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -132,8 +133,8 @@ class LayerRows:
         """The layer's own; None: it takes an earlier layer's choice."""
 
     @property
-    def layers(self) -> _AllLayers:
-        return _AllLayers(self)
+    def layers(self) -> dict[int, LayerRows]:
+        return defaultdict(lambda: self)
 
     def update(self, first: Tensor, second: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
         self.latents = (first, second) if hasattr(self.layer, "expand_kv") else None
@@ -149,14 +150,6 @@ class LayerRows:
         raise _IndexKeys(keys)
 
     update_index = update_indexer
-
-
-class _AllLayers:
-    def __init__(self, rows: LayerRows) -> None:
-        self._rows = rows
-
-    def __getitem__(self, layer: int) -> LayerRows:
-        return self._rows
 
 
 class _IndexKeys(Exception):
