@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bytescale.attention.autocast import in_autocast, without_autocast
 from bytescale.attention.copies import to_device
+from bytescale.attention.kernels import lse_dtype
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, loss_chunk_tokens
 
@@ -103,7 +104,7 @@ class PlainHead:
     def losses(self, rows: Tensor, labels: Tensor) -> Tensor:
         """As ``Head``. No gradient flows."""
         *_, lse, target_logits = self._statistics(rows, labels)
-        return (lse - target_logits).where(labels != IGNORE_INDEX, 0).to(_wide(rows.dtype))
+        return (lse - target_logits).where(labels != IGNORE_INDEX, 0).to(lse_dtype(rows.dtype))
 
     def _statistics(
         self, rows: Tensor, labels: Tensor
@@ -116,7 +117,7 @@ class PlainHead:
 
             kernel = TritonRows()
         else:
-            kernel, logits = TorchRows(), logits.to(_wide(rows.dtype))
+            kernel, logits = TorchRows(), logits.to(lse_dtype(rows.dtype))
         targets = labels if self.group is None else labels - self.group.rank() * self.num_words
         return kernel, logits, targets, *_over_group(*kernel.statistics(logits, targets), self.group)
 
@@ -213,7 +214,7 @@ class _LossSum(torch.autograd.Function):
         ctx: Any, hidden: Tensor, labels: Tensor, token_weights: Tensor | None, head: Head, z_loss: float,
         *parameters: Tensor,
     ) -> Tensor:  # fmt: skip
-        wide = _wide(hidden.dtype)
+        wide = lse_dtype(hidden.dtype)
         loss = hidden.new_zeros((), dtype=wide)
         d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         sums = [
@@ -310,7 +311,3 @@ def _converted(values: Tensor, dtype: torch.dtype) -> Tensor:
         # ``to`` copies first: ``place`` overlaps this part, or earlier parts, which have been converted already.
         place.copy_(part.to(dtype))
     return result.view_as(values)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bytescale.attention import AttentionKernel, PackedAttention
 from bytescale.cost.memory.device_kernels import DeviceKind, nccl_reserve_bytes
 from bytescale.cost.memory.device_memory import States
-from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
-from bytescale.cost.memory.rows import RingWidths
+from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows, RingWidths
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.interface import while_set
