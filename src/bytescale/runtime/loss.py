@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from bytescale.attention.autocast import in_autocast, without_autocast
 from bytescale.attention.copies import to_device
@@ -150,19 +149,12 @@ def loss_sum(
         return _sum(replace(head, weight=weight), hidden, labels, z_loss, token_weights)
 
 
-def token_losses(head: Head, hidden: Tensor, labels: Tensor, *, rows_at_a_time: int | None = None) -> Tensor:
-    """``[T]`` losses of all tokens, 0 without a target, in fp32 or wider.
-
-    With gradients enabled, the logits of a chunk are computed again in backward, which a plain head does not offer.
-    """
-    chunk_rows = rows_at_a_time or loss_chunk_tokens(head.num_words, hidden.device.type)
-    parts = []
-    for rows, own in zip(hidden.split(chunk_rows), to_device(labels, hidden.device).split(chunk_rows), strict=True):
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(head.losses, rows, own, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(head.losses(rows, own))
-    return torch.cat(parts)
+@torch.no_grad()
+def token_losses(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
+    """``[T]`` losses of all tokens, 0 without a target, in fp32 or wider. No gradient flows."""
+    chunk_rows = loss_chunk_tokens(head.num_words, hidden.device.type)
+    parts = zip(hidden.split(chunk_rows), to_device(labels, hidden.device).split(chunk_rows), strict=True)
+    return torch.cat([head.losses(rows, own) for rows, own in parts])
 
 
 def accumulated_at_once(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -71,24 +71,6 @@ class RingWidths:
     wide: float
     window: int | None = None
 
-    @property
-    def own_message(self) -> float:
-        """The message with a slice's queries."""
-        return 2 * self.query + 2 * self.lse
-
-    @property
-    def row_buffers(self) -> float:
-        """Messages of a grid's row, per token of other columns: their queries, and results that go and that come.
-
-        A buffer of results holds those of forward or of backward, whichever is larger.
-        """
-        return self.own_message + 2 * max(self.query * self.wide, self.query + self.lse)
-
-    @property
-    def ring_buffers(self) -> float:
-        """Two messages of keys and values and two of their gradients."""
-        return 2 * self.keys * (1 + self.wide)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory:
@@ -293,7 +275,8 @@ class MeasuredMemory:
         gradients, and a block's gradients. With one there are the rows that it reaches before both segments of a
         sequence, and those that two other members reach.
         """
-        messages = ring.ring_buffers
+        wide = ring.wide
+        messages = 2 * ring.keys * (1 + wide)
         phase = Phase(name="ring", fixed_bytes=self.rows.fixed, bytes_per_token=beside)
         if ring.window is not None:
             return replace(
@@ -302,13 +285,14 @@ class MeasuredMemory:
                 fixed_bytes=self.rows.fixed + 2.0 * (ring.window - 1) * messages,
                 bytes_per_shared_token=2 * ring.query + ring.keys,
             )
-        wide = ring.wide
+        # Along a grid's row: a slice's queries, and results that go and come, in buffers for both passes.
+        queries, results = 2 * ring.query + 2 * ring.lse, 2 * max(ring.query * wide, ring.query + ring.lse)
         return replace(
             phase,
             bytes_per_shared_token=messages + 2 * ring.query + ring.keys,
             # Sums of the own keys' gradients, an output of the row's, and sums of its queries'.
-            bytes_per_grid_token=ring.own_message + 2 * ring.keys * wide,
-            bytes_per_row_token=ring.row_buffers + ring.query * (1 + wide),
+            bytes_per_grid_token=queries + 2 * ring.keys * wide,
+            bytes_per_row_token=queries + results + ring.query * (1 + wide),
         )
 
 

@@ -181,9 +181,8 @@ class HFDecoder(nn.Module):
 
         Raises ``ConfigError`` where one of them does not lie in numbered modules.
         """
-        names: list[str] = []
-        places = {name: place for place, (name, _) in enumerate(self.model.named_modules())}
-        for name in sorted(self.structure.names, key=places.__getitem__):
+        names = set[str]()
+        for name in self.structure.names:
             numbered = re.match(r"(.*?\.\d+)(\.|$)", name)
             if numbered is None:
                 raise refusal(
@@ -192,8 +191,8 @@ class HFDecoder(nn.Module):
                     so="it could not be told where a layer begins, and when its gradients are complete",
                     fix="use a model whose layers are a numbered list (nn.ModuleList)",
                 )
-            names.append(numbered[1])
-        return [self.model.get_submodule(name) for name in dict.fromkeys(names)]
+            names.add(numbered[1])
+        return [module for name, module in self.model.named_modules() if name in names]
 
     def kind_of(self, layer: nn.Module) -> tuple[object, ...]:
         """Layers of one kind have the same classes, sizes of parameters and rules of attention."""

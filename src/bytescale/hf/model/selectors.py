@@ -227,7 +227,8 @@ class Indexer:
 
     def _chosen(self, some: slice, keys: Tensor, visible: Tensor, seen: list[Tensor] | None = None) -> Tensor:
         """``[t, I, K]`` positions of ``some`` queries, int64; a few of them may not be visible."""
-        self.cache.index_keys = keys.view(*self._leading, *keys.shape)
+        leading = (1, 1) if "update_index" in names_in(self.module) else (1,)
+        self.cache.index_keys = keys.view(*leading, *keys.shape)
         with LowestFirst(seen):
             chosen = self._run(some, visible)
         positions: Tensor = chosen.transpose(1, 2)[0] if chosen.dim() == 4 else chosen[0][:, None]
@@ -236,10 +237,6 @@ class Indexer:
             return positions.long()
         tokens = positions.long()[..., None] * block + torch.arange(block, device=keys.device)
         return torch.where(positions[..., None] < 0, NONE, tokens).flatten(2)
-
-    @property
-    def _leading(self) -> tuple[int, ...]:
-        return (1, 1) if "update_index" in names_in(self.module) else (1,)
 
     @property
     def _rows(self) -> Tensor:
