@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/own_loop.py trainer [--steps 12]
     torchrun --nproc-per-node 2 benchmarks/own_loop.py padded [--batches 3]
     torchrun --nproc-per-node 2 benchmarks/own_loop.py window [--tokens 8192 16384]
+    torchrun --nproc-per-node 1 benchmarks/own_loop.py invariant [--steps 12] [--batch-tokens 8192]
 
     trainer   The same Llama of transformers and the same documents: the runtime under our trainer, and HDP's loop, with
               the loss by `micro.loss_sum`, by `micro.logprobs` and by all logits at once. The four take turns, step by
@@ -11,6 +12,7 @@
               of its documents to their longest one. Documents are sorted by length first, or come as they are.
     window    One document shared by all ranks: a layer of attention with a window against one without, forward and
               backward: time, and bytes that a rank sends.
+    invariant Log-probabilities, and a training step, with HDP(..., invariant=True) and without it, in turns.
 
 Times are medians over steps of the slowest rank. With a single rank they are the process's CPU time.
 """
@@ -258,6 +260,43 @@ def window_against_full(group: RankGroup, lengths: list[int], windows: list[int]
             )
 
 
+def with_and_without_invariance(group: RankGroup, rounds: int, num_tokens: int) -> None:
+    """Scores, and scores with their gradients, of documents of three kinds, in fp32 and bf16."""
+    batches = {
+        "mixed": documents(num_tokens, num_tokens // 4, seed=0),
+        "of 16 tokens": [{"tokens": torch.arange(16) + first} for first in range(0, num_tokens, 16)],
+        "one long one": [{"tokens": torch.arange(num_tokens) % VOCABULARY}],
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        models = {invariant: llama().to(dtype) for invariant in (False, True)}
+        hdps = {
+            invariant: bytescale.HDP(model, capacity_tokens=num_tokens, invariant=invariant)
+            for invariant, model in models.items()
+        }
+
+        def score(batch: list[dict[str, Any]], invariant: bool, train: bool, hdps: Any = hdps) -> None:
+            with torch.set_grad_enabled(train):
+                for micro in hdps[invariant].plan(batch):
+                    logprobs = micro.logprobs(hdps[invariant].model)
+                    if train:
+                        logprobs.sum().backward()
+
+        for name, batch in batches.items():
+            for train in (False, True):
+                times: dict[bool, list[float]] = {False: [], True: []}
+                for number in range(rounds + 1):
+                    for invariant, held in times.items():
+                        seconds = seconds_of(lambda: score(batch, invariant, train), group)  # noqa: B023
+                        if number:
+                            held.append(seconds)
+                plain, ours = (statistics.median(held) for held in times.values())
+                ratios = sorted(ours / plain for plain, ours in zip(*times.values(), strict=True))
+                _say(
+                    f"{str(dtype)[6:]:9} {name:13} {'with backward' if train else 'forward':13} {plain:7.3f} s, ours "
+                    f"{ours:7.3f} s, {statistics.median(ratios):.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+                )
+
+
 def _say(line: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(line, flush=True)
@@ -265,7 +304,7 @@ def _say(line: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["trainer", "padded", "window"])
+    parser.add_argument("what", choices=["trainer", "padded", "window", "invariant"])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--batches", type=int, default=3)
@@ -280,6 +319,8 @@ def main() -> None:
         against_trainer(group, given.steps, given.batch_tokens)
     elif given.what == "padded":
         against_padding(group, given.batches, given.batch_tokens)
+    elif given.what == "invariant":
+        with_and_without_invariance(group, given.steps, given.batch_tokens)
     else:
         window_against_full(group, given.tokens, given.windows)
     dist.destroy_process_group()

@@ -228,5 +228,7 @@ def test_an_image_in_a_run_on_text_is_refused() -> None:
     short, long = torch.arange(2, 6), torch.arange(2, 9)
     require_words({"tokens": {0: short}, "labels": {0: long}}, model)
     require_words({"tokens": {0: long}, "labels": {0: long}}, model.model.language_model)
-    with pytest.raises(DataError, match=r"Document 1 has a token of an image \(7\), and model\.visual takes no part"):
+    with pytest.raises(
+        DataError, match=r"Document 1 has a token of an image \(7\), and there is no image in the batch"
+    ):
         require_words({"tokens": {0: short, 1: long}, "labels": {}}, model)

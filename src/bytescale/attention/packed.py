@@ -31,6 +31,9 @@ from bytescale.attention.sinks import join_sinks, sinks_gradient
 from bytescale.attention.trees import add_node_gradients, add_nodes, blocks_between, own_blocks
 from bytescale.plan import MicroBatch
 
+Forward = Callable[[Tensor, Tensor, Tensor, AttentionRules, Tensor | None], tuple[Tensor, Tensor]]
+"""As ``PackedAttention.forward``."""
+
 
 class AttentionMemory(Protocol):
     """Keeps results of attention until backward, when activation checkpointing computes the layer again."""
@@ -81,14 +84,16 @@ class PackedAttention:
         return OwnRuns(self.micro_batch)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None, *,
+        forward: Forward | None = None,
+    ) -> Tensor:  # fmt: skip
+        """``forward`` takes the place of the method of this name, for the same results up to rounding."""
         if q.shape[0] != self.num_tokens:
             raise ValueError(
                 f"attention got {q.shape[0]} rows but its micro-batch has {self.num_tokens}: "
                 "the model must keep one row per token, in order"
             )
-        return _PackedAttentionFunction.apply(q, k, v, sinks, self, rules)
+        return _PackedAttentionFunction.apply(q, k, v, sinks, self, (rules, forward or self.forward))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None
@@ -181,10 +186,11 @@ class _PackedAttentionFunction(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         attention: PackedAttention,
-        rules: AttentionRules,
+        way: tuple[AttentionRules, Forward],
     ) -> Tensor:
+        rules, compute = way
         with without_autocast(q.device):
-            out, lse = attention.remembered(lambda: attention.forward(q, k, v, rules, sinks))
+            out, lse = attention.remembered(lambda: compute(q, k, v, rules, sinks))
         ctx.attention, ctx.rules = attention, rules
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out

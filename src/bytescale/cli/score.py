@@ -40,6 +40,8 @@ class ScoreOptions(CorpusOptions):
     """Weights and activations; auto: bf16 on GPU, fp32 on CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: cuda where there is a GPU for every rank of this node."""
+    invariant: bool = False
+    """Scores are the same to the last bit for any number of ranks and capacity, on CPUs, for more time and memory."""
     timeout_seconds: float | None = field(default=None, metadata=limits(above=0))
     """If a message takes longer than this, a rank counts as lost, and all ranks stop. Unset: 120, or 1800 on GPUs."""
     model: str = ""
@@ -137,7 +139,7 @@ def score_on_ranks(options: ScoreOptions) -> None:
         corpus = prepare_corpus(options.corpus_config())
         model = read_model(folder, read_hf_config(folder), ranks.dtype).eval().to(ranks.device)
         check_vocabulary(corpus.metadata, len(model.get_input_embeddings().weight))
-        hdp = HDP(model, capacity_tokens=options.capacity_tokens, forward_only=True)
+        hdp = HDP(model, capacity_tokens=options.capacity_tokens, forward_only=True, invariant=options.invariant)
         score_corpus(
             hdp,
             corpus,

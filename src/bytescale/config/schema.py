@@ -254,6 +254,9 @@ class TrainerConfig:
     from `seed`."""
     dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
     """Parameters and activations; auto: bf16 on GPU, fp32 on CPU. Master weights are at least fp32."""
+    invariant: bool = False
+    """Every token's log-probability is the same to the last bit under any plan and number of ranks, on CPUs, for more
+    time and memory; gradients are still summed in the plan's order. Not with tp or experts in parallel."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: cuda where there is a GPU for every rank of this node."""
     run_dir: str = ""

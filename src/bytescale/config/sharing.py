@@ -55,6 +55,15 @@ def check_experts(experts: str, shard: str) -> None:
         )
 
 
+def check_invariant(*, invariant: bool, tp: int, experts: str) -> None:
+    """Raise ``ConfigError`` where log-probabilities cannot be independent of the plan, whatever the model."""
+    if invariant and (tp > 1 or experts == "parallel"):
+        raise ConfigError(
+            f'invariant = true with {f"tp = {tp}" if tp > 1 else "experts in parallel"}',
+            so="products would be cut as the ranks lie, and bits would depend on them", fix="leave one of them out",
+        )  # fmt: skip
+
+
 def require_beside_tp(what: str, tp: int) -> None:
     """Raise ``ConfigError`` where ``tp`` ranks share a model."""
     so, fix = REFUSED_WITH_TP[what]

@@ -14,7 +14,7 @@ from bytescale.config.overrides import check_overrides, optimizer_options
 from bytescale.config.presets import PRESETS
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model
 from bytescale.config.schema import AUTO_CAPACITY, Config, CorpusConfig, DataConfig, ParallelConfig, TrainerConfig
-from bytescale.config.sharing import check_experts, sharing_domain
+from bytescale.config.sharing import check_experts, check_invariant, sharing_domain
 
 
 def validate(config: Config, *, num_ranks: int | None = None) -> None:
@@ -209,6 +209,7 @@ def check_sharing(config: Config, ranks: int) -> None:
     """Raise ``ConfigError`` where ranks cannot share parameters as configured."""
     parallel = config.parallel
     check_experts(parallel.experts, parallel.shard)
+    check_invariant(invariant=config.trainer.invariant, tp=parallel.tp, experts=parallel.experts)
     if parallel.experts == "parallel" and parallel.tp > 1:
         raise ConfigError(
             f'parallel.experts is "parallel" with parallel.tp = {parallel.tp}',

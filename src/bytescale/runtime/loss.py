@@ -18,6 +18,7 @@ Shape letters: T tokens, C hidden size, V vocabulary (of this rank), n tokens of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -76,6 +77,8 @@ class PlainHead:
     weight: Tensor
     """``[V, C]``."""
     group: dist.ProcessGroup | None = None
+    arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Makes the context in which logits are computed (``hf.model.invariant``)."""
 
     @property
     def num_words(self) -> int:
@@ -110,7 +113,8 @@ class PlainHead:
     ) -> tuple[TorchRows | TritonRows, Tensor, Tensor, Tensor, Tensor]:
         """The kernel, logits ``[n, V]``, targets as places among this rank's words, LSEs, and the targets' logits."""
         kernel: TorchRows | TritonRows
-        logits = rows @ self.weight.T
+        with self.arithmetic():
+            logits = rows @ self.weight.T
         if rows.device.type == "cuda" and rows.dtype == torch.bfloat16:
             from bytescale.runtime.loss_kernel import TritonRows
 

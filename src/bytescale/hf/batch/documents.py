@@ -3,6 +3,9 @@
 A *field* is a tensor, an array or a list with one entry per token of its document, ``[S]`` or ``[S, ...]``. A number
 that holds for the whole document (an advantage, a reward) is repeated for every token. All fields are cut alike: a
 rank gets the rows of its slices of all of them.
+
+No fields are ``images``, ``videos`` and ``audios``: lists of what the model's processor returns for one of them, which
+encoders turn into rows for the tokens that stand for them (``loop.encoded``). Not every document needs them.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ Batch = Sequence[Mapping[str, Any]]
 TOKEN_NAMES = ("tokens", "input_ids")
 ITEM_NAMES = ("images", "videos", "audios")
 """No fields: what a model's encoders turn into rows (``loop.encoded``)."""
+PLACEHOLDERS, POSITIONS = ITEM_FIELDS = ("placeholders", "rotary_positions")
+"""Fields that documents with such items get."""
 
 
 @dataclass(frozen=True, kw_only=True)

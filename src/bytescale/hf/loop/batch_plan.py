@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from bytescale.common.errors import ConfigError, DataError, PlanError, RankFailure
+from bytescale.common.errors import DataError, PlanError, RankFailure
 from bytescale.hf.batch.documents import ITEM_NAMES, Batch, Documents, RankBatch, lengths_of, require_trainable
 from bytescale.hf.loop.alike import digest_of
 from bytescale.hf.loop.planned_batch import PlannedBatch
@@ -53,12 +53,6 @@ class BatchToPlan:
         """Raises as ``HDP.plan`` for a batch that cannot be used. ``whole``: whether every rank needs all documents."""
         lengths = lengths_of(batch)
         given = BatchToPlan(hdp=hdp, batch=batch, lengths=lengths, shift_labels=shift_labels, items=_items(batch, hdp))
-        if given.items is not None and per_document is not None:
-            raise ConfigError(
-                "share_prefixes, and documents with images, videos or audios",
-                so="equal tokens may stand for different items",
-                fix="leave share_prefixes out",
-            )
         is_split = hdp.group.size > 1 and hdp.mesh.tp.size == 1 and len(batch) > ALL_DOCUMENTS
         if per_document is None and not whole and is_split:
             return given
@@ -115,13 +109,14 @@ class BatchToPlan:
             return self._cut_of_own(rank_plan, _numbers(RankPlan.of(plan, (hdp.group.rank + 1) % ranks, digest=0)))
         value = rank_plan.digest ^ self.documents.digest(range(len(self.lengths))) ^ self._digest_of_items
         if forest is None:
-            part, items = RankBatch.of(rank_plan, self.documents), self._items_of(self.documents, rank_plan)
+            part, items = RankBatch.of(rank_plan, self.documents), self._items_of(self.documents, _numbers(rank_plan))
             return CutBatch(hdp=hdp, batch=self.batch, value=value, part=part, items=items)
         from bytescale.hf.batch.prefixes import part_of_trees  # with share_prefixes alone
 
         dtype = next(hdp.model.parameters()).dtype
         part = part_of_trees(rank_plan, self.documents, forest, self.per_document or (), dtype)
-        return CutBatch(hdp=hdp, batch=self.batch, value=value, part=part)
+        items = self._items_of(self.documents, range(len(self.lengths)))
+        return CutBatch(hdp=hdp, batch=self.batch, value=value, part=part, items=items)
 
     def _cut_of_own(self, rank_plan: RankPlan, following: list[int]) -> CutBatch:
         """Look at this rank's documents and the ``following`` ones, which are the next rank's."""
@@ -132,19 +127,17 @@ class BatchToPlan:
             return CutBatch(hdp=self.hdp, batch=self.batch, value=value, part=error, digests=(0, 0))
         part, digests = RankBatch.of(rank_plan, documents), (documents.digest(own), documents.digest(following))
         totals = documents.totals(_counted(rank_plan))
-        items = self._items_of(documents, rank_plan)
+        items = self._items_of(documents, own)
         return CutBatch(
             hdp=self.hdp, batch=self.batch, value=value, part=part, digests=digests, totals=totals, items=items
         )
 
-    def _items_of(self, documents: Documents, rank_plan: RankPlan) -> ItemsOfRank | None:
-        """The items, and of this rank's documents how many tokens stand for each kind."""
+    def _items_of(self, documents: Documents, numbers: Sequence[int]) -> ItemsOfRank | None:
+        """The items, and of some documents how many tokens stand for each kind."""
         if self.items is None:
             return None
-        encoders = self.hdp.engine.decoder.encoders
-        return self.items, {
-            number: encoders.counts(documents.fields["tokens"][number]) for number in _numbers(rank_plan)
-        }
+        tokens, encoders = documents.fields["tokens"], self.hdp.engine.decoder.encoders
+        return self.items, {number: encoders.counts(tokens[number]) for number in numbers}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,19 +25,14 @@ from torch import Tensor
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.config.sharing import require_beside_tp
-from bytescale.hf.batch.documents import ITEM_NAMES, Batch, Documents
+from bytescale.hf.batch.documents import ITEM_NAMES, PLACEHOLDERS, POSITIONS, Batch, Documents
 from bytescale.hf.loop.alike import digest_of
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.encoders import KINDS, Encoders, Form, Item, patches_of
-from bytescale.plan import MicroBatch
 from bytescale.runtime.plain_data import all_gather_json
 
 if TYPE_CHECKING:
     from bytescale.hf.loop.session import Session
-
-OWN = "placeholders"
-"""A field ``[S]``: a placeholder's number among those of its kind in the document; -1: a word."""
-POSITIONS = "rotary_positions"
 
 
 class StandingFor(NamedTuple):
@@ -53,53 +48,62 @@ class Items:
 
     Attributes:
         items: each once, with its kind.
-        of_documents: by document and kind, places in ``items``.
+        lists: what single documents have, each once: by kind, places in ``items``. Text alone is the first one.
+        of_documents: the place in ``lists`` of each document with items.
         patches: of each item.
     """
 
     items: Sequence[tuple[str, Item]]
-    of_documents: Mapping[int, Mapping[str, Sequence[int]]]
+    lists: Sequence[Mapping[str, Sequence[int]]]
+    of_documents: Mapping[int, int]
     patches: Sequence[int]
 
     @staticmethod
     def of(batch: Batch, hdp: Session) -> Items | None:
         """None: the documents are text alone. Raises ``ConfigError`` for a model that takes no such items."""
-        of_documents: dict[int, dict[str, list[int]]] = {}
         items, places = list[tuple[str, Item]](), dict[tuple[str, int], int]()
+        lists, of_documents = {"": dict[str, list[int]]()}, dict[int, int]()
         for number, document in enumerate(batch):
+            own: dict[str, list[int]] = {}
             for kind, name in zip(KINDS, ITEM_NAMES, strict=True):
                 for item in document.get(name) or ():
                     place = places.setdefault((kind, id(item)), len(items))
                     if place == len(items):
                         items.append((kind, item))
-                    of_documents.setdefault(number, {}).setdefault(kind, []).append(place)
+                    own.setdefault(kind, []).append(place)
+            if own:
+                lists.setdefault(str(own), own)
+                of_documents[number] = list(lists).index(str(own))
         if not items:
             return None
         _require_use(hdp, {kind for kind, _ in items})
-        return Items(items, of_documents, [patches_of(item) for _, item in items])
+        return Items(items, list(lists.values()), of_documents, [patches_of(item) for _, item in items])
 
     @property
     def digest(self) -> int:
         """The same on all ranks. Contents are not compared: one rank alone looks at them."""
-        return digest_of([kind for kind, _ in self.items], list(self.patches), str(self.of_documents))
+        return digest_of([kind for kind, _ in self.items], list(self.patches), str(self.lists), str(self.of_documents))
 
     def with_fields(self, documents: Documents, encoders: Encoders) -> Documents:
-        """``documents`` with the fields ``OWN`` and ``POSITIONS``."""
+        """``documents`` with ``PLACEHOLDERS [S, 2]`` and, for some models, rotary ``POSITIONS [S, 3]``.
+
+        Of a placeholder: the place of its document's items in ``lists``, and its number among those of its kind; -1 of
+        a word. So rows with equal fields are of equal items, and documents may share them.
+        """
         own, positions = dict[int, Tensor](), dict[int, Tensor | None]()
         for number, tokens in documents.fields["tokens"].items():
-            kinds, counted = encoders.kinds_of(tokens), torch.full_like(tokens, -1)
+            kinds, found = encoders.kinds_of(tokens), tokens.new_full((len(tokens), 2), -1)
+            found[kinds > 0, 0] = self.of_documents.get(number, 0)
             for place in range(1, 1 + len(KINDS)):
-                counted[kinds == place] = torch.arange(int((kinds == place).sum()), device=tokens.device)
-            own[number] = counted
-            held = {kind: [self.items[one][1] for one in places] for kind, places in self._held(number).items()}
-            positions[number] = encoders.positions(number, tokens.cpu(), held)
-        fields = {**documents.fields, OWN: own}
+                found[kinds == place, 1] = torch.arange(int((kinds == place).sum()), device=tokens.device)
+            own[number] = found
+            held = self.lists[self.of_documents.get(number, 0)]
+            given = {kind: [self.items[one][1] for one in places] for kind, places in held.items()}
+            positions[number] = encoders.positions(number, tokens.cpu(), given)
+        fields = {**documents.fields, PLACEHOLDERS: own}
         if all(value is not None for value in positions.values()):
             fields[POSITIONS] = {number: value for number, value in positions.items() if value is not None}
         return replace(documents, fields=fields)
-
-    def _held(self, number: int) -> Mapping[str, Sequence[int]]:
-        return self.of_documents.get(number, {})
 
     def ranks(self, size: int) -> list[int]:
         """Which rank encodes each item: the largest ones first, each on the rank with the fewest patches."""
@@ -113,20 +117,20 @@ class Items:
     def require_total(self, number: int, of_kinds: Mapping[str, int], counts: Sequence[int]) -> None:
         """Raise ``DataError`` if a document has another number of placeholders than its items have rows."""
         for kind, total in of_kinds.items():
-            there = sum(counts[place] for place in self._held(number).get(kind, ()))
+            there = sum(counts[place] for place in self.lists[self.of_documents.get(number, 0)].get(kind, ()))
             if there != total:
-                raise _other_number(number, kind, str(total), there)
-
-    def rows_of(self, number: int, kind: str, counts: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int]]:
-        """Item and row of each of the ``wanted`` placeholders of a document; ``counts``: rows of every item."""
-        table = [(place, row) for place in self._held(number).get(kind, ()) for row in range(counts[place])]
-        return [table[one] for one in wanted]
+                raise DataError(
+                    f"document {number} has {total} tokens that stand for {kind} items, which have {there} rows",
+                    so="rows would stand at wrong places",
+                    fix="give the tokens and the items that the model's own processor makes of one text, each item by "
+                    "itself",
+                )
 
 
 class EncodedItems:
     """This rank's part of the items of a batch, for one loop over its micro-batches."""
 
-    def __init__(self, hdp: Session, items: Items, plans: Sequence[MicroBatch], rows: Sequence[Mapping[str, Tensor]],
+    def __init__(self, hdp: Session, items: Items, rows: Sequence[Mapping[str, Tensor]],
                  totals: Mapping[int, Mapping[str, int]]) -> None:  # fmt: skip
         """Encode, and ask for what the micro-batches need. All ranks call it.
 
@@ -157,7 +161,7 @@ class EncodedItems:
         try:
             for number, of_kinds in totals.items():
                 items.require_total(number, of_kinds, counts)
-            self._wanted = [self._of_micro_batch(*pair, counts) for pair in zip(plans, rows, strict=True)]
+            self._wanted = [self._of_micro_batch(own, counts) for own in rows]
         except DataError as found:
             error = str(found)
         self._told([error, None, None])
@@ -173,20 +177,15 @@ class EncodedItems:
     def _encode(self, place: int) -> tuple[Tensor, Form]:
         return self._encoders.encode(*self._items.items[place])
 
-    def _of_micro_batch(
-        self, plan: MicroBatch, fields: Mapping[str, Tensor], counts: Sequence[int]
-    ) -> list[StandingFor]:
-        """By kind: its places in the micro-batch, and the item and row for each."""
+    def _of_micro_batch(self, fields: Mapping[str, Tensor], counts: Sequence[int]) -> list[StandingFor]:
+        """By kind, in the order of rows."""
         kinds, found = self._encoders.kinds_of(fields["tokens"]), []
         for kind in self._encoders.kinds:
-            own, begin = list[tuple[int, int]](), 0
-            is_kind = kinds == 1 + KINDS.index(kind)
-            for number, start, stop in plan.runs:
-                some = slice(begin, begin + stop - start)
-                own += self._items.rows_of(number, kind, counts, fields[OWN][some][is_kind[some]].tolist())
-                begin = some.stop
-            if own:
-                found.append(StandingFor(kind, own))
+            tables = [[(place, row) for place in own.get(kind, ()) for row in range(counts[place])]
+                      for own in self._items.lists]  # fmt: skip
+            placeholders = fields[PLACEHOLDERS][kinds == 1 + KINDS.index(kind)].tolist()
+            if placeholders:
+                found.append(StandingFor(kind, [tables[of][row] for of, row in placeholders]))
         return found
 
     def _exchange(self, ranks: Sequence[int]) -> None:
@@ -253,20 +252,9 @@ def _require_use(hdp: Session, kinds: set[str]) -> None:
             so="the model would not see them",
             fix="load the model by AutoModelForImageTextToText, or train on documents of text alone",
         )
-    if hdp.engine.others or hdp.mesh.domain.size > 1:
+    if hdp.engine.others:
         raise ConfigError(
-            "documents have images, videos or audios, "
-            + ("and a second model is attached" if hdp.engine.others else 'and shard = "parameters"'),
-            so="the second model has encoders of its own, which no plan runs"
-            if hdp.engine.others
-            else "encoders are no layers that are gathered when they run",
-            fix="score with the second model in an HDP of its own" if hdp.engine.others else "leave shard out",
+            "documents have images, videos or audios, and a second model is attached",
+            so="the second model has encoders of its own, which no plan runs",
+            fix="score with the second model in an HDP of its own",
         )
-
-
-def _other_number(number: int, kind: str, placeholders: str, rows: int) -> DataError:
-    return DataError(
-        f"document {number} has {placeholders} tokens that stand for {kind} items, which have {rows} rows",
-        so="rows would stand at wrong places",
-        fix="give the tokens and the items that the model's own processor makes of one text, each item by itself",
-    )

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from bytescale.common.environment import ranks_here
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.config.schema import DataConfig, Experts, PlannerName, Shard
-from bytescale.config.sharing import check_experts, require_beside_tp, sharing_domain
+from bytescale.config.sharing import check_experts, check_invariant, require_beside_tp, sharing_domain
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.model import CostModel
-from bytescale.hf.batch.documents import Batch, RankBatch
+from bytescale.hf.batch.documents import ITEM_FIELDS, Batch, RankBatch
 from bytescale.hf.batch.planning import make_planner
 from bytescale.hf.loop.alike import digest_of, weight_sums
 from bytescale.hf.loop.batch_plan import BatchToPlan, CutBatch, planned_ahead
@@ -73,20 +73,19 @@ class HDP(Updates):
         host_gib: float = 0.0,
         indexer_loss: IndexerStage | None = None,
         indexer_loss_coefficient: float = 1.0,
+        invariant: bool = False,
     ) -> None:
         """Attach to ``model``. Every rank of ``group`` calls it, with the same arguments and the same weights.
 
         Args:
-            model: a causal decoder of transformers, or a module around one (peft). Our attention holds inside of plans.
+            model: a causal decoder of transformers, or a module around one (peft). Outside of plans it stays as it is.
             group: the ranks; None: all ranks, or this one alone where torch.distributed has not been initialised.
             capacity_tokens: of a micro-batch of a rank; ``auto``: see ``hf.loop.room``. Several share longer documents.
-            tp: so many consecutive ranks share each layer's matrices and the rows of a micro-batch, and are one rank
-                for ``capacity_tokens`` and plans. The model becomes this rank's part of itself, for good.
+            tp: consecutive ranks that share matrices and rows, one rank for plans. The model is cut for good.
             device_gib: what plans may use of a rank's device; None: most of it with ``auto``, else they are unchecked.
             planner: see ``make_planner``.
             equal_counts: whether all ranks get equally many micro-batches, as FSDP needs; some have a row of no token.
-            shard: ``optimizer`` shards states over all ranks. With ``parameters``, ranks share the layers' parameters
-                and gradients, too, from ``adamw`` on: they gather a layer when it computes, and run in lockstep.
+            shard: ``optimizer``: states; ``parameters``: layers and their gradients, too, from ``adamw`` on (lockstep).
             domain: consecutive ranks that share parameters; None: those of a node. It divides the number of ranks.
             experts: ``gathered`` as the rest of a layer, or ``parallel``: tokens travel to them (``runtime.experts``).
             longest_document: its tokens, fixed for good, where rotary positions depend on it (dynamic NTK, longrope).
@@ -96,15 +95,16 @@ class HDP(Updates):
             checkpointing: ``full`` or ``attention`` compute layers again in backward.
             host_gib: host memory of a rank for activations. It may then hold more of a document (``memory.offload``).
             indexer_loss: times a coefficient, trains indexers: ``dense`` or ``sparse`` (``hf.model.indexer_loss``).
+            invariant: whether log-probabilities have the same bits under any plan, on CPUs (``hf.model.invariant``).
 
-        Raises ``ConfigError`` where a plan would not give the results of one process, with the part of the model that
-        is in the way; ``RankFailure`` if the ranks have different settings or models.
+        Raises ``ConfigError`` where a plan would not give the results of one process; ``RankFailure`` if ranks differ.
         """
         super().__init__(model, _mesh_of(group, model, tp, shard, domain, experts, equal_counts=equal_counts), experts)
         self.domain = self.mesh.hdp.size if equal_counts else self.mesh.domain.size
         require_use_of_memory(capacity_tokens, device_gib, host_gib, equal_counts, forward_only)
+        check_invariant(invariant=invariant, tp=tp, experts=experts)
         learned = (indexer_loss, indexer_loss_coefficient) if indexer_loss else None
-        decoder = HFDecoder(model, longest_document=longest_document, indexer_loss=learned)
+        decoder = HFDecoder(model, longest_document=longest_document, indexer_loss=learned, invariant=invariant)
         with ExitStack() as undo:
             undo.callback(decoder.undo)
             self._make_part(decoder)
@@ -117,16 +117,6 @@ class HDP(Updates):
     def capacity_tokens(self) -> int:
         """Tokens that one micro-batch of a rank may hold."""
         return self.room.capacity_tokens
-
-    @property
-    def routers(self) -> tuple[str, ...]:
-        """Names of the routers, in the order that ``micro.routes`` and ``micro.replay`` have."""
-        return self.engine.routers.names
-
-    @property
-    def indexers(self) -> tuple[str, ...]:
-        """Names of the layers that choose keys, in the order that ``micro.chosen_keys`` has."""
-        return tuple(self.engine.decoder.choosers)
 
     def _make_part(self, decoder: HFDecoder) -> None:
         """Reduce the model to this rank's part, once all ranks have been seen to have the same one."""
@@ -172,7 +162,8 @@ class HDP(Updates):
             offload=self.room.offload,
             limits=self.room.limits,
         )
-        sharing = self.domain, self.mesh.domain.size, self.experts, self.engine.decoder.learned
+        decoder = self.engine.decoder
+        sharing = self.domain, self.mesh.domain.size, self.experts, decoder.learned, decoder.is_invariant
         settings = (self.structure, self.cost, self.capacity_tokens, sharing, self.planner.config)
         self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint(settings))
 
@@ -187,7 +178,7 @@ class HDP(Updates):
 
         Raises ``ConfigError`` as ``HDP(...)``, and for another vocabulary; ``RankFailure`` for different weights.
         """
-        decoder = second_model(model, self.model, same_tokenizer=same_tokenizer)
+        decoder = second_model(model, self.engine.decoder, same_tokenizer=same_tokenizer)
         self.group.agree("the weights of a second model", digest_of(decoder.structure, weight_sums(model)))
         self._cut(decoder)
         decoder.is_frozen = True
@@ -311,7 +302,9 @@ class HDP(Updates):
         labels = [0] * len(batch) if together is None else list(together)
         given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=() if share_prefixes else None)
         if share_prefixes and values is None:
-            given = replace(given, per_document=set(given.all_documents.fields) - {"tokens", "labels", "weights"})
+            given = replace(
+                given, per_document=set(given.all_documents.fields) - {"tokens", "labels", "weights", *ITEM_FIELDS}
+            )
         return backward_of(given, batch, loss, labels=labels, values=values, passes=passes)
 
     def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:

@@ -97,4 +97,4 @@ class PlannedBatch(Collector):
             return None
         from bytescale.hf.loop.encoded import EncodedItems  # few batches have items
 
-        return EncodedItems(self.hdp, self.items[0], self.rank_plan.micro_batches, self.part.rows, self.items[1])
+        return EncodedItems(self.hdp, self.items[0], self.part.rows, self.items[1])

@@ -65,6 +65,16 @@ class Session:
         """Every layer's attention, as the probe has found it."""
         return self.engine.decoder.structure
 
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Names of the routers, in the order that ``micro.routes`` and ``micro.replay`` have."""
+        return self.engine.routers.names
+
+    @property
+    def indexers(self) -> tuple[str, ...]:
+        """Names of the layers that choose keys, in the order that ``micro.chosen_keys`` has."""
+        return tuple(self.engine.decoder.choosers)
+
     def planner_of(self, capacity_tokens: int | None) -> VerifiedPlanner:
         """The planner for another capacity; of passes without backward, where gradients are disabled."""
         if capacity_tokens is None:

@@ -9,8 +9,8 @@ Shape letters: T rows of a micro-batch, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,7 @@ class HFDecoder(nn.Module):
         stage: which pipeline stage it is; None: the whole model.
         frozen: names of parameters that are not trained since they choose keys (``selectors``).
         is_frozen: whether it is a second model, which runs without gradients.
+        is_invariant: whether log-probabilities are the same to the last bit under any plan (``invariant``).
         token_rows: which rows this rank has, where it has a part of the model (``tensor_parallel``).
         balance: the loss for even use of experts; None: there is none.
         indexer_loss: the loss of indexers; None: they are not trained. ``learned``: its stage and coefficient.
@@ -57,7 +58,7 @@ class HFDecoder(nn.Module):
 
     def __init__(
         self, model: nn.Module, *, longest_document: int | None = None,
-        indexer_loss: tuple[IndexerStage, float] | None = None,
+        indexer_loss: tuple[IndexerStage, float] | None = None, invariant: bool = False,
     ) -> None:  # fmt: skip
         """Attach. ``longest_document``: for which rotary positions that depend on the longest one are fixed.
 
@@ -105,12 +106,16 @@ class HFDecoder(nn.Module):
         self._snapshot = Snapshot(model, self.attentions)
         self.num_calls = len(self.structure.names)
         self.stage: Stage | None = None
-        self.is_frozen = False
+        self.is_frozen, self.is_invariant = False, invariant
         self.token_rows: TokenRows | None = None
         self.balance: BalanceLoss | None = None
         self._random = {name: modules.get(name, model) for name in self.structure.random_parts}
         self._plain_heads: dict[int, bool] = {}
         self._whole_sizes: dict[int, int] = {}
+        if invariant:
+            from bytescale.hf.model.invariant import require_invariance  # few loops ask for it
+
+            require_invariance(self)
 
     def is_in(self, model: nn.Module) -> bool:
         """Whether ``model`` is the attached model or a module around it."""
@@ -254,7 +259,18 @@ class HFDecoder(nn.Module):
         weight, key = head.weight, id(head.weight)
         if key not in self._plain_heads:
             self._plain_heads[key] = has_plain_head(head)
-        return PlainHead(weight) if self._plain_heads[key] and weight is not None else head
+        if not self._plain_heads[key] or weight is None:
+            return replace(head, arithmetic=self.arithmetic)
+        return PlainHead(weight, arithmetic=self.arithmetic)
+
+    @property
+    def arithmetic(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Makes the context in which the model computes with each row."""
+        if not self.is_invariant:
+            return nullcontext
+        from bytescale.hf.model.invariant import FixedProducts  # few loops ask for it
+
+        return FixedProducts
 
     @property
     def head_weight(self) -> Tensor:
@@ -342,16 +358,16 @@ class HFDecoder(nn.Module):
         return rows[:num_rows] if self.token_rows is None else self.token_rows.own(rows, num_rows)
 
 
-def second_model(model: nn.Module, first: nn.Module, *, same_tokenizer: bool) -> HFDecoder:
+def second_model(model: nn.Module, first: HFDecoder, *, same_tokenizer: bool) -> HFDecoder:
     """Attach ``model`` for passes without gradients, on micro-batches of ``first``; ``HDP.attach``."""
-    if set(model.modules()) & set(first.modules()):
+    if set(model.modules()) & set(first.model.modules()):
         raise ConfigError(
             "the second model has modules of the first one",
             so="its attention would be counted as that of the first",
             fix="take a copy; a model with its adapters switched off needs no second one: "
             "with torch.no_grad(), model.disable_adapter(): micro.logprobs(model)",
         )
-    words, others = (len(embeddings_of(one)[0].weight) for one in (first, model))
+    words, others = (len(embeddings_of(one)[0].weight) for one in (first.model, model))
     if words != others and not same_tokenizer:
         raise ConfigError(
             f"the second model has {others} words, and the first one {words}",
@@ -359,4 +375,4 @@ def second_model(model: nn.Module, first: nn.Module, *, same_tokenizer: bool) ->
             fix="use a model with the same tokenizer; if only the padding of the matrices differs, say "
             "hdp.attach(model, same_tokenizer=True)",
         )
-    return HFDecoder(model)
+    return HFDecoder(model, invariant=first.is_invariant)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from bytescale.attention.autocast import without_autocast
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory.device_kernels import loss_chunk_tokens
-from bytescale.hf.model.interface import refusal, while_set
+from bytescale.hf.model.interface import KEYWORD, refusal, while_set
 from bytescale.runtime.loss import AT_ONCE
 
 
@@ -69,6 +70,8 @@ class ModelHead:
     decoder: nn.Module
     output: Any
     """What the decoder returned; its hidden states are exchanged."""
+    arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Makes the context in which logits are computed (``invariant.FixedProducts``)."""
     group = None
 
     @property
@@ -122,7 +125,7 @@ class ModelHead:
             output = (hidden[None], *self.output[1:])
         else:
             output = replace(self.output, last_hidden_state=hidden[None])
-        with while_set([self.decoder], "forward", lambda *args, **kwargs: output):
+        with while_set([self.decoder], "forward", lambda *args, **kwargs: output), self.arithmetic():
             position = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
             result = self.model(input_ids=position, position_ids=position, use_cache=False)
         logits: Tensor = result[0] if isinstance(result, tuple) else result.logits
@@ -146,11 +149,16 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
             so="its logits could not be computed a few rows at a time",
             fix="compute the loss from model(**micro.inputs).logits",
         )
-    kept: list[Any] = []
+    # With towers, or an embedding of its own, the head is behind what is around the decoder, if the model calls that.
+    parts = [part for part in root.children() if isinstance(part, PreTrainedModel)]
+    around = [part for part in parts if decoder in set(part.modules())]
+    kept: dict[nn.Module, Any] = {}
     keeps = "logits_to_keep" in inspect.signature(root.forward).parameters
-    with decoder.register_forward_hook(lambda module, args, output: kept.append(output)):
+    with ExitStack() as hooks:
+        for part in dict.fromkeys([decoder, *around]):
+            hooks.enter_context(part.register_forward_hook(lambda module, _, output: kept.update({module: output})))
         model(**inputs, **({"logits_to_keep": 1} if keeps else {}))
-    output = kept[0]
+    decoder, output = [*kept.items()][-1]  # the outermost one ends last
     if not isinstance(output, tuple) and not is_dataclass(output):
         raise refusal(
             type(decoder).__name__,
@@ -159,7 +167,7 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
             fix="compute the loss from model(**micro.inputs).logits",
         )
     hidden: Tensor = output[0]  # type: ignore[index]
-    return hidden, ModelHead(model, decoder, output)
+    return hidden, ModelHead(model, decoder, output, getattr(inputs.get(KEYWORD), "arithmetic", nullcontext))
 
 
 def causal_model(model: Any) -> Any:

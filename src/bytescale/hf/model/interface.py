@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -152,6 +152,8 @@ class Target:
     """What routers are to choose (``routes.Choices``); None: they are left alone."""
     key_choices: Any = None
     """What indexers are to choose (``chosen_keys.KeyChoices``); None: they are left alone."""
+    arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Makes the context in which the model computes with each row (``invariant.FixedProducts``)."""
     needs_positions = True
     """Whether rows are of several documents, whose positions a model cannot count itself."""
 

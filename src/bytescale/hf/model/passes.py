@@ -37,6 +37,7 @@ class Attached(Protocol):
     num_calls: int
     is_frozen: bool
     indexer_loss: IndexerLoss | None
+    is_invariant: bool
 
     @property
     def attentions(self) -> Mapping[nn.Module, LayerAttention]: ...
@@ -44,6 +45,8 @@ class Attached(Protocol):
     def mixers(self) -> Mapping[nn.Module, LayerRecurrence]: ...
     @property
     def choosers(self) -> Mapping[str, int]: ...
+    @property
+    def arithmetic(self) -> Callable[[], AbstractContextManager[Any]]: ...
     def require_no_randomness(self) -> None: ...
     def is_in(self, model: nn.Module) -> bool: ...
     def fastest(self, head: ModelHead) -> Head: ...
@@ -65,6 +68,7 @@ class MicroBatchPass(Target):
         self.keep: Callable[[nn.Module, str, Tensor], None] | None = None
         """Called by every recurrence with what it leaves behind (``GroupCuts.keep``)."""
         self._attention_of, self._around, self._context = attention_of, around, ExitStack()
+        self.arithmetic = decoder.arithmetic
         self.trained = False
         """Whether the model has run it with gradients."""
         self._cuts: dict[int, GroupCuts] = {}
@@ -85,6 +89,7 @@ class MicroBatchPass(Target):
         self._calls, self.is_in_forward = 0, True
         self.trained |= torch.is_grad_enabled()
         self._context.enter_context(self._around())
+        self._context.enter_context(self.arithmetic())
 
     def end(self, completed: bool) -> None:
         """Called when forward has ended."""
@@ -131,12 +136,16 @@ class MicroBatchPass(Target):
         attention = self._attention_of(q.dtype)
         if layer.selection is not None:
             return self._counted(self._attend_to_chosen(call, (q, k, v), layer, attention))[None]
-        sinks = call.options.get("s_aux")
+        sinks, forward = call.options.get("s_aux"), None
+        if self.decoder.is_invariant:
+            from bytescale.attention import fixed_tiles  # few loops ask for it
+
+            forward = partial(fixed_tiles.forward, self._earlier(attention))
         if self.num_rows == 0 and self.has_ring:
-            out = attention(q[:0], k[:0], v[:0], layer.rules, sinks)
+            out = attention(q[:0], k[:0], v[:0], layer.rules, sinks, forward=forward)
             out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
         else:
-            out = attention(q, k, v, layer.rules, sinks)
+            out = attention(q, k, v, layer.rules, sinks, forward=forward)
         return self._counted(out)[None]
 
     def _attend_to_chosen(

@@ -29,10 +29,10 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus, place_of_document
 from bytescale.data.order.batches import batches_once
 from bytescale.data.tokens.indexed import WEIGHTS
-from bytescale.hf.batch.documents import TOKEN_NAMES
+from bytescale.hf.batch.documents import ITEM_NAMES, TOKEN_NAMES
 from bytescale.hf.loop.hdp import HDP
 
-_NEEDED = (*TOKEN_NAMES, "labels")
+_NEEDED = (*TOKEN_NAMES, *ITEM_NAMES, "labels")
 
 
 def score(hdp: HDP, documents: Iterable[Mapping[str, Any]], *, batch_tokens: int = 2**18) -> Iterator[Tensor]:
@@ -175,6 +175,7 @@ def score_corpus(
         "dtype": str(next(hdp.model.parameters()).dtype),
         "corpus": corpus.index.content_hash(range(corpus.index.num_parts)),
         "batch_tokens": batch_tokens,
+        **({"invariant": True} if hdp.engine.decoder.is_invariant else {}),
     }
     begun = output.begin(settings) if hdp.group.rank == 0 else 0
     done = int(hdp.group.max_of([float(begun)])[0])

@@ -14,7 +14,7 @@ feed-forward part saves (F: its width), those of a single chunk exist at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from types import MethodType
@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 Checkpointing = Literal["none", "full", "attention"]
@@ -181,10 +182,14 @@ def _checkpointed(layer: nn.Module, extra: dict[str, Any]) -> Callable[..., Tens
     forward = given.__func__ if own else lambda _, *args, **kwargs: given(*args, **kwargs)
 
     def recomputing(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        context = copy_context()  # a recomputation runs in backward, which has other context variables
+        # A recomputation runs in backward, which has other context variables, and none of forward's modes.
+        context, modes = copy_context(), _get_current_dispatch_mode_stack()
 
         def again(*given: Any) -> Tensor:
-            return context.copy().run(forward, self, *given, **kwargs)
+            with ExitStack() as stack:
+                for mode in modes[len(_get_current_dispatch_mode_stack()) :]:
+                    stack.enter_context(mode)
+                return context.copy().run(forward, self, *given, **kwargs)
 
         # States of random generators are kept, so that dropout drops the same numbers again.
         result: Tensor = checkpoint(again, *args, use_reentrant=False, **extra)

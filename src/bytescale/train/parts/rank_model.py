@@ -134,7 +134,7 @@ def build_rank_model(
     shapes = None
     if mesh is not None:
         num_shards, rank = mesh.hdp.size, mesh.hdp.rank
-        shapes = shapes_of(architecture, dtype, config.data.context_length)
+        shapes = None if config.trainer.invariant else shapes_of(architecture, dtype, config.data.context_length)
     if mesh is not None and shapes is not None:
         made = part_of_large(config, architecture, shapes, mesh, device=device, dtype=dtype)
         architecture, part, own, rows, initial, exact = made
@@ -193,8 +193,10 @@ def _whole_model(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(device, dtype)
         model.to(device)
-    longest, learned = config.data.context_length, architecture.indexer_loss
-    part = HFDecoder(model.train(), longest_document=longest, indexer_loss=learned)
+    part = HFDecoder(
+        model.train(), longest_document=config.data.context_length, indexer_loss=architecture.indexer_loss,
+        invariant=config.trainer.invariant,
+    )  # fmt: skip
     part.require_no_randomness()
     if architecture.balance:
         part.balance = BalanceLoss(part, architecture.balance)

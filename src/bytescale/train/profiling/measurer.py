@@ -161,7 +161,7 @@ class _NoAttention(PackedAttention):
     """Of one document. Recurrences run as they are."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None, **_: Any
     ) -> Tensor:
         """Use all inputs, so that each gets a gradient, and compute next to nothing."""
         if q.shape[-1] == v.shape[-1]:
