@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bytescale.attention import AttentionRules, PackedAttention
 from bytescale.config.schema import OptimizerConfig
-from bytescale.cost.split import split_costs
+from bytescale.cost.profile import split_costs
 from bytescale.hf.model import stages, tensor_parallel
 from bytescale.parity import small_model
 from bytescale.plan import Plan, RankPlan

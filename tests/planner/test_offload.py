@@ -16,8 +16,7 @@ from bytescale.cost.cluster import Cluster
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
 from bytescale.cost.memory.device_memory import States
-from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
-from bytescale.cost.memory.rows import RingWidths
+from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows, RingWidths
 from bytescale.cost.model import CostModel
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.cost.profile import Profile

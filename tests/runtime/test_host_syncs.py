@@ -152,8 +152,10 @@ def test_an_attached_models_micro_batch_and_loss_never_wait_for_the_device(on_me
     (plan, *_) = RankPlan.of(two_micro_batches(), 0).micro_batches
     fields = {name: torch.arange(plan.num_tokens) % 5 for name in ("tokens", "labels")}
     hidden = torch.empty(plan.num_tokens, 4, device=META, requires_grad=True)
+    mesh = SimpleNamespace(hdp=SimpleNamespace(device=META, exchange=None))
+    engine = SimpleNamespace(decoder=SimpleNamespace(token_rows=None), mesh=mesh)
     with NoPageableCopies():
-        micro = Micro(plan, fields, None, SimpleNamespace(device=META, exchange=None))  # type: ignore[arg-type]
+        micro = Micro(plan, fields, None, engine)  # type: ignore[arg-type]
         loss.loss_sum(OtherHead(), hidden, fields["labels"], token_weights=torch.ones(plan.num_tokens)).backward()  # type: ignore[arg-type]
     assert micro.inputs["input_ids"].device == micro.inputs["position_ids"].device == META
     assert len(on_meta) == 5

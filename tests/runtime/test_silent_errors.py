@@ -88,9 +88,8 @@ def test_weights_that_are_loaded_later_become_the_master_weights(num_ranks: int)
 
     def one_rank(group: dist.ProcessGroup) -> dict[str, Tensor]:
         model = nn.Linear(40, 3).bfloat16()
-        optimizer = take_over(
-            list(model.named_parameters()), Mesh.of_hdp(RankGroup(group)), torch.optim.SGD, {"lr": 0.25}
-        )
+        mesh, options = Mesh.of_hdp(RankGroup(group)), {"lr": 0.25}
+        optimizer = take_over(list(model.named_parameters()), mesh, torch.optim.SGD, options, chunk=(model, [model]))
         model.load_state_dict(loaded)
         for parameter in model.parameters():
             parameter.sum().backward()

@@ -87,9 +87,11 @@ class BlockSet:
     def cu_seqlens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
         """Offsets of the blocks in query rows and in key rows, ``[B + 1]`` int32 each, and most rows of both."""
         if device not in self._cu_seqlens:
-            parts = self.queries, self.keys
-            most = (max((stop - start for start, stop in part), default=0) for part in parts)
-            self._cu_seqlens[device] = (*(_offsets(part, device) for part in parts), *most)  # type: ignore[assignment]
+            counts = [[stop - start for start, stop in part] for part in (self.queries, self.keys)]
+            offsets = [torch.tensor([0, *own]).cumsum(0).to(torch.int32) for own in counts]
+            of_queries, of_keys = (to_device(own, device) for own in offsets)
+            most, most_keys = (max(own, default=0) for own in counts)
+            self._cu_seqlens[device] = of_queries, of_keys, most, most_keys
         return self._cu_seqlens[device]
 
 
@@ -104,7 +106,11 @@ class RowRanges:
     def on(self, device: torch.device) -> Rows:
         """Return a slice where the ranges are adjacent and rise, otherwise an index tensor (cached)."""
         if device not in self._rows:
-            self._rows[device] = _rows_of(self._ranges, device)
+            ranges = self._ranges
+            if any(left[1] != right[0] for left, right in pairwise(ranges)):
+                self._rows[device] = to_device(torch.cat([torch.arange(*own) for own in ranges]), device)
+            else:
+                self._rows[device] = slice(ranges[0][0], ranges[-1][1]) if ranges else slice(0, 0)
         return self._rows[device]
 
 
@@ -113,15 +119,3 @@ def causal_triangles(lengths: Sequence[int] | IntArray, window: int | None = Non
     edges = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))])
     ranges = np.stack([edges[:-1], edges[1:]], axis=1)
     return BlockSet.of(ranges, ranges, causal=True, window=window)
-
-
-def _rows_of(ranges: list[tuple[int, int]], device: torch.device) -> Rows:
-    touching = all(left[1] == right[0] for left, right in pairwise(ranges))
-    if touching:
-        return slice(ranges[0][0], ranges[-1][1]) if ranges else slice(0, 0)
-    return to_device(torch.cat([torch.arange(start, stop) for start, stop in ranges]), device)
-
-
-def _offsets(ranges: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    counts = torch.tensor([0] + [stop - start for start, stop in ranges], dtype=torch.int64)
-    return to_device(counts.cumsum(0).to(torch.int32), device)

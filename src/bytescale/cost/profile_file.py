@@ -19,14 +19,7 @@ from bytescale.cost.profile import Profile
 
 logger = logging.getLogger(__name__)
 
-CURVES = (
-    "attention_forward",
-    "attention_backward",
-    "rest_forward",
-    "rest_backward",
-    "head_forward",
-    "head_backward",
-)
+CURVES = tuple(f"{part}_{pass_}" for part in ("attention", "rest", "head") for pass_ in ("forward", "backward"))
 BAD_RESIDUAL = 0.3
 """The relative error of a fit at one of its points above which there is a warning."""
 

@@ -98,7 +98,9 @@ def stage_times(profile: Profile, loads: Loads, *, has_head: bool, recompute: bo
     shared_squares = loads.tile * loads.shared_squares
     blocks = loads.degree * loads.shared_sequences + loads.local_sequences
     compute, ring, offload = np.empty((3, 2, len(loads.speed)))
-    num_layers = profile.spec.num_layers
+    num_layers, (rate, latency) = profile.spec.num_layers, _link(profile, loads.inter_node)
+    # The scan over the states of recurrent layers (``plan.states``), a mean over all layers.
+    states = state_rounds(loads.degree) * (profile.state_bytes / rate + profile.spec.share_with("mixers") * latency)
     for row, (attention, sequence, rest, head) in enumerate(directions):
         attended = attention.quadratic * (shared_squares + loads.local_squares) + attention.linear * loads.tokens
         attended = attended + attention.constant + sequence * blocks
@@ -107,7 +109,7 @@ def stage_times(profile: Profile, loads: Loads, *, has_head: bool, recompute: bo
         block = of_block / loads.speed
         local = attention.quadratic * loads.local_squares / loads.speed
         layer_ring = _exposed_ring(profile, block, local, ring_bytes[row], profile.row_bytes_per_token[row], loads)
-        layer_ring = layer_ring + _exposed_states(profile, loads)
+        layer_ring = layer_ring + states
         layer_offload = np.maximum(offloaded / offload_rate[row] - layer_compute - layer_ring, 0.0)
         compute[row] = num_layers * layer_compute
         if has_head:
@@ -135,12 +137,6 @@ def _link(profile: Profile, leaves_node: NDArray[np.bool_]) -> tuple[FloatArray,
     links = profile.links
     rate = np.where(leaves_node, links.ring_bytes_per_second(True), links.ring_bytes_per_second(False))
     return rate, np.where(leaves_node, links.ring_latency_seconds(True), links.ring_latency_seconds(False))
-
-
-def _exposed_states(profile: Profile, loads: Loads) -> FloatArray:
-    """``[M]`` seconds of the scan over the states of recurrent layers (``plan.states``), a mean over all layers."""
-    rate, latency = _link(profile, loads.inter_node)
-    return state_rounds(loads.degree) * (profile.state_bytes / rate + profile.spec.share_with("mixers") * latency)
 
 
 def _exposed_ring(

@@ -10,10 +10,10 @@ import torch
 from bytescale.common.errors import BytescaleError
 from bytescale.parity.compare import Setup, compare
 from bytescale.parity.families import FAMILIES, small_model
+from bytescale.runtime.optimizer.flat import DTYPES
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 """The largest relative difference that sums in another order explain."""
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "model", help=f"a folder, a model of the hub, a model type ({', '.join(FAMILIES)}, ...), or all"
     )
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="fp64")
+    parser.add_argument("--dtype", choices=sorted(TOLERANCE), default="fp64")
     parser.add_argument("--plans", type=int, default=3, help="random plans, on 1, 2, 3, ... ranks")
     parser.add_argument("--tolerance", type=float, help="largest relative difference; 1e-10 for fp64, 1e-5 for fp32")
     given = parser.parse_args(arguments)
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _one_model(name: str, dtype: str, plans: int, tolerance: float) -> int:
     try:
-        model = small_model(name, dtype=_DTYPES[dtype])
+        model = small_model(name, dtype=DTYPES[dtype])
         results = [compare(model, Setup(num_ranks=1 + seed % 4, seed=seed)) for seed in range(plans)]
     except BytescaleError as error:
         print(f"{name:20} refused: {error}")

@@ -225,9 +225,7 @@ class RankPlan:
 
 def _micro_batch_view(plan: Plan, rank: int, number: int, index: int) -> MicroBatch:
     shared: SharedGroup | None = None
-    sequences: list[IntArray] = []
-    starts: list[IntArray] = []
-    stops: list[IntArray] = []
+    segments: list[tuple[IntArray, IntArray, IntArray]] = []  # sequences, starts and stops
     local_lengths: list[IntArray] = []
     offload_ratios: list[tuple[int, float]] = []
     for group in plan.groups_of(number).tolist():
@@ -246,24 +244,20 @@ def _micro_batch_view(plan: Plan, rank: int, number: int, index: int) -> MicroBa
                 columns=int(plan.group_columns[group]),
             )
             bounds = member_bounds(shared.lengths, shared.weights, member)
-            sequences.append(np.repeat(group_sequences, 2))
-            starts.append(bounds[:, :, 0].ravel())
-            stops.append(bounds[:, :, 1].ravel())
-            tokens = int((bounds[:, :, 1] - bounds[:, :, 0]).sum())
+            segments.append((np.repeat(group_sequences, 2), bounds[:, :, 0].ravel(), bounds[:, :, 1].ravel()))
         else:
-            sequences.append(group_sequences)
-            starts.append(np.zeros(len(lengths), dtype=np.int64))
-            stops.append(lengths)
+            segments.append((group_sequences, np.zeros_like(lengths), lengths))
             local_lengths.append(lengths)
-            tokens = int(lengths.sum())
+        tokens = int((segments[-1][2] - segments[-1][1]).sum())
         offload_ratios.append((tokens, float(plan.group_offload_ratio[group])))
-    empty = [np.zeros(0, dtype=np.int64)]
+    empty = np.zeros(0, dtype=np.int64)
+    sequences, starts, stops = (np.concatenate(parts) for parts in zip(*(segments or [(empty,) * 3]), strict=True))
     return MicroBatch(
         index=index,
         shared=shared,
-        segment_sequences=np.concatenate(sequences or empty),
-        segment_starts=np.concatenate(starts or empty),
-        segment_stops=np.concatenate(stops or empty),
-        local_lengths=np.concatenate(local_lengths or empty),
+        segment_sequences=sequences,
+        segment_starts=starts,
+        segment_stops=stops,
+        local_lengths=np.concatenate(local_lengths or [empty]),
         offload_ratios=tuple(offload_ratios),
     )

@@ -34,11 +34,11 @@ PART_NAMES = {
 }
 
 
-def report_page(runs: Sequence[RunRecord], *, now: datetime | None = None) -> str:
-    """The whole report as HTML. ``now``: when it was made; None: now."""
+def report_page(runs: Sequence[RunRecord]) -> str:
+    """The whole report as HTML."""
     return _TEMPLATES.get_template("page.html").render(
         version=__version__,
-        when=f"{now or datetime.now():%Y-%m-%d %H:%M}",
+        when=f"{datetime.now():%Y-%m-%d %H:%M}",
         title=", ".join(run.name for run in runs),
         sections=[(name, heading, make(runs)) for name, heading, make in SECTIONS],
     )

@@ -8,7 +8,7 @@ parameters gathered. A load-balancing loss of experts adds one sum of a few KB a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -190,23 +190,18 @@ class RankGroup:
 
     def timed(self, collective: Callable[[], object]) -> None:
         """Run or await a collective and count its seconds. Raises ``RankFailure`` when a rank is gone."""
-        try:
-            with self.clock.span():
-                collective()
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        with self._answered(), self.clock.span():
+            collective()
 
     def _start(self, collective: Callable[[], dist.Work | None]) -> PendingCollective:
-        try:
+        with self._answered():
             return PendingCollective(self, collective())
-        except RuntimeError as error:
-            raise self._lost(error) from error
 
     def _own(self, full: Tensor) -> Tensor:
         return full.view(self.size, -1)[self.rank]
 
-    def _lost(self, error: RuntimeError) -> RankFailure:
-        return lost_ranks(f"{self.name} rank {self.rank} lost its group in a collective", error)
+    def _answered(self) -> AbstractContextManager[None]:
+        return answered(f"{self.name} rank {self.rank} lost its group in a collective")
 
 
 @contextmanager
@@ -224,6 +219,15 @@ def _without_split(size: int) -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = bound
+
+
+@contextmanager
+def answered(what: str) -> Iterator[None]:
+    """Raise ``RankFailure``, which begins with ``what``, where a rank is gone or does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost_ranks(what, error) from error
 
 
 def lost_ranks(what: str, error: Exception) -> RankFailure:

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from bytescale.attention.autocast import in_autocast, without_autocast
 from bytescale.attention.copies import to_device
+from bytescale.attention.kernels import lse_dtype
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, loss_chunk_tokens
 
@@ -106,7 +106,7 @@ class PlainHead:
     def losses(self, rows: Tensor, labels: Tensor) -> Tensor:
         """As ``Head``. No gradient flows."""
         *_, lse, target_logits = self._statistics(rows, labels)
-        return (lse - target_logits).where(labels != IGNORE_INDEX, 0).to(_wide(rows.dtype))
+        return (lse - target_logits).where(labels != IGNORE_INDEX, 0).to(lse_dtype(rows.dtype))
 
     def _statistics(
         self, rows: Tensor, labels: Tensor
@@ -120,7 +120,7 @@ class PlainHead:
 
             kernel = TritonRows()
         else:
-            kernel, logits = TorchRows(), logits.to(_wide(rows.dtype))
+            kernel, logits = TorchRows(), logits.to(lse_dtype(rows.dtype))
         targets = labels if self.group is None else labels - self.group.rank() * self.num_words
         return kernel, logits, targets, *_over_group(*kernel.statistics(logits, targets), self.group)
 
@@ -153,19 +153,12 @@ def loss_sum(
         return _sum(replace(head, weight=weight), hidden, labels, z_loss, token_weights)
 
 
-def token_losses(head: Head, hidden: Tensor, labels: Tensor, *, rows_at_a_time: int | None = None) -> Tensor:
-    """``[T]`` losses of all tokens, 0 without a target, in fp32 or wider.
-
-    With gradients enabled, the logits of a chunk are computed again in backward, which a plain head does not offer.
-    """
-    chunk_rows = rows_at_a_time or loss_chunk_tokens(head.num_words, hidden.device.type)
-    parts = []
-    for rows, own in zip(hidden.split(chunk_rows), to_device(labels, hidden.device).split(chunk_rows), strict=True):
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(head.losses, rows, own, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(head.losses(rows, own))
-    return torch.cat(parts)
+@torch.no_grad()
+def token_losses(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
+    """``[T]`` losses of all tokens, 0 without a target, in fp32 or wider. No gradient flows."""
+    chunk_rows = loss_chunk_tokens(head.num_words, hidden.device.type)
+    parts = zip(hidden.split(chunk_rows), to_device(labels, hidden.device).split(chunk_rows), strict=True)
+    return torch.cat([head.losses(rows, own) for rows, own in parts])
 
 
 def accumulated_at_once(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,7 +210,7 @@ class _LossSum(torch.autograd.Function):
         ctx: Any, hidden: Tensor, labels: Tensor, token_weights: Tensor | None, head: Head, z_loss: float,
         *parameters: Tensor,
     ) -> Tensor:  # fmt: skip
-        wide = _wide(hidden.dtype)
+        wide = lse_dtype(hidden.dtype)
         loss = hidden.new_zeros((), dtype=wide)
         d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         sums = [
@@ -314,7 +307,3 @@ def _converted(values: Tensor, dtype: torch.dtype) -> Tensor:
         # ``to`` copies first: ``place`` overlaps this part, or earlier parts, which have been converted already.
         place.copy_(part.to(dtype))
     return result.view_as(values)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

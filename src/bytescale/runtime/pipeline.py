@@ -57,7 +57,9 @@ class StageLinks:
         ``made``: ``[t, C]`` output or gradient of the previous action; None at the ends of the model.
         """
         due = self._due.get(place, [])
-        buffers = [self._rows_for(message) for message in due]
+        counts = [self.rank_plan.micro_batches[message.micro_batch].num_tokens for message in due]
+        shapes = [(len(own_rows(count, self.mesh.tp)), self.width) for count in counts]
+        buffers = [torch.empty(shape, dtype=self.dtype, device=self.mesh.hdp.device) for shape in shapes]
         if made is not None:
             message, rows = self._outgoing[place - 1], made.contiguous()
             transfer = self._group(message).exchange.start(
@@ -93,10 +95,6 @@ class StageLinks:
             else:
                 kept.append((message, transfer))
         self._sent = kept
-
-    def _rows_for(self, message: Message) -> Tensor:
-        rows = len(own_rows(self.rank_plan.micro_batches[message.micro_batch].num_tokens, self.mesh.tp))
-        return torch.empty(rows, self.width, dtype=self.dtype, device=self.mesh.hdp.device)
 
     def _group(self, message: Message) -> RankGroup:
         groups = self.mesh.backward if message.backward else self.mesh.forward

@@ -6,14 +6,12 @@ PyTorch's object collectives unpickle what arrives, so whoever gets between two 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bytescale.runtime.group import lost_ranks
+from bytescale.runtime.group import answered
 
 _CPU = torch.device("cpu")
 
@@ -31,7 +29,7 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None, source: int = 0,
         return value
     own = _packed(value, device) if group.rank() == source else None
     length = torch.tensor([0 if own is None else own.numel()], device=device)
-    with _answered(group):
+    with answered(f"rank {group.rank()} lost the others"):
         dist.broadcast(length, group=group, group_src=source)
         content = torch.zeros(int(length), dtype=torch.uint8, device=device) if own is None else own
         dist.broadcast(content, group=group, group_src=source)
@@ -44,22 +42,13 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.d
         return [value]
     own = _packed(value, device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
-    with _answered(group):
+    with answered(f"rank {group.rank()} lost the others"):
         dist.all_gather(lengths, torch.tensor([own.numel()], device=device), group=group)
         padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8, device=device)
         padded[: own.numel()] = own
         rows = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(rows, padded, group=group)
     return [_unpacked(row[: int(length)]) for row, length in zip(rows, lengths, strict=True)]
-
-
-@contextmanager
-def _answered(group: dist.ProcessGroup) -> Iterator[None]:
-    """Raise ``RankFailure`` where a rank is gone or does not answer."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise lost_ranks(f"rank {group.rank()} lost the others", error) from error
 
 
 def _packed(value: Any, device: torch.device) -> torch.Tensor:

@@ -27,7 +27,7 @@ from bytescale.common.environment import ranks_of_torchrun, told
 from bytescale.common.errors import ConfigError, foreseen
 from bytescale.config.schema import Config
 from bytescale.config.sharing import sharing_domain
-from bytescale.runtime.group import RankGroup, lost_ranks
+from bytescale.runtime.group import RankGroup, answered
 from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.flat import DTYPES
 
@@ -192,14 +192,12 @@ def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 def _meet_at_the_end(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
     """Wait for all ranks. The first, which may serve the store, goes on when all others have read its last answer."""
-    try:
+    with answered(f"rank {rank} was done, and others did not come to the end"):
         barrier(store, num_ranks, "end", timeout.total_seconds(), rank)
         if rank:
             store.set(f"gone-{rank}", "")
         else:
             store.wait([f"gone-{other}" for other in range(1, num_ranks)], timeout)
-    except RuntimeError as error:
-        raise lost_ranks(f"rank {rank} was done, and others did not come to the end", error) from error
 
 
 def prepare_gloo(num_ranks: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bytescale.common.errors import ConfigError
@@ -17,7 +17,6 @@ from bytescale.config.schema import AUTO_CAPACITY, Config
 from bytescale.cost.curve import Curve
 from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, ROWS_PER_CHUNK, DeviceKind, loss_chunk_tokens
 from bytescale.cost.memory.device_memory import States
-from bytescale.cost.memory.rows import RingWidths
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.cost.profile import Profile
 from bytescale.cost.stage import movable_layers
@@ -46,17 +45,31 @@ class MeasuredRows:
 
     def of_all(self, smallest: Callable[[Sequence[float]], Sequence[float]]) -> MeasuredRows:
         """What holds on all ranks. ``smallest``: the minimum over ranks of each of these numbers."""
-        most = [self.saved_per_token, self.peak_per_token, self.fixed, self.moved_per_token, self.chunked_per_token]
-        found = smallest([*(-value for value in most), self.movable_per_token])
-        saved, peak, fixed, moved, chunked = (-value for value in found[:5])
+        most = asdict(self)
+        movable = most.pop("movable_per_token")
+        *others, movable = smallest([*(-value for value in most.values()), movable])
         return MeasuredRows(
-            saved_per_token=saved,
-            peak_per_token=peak,
-            fixed=fixed,
-            movable_per_token=found[5],
-            moved_per_token=moved,
-            chunked_per_token=chunked,
+            **{name: -value for name, value in zip(most, others, strict=True)}, movable_per_token=movable
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingWidths:
+    """Bytes of one row in the messages of a ring, of the widest layer of a kind; 0 where the model has none.
+
+    Attributes:
+        query: of the queries and of the output, whichever is wider.
+        keys: of keys and values together.
+        lse: a number per head, in the dtype of sums.
+        wide: bytes of a number in a sum, over those in the compute dtype.
+        window: keys that a query sees; None: all of them.
+    """
+
+    query: float
+    keys: float
+    lse: float
+    wide: float
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +139,8 @@ class MeasuredMemory:
         that it has to add up over ranks.
         """
         gathered = 3.0 * self.num_layers * self.hidden_size * self.states.element_bytes
-        rows = MeasuredRows(
-            saved_per_token=self.rows.saved_per_token / num_parts + gathered,
-            peak_per_token=self.rows.peak_per_token / num_parts + gathered,
-            fixed=self.rows.fixed,
-            movable_per_token=self.rows.movable_per_token / num_parts,
-            moved_per_token=self.rows.moved_per_token / num_parts,
-            chunked_per_token=self.rows.chunked_per_token / num_parts,
-        )
+        of_part = {name: value / num_parts for name, value in asdict(self.rows).items()} | {"fixed": self.rows.fixed}
+        of_part |= {name: of_part[name] + gathered for name in ("saved_per_token", "peak_per_token")}
         states = self.states
         numbers: dict[str, Any] = {
             name: tuple(math.ceil(share * number) for number in getattr(states, name))
@@ -146,7 +153,13 @@ class MeasuredMemory:
             for own in self.rings
         )
         words = self.embedding_numbers // num_parts
-        return replace(self, rows=rows, states=replace(states, **numbers), rings=tuple(rings), embedding_numbers=words)
+        return replace(
+            self,
+            rows=MeasuredRows(**of_part),
+            states=replace(states, **numbers),
+            rings=tuple(rings),
+            embedding_numbers=words,
+        )
 
     def fullest_stage(self, device_bytes: float) -> MeasuredMemory:
         """The same for the pipeline stage that has room for the fewest tokens: itself, unless there are stages."""
@@ -262,7 +275,8 @@ class MeasuredMemory:
         gradients, and a block's gradients. With one there are the rows that it reaches before both segments of a
         sequence, and those that two other members reach.
         """
-        messages = ring.ring_buffers
+        wide = ring.wide
+        messages = 2 * ring.keys * (1 + wide)
         phase = Phase(name="ring", fixed_bytes=self.rows.fixed, bytes_per_token=beside)
         if ring.window is not None:
             return replace(
@@ -271,13 +285,14 @@ class MeasuredMemory:
                 fixed_bytes=self.rows.fixed + 2.0 * (ring.window - 1) * messages,
                 bytes_per_shared_token=2 * ring.query + ring.keys,
             )
-        wide = ring.wide
+        # Along a grid's row: a slice's queries, and results that go and come, in buffers for both passes.
+        queries, results = 2 * ring.query + 2 * ring.lse, 2 * max(ring.query * wide, ring.query + ring.lse)
         return replace(
             phase,
             bytes_per_shared_token=messages + 2 * ring.query + ring.keys,
             # Sums of the own keys' gradients, an output of the row's, and sums of its queries'.
-            bytes_per_grid_token=ring.own_message + 2 * ring.keys * wide,
-            bytes_per_row_token=ring.row_buffers + ring.query * (1 + wide),
+            bytes_per_grid_token=queries + 2 * ring.keys * wide,
+            bytes_per_row_token=queries + results + ring.query * (1 + wide),
         )
 
 

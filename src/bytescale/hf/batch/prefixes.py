@@ -52,7 +52,8 @@ def shared_plan(
             fix="name fields of the batch that the loss does not look at row by row",
         )
     fields = [values for name, values in sorted(documents.fields.items()) if name not in ("weights", *per_document)]
-    rows = np.concatenate([_bytes(torch.cat([*values.values()])) for values in fields], axis=1)
+    packed = [torch.cat([*values.values()]).cpu().contiguous() for values in fields]
+    rows = np.concatenate([own.view(len(own), -1).view(torch.uint8).numpy() for own in packed], axis=1)
     content, edges = rows.tobytes(), (rows.shape[1] * offsets_of(documents.lengths)).tolist()
     prefixes = Prefixes.of([content[start:stop] for start, stop in pairwise(edges)], rows.shape[1], labels)
     plan, forest = plan_prefixes(planner, prefixes, labels)
@@ -113,9 +114,3 @@ def _rows(
         sums = counted.new_zeros(micro_batch.num_tokens).index_add_(0, places.to(counted.device), counted)
         found[name] = sums.to(own or sums.dtype)
     return found
-
-
-def _bytes(values: Tensor) -> np.ndarray:
-    """``[S, bytes of a row]``."""
-    packed = values.cpu().contiguous()
-    return packed.view(len(packed), -1).view(torch.uint8).numpy()

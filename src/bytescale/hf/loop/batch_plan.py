@@ -64,12 +64,9 @@ class BatchToPlan:
         documents = Documents.of(self.batch, shift_labels=self.shift_labels, numbers=numbers, lengths=self.lengths)
         if self.items is not None:
             documents = self.items.with_fields(documents, self.hdp.engine.decoder.encoders)
-        self._require_fitting(documents)
-        return documents
-
-    def _require_fitting(self, documents: Documents) -> None:
         for decoder in (self.hdp.engine.decoder, *self.hdp.engine.others):
             decoder.require_fitting(documents.fields, self.lengths)
+        return documents
 
     @property
     def _digest_of_items(self) -> int:

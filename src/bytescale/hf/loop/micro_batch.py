@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, overload
@@ -24,7 +24,6 @@ from bytescale.hf.model.interface import KEYWORD, OnlyAttached
 from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.hf.model.probe import check_widths, heads_of
 from bytescale.plan import MicroBatch
-from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import loss_sum
 from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.saved.checkpointing import Checkpointing
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from bytescale.hf.loop.whole_documents import WholeDocuments
     from bytescale.hf.model.chosen_keys import KeyChoices
     from bytescale.hf.model.routes import Choices, Routers
-    from bytescale.hf.model.token_rows import TokenRows
     from bytescale.runtime.mesh import Mesh
     from bytescale.runtime.saved.host_pool import HostPool
 
@@ -62,21 +60,19 @@ class Micro:
         plan: MicroBatch,
         fields: dict[str, Tensor],
         target: MicroBatchPass,
-        group: RankGroup,
+        engine: Engine,
         others: Sequence[MicroBatchPass] = (),
-        token_rows: TokenRows | None = None,
-        routers_of: Callable[[], Routers] | None = None,
     ) -> None:
-        """``fields``: all rows of them. ``token_rows``: which are this rank's, with tensor parallelism."""
-        self.plan = plan
+        """``fields``: all rows of them."""
+        self.plan, self._engine = plan, engine
+        token_rows, device = engine.decoder.token_rows, engine.mesh.hdp.device
         self.index = plan.index
         own = range(plan.num_tokens) if token_rows is None else token_rows.range_of(plan.num_tokens)
         self.rows, self.num_rows = slice(own.start, own.stop), len(own)
-        self.target, self._routers_of = target, routers_of
+        self.target = target
         self._of_all_rows = fields
         self._given = {name: rows[self.rows] for name, rows in fields.items()}
-        self._exchange, self._targets, self._token_rows = group.exchange, (target, *others), token_rows
-        device = group.device
+        self._exchange, self._targets, self._token_rows = engine.mesh.hdp.exchange, (target, *others), token_rows
         self._fields = {name: to_device(rows, device) for name, rows in self._given.items()}
         tokens = self._fields["tokens"] if token_rows is None else to_device(fields["tokens"], device)
         places = to_device(torch.as_tensor(plan.position_ids()), device)
@@ -158,7 +154,7 @@ class Micro:
         In uint8, for more than 256 experts in int16. ``hdp.collect`` gives them to their documents. Raises
         ``ConfigError`` before a forward that records them.
         """
-        return self._routers().recorded(self._choices())
+        return self._engine.routers.recorded(self._choices())
 
     def replay(self, field: str) -> None:
         """Let routers choose, in all passes of the model over this micro-batch, what a field of the documents says.
@@ -170,17 +166,13 @@ class Micro:
 
         Raises ``DataError`` for numbers that are not this model's, ``ConfigError`` for a model without routers.
         """
-        routes = self._routers().of_field(field, self._given.get(field), self._fields.get(field))
+        routes = self._engine.routers.of_field(field, self._given.get(field), self._fields.get(field))
         self._choices().given = routes
-
-    def _routers(self) -> Routers:
-        assert self._routers_of is not None, "the engine gives them"
-        return self._routers_of()
 
     def _choices(self) -> Choices:
         from bytescale.hf.model.routes import Choices  # few loops look at routes
 
-        self._routers()
+        _ = self._engine.routers  # watched from now on
         if self.target.choices is None:
             self.target.choices = Choices(self.num_rows)
         found: Choices = self.target.choices
@@ -365,7 +357,7 @@ class Engine:
             )
 
         own, *others = map(pass_of, (self.decoder, *self.others))
-        return Micro(plan, fields, own, self.mesh.hdp, others, self.decoder.token_rows, lambda: self.routers)
+        return Micro(plan, fields, own, self, others)
 
     def measured_memory(self) -> MeasuredMemory:
         """What a micro-batch needs, from what the layers were seen to keep. Gradients stay.

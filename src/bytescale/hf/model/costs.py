@@ -44,7 +44,9 @@ def spec_of(model: nn.Module, structure: ModelStructure, *, stage: str | None = 
     """
     modules = {name or type(module).__name__: module for name, module in model.named_modules()}
     embedding, head = (getattr(module, "weight", None) for module in embeddings_of(model))
-    share, mixtures, counted_before, layers = _active_share(model), experts_of(model), set[int](), list[LayerSpec]()
+    mixtures, counted_before, layers = experts_of(model), set[int](), list[LayerSpec]()
+    some, of = expert_numbers(model)
+    share = some[0] / of[0] if some and of else 1.0  # of a layer's experts that a token is sent through
     config = getattr(model, "config", None)
     for layer in layers_of(model, structure.names):
         inside, own = set(layer.modules()), {id(p): p for p in layer.parameters()}
@@ -113,9 +115,3 @@ def _travelling(call: LayerAttention, stage: str | None) -> int:
     own, of_all = call.selection, call.num_kv_heads * (call.head_dim + call.value_dim)
     chosen = 0 if own is None else own.index_width + own.row_width
     return chosen + of_all if own is None or stage == "dense" else chosen
-
-
-def _active_share(model: nn.Module) -> float:
-    """The share of a layer's experts that a token is sent through; 1 without experts."""
-    chosen, experts = expert_numbers(model)
-    return chosen[0] / experts[0] if chosen and experts else 1.0

@@ -7,6 +7,7 @@ ranks is that of the whole one, however it is cut. So whatever is counted twice,
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -61,19 +62,15 @@ def sample(decoder: HFDecoder, tp: RankGroup, cuts: dict[str, Cut], num_words: i
         products[name] = products.get(name, 0.0) + product
 
     trained = {name: p for name, p in decoder.model.named_parameters() if p.requires_grad}
-    hooks = [parameter.register_post_accumulate_grad_hook(partial(note, name)) for name, parameter in trained.items()]
-    few = few_keys.set(1)
-    try:
-        with torch.enable_grad():
-            hidden = decoder(tokens.to(weight.device), positions, attention)
-            own = own_rows(len(tokens), tp) if decoder.splits_loss else range(len(tokens))
-            loss = loss_sum(decoder.head, hidden, tokens.roll(-1)[own.start : own.stop])
-            if trained:
-                loss.backward()
-    finally:
-        few_keys.reset(few)
-        for hook in hooks:
-            hook.remove()
+    with torch.enable_grad(), ExitStack() as after:
+        after.callback(few_keys.reset, few_keys.set(1))
+        for name, parameter in trained.items():
+            after.enter_context(parameter.register_post_accumulate_grad_hook(partial(note, name)))
+        hidden = decoder(tokens.to(weight.device), positions, attention)
+        own = own_rows(len(tokens), tp) if decoder.splits_loss else range(len(tokens))
+        loss = loss_sum(decoder.head, hidden, tokens.roll(-1)[own.start : own.stop])
+        if trained:
+            loss.backward()
     sums = torch.stack([products.get(name, hidden.new_zeros(())).double().cpu() for name in trained])
     if decoder.token_rows is not None:
         sums = tp.all_reduce(sums.to(weight.device)).cpu()

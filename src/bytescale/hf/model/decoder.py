@@ -25,7 +25,7 @@ from bytescale.hf.model.blind import INDEXED, NUM_ROWS, Blind, LayerRecurrence
 from bytescale.hf.model.changes import Snapshot
 from bytescale.hf.model.costs import experts_of, spec_of
 from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states, require_words
-from bytescale.hf.model.interface import KEYWORD, Attachment, names_in, refusal
+from bytescale.hf.model.interface import KEYWORD, Attachment, names_in, refusal, while_set
 from bytescale.hf.model.long_rope import fix_rope, longest_document_of, require_short_enough, unfix_rope
 from bytescale.hf.model.passes import MicroBatchPass
 from bytescale.hf.model.probe import LayerAttention, ModelStructure, probe
@@ -186,9 +186,8 @@ class HFDecoder(nn.Module):
 
         Raises ``ConfigError`` where one of them does not lie in numbered modules.
         """
-        names: list[str] = []
-        places = {name: place for place, (name, _) in enumerate(self.model.named_modules())}
-        for name in sorted(self.structure.names, key=places.__getitem__):
+        names = set[str]()
+        for name in self.structure.names:
             numbered = re.match(r"(.*?\.\d+)(\.|$)", name)
             if numbered is None:
                 raise refusal(
@@ -197,8 +196,8 @@ class HFDecoder(nn.Module):
                     so="it could not be told where a layer begins, and when its gradients are complete",
                     fix="use a model whose layers are a numbered list (nn.ModuleList)",
                 )
-            names.append(numbered[1])
-        return [self.model.get_submodule(name) for name in dict.fromkeys(names)]
+            names.add(numbered[1])
+        return [module for name, module in self.model.named_modules() if name in names]
 
     def kind_of(self, layer: nn.Module) -> tuple[object, ...]:
         """Layers of one kind have the same classes, sizes of parameters and rules of attention."""
@@ -347,7 +346,7 @@ class HFDecoder(nn.Module):
         target = MicroBatchPass(self, lambda dtype: attention, num_rows)
         given: dict[str, Any] = {"input_ids": inputs[None], "position_ids": position_ids[None], "use_cache": False}
         try:
-            with nullcontext() if self.stage is None else self.stage.receiving(received):
+            with while_set(filter(None, [self.stage]), "received", received):
                 hidden, _ = hidden_states(self.model, {**given, KEYWORD: target})
         except StageEnd as end:
             target.require_all_calls()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -153,16 +153,11 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
     parts = [part for part in root.children() if isinstance(part, PreTrainedModel)]
     around = [part for part in parts if decoder in set(part.modules())]
     kept: dict[nn.Module, Any] = {}
-    hooks = [
-        part.register_forward_hook(lambda module, args, output: kept.update({module: output}))
-        for part in dict.fromkeys([decoder, *around])
-    ]
     keeps = "logits_to_keep" in inspect.signature(root.forward).parameters
-    try:
+    with ExitStack() as hooks:
+        for part in dict.fromkeys([decoder, *around]):
+            hooks.enter_context(part.register_forward_hook(lambda module, _, output: kept.update({module: output})))
         model(**inputs, **({"logits_to_keep": 1} if keeps else {}))
-    finally:
-        for hook in hooks:
-            hook.remove()
     decoder, output = [*kept.items()][-1]  # the outermost one ends last
     if not isinstance(output, tuple) and not is_dataclass(output):
         raise refusal(

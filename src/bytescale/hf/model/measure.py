@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bytescale.attention import AttentionKernel, PackedAttention
 from bytescale.cost.memory.device_kernels import DeviceKind, nccl_reserve_bytes
 from bytescale.cost.memory.device_memory import States
-from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
-from bytescale.cost.memory.rows import RingWidths
+from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows, RingWidths
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import embeddings_of
+from bytescale.hf.model.interface import while_set
 from bytescale.hf.model.probe import LayerAttention
 from bytescale.hf.model.stages import hand_on, parts_of
 from bytescale.plan import MicroBatch
@@ -64,8 +64,10 @@ def measure_rows(
         found, parts = list[dict[str, float]](), list[int]()
         shows = decoder.layers[0].register_forward_hook(lambda _, args, out: parts.append(parts_of(out)))
         after.callback(shows.remove)
-        for number in (_MANY, _MANY - 2):
-            with _with_layers(decoder, number, lambda *args, **kwargs: hand_on(parts[0], *args, **kwargs)):
+        for number in (_MANY, _MANY - 2):  # the first layers, and the last two, which offloading treats apart
+            num_calls, absent = decoder.num_calls * number // len(decoder.layers), decoder.layers[number - 2 : -2]
+            skip = while_set(absent, "forward", lambda *args, **kwargs: hand_on(parts[0], *args, **kwargs))
+            with skip, while_set([decoder], "num_calls", num_calls):
                 found.append(asdict(_measured(decoder, kernel, activations, alone, length)))
         more, few = found
         steps = (len(decoder.layers) - _MANY) / 2
@@ -76,27 +78,6 @@ def measure_rows(
         if activations.offload is not None:
             activations.offload.pool.token_bytes = rows.moved_per_token
         return rows
-
-
-@contextmanager
-def _with_layers(decoder: HFDecoder, number: int, absent: Callable[..., Any]) -> Iterator[None]:
-    """Let so many of equal layers compute: the first ones, and the last two, which offloading treats apart.
-
-    The others do what ``absent`` does.
-    """
-    skipped, calls = decoder.layers[number - 2 : -2], decoder.num_calls
-    before = [vars(layer).get("forward") for layer in skipped]
-    decoder.num_calls = calls * number // len(decoder.layers)
-    for layer in skipped:
-        layer.forward = absent
-    try:
-        yield
-    finally:
-        decoder.num_calls = calls
-        for layer, forward in zip(skipped, before, strict=True):
-            del layer.forward
-            if forward is not None:
-                layer.forward = forward
 
 
 def _measured(

@@ -10,6 +10,7 @@ Shape letters: C channels that are normalised.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,21 +34,14 @@ def replace_norms(model: nn.Module) -> int:
         if kind not in known:
             known[kind] = _is_plain(module, eps)
         if known[kind]:
-            module.forward = _Forward(module, eps)
+            module.forward = partial(_forward, module, eps)  # its weight may be replaced, too
             found += 1
     return found
 
 
-class _Forward:
-    """What a replaced norm does; its weight may be replaced, too."""
-
-    def __init__(self, module: nn.Module, eps: float) -> None:
-        self.module, self.eps = module, eps
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        weight: Any = self.module.weight
-        result: Tensor = RMSNorm.apply(hidden, weight, self.eps)
-        return result
+def _forward(module: nn.Module, eps: float, hidden: Tensor) -> Tensor:
+    result: Tensor = RMSNorm.apply(hidden, module.weight, eps)
+    return result
 
 
 class RMSNorm(torch.autograd.Function):

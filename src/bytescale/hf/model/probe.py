@@ -9,8 +9,8 @@ it is the same on every rank, since it depends on the model's code and configura
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,34 +123,18 @@ def _calls_and_choices(
     def leave(*_: Any) -> None:
         del noticed.stack[-1:]  # a hook in front of ours may have refused the call
 
-    hooks = []
-    for module, name in names.items():
-        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: noticed.stack.append(name)))
-        hooks.append(module.register_forward_hook(leave, always_call=True))
-    try:
+    with ExitStack() as hooks:
+        for module, name in names.items():
+            enter = module.register_forward_pre_hook(lambda *_, name=name: noticed.stack.append(name))
+            hooks.enter_context(enter)
+            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         with torch.random.fork_rng(devices=[]), torch.no_grad(), noticed:
             run_blind(model, blind, torch.arange(NUM_ROWS))
-    finally:
-        for hook in hooks:
-            hook.remove()
     dropping = [names[call.module] for call in blind.calls if call.options.get("dropout")]
     chosen, experts = expert_numbers(model)
     routers = [Router(name=name, num_experts=of, experts_per_token=some)
                for name, (some, of) in noticed.choices.items() if some in chosen and of in experts]  # fmt: skip
     return blind, tuple(dict.fromkeys([*dropping, *noticed.parts])), tuple(routers)
-
-
-@contextmanager
-def _no_parameter_trained(model: nn.Module) -> Iterator[None]:
-    """Keep parameters out of graphs, which remember their shapes: parts of them take their place later."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad = False
-    try:
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad = True
 
 
 def _require_rows_alone(model: nn.Module, names: dict[nn.Module, str]) -> None:
@@ -172,16 +156,18 @@ def _require_rows_alone(model: nn.Module, names: dict[nn.Module, str]) -> None:
         return rows
 
     def later_rows(hook: Callable[..., Tensor]) -> list[tuple[str, Tensor]]:
-        blind, handle = Blind(names), embeddings_of(model)[0].register_forward_hook(hook)
-        try:
+        blind = Blind(names)
+        with embeddings_of(model)[0].register_forward_hook(hook):
             output = run_blind(model, blind, torch.arange(NUM_ROWS))
-        finally:
-            handle.remove()
         logits = output.logits if not isinstance(output, tuple) and "logits" in output else output[0]
         found = [(names[call.module], rows) for call in blind.calls for rows in (call.query, call.key, call.value)]
         return [(name, rows[..., 1:, :]) for name, rows in [*found, (type(model).__name__, logits)]]
 
-    with torch.enable_grad(), _no_parameter_trained(model):
+    with torch.enable_grad(), ExitStack() as after:
+        # Parameters stay out of the graph, which remembers their shapes: parts of them take their place later.
+        for parameter in [own for own in model.parameters() if own.requires_grad]:
+            after.callback(parameter.requires_grad_, True)
+            parameter.requires_grad_(False)
         usual = later_rows(keep)
         sums = [(rows.float().flatten() * torch.arange(rows.numel()).to(rows.device).cos()).sum() for _, rows in usual]
         (gradient,) = torch.autograd.grad(torch.stack(sums).sum(), inputs[:1], allow_unused=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def require_same_choice(model: nn.Module, layers: Sequence[LayerAttention]) -> N
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
     mask = torch.ones(_ROWS, _ROWS, dtype=torch.bool, device=weight.device).tril()
     hidden = torch.full_like(mask, torch.finfo(weight.dtype).min, dtype=weight.dtype)
-    target, few = _OneDocument(names, layers, weight), few_keys.set(_CHOSEN)
+    target = _OneDocument(names, layers, weight)
     with_indexer = [layer for layer in layers if layer.selection is not None and layer.selection.index_width]
     windows = {layer.name: layer.rules.window for layer in with_indexer}
 
@@ -67,16 +68,9 @@ def require_same_choice(model: nn.Module, layers: Sequence[LayerAttention]) -> N
                 fix="use a model type whose indexer chooses by topk among the keys that its cache returns",
             )
 
-    hooks = [
-        one.register_forward_pre_hook(compare, with_kwargs=True, prepend=True)
-        for one, name in names.items()
-        if name in windows
-    ]
     tokens = torch.randint(2, 50, (_ROWS,), generator=torch.Generator().manual_seed(0))
-    try:
-        with torch.no_grad(), while_set(model.modules(), "training", False):
-            run_blind(model, Blind(names), torch.arange(_ROWS), tokens)
-    finally:
-        few_keys.reset(few)
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), while_set(model.modules(), "training", False), ExitStack() as after:
+        after.callback(few_keys.reset, few_keys.set(_CHOSEN))
+        for one in (one for one, name in names.items() if name in windows):
+            after.enter_context(one.register_forward_pre_hook(compare, with_kwargs=True, prepend=True))
+        run_blind(model, Blind(names), torch.arange(_ROWS), tokens)

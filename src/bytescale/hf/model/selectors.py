@@ -17,6 +17,7 @@ Shape letters: T rows of a micro-batch, L tokens of a path, H heads, I selection
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -132,8 +133,8 @@ class LayerRows:
         """The layer's own; None: it takes an earlier layer's choice."""
 
     @property
-    def layers(self) -> _AllLayers:
-        return _AllLayers(self)
+    def layers(self) -> dict[int, LayerRows]:
+        return defaultdict(lambda: self)
 
     def update(self, first: Tensor, second: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
         self.latents = (first, second) if hasattr(self.layer, "expand_kv") else None
@@ -149,14 +150,6 @@ class LayerRows:
         raise _IndexKeys(keys)
 
     update_index = update_indexer
-
-
-class _AllLayers:
-    def __init__(self, rows: LayerRows) -> None:
-        self._rows = rows
-
-    def __getitem__(self, layer: int) -> LayerRows:
-        return self._rows
 
 
 class _IndexKeys(Exception):
@@ -234,7 +227,8 @@ class Indexer:
 
     def _chosen(self, some: slice, keys: Tensor, visible: Tensor, seen: list[Tensor] | None = None) -> Tensor:
         """``[t, I, K]`` positions of ``some`` queries, int64; a few of them may not be visible."""
-        self.cache.index_keys = keys.view(*self._leading, *keys.shape)
+        leading = (1, 1) if "update_index" in names_in(self.module) else (1,)
+        self.cache.index_keys = keys.view(*leading, *keys.shape)
         with LowestFirst(seen):
             chosen = self._run(some, visible)
         positions: Tensor = chosen.transpose(1, 2)[0] if chosen.dim() == 4 else chosen[0][:, None]
@@ -243,10 +237,6 @@ class Indexer:
             return positions.long()
         tokens = positions.long()[..., None] * block + torch.arange(block, device=keys.device)
         return torch.where(positions[..., None] < 0, NONE, tokens).flatten(2)
-
-    @property
-    def _leading(self) -> tuple[int, ...]:
-        return (1, 1) if "update_index" in names_in(self.module) else (1,)
 
     @property
     def _rows(self) -> Tensor:

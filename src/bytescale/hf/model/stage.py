@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -40,12 +38,3 @@ class Stage:
     @property
     def is_last(self) -> bool:
         return self.number == self.count - 1
-
-    @contextmanager
-    def receiving(self, hidden: Tensor | None) -> Iterator[None]:
-        """While the model runs, its first own layer is given ``hidden [1, T, C]``."""
-        self.received = hidden
-        try:
-            yield
-        finally:
-            self.received = None

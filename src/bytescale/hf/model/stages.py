@@ -11,6 +11,7 @@ Shape letters: T rows of a micro-batch, C hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -61,7 +62,9 @@ def cut_to_stage(decoder: HFDecoder, number: int, count: int) -> Stage:
     with torch.no_grad():
         seen = _whole_pass(decoder, layers)
         stage = Stage(number=number, count=count)
-        own = _own_layers(decoder, layers, stage)
+        numbers = [sum(layer.count for layer in own) for own in stages_of(decoder.spec, count)]
+        first = sum(numbers[:number])
+        own = layers[first : first + numbers[number]]
         absent = _absent(decoder, layers, own, seen, stage)
         _cut(decoder, layers, own, absent, seen, stage)
         if not seen.result.is_meta:
@@ -90,15 +93,13 @@ def _whole_pass(decoder: HFDecoder, layers: Sequence[nn.Module]) -> _Pass:
         else:
             raise _refusal(names[module], "it returns more than one tensor before the first layer")
 
-    hooks = [layer.register_forward_hook(of_layer, with_kwargs=True) for layer in layers]
-    for module in decoder.model.modules():
-        if module not in inside and module._parameters and not any(child in inside for child in module.modules()):
-            hooks.append(module.register_forward_hook(of_rest))
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(of_layer, with_kwargs=True))
+        for module in decoder.model.modules():
+            if module not in inside and module._parameters and not any(child in inside for child in module.modules()):
+                hooks.enter_context(module.register_forward_hook(of_rest))
         seen.result = _run(decoder)
-    finally:
-        for hook in hooks:
-            hook.remove()
     if missing := [layer for layer in layers if layer not in seen.given]:
         raise _refusal(names[missing[0]], "it does not run in every pass")
     if list(seen.given) != list(layers):
@@ -108,12 +109,6 @@ def _whole_pass(decoder: HFDecoder, layers: Sequence[nn.Module]) -> _Pass:
     if any(given.shape != (1, len(given[0]), decoder.hidden_size) for given in seen.given.values()):
         raise _refusal(names[layers[0]], "what layers hand on is not one row of hidden states for each token")
     return seen
-
-
-def _own_layers(decoder: HFDecoder, layers: Sequence[nn.Module], stage: Stage) -> list[nn.Module]:
-    numbers = [sum(layer.count for layer in own) for own in stages_of(decoder.spec, stage.count)]
-    first = sum(numbers[: stage.number])
-    return list(layers[first : first + numbers[stage.number]])
 
 
 def _absent(

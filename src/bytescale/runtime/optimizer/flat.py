@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from bytescale.attention.kernels import lse_dtype
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
 from bytescale.cost.gradient_sync import MOST_BUCKETS
@@ -155,7 +156,7 @@ class FlatParameters:
         self._start_of = {id(p): entry.start for (_, p), entry in zip(parameters, self.entries, strict=True)}
 
         (dtype,) = dtypes
-        self.buckets = _buckets(stop, num_shards, -(-bucket_bytes // master_dtype_of(dtype).itemsize))
+        self.buckets = _buckets(stop, num_shards, -(-bucket_bytes // lse_dtype(dtype).itemsize))
         self._take_over(dtype, parameters[0][1].device, lambda entry, parameter: parameter)
 
     def _take_over(
@@ -175,7 +176,7 @@ class FlatParameters:
             parameter.data = value
         # After the parameters' own memory is free: BF16 parameters take 6 bytes at the peak, and not 8.
         num_summed = self.num_held if trained else 0
-        self.gradients = torch.zeros(num_summed, dtype=master_dtype_of(dtype), device=device)
+        self.gradients = torch.zeros(num_summed, dtype=lse_dtype(dtype), device=device)
         self._hooks = [self._hook(parameter, entry) for entry, parameter in self.held_entries() if trained]
         self.changed()
 
@@ -367,7 +368,3 @@ def _buckets(num_elements: int, num_shards: int, bucket_elements: int) -> list[B
     size = -(-wanted // quantum) * quantum if bucket_elements and num_shards > 1 else padded
     bounds = [0, *range(padded % size or size, padded + 1, size)]
     return [Bucket(start, stop, num_shards) for start, stop in pairwise(bounds)]
-
-
-def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -29,7 +29,7 @@ def take_over(
     group_options: GroupOptions | None = None,
     *,
     cuts: Mapping[str, Cut] | None = None,
-    chunk: Chunk | None = None,
+    chunk: Chunk,
     late: Collection[str] = (),
     experts: Sequence[nn.Module] = (),
     on_host: bool = False,
@@ -60,17 +60,16 @@ def take_over(
     shared: list[DomainParameters] = []
     units = None
     if mesh.domain.size > 1:
-        assert chunk is not None, "whoever shares parts knows them"
         named_parameters, shared, units = shard_parts(named_parameters, chunk[1], mesh, cuts=cuts, experts=experts)
     trainable = [item for item in named_parameters if item[1].requires_grad]
     dtypes = sorted({p.dtype for _, p in trainable}, key=str)
-    size = BUCKET_BYTES if chunk is not None and len(dtypes) == 1 else 0
+    size = BUCKET_BYTES if len(dtypes) == 1 else 0
     whole = [
         FlatParameters(own, mesh.hdp.size, cuts, bucket_bytes=size, late=late)
         for own in ([item for item in trainable if item[1].dtype == dtype] for dtype in dtypes)
     ]
     zeros = [ZeroShards(parameters, mesh, on_host=on_host) for parameters in (*whole, *shared)]
-    if chunk is not None and size and units is None:
+    if size and units is None:
         zeros[0].overlap_with(chunk, in_steps=False)
     return ShardedOptimizer(zeros, cls, options, group_options, units=units)
 

@@ -32,19 +32,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from bytescale.attention.kernels import lse_dtype
 from bytescale.common.cut import Cut
 from bytescale.common.errors import RankFailure
 from bytescale.runtime.group import PendingCollective, RankGroup
 from bytescale.runtime.mesh import Mesh
-from bytescale.runtime.optimizer.flat import (
-    ALIGNMENT,
-    Bucket,
-    Entry,
-    FlatParameters,
-    master_dtype_of,
-    move_gradient_to,
-    moved,
-)
+from bytescale.runtime.optimizer.flat import ALIGNMENT, Bucket, Entry, FlatParameters, move_gradient_to, moved
 
 Named = tuple[str, nn.Parameter]
 
@@ -133,7 +126,7 @@ class UnitParameters(DomainParameters):
                 own.append((number, slice(first, len(self.entries))))
         device = mesh.hdp.device
         self.values = torch.zeros(self.num_held, dtype=dtype, device=device)
-        self.gradients = torch.zeros(self.num_held if trained else 0, dtype=master_dtype_of(dtype), device=device)
+        self.gradients = torch.zeros(self.num_held if trained else 0, dtype=lse_dtype(dtype), device=device)
         self.nothing = torch.full((1,), torch.nan, dtype=dtype, device=device)
         pairs = list(zip(self.entries, self.parameters, strict=True))
         self.units: list[Unit] = []
