@@ -22,7 +22,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from bytescale import HDP, score
-from bytescale.common.errors import ConfigError, DataError
+from bytescale.common.errors import ConfigError, DataError, RankFailure
 from bytescale.hf.loop.encoded import EncodedItems, Items, StandingFor
 from bytescale.hf.model.encoders import Encoders
 from bytescale.parity.compare import WideCasts
@@ -446,6 +446,25 @@ def test_items_that_do_not_belong_to_their_tokens(
     items = [("image", picture(family, seed, 4 + 4 * seed, 4)) for seed in range(3)]
     wrong, right = change(document(family, items[0], 10, items[1], 7)), document(family, 2, items[2], 3)
     assert said in said_of(model_of(family), [right, wrong, document(family, 3)], num_ranks)
+
+
+def test_pictures_that_differ_between_ranks_are_noticed() -> None:
+    """By one number of one picture, whichever rank encodes it."""
+    batch = batch_of("internvl")
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> str:
+        mine = [{**one, "images": [dict(item) for item in one.get("images", [])]} for one in batch]
+        if group.rank() == 1:
+            mine[0]["images"][1]["pixel_values"] = mine[0]["images"][1]["pixel_values"] + 1e-6
+        try:
+            list(HDP(own, group, capacity_tokens=30).plan(mine))
+        except RankFailure as error:
+            return str(error)
+        return ""
+
+    assert all(
+        "have different numbers for the images that rank" in said for said in on_ranks(3, model_of("internvl"), work)
+    )
 
 
 def test_a_token_of_an_image_without_images_in_the_batch() -> None:

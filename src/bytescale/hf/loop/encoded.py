@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
-from bytescale.common.errors import ConfigError, DataError
+from bytescale.common.errors import ConfigError, DataError, RankFailure
 from bytescale.config.sharing import require_beside_tp
 from bytescale.hf.batch.documents import ITEM_NAMES, PLACEHOLDERS, POSITIONS, Batch, Documents
 from bytescale.hf.loop.alike import digest_of
@@ -79,9 +80,19 @@ class Items:
         _require_use(hdp, {kind for kind, _ in items})
         return Items(items, list(lists.values()), of_documents, [patches_of(item) for _, item in items])
 
+    def content_of(self, places: Sequence[int]) -> int:
+        """A 64-bit fingerprint of some items' numbers."""
+        content = xxhash.xxh3_64()
+        for place in places:
+            for name, value in sorted(self.items[place][1].items()):
+                packed = torch.as_tensor(value).detach().cpu().contiguous().flatten()
+                content.update(f"{name} {packed.dtype} {len(packed)}".encode())
+                content.update(packed.view(torch.uint8).numpy().data)
+        return content.intdigest()
+
     @property
     def digest(self) -> int:
-        """The same on all ranks. Contents are not compared: one rank alone looks at them."""
+        """Of all but contents, the same on all ranks."""
         return digest_of([kind for kind, _ in self.items], list(self.patches), str(self.lists), str(self.of_documents))
 
     def with_fields(self, documents: Documents, encoders: Encoders) -> Documents:
@@ -150,12 +161,16 @@ class EncodedItems:
                 self._encoded.append(encoded if self._keeps_graphs else encoded.detach())
         except DataError as found:
             error = str(found)
-        told = self._told([error, forms, [len(encoded) for encoded in self._encoded]])
-        self._forms = {kind: Form(*form) for _, known, _ in told for kind, form in known.items()}
+        following = (self._group.rank + 1) % self._group.size
+        contents = [items.content_of([place for place, rank in enumerate(ranks) if rank == one])
+                    for one in (self._group.rank, following)]  # fmt: skip
+        told = self._told([error, forms, [len(encoded) for encoded in self._encoded], contents])
+        self._require_same([one[3] for one in told])
+        self._forms = {kind: Form(*form) for _, known, *_ in told for kind, form in known.items()}
         self._trains = any(form.has_gradient for form in self._forms.values())
         self._encoders.require_causal(hdp.model, *min(self._forms.items()))
         counts = [0] * len(ranks)
-        for rank, (_, _, lengths) in enumerate(told):
+        for rank, (_, _, lengths, _) in enumerate(told):
             for place, length in zip((one for one, own in enumerate(ranks) if own == rank), lengths, strict=True):
                 counts[place] = length
         self._wanted, error = list[list[StandingFor]](), ""
@@ -174,6 +189,17 @@ class EncodedItems:
         if failed := [(rank, one[0]) for rank, one in enumerate(told) if one[0]]:
             raise DataError(f"rank {failed[0][0]} found in its documents: {failed[0][1]}")
         return told
+
+    def _require_same(self, contents: Sequence[Sequence[int]]) -> None:
+        """Raise ``RankFailure`` if ranks have other numbers for an item, which its rank and the one before it see."""
+        for rank, (_, copied) in enumerate(contents):
+            following = (rank + 1) % len(contents)
+            if copied != contents[following][0]:
+                raise RankFailure(
+                    f"ranks {rank} and {following} have different numbers for the images that rank {following} encodes",
+                    so="they would train on different data",
+                    fix="give every rank the same pictures; seed what changes them at random alike",
+                )
 
     def _encode(self, place: int) -> tuple[Tensor, Form]:
         return self._encoders.encode(*self._items.items[place])
