@@ -242,6 +242,13 @@ def test_documents_with_images_are_those_of_one_process(family: str, num_ranks: 
     assert difference(model, batch_of(family), num_ranks, **WAYS[way]) < 1e-10
 
 
+def test_text_and_images_with_shared_parameters() -> None:
+    """The head of a wrapped model is what lies behind its whole base; else its embedding would run once more."""
+    batch = [document("llava", 21), document("llava", 9), document("llava", 2, ("image", picture("llava", 1, 4, 4)))]
+    for some in (batch[:2], batch):
+        assert difference(model_of("llava"), some, 2, shard="parameters") < 1e-10
+
+
 @pytest.mark.parametrize("family", one_of(EQUAL, "qwen3_5"))
 def test_families(family: str) -> None:
     assert difference(model_of(family, 2), batch_of(family), 3) < 1e-10
