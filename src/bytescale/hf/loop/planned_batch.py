@@ -69,12 +69,13 @@ class PlannedBatch(Collector):
         hdp = self.hdp
         self._kept = []
         hdp.begin_batch(self)
-        buffers, hdp.encoded = RingBuffers(), self._encoded()
+        buffers, encoded = RingBuffers(), self._encoded()
+        hdp.encoders_backward = None if encoded is None else encoded.backward
         for index, plan in enumerate(self.micro_batches):
             rows = self.part.rows[index] if index < len(self.part.rows) else self.part.no_rows
             micro = hdp.engine.micro(plan, rows, buffers)
-            if hdp.encoded is not None:
-                hdp.encoded.give(micro, index)
+            if encoded is not None:
+                encoded.give(micro, index)
             if self._last and index + 1 == len(self):
                 hdp.pending.require_backwards("gradients are reduced (last=True)")
                 hdp.sharded().expect_last_backward(last_backward_is_silent(self.rank_plan))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,6 @@ from bytescale.runtime.parking import Parking
 
 if TYPE_CHECKING:
     from bytescale.common.cut import Cut
-    from bytescale.hf.loop.encoded import EncodedItems
     from bytescale.runtime.mesh import Mesh
     from bytescale.runtime.optimizer.lockstep import Units
     from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
@@ -39,7 +39,7 @@ class Session:
         cuts: with tensor parallelism, by name which part of a parameter this rank has; None: it has whole ones.
         domain: ranks that run in lockstep.
         looped: takes the results of the loop that ran last; None: a batch was planned since.
-        encoded: the images of the batch whose loop runs, until their encoders have run backward; None: there are none.
+        encoders_backward: what the loop over a batch with images still owes; None: nothing.
         is_reducing: whether ranks reduce gradients already: the loop over a batch that was planned with last=True has
             ended.
     """
@@ -50,7 +50,7 @@ class Session:
     cost: CostModel
     domain: int
     looped: Collector | None = None
-    encoded: EncodedItems | None = None
+    encoders_backward: Callable[[], None] | None = None
     is_reducing = False
     _num_agreed = 0
 
@@ -104,9 +104,9 @@ class Session:
 
     def finish_items(self) -> None:
         """Run encoders backward. Every rank calls it, behind the loop over a batch, which may have been left early."""
-        if self.encoded is not None:
-            encoded, self.encoded = self.encoded, None
-            encoded.backward()
+        if self.encoders_backward is not None:
+            backward, self.encoders_backward = self.encoders_backward, None
+            backward()
 
     def begin_batch(self, looped: Collector) -> None:
         self.finish_items()
@@ -154,7 +154,7 @@ class Session:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step. ``model.zero_grad()`` does the same once there is an optimizer."""
-        self.encoded = None
+        self.encoders_backward = None
         self.sharded().zero_grad()
         self.engine.decoder.attachment.ran_plain_backward = False
 
