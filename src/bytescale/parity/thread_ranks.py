@@ -75,16 +75,15 @@ def run_ranks(
 
 @functools.cache
 def _make_operators() -> None:
-    """Make the Python object of every operator of PyTorch's tensors and messages, before threads do so.
+    """Make the Python object of every operator that PyTorch knows, before threads do so.
 
     They are made at their first use under a ``TorchDispatchMode``. When two threads do it at the same time, the second
     object replaces the first, which is freed, while PyTorch may go on to call it: a segmentation fault (torch 2.13).
     """
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, operator = name.partition("::")
-        if namespace in ("aten", "c10d"):
-            operator, _, overload = operator.partition(".")
-            getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
+        operator, _, overload = operator.partition(".")
+        getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
 
 
 def _forget_locals(errors: Sequence[BaseException]) -> None:
