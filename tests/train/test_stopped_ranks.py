@@ -76,9 +76,9 @@ def test_a_stopped_rank_ends_the_run(tmp_path: Path, phase: str) -> None:
     note = tmp_path / "stopped"
     command = Command(["train", str(tmp_path / "config.toml")], lambda: stop_itself(PHASES[phase], note))
     out, errors = command.communicate(timeout=300)
+    print(out, errors)
     seconds = time.time() - float(note.read_text())
     print(f"{phase}: {seconds:.1f} s")
-    print(out, errors)
     assert command.returncode == 1
     assert "Rank 1" in errors
     assert "was stopped (SIGSTOP)" in errors

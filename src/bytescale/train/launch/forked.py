@@ -22,7 +22,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 _LOOK_SECONDS = 0.02
-_ENDING_SECONDS = 0.5
+_ENDING_SECONDS = 2.0
 Main = Callable[[Sequence[str]], int]
 """A program: takes the words of a command, and returns its exit code."""
 
