@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bytescale import HDP
+from bytescale.hf.loop.micro_batch import Micro
 from bytescale.parity import small_model
 from bytescale.parity.thread_ranks import run_ranks
 
@@ -37,6 +38,41 @@ def on_ranks(num_ranks: int, model: nn.Module, work: Callable[[dist.ProcessGroup
     The rank makes the copy, so that it is gone with the rank. A copy with hooks keeps its group, and that its threads.
     """
     return run_ranks(num_ranks, lambda group: work(group, copy.deepcopy(model)), timeout_seconds=120)
+
+
+def trained_alone(
+    model: nn.Module, batch: list[dict[str, Any]], begin: Callable[[dict[str, Any]], object]
+) -> list[Tensor]:
+    """Log-probabilities of the documents one by one, in plain transformers, and gradients of their weighted mean.
+
+    ``begin`` is called with each document before the model runs on it.
+    """
+    logprobs, total = [], sum(float(d["weights"].sum()) for d in batch)
+    for document in batch:
+        begin(document)
+        logits = model(input_ids=document["tokens"][None]).logits[0]
+        own = logits.log_softmax(-1)[:-1].gather(-1, document["tokens"][1:, None])[:, 0]
+        own = torch.cat([own, own.new_zeros(1)])
+        (-(document["weights"] * own).sum() / total).backward()
+        logprobs.append(own.detach())
+    return logprobs
+
+
+def trained_in_plans(
+    group: dist.ProcessGroup, model: nn.Module, batch: list[dict[str, Any]], begin: Callable[[Micro], object],
+    **options: Any,
+) -> tuple[list[Tensor], dict[str, Tensor]]:  # fmt: skip
+    """The same under ``HDP``, with its gradients. ``begin`` is called with each micro-batch before it runs."""
+    plan = {"share_prefixes": options.pop("share_prefixes", False)}
+    hdp = HDP(model, group, capacity_tokens=24 if group.size() > options.get("tp", 1) else 80, **options)
+    hdp.adamw(lr=1e-3)
+    total = sum(float(d["weights"].sum()) for d in batch)
+    for micro in hdp.plan(batch, **plan):
+        begin(micro)
+        logprobs = micro.logprobs(model)
+        (-(micro.weights * logprobs).sum() / total).backward()
+        hdp.collect(micro, logprobs)
+    return hdp.collected(), hdp.gradients()
 
 
 def printed_loop(hdp: HDP, model: nn.Module, batch: list[dict[str, Any]], **options: Any) -> float:

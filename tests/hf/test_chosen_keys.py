@@ -19,7 +19,7 @@ from bytescale.parity import small_model
 from bytescale.parity.compare import WideCasts
 from tests.helpers.effort import one_of
 
-from .support import documents, on_ranks
+from .support import documents, on_ranks, trained_alone, trained_in_plans
 from .test_selected import DEEPER
 
 LENGTHS = [37, 5, 1, 22, 14, 3]
@@ -72,30 +72,16 @@ def alone(model: Any, batch: list[dict[str, Any]]) -> tuple[list[Tensor], dict[s
 
     for place, layer in enumerate(layers_of(model)):
         layer.indexer.forward = forced(place, layer.indexer.forward)
-    logprobs, total = [], sum(float(d["weights"].sum()) for d in batch)
-    for document in batch:
-        rows.update(enumerate(document["chosen"][:, :, 0].unbind(1)))
-        logits = model(input_ids=document["tokens"][None]).logits[0]
-        own = logits.log_softmax(-1)[:-1].gather(-1, document["tokens"][1:, None])[:, 0]
-        own = torch.cat([own, own.new_zeros(1)])
-        (-(document["weights"] * own).sum() / total).backward()
-        logprobs.append(own.detach())
+    logprobs = trained_alone(
+        model, batch, lambda document: rows.update(enumerate(document["chosen"][:, :, 0].unbind(1)))
+    )
     return logprobs, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def played(
     group: dist.ProcessGroup, model: nn.Module, batch: list[dict[str, Any]], **options: Any
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    plan = {"share_prefixes": options.pop("share_prefixes", False)}
-    hdp = HDP(model, group, capacity_tokens=24 if group.size() > options.get("tp", 1) else 80, **options)
-    hdp.adamw(lr=1e-3)
-    total = sum(float(d["weights"].sum()) for d in batch)
-    for micro in hdp.plan(batch, **plan):
-        micro.replay_chosen_keys("chosen")
-        logprobs = micro.logprobs(model)
-        (-(micro.weights * logprobs).sum() / total).backward()
-        hdp.collect(micro, logprobs)
-    return hdp.collected(), hdp.gradients()
+    return trained_in_plans(group, model, batch, lambda micro: micro.replay_chosen_keys("chosen"), **options)
 
 
 def choosing(family: str) -> nn.Module:

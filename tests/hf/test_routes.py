@@ -19,7 +19,7 @@ from bytescale.hf.loop.micro_batch import Micro
 from bytescale.parity.compare import WideCasts
 from tests.helpers.effort import one_in
 
-from .support import documents, on_ranks, small_model
+from .support import documents, on_ranks, small_model, trained_alone, trained_in_plans
 
 LENGTHS = [37, 5, 1, 22, 14, 3]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -110,31 +110,14 @@ def alone(name: str, model: Any, batch: list[dict[str, Any]]) -> tuple[list[Tens
 
     for place, router in enumerate(routers_of(model)):
         router.forward = forced(place, router, router.forward)
-    logprobs = []
-    total = sum(float(d["weights"].sum()) for d in batch)
-    for document in batch:
-        rows.update(enumerate(document["routed"].unbind(1)))
-        logits = model(input_ids=document["tokens"][None]).logits[0]
-        own = logits.log_softmax(-1)[:-1].gather(-1, document["tokens"][1:, None])[:, 0]
-        own = torch.cat([own, own.new_zeros(1)])
-        (-(document["weights"] * own).sum() / total).backward()
-        logprobs.append(own.detach())
+    logprobs = trained_alone(model, batch, lambda document: rows.update(enumerate(document["routed"].unbind(1))))
     return logprobs, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
 def replayed(
     group: dist.ProcessGroup, model: nn.Module, batch: list[dict[str, Any]], **options: Any
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    plan = {"share_prefixes": options.pop("share_prefixes", False)}
-    hdp = HDP(model, group, capacity_tokens=24 if group.size() > options.get("tp", 1) else 80, **options)
-    hdp.adamw(lr=1e-3)
-    total = sum(float(d["weights"].sum()) for d in batch)
-    for micro in hdp.plan(batch, **plan):
-        micro.replay("routed")
-        logprobs = micro.logprobs(model)
-        (-(micro.weights * logprobs).sum() / total).backward()
-        hdp.collect(micro, logprobs)
-    return hdp.collected(), hdp.gradients()
+    return trained_in_plans(group, model, batch, lambda micro: micro.replay("routed"), **options)
 
 
 def check(name: str, num_ranks: int, dtype: torch.dtype = torch.int64, **options: Any) -> None:

@@ -111,9 +111,7 @@ class Documents:
             own = [values[number] for number in numbers]
             content.update(f"{name} {[self.lengths[number] for number in numbers]}".encode())
             if own:
-                packed = torch.cat(own).cpu().contiguous().flatten()
-                content.update(str(packed.dtype).encode())
-                content.update(packed.view(torch.uint8).numpy().data)
+                add_numbers(content, torch.cat(own))
         return content.intdigest() >> 1
 
     def totals(self, numbers: Sequence[int]) -> list[float]:
@@ -135,6 +133,13 @@ class Documents:
     def _joined(self, name: str, numbers: Sequence[int]) -> Tensor:
         values = self.fields[name]
         return torch.cat([values[number] for number in numbers] or [values[0][:0]])
+
+
+def add_numbers(content: xxhash.xxh3_64, values: Tensor) -> None:
+    """Add the dtype and all numbers of ``values`` to a fingerprint."""
+    packed = values.cpu().contiguous().flatten()
+    content.update(str(packed.dtype).encode())
+    content.update(packed.view(torch.uint8).numpy().data)
 
 
 def lengths_of(batch: Batch) -> list[int]:

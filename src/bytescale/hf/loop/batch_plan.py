@@ -51,8 +51,11 @@ class BatchToPlan:
         hdp: Session, batch: Batch, *, shift_labels: bool, per_document: Collection[str] | None, whole: bool = False
     ) -> BatchToPlan:
         """Raises as ``HDP.plan`` for a batch that cannot be used. ``whole``: whether every rank needs all documents."""
-        lengths = lengths_of(batch)
-        given = BatchToPlan(hdp=hdp, batch=batch, lengths=lengths, shift_labels=shift_labels, items=_items(batch, hdp))
+        given = BatchToPlan(hdp=hdp, batch=batch, lengths=lengths_of(batch), shift_labels=shift_labels)
+        if any(name in document for document in batch for name in ITEM_NAMES):
+            from bytescale.hf.loop.encoded import Items  # few batches have them
+
+            given = replace(given, items=Items.of(batch, hdp))
         is_split = hdp.group.size > 1 and hdp.mesh.tp.size == 1 and len(batch) > ALL_DOCUMENTS
         if per_document is None and not whole and is_split:
             return given
@@ -67,10 +70,6 @@ class BatchToPlan:
         for decoder in (self.hdp.engine.decoder, *self.hdp.engine.others):
             decoder.require_fitting(documents.fields, self.lengths)
         return documents
-
-    @property
-    def _digest_of_items(self) -> int:
-        return 0 if self.items is None else self.items.digest
 
     @property
     def all_documents(self) -> Documents:
@@ -107,7 +106,7 @@ class BatchToPlan:
         rank_plan = RankPlan.of(plan, hdp.mesh.hdp.rank)
         if self.documents is None:
             return self._cut_of_own(rank_plan, _numbers(RankPlan.of(plan, (hdp.group.rank + 1) % ranks, digest=0)))
-        value = rank_plan.digest ^ self.documents.digest(range(len(self.lengths))) ^ self._digest_of_items
+        value = rank_plan.digest ^ self.documents.digest(range(len(self.lengths))) ^ digest_of(self.items)
         if forest is None:
             part, items = RankBatch.of(rank_plan, self.documents), self._items_of(self.documents, _numbers(rank_plan))
             return CutBatch(hdp=hdp, batch=self.batch, value=value, part=part, items=items)
@@ -120,7 +119,10 @@ class BatchToPlan:
 
     def _cut_of_own(self, rank_plan: RankPlan, following: list[int]) -> CutBatch:
         """Look at this rank's documents and the ``following`` ones, which are the next rank's."""
-        own, value = _numbers(rank_plan), rank_plan.digest ^ digest_of(self.lengths) ^ self._digest_of_items
+        own, value = (
+            _numbers(rank_plan),
+            rank_plan.digest ^ digest_of(self.lengths, self.items),
+        )
         try:
             documents = self.checked([*own, *following])
         except DataError as error:
@@ -163,9 +165,7 @@ class CutBatch:
         if self.digests is not None:
             self._require_same_documents(self.digests)
         assert not isinstance(self.part, DataError), "all ranks have raised it"
-        planned = PlannedBatch(self.hdp, self.part, last=last)
-        planned.items = self.items
-        return planned
+        return PlannedBatch(self.hdp, self.part, last=last, items=self.items)
 
     def _require_same_documents(self, digests: tuple[int, int]) -> None:
         group, error = self.hdp.group, self.part if isinstance(self.part, DataError) else None
@@ -205,14 +205,6 @@ def planned_ahead(cuts: Iterator[CutBatch], device: torch.device, last: bool) ->
             planned = cut.agreed(last=last)
             planned.batch = cut.batch
             yield planned
-
-
-def _items(batch: Batch, hdp: Session) -> Items | None:
-    if not any(name in document for document in batch for name in ITEM_NAMES):
-        return None
-    from bytescale.hf.loop.encoded import Items  # few batches have them
-
-    return Items.of(batch, hdp)
 
 
 def _numbers(rank_plan: RankPlan) -> list[int]:

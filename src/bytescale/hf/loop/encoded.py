@@ -26,10 +26,10 @@ from torch import Tensor
 
 from bytescale.common.errors import ConfigError, DataError, RankFailure
 from bytescale.config.sharing import require_beside_tp
-from bytescale.hf.batch.documents import ITEM_NAMES, PLACEHOLDERS, POSITIONS, Batch, Documents
-from bytescale.hf.loop.alike import digest_of
+from bytescale.hf.batch.documents import ITEM_NAMES, PLACEHOLDERS, POSITIONS, Batch, Documents, add_numbers
 from bytescale.hf.loop.micro_batch import Micro
-from bytescale.hf.model.encoders import KINDS, Encoders, Form, Item, patches_of
+from bytescale.hf.model.encoders import Encoders, Form, Item, patches_of
+from bytescale.hf.model.head import KINDS
 from bytescale.runtime.plain_data import all_gather_json
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Items:
     def of(batch: Batch, hdp: Session) -> Items | None:
         """None: the documents are text alone. Raises ``ConfigError`` for a model that takes no such items."""
         items, places = list[tuple[str, Item]](), dict[tuple[str, int], int]()
-        lists, of_documents = {"": dict[str, list[int]]()}, dict[int, int]()
+        lists, known, of_documents = [dict[str, list[int]]()], {"": 0}, dict[int, int]()
         for number, document in enumerate(batch):
             own: dict[str, list[int]] = {}
             for kind, name in zip(KINDS, ITEM_NAMES, strict=True):
@@ -73,27 +73,26 @@ class Items:
                         items.append((kind, item))
                     own.setdefault(kind, []).append(place)
             if own:
-                lists.setdefault(str(own), own)
-                of_documents[number] = list(lists).index(str(own))
+                of_documents[number] = place = known.setdefault(str(own), len(lists))
+                lists += [own] if place == len(lists) else []
         if not items:
             return None
         _require_use(hdp, {kind for kind, _ in items})
-        return Items(items, list(lists.values()), of_documents, [patches_of(item) for _, item in items])
+        return Items(items, lists, of_documents, [patches_of(item) for _, item in items])
 
     def content_of(self, places: Sequence[int]) -> int:
         """A 64-bit fingerprint of some items' numbers."""
         content = xxhash.xxh3_64()
         for place in places:
             for name, value in sorted(self.items[place][1].items()):
-                packed = torch.as_tensor(value).detach().cpu().contiguous().flatten()
-                content.update(f"{name} {packed.dtype} {len(packed)}".encode())
-                content.update(packed.view(torch.uint8).numpy().data)
+                numbers = torch.as_tensor(value).detach()
+                content.update(f"{name} {list(numbers.shape)}".encode())
+                add_numbers(content, numbers)
         return content.intdigest()
 
-    @property
-    def digest(self) -> int:
-        """Of all but contents, the same on all ranks."""
-        return digest_of([kind for kind, _ in self.items], list(self.patches), str(self.lists), str(self.of_documents))
+    def __repr__(self) -> str:
+        """All but contents, the same on all ranks (``alike.digest_of``)."""
+        return f"{[kind for kind, _ in self.items]} {self.patches} {self.lists} {self.of_documents}"
 
     def with_fields(self, documents: Documents, encoders: Encoders) -> Documents:
         """``documents`` with ``PLACEHOLDERS [S, 2]`` and, for some models, rotary ``POSITIONS [S, 3]``.
@@ -101,7 +100,7 @@ class Items:
         Of a placeholder: the place of its document's items in ``lists``, and its number among those of its kind; -1 of
         a word. So rows with equal fields are of equal items, and documents may share them.
         """
-        own, positions = dict[int, Tensor](), dict[int, Tensor | None]()
+        own, positions = dict[int, Tensor](), dict[int, Tensor]()
         for number, tokens in documents.fields["tokens"].items():
             kinds, found = encoders.kinds_of(tokens), tokens.new_full((len(tokens), 2), -1)
             found[kinds > 0, 0] = self.of_documents.get(number, 0)
@@ -110,10 +109,9 @@ class Items:
             own[number] = found
             held = self.lists[self.of_documents.get(number, 0)]
             given = {kind: [self.items[one][1] for one in places] for kind, places in held.items()}
-            positions[number] = encoders.positions(number, tokens.cpu(), given)
-        fields = {**documents.fields, PLACEHOLDERS: own}
-        if all(value is not None for value in positions.values()):
-            fields[POSITIONS] = {number: value for number, value in positions.items() if value is not None}
+            if (places_of_tokens := encoders.positions(number, tokens.cpu(), given)) is not None:
+                positions[number] = places_of_tokens
+        fields = {**documents.fields, PLACEHOLDERS: own} | ({POSITIONS: positions} if positions else {})
         return replace(documents, fields=fields)
 
     def ranks(self, size: int) -> list[int]:
@@ -153,7 +151,10 @@ class EncodedItems:
         self._encoders: Encoders = hdp.engine.decoder.encoders
         self._keeps_graphs = hdp.engine.activations.keeps_graphs
         ranks = items.ranks(self._group.size)
-        self._own = [place for place, rank in enumerate(ranks) if rank == self._group.rank]
+        shares: list[list[int]] = [[] for _ in range(self._group.size)]
+        for place, rank in enumerate(ranks):
+            shares[rank].append(place)
+        self._own = shares[self._group.rank]
         self._encoded, error, forms = list[Tensor](), "", dict[str, Form]()
         try:
             for place in self._own:
@@ -161,17 +162,15 @@ class EncodedItems:
                 self._encoded.append(encoded if self._keeps_graphs else encoded.detach())
         except DataError as found:
             error = str(found)
-        following = (self._group.rank + 1) % self._group.size
-        contents = [items.content_of([place for place, rank in enumerate(ranks) if rank == one])
-                    for one in (self._group.rank, following)]  # fmt: skip
+        contents = [items.content_of(places) for places in (self._own, shares[self._group.rank + 1 - len(shares)])]
         told = self._told([error, forms, [len(encoded) for encoded in self._encoded], contents])
         self._require_same([one[3] for one in told])
         self._forms = {kind: Form(*form) for _, known, *_ in told for kind, form in known.items()}
         self._trains = any(form.has_gradient for form in self._forms.values())
         self._encoders.require_causal(hdp.model, *min(self._forms.items()))
         counts = [0] * len(ranks)
-        for rank, (_, _, lengths, _) in enumerate(told):
-            for place, length in zip((one for one, own in enumerate(ranks) if own == rank), lengths, strict=True):
+        for places, (_, _, lengths, _) in zip(shares, told, strict=True):
+            for place, length in zip(places, lengths, strict=True):
                 counts[place] = length
         self._wanted, error = list[list[StandingFor]](), ""
         try:

@@ -24,7 +24,7 @@ from bytescale.plan import MicroBatch
 from bytescale.plan.last_message import last_backward_is_silent
 
 if TYPE_CHECKING:
-    from bytescale.hf.loop.encoded import EncodedItems, Items
+    from bytescale.hf.loop.encoded import Items
 
     ItemsOfRank = tuple[Items, Mapping[int, Mapping[str, int]]]
     """Of a batch, and of this rank's documents how many tokens stand for each kind of items."""
@@ -34,10 +34,13 @@ class PlannedBatch(Collector):
     """This rank's micro-batches of one global batch; iterating runs through them once, in the plan's order."""
 
     batch: Batch = ()  # the global batch, where ``HDP.planned`` has taken it
-    items: ItemsOfRank | None = None  # images, videos and sounds
 
-    def __init__(self, hdp: Session, part: RankBatch, *, last: bool = False) -> None:
+    def __init__(
+        self, hdp: Session, part: RankBatch, *, last: bool = False, items: ItemsOfRank | None = None
+    ) -> None:  # fmt: skip
+        """``items``: images, videos and sounds."""
         super().__init__(hdp.group, part)
+        self._items = items
         self.hdp, hdp.looped = hdp, None
         self.number = next(hdp.pending.numbers)
         self.rank_plan, self.forest = part.rank_plan, part.forest
@@ -69,8 +72,12 @@ class PlannedBatch(Collector):
         hdp = self.hdp
         self._kept = []
         hdp.begin_batch(self)
-        buffers, encoded = RingBuffers(), self._encoded()
-        hdp.encoders_backward = None if encoded is None else encoded.backward
+        buffers, encoded = RingBuffers(), None
+        if self._items is not None:
+            from bytescale.hf.loop.encoded import EncodedItems  # few batches have items
+
+            encoded = EncodedItems(hdp, self._items[0], self.part.rows, self._items[1])
+            hdp.encoders_backward = encoded.backward
         for index, plan in enumerate(self.micro_batches):
             rows = self.part.rows[index] if index < len(self.part.rows) else self.part.no_rows
             micro = hdp.engine.micro(plan, rows, buffers)
@@ -91,10 +98,3 @@ class PlannedBatch(Collector):
             hdp.is_reducing = True
         elif not torch.is_grad_enabled():
             hdp.pending.forget_looks(self.number)
-
-    def _encoded(self) -> EncodedItems | None:
-        if self.items is None:
-            return None
-        from bytescale.hf.loop.encoded import EncodedItems  # few batches have items
-
-        return EncodedItems(self.hdp, self.items[0], self.part.rows, self.items[1])

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from bytescale.common.errors import DataError
 from bytescale.hf.model.blind import Blind
-from bytescale.hf.model.head import causal_model
+from bytescale.hf.model.head import KINDS, causal_model
 from bytescale.hf.model.interface import KEYWORD, Attachment, refusal, while_set
 
-KINDS = ("image", "video", "audio")
 Item = Mapping[str, Any]
 _DOOR = "mm_encoder_outputs"
 _TYPES = ("mm_token_type_ids", "token_type_ids")

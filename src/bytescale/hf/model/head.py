@@ -29,6 +29,9 @@ from bytescale.cost.memory.device_kernels import loss_chunk_tokens
 from bytescale.hf.model.interface import KEYWORD, refusal, while_set
 from bytescale.runtime.loss import AT_ONCE
 
+KINDS = ("image", "video", "audio")
+"""What towers of models of transformers take beside words."""
+
 
 def has_plain_head(head: ModelHead) -> bool:
     """Whether logits are ``hidden @ weight.T`` and nothing else: no bias, scale, soft cap or adapter.
@@ -150,8 +153,8 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
             fix="compute the loss from model(**micro.inputs).logits",
         )
     # With towers, or an embedding of its own, the head is behind what is around the decoder, if the model calls that.
-    parts = [part for part in root.children() if isinstance(part, PreTrainedModel)]
-    around = [part for part in parts if decoder in set(part.modules())]
+    parts = [part for part in root.children() if isinstance(part, PreTrainedModel) and part is not decoder]
+    around = [part for part in parts if part.get_decoder() is decoder]
     kept: dict[nn.Module, Any] = {}
     keeps = "logits_to_keep" in inspect.signature(root.forward).parameters
     with ExitStack() as hooks:
@@ -194,7 +197,7 @@ def require_words(fields: Mapping[str, Mapping[int, Tensor]], model: nn.Module) 
     """
     root = causal_model(model)
     towers = [name for name, _ in root.named_modules() if re.search("vis(ion|ual)|audio", name.rpartition(".")[2])]
-    for kind in ("image", "video", "audio") if towers and "placeholders" not in fields else ():
+    for kind in KINDS if towers and "placeholders" not in fields else ():
         placeholder = getattr(getattr(root, "config", None), f"{kind}_token_id", None)
         found = None if placeholder is None else _first(fields["tokens"], partial(torch.eq, other=placeholder))
         if found is not None:
