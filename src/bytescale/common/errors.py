@@ -72,6 +72,10 @@ class RankFailure(BytescaleError, RuntimeError):
     """A training rank died, or ranks no longer agree on what to run."""
 
 
+class RanksLost(RankFailure):
+    """A rank died or does not answer. The others may go on without it (``HDP.recover``, ``parallel.elastic``)."""
+
+
 class RanksRefused(RankFailure):
     """Every rank refused its input. The user has to change something: starting again would not help."""
 

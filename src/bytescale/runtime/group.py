@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _world
 
 from bytescale.attention import Exchange
 from bytescale.attention.clock import make_clock
-from bytescale.common.errors import RankFailure
+from bytescale.common.errors import RankFailure, RanksLost
 
 # torch 2.13 renamed these two functions and warns about the old names; torch 2.11 knows only the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -230,9 +230,9 @@ def answered(what: str) -> Iterator[None]:
         raise lost_ranks(what, error) from error
 
 
-def lost_ranks(what: str, error: Exception) -> RankFailure:
+def lost_ranks(what: str, error: Exception) -> RanksLost:
     """The error of a rank to which others do not answer any more."""
-    return RankFailure(
+    return RanksLost(
         f"{what}: {str(error).splitlines()[0]}",
         so="the step cannot be finished, every rank stops",
         fix="look for the first error in the other ranks' output, and for ranks that do not answer, then resume",

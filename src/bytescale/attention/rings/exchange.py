@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bytescale.attention.clock import Clock
-from bytescale.common.errors import RankFailure
+from bytescale.common.errors import RanksLost
 
 Message = tuple[Tensor, int]
 """A contiguous tensor, and the rank that gets it or sends it."""
@@ -99,9 +99,9 @@ class Exchange:
         buffers = tuple(tensor for tensor, _ in [*sends, *receives])
         return Transfer(exchange=self, works=works, buffers=buffers, peers=peers)
 
-    def lost(self, peers: Sequence[int], error: RuntimeError) -> RankFailure:
+    def lost(self, peers: Sequence[int], error: RuntimeError) -> RanksLost:
         """Return the error to raise when a message to or from ``peers`` failed."""
-        return RankFailure(
+        return RanksLost(
             f"{self.name} rank {self.rank} lost its peer ({self.name} rank "
             f"{' or '.join(str(peer) for peer in sorted(set(peers)))}): {str(error).splitlines()[0]}",
             so="the step cannot be finished, every rank stops",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +28,7 @@ from bytescale.runtime.plain_data import all_gather_json
 if TYPE_CHECKING:
     from bytescale.hf.loop.encoded import Items
     from bytescale.hf.loop.planned_batch import ItemsOfRank
+    from bytescale.runtime.mesh import Mesh
 
 ALL_DOCUMENTS = 256
 """So many documents, every rank looks at in full."""
@@ -153,6 +154,10 @@ class CutBatch:
     digests: tuple[int, int] | None = None  # of this rank's documents and the next one's; None: the value has all
     totals: Sequence[float] = (0.0,) * 4  # of those that this rank counts
     items: ItemsOfRank | None = None
+    mesh: Mesh = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", self.hdp.mesh)
 
     def agreed(self, *, last: bool = False) -> PlannedBatch:
         """Return the part when all ranks have the same batch and plan. Every rank calls it, in its training thread.
@@ -160,6 +165,7 @@ class CutBatch:
         Raises ``DataError`` on every rank where one has found what cannot be used, and ``RankFailure`` where two ranks
         have different documents or plans.
         """
+        self.hdp.require_ranks_of(self.mesh)
         self.hdp.require_no_reduction("a batch was planned")
         self.hdp.agree("the documents of a batch, or its plan", self.value)
         if self.digests is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -99,6 +100,8 @@ class HDP(Updates):
 
         Raises ``ConfigError`` where a plan would not give the results of one process; ``RankFailure`` if ranks differ.
         """
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self.attach_anew = partial(HDP.__init__, self, **arguments)
         super().__init__(model, _mesh_of(group, model, tp, shard, domain, experts, equal_counts=equal_counts), experts)
         self.domain = self.mesh.hdp.size if equal_counts else self.mesh.domain.size
         require_use_of_memory(capacity_tokens, device_gib, host_gib, equal_counts, forward_only)
@@ -120,7 +123,7 @@ class HDP(Updates):
 
     def _make_part(self, decoder: HFDecoder) -> None:
         """Reduce the model to this rank's part, once all ranks have been seen to have the same one."""
-        self._weights = weight_sums(self.model)
+        self._weights = {} if self.recovery is not None else weight_sums(self.model)  # of copies, in a moment
         if self.mesh.tp.size > 1:
             self.group.agree("the weights of the model", self._fingerprint(decoder.structure))
         self.cuts = self._cut(decoder)

@@ -41,7 +41,7 @@ class PlannedBatch(Collector):
         """``items``: images, videos and sounds."""
         super().__init__(hdp.group, part)
         self._items = items
-        self.hdp, hdp.looped = hdp, None
+        self.hdp, hdp.looped, self._mesh = hdp, None, hdp.mesh
         self.number = next(hdp.pending.numbers)
         self.rank_plan, self.forest = part.rank_plan, part.forest
         self._last = last
@@ -71,6 +71,7 @@ class PlannedBatch(Collector):
     def __iter__(self) -> Iterator[Micro]:
         hdp = self.hdp
         self._kept = []
+        hdp.require_ranks_of(self._mesh)
         hdp.begin_batch(self)
         buffers, encoded = RingBuffers(), None
         if self._items is not None:

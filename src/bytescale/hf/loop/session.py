@@ -42,6 +42,8 @@ class Session:
         encoders_backward: what the loop over a batch with images still owes; None: nothing.
         is_reducing: whether ranks reduce gradients already: the loop over a batch that was planned with last=True has
             ended.
+        attach_anew: makes this object once more, as it was made, over the ranks that there are now.
+        recovery: see ``HDP.recover``; it stays when ranks change. None: nobody keeps copies.
     """
 
     engine: Engine
@@ -52,6 +54,8 @@ class Session:
     looped: Collector | None = None
     encoders_backward: Callable[[], None] | None = None
     is_reducing = False
+    attach_anew: Callable[[], None]
+    recovery: Callable[[], list[int]] | None = None
     _num_agreed = 0
 
     def __init__(self, model: nn.Module, mesh: Mesh, experts: Experts) -> None:
@@ -107,6 +111,15 @@ class Session:
         if self.encoders_backward is not None:
             backward, self.encoders_backward = self.encoders_backward, None
             backward()
+
+    def require_ranks_of(self, mesh: Mesh) -> None:
+        """Raise ``ConfigError`` for what was planned for other ranks than there are now."""
+        if mesh is not self.mesh:
+            raise ConfigError(
+                "this batch was planned before hdp.recover()",
+                so="its plan is for ranks that are not there any more",
+                fix="plan it again, and begin a new hdp.planned(...) with it",
+            )
 
     def begin_batch(self, looped: Collector) -> None:
         self.finish_items()

@@ -15,6 +15,8 @@ from bytescale.common.errors import ConfigError, NonFiniteError
 from bytescale.hf.loop.session import Session
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from bytescale.runtime.optimizer.optimizers import GroupOptions
     from bytescale.runtime.optimizer.sharded_optimizer import Update
 
@@ -92,6 +94,7 @@ class Updates(Session):
             late=decoder.late_parameters(),
         )
         self._optimizer.join(self.model)
+        self._optimizer_of = {"cls": cls, "group_options": group_options, "offload": offload, **options}
         decoder.begin_training()
         decoder.attachment.ran_plain_backward = False
         return self._optimizer.torch_optimizer
@@ -158,6 +161,41 @@ class Updates(Session):
                 fix="look at the loss and its divisor (weights that sum to zero), lower lr, or leave the batch out",
             )
         return update
+
+    def keep_copies(self, *, store: dist.Store | None = None) -> None:
+        """Keep copies of the optimizer's states on other ranks, so that ``recover`` can go on where a rank has died.
+
+        Every rank calls it, behind ``adamw`` or ``optimizer``. A rank then has four times its states in host memory,
+        and sends them to another one behind each update, while the next batch computes (``runtime.optimizer.copies``).
+
+        Args:
+            store: where ranks meet when one of them has died; None: that of ``init_process_group``. A store that a
+                rank serves ends with it.
+
+        Raises ``ConfigError`` where ranks share parameters or matrices, or are not all of WORLD's.
+        """
+        from bytescale.hf.loop.recovery import Recovery  # few loops go on where a rank has died
+
+        self.recovery = Recovery(self, store, lambda: self.optimizer(**self._optimizer_of)).recover
+
+    def recover(self) -> list[int]:
+        """Go on without ranks that died, after ``RanksLost``. Every rank that is left calls it.
+
+        Groups are made anew, WORLD too. Weights and optimizer states are those of the last update that all have, the
+        same as without the loss, and gradients are zero. The batch whose ``step()`` did not return is to be planned
+        again. The optimizer that ``adamw`` returned stays the same object.
+
+        Returns the ranks that were lost, in the numbers of before. Raises ``CheckpointError`` if a rank and the one
+        that kept its copies are both gone; ``RankFailure`` if the others went on without this rank, or no store is
+        left.
+        """
+        if self.recovery is None:
+            raise ConfigError(
+                "recover() without keep_copies()",
+                so="the optimizer states of the rank that died are lost",
+                fix="call hdp.keep_copies() behind hdp.adamw(...), and continue now from a checkpoint",
+            )
+        return self.recovery()
 
     def gradients(self) -> dict[str, Tensor]:
         """The global gradient of every trained parameter, by name, before it is clipped. Every rank calls it.

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,16 @@ class Update:
     """Of the global gradient, before it was clipped."""
     skipped: bool = False
     """Whether the gradients were not numbers, and the weights stayed as they were."""
+
+
+class Copies(Protocol):
+    """What keeps copies of an optimizer's states (``runtime.optimizer.copies``)."""
+
+    def keep(self) -> None:
+        """Behind every update."""
+
+    def finish(self) -> None:
+        """Before ranks exchange the next norm."""
 
 
 class ShardedOptimizer:
@@ -76,6 +86,7 @@ class ShardedOptimizer:
         self._host = HostTransfers(shards, self.group.device) if zeros[0].on_host else None
         self.num_updates = 0
         self._has_left = False
+        self.copies: Copies | None = None
 
     @staticmethod
     def of_config(
@@ -175,11 +186,23 @@ class ShardedOptimizer:
     def reduce_gradients(self) -> float:
         """Sum gradients over ranks. Returns this rank's share of the squared global norm (``ZeroShards``)."""
         self._close_layers()
-        return sum(zero.reduce_gradients() for zero in self.zeros)
+        total = sum(zero.reduce_gradients() for zero in self.zeros)
+        if self.copies is not None:
+            self.copies.finish()
+        return total
 
     def _close_layers(self) -> None:
         if self.units is not None:
             self.units.begin()  # the last layer is open after a forward without a backward
+
+    def stand_in_for(self, former: ShardedOptimizer) -> None:
+        """Update with the ``torch_optimizer`` of another one and its options: schedulers and loops have that object."""
+        own, known = self.torch_optimizer, former.torch_optimizer
+        for group, kind in zip(own.param_groups, self._kinds, strict=True):
+            number = former._kinds.index(kind) if kind in former._kinds else 0
+            group.update({k: v for k, v in known.param_groups[number].items() if k != "params"} | kind)
+        known.param_groups, known.state = own.param_groups, own.state
+        self.torch_optimizer = known
 
     def set_options(self, options: dict[str, Any]) -> None:
         """Set options of all parameters, ``lr`` times their ``LR_RATIO``. Raises ``ConfigError`` for unknown ones."""
@@ -209,6 +232,8 @@ class ShardedOptimizer:
         else:
             self._update_on_host(self._host)
         self.num_updates += 1
+        if self.copies is not None:
+            self.copies.keep()
         return Update(num_updates=self.num_updates, grad_norm=grad_norm)
 
     def skip(self, grad_norm: float) -> Update:
@@ -329,6 +354,9 @@ class ShardedOptimizer:
             zero.publish()
             zero.collectives.wait_for_parameters()
         self.zero_grad()
+        if self.copies is not None:
+            self.copies.finish()
+            self.copies.keep()
 
     def _require_fitting(self, tensors: dict[str, dict[str, Tensor]]) -> None:
         ours = {entry.name: entry.cut.shape for zero in self.zeros for entry in zero.parameters.entries}
@@ -346,6 +374,17 @@ class ShardedOptimizer:
         for piece, (shard, own) in zip(self._pieces, self._parts, strict=True):  # the optimizer's zero_grad drops them
             piece.grad = shard.gradient[own].to(piece.device)
 
+    def ranges_of(self, zero: ZeroShards, rank: int) -> list[tuple[int, int]]:
+        """Where the ranges of ``states`` begin and end on any rank of ``group``, in the flat buffers of ``zero``."""
+        places = zero.parameters.shards(rank)
+        found = [(place.start, own) for place in places for own, _ in self._runs(zero, place)]
+        return [(start + own.start, start + own.stop) for start, own in found]
+
+    def _runs(self, zero: ZeroShards, place: slice) -> list[tuple[slice, Any]]:
+        """Parts of a shard whose parameters have the same options. A shard of nothing but padding is one part."""
+        runs = zero.parameters.runs(place, lambda entry: self._options[entry.name])
+        return runs or [(slice(0, place.stop - place.start), {})]
+
     def _parameter_groups(self) -> list[dict[str, Any]]:
         self._pieces: list[Tensor] = []  # leaf tensors that share the memory of parts of shards' masters
         self._parts: list[tuple[OptimizerShard, slice]] = []  # which parts these are
@@ -354,9 +393,7 @@ class ShardedOptimizer:
         for zero in self.zeros:
             places = zero.parameters.shards(self.group.rank)
             for shard, place in zip(zero.shards, places, strict=True):
-                # A shard of nothing but padding is one range.
-                runs = zero.parameters.runs(place, lambda entry: self._options[entry.name])
-                for own, options in runs or [(slice(0, place.stop - place.start), {})]:
+                for own, options in self._runs(zero, place):
                     piece = shard.master.detach()[own]
                     self._pieces.append(piece)
                     self._parts.append((shard, own))
@@ -365,6 +402,7 @@ class ShardedOptimizer:
                     if members is None:
                         groups.append((options, members := []))
                     members.append(piece)
+        self._kinds = [options for options, _ in groups]
         return [{"params": members, **options} for options, members in groups]
 
 

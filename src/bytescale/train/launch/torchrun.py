@@ -210,7 +210,7 @@ def rank_failure(failures: dict[int, ProcessFailure], again: Callable[[], str]) 
 
 
 _USER_ERRORS = ("ConfigError", "DataError", "PlanError", "CheckpointError", "NonFiniteError", "DiskFullError")
-_CLEAR_ERRORS = (*_USER_ERRORS, "RankFailure", "LoaderFailure", "SystemRefusal")
+_CLEAR_ERRORS = (*_USER_ERRORS, "RankFailure", "RanksLost", "LoaderFailure", "SystemRefusal")
 
 
 def _rank_of_blame(failure: ProcessFailure) -> int:
@@ -219,7 +219,7 @@ def _rank_of_blame(failure: ProcessFailure) -> int:
         return 3
     if failure.exitcode < 0:
         return 0
-    return 2 if _error_of(failure)[0] == "RankFailure" else 1
+    return 2 if _error_of(failure)[0] in ("RankFailure", "RanksLost") else 1
 
 
 def _error_of(failure: ProcessFailure) -> tuple[str, str, str]:

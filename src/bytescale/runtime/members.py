@@ -1,0 +1,177 @@
+"""Which ranks a run has, where ranks may die and new ones may come.
+
+Every process has a *number* for good. The members of a *generation* are numbers in the order of their ranks. When one
+of them is gone, or a new process waits, all that are there leave the generation's groups, meet at the store, and agree
+on the next one: the first list that is written there counts. Whoever is not in it has come too late.
+
+A process of this machine counts as gone once its id is; one of another machine if it does not come for a while.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group as abort_process_groups
+
+from bytescale.common.errors import RankFailure
+from bytescale.runtime.group import answered
+from bytescale.runtime.plain_data import all_gather_json
+from bytescale.runtime.sockets import listening_ports, shut_connections
+
+GRACE_SECONDS = 10.0
+"""How long the others wait for a member of another machine that may be alive."""
+_LOOK_SECONDS = 0.02
+
+
+class Members:
+    """This process and the others.
+
+    Attributes:
+        number: this process's, for good.
+        numbers: those of the members of this generation, in the order of ranks.
+        generation: how many times members have changed.
+        former: rank in the generation before of each member; None: it is new.
+    """
+
+    def __init__(self, store: dist.Store, number: int, first: Sequence[int], generation: int = 0) -> None:
+        self.store, self.number, self.generation = store, number, generation
+        self.numbers, self.former = list(first), list[int | None](first)
+        self._num_first, self._num_before = len(first), len(first)
+        self._seen = 0  # processes that have asked to join, as far as members know
+        self._about: dict[int, dict[str, Any]] = {}
+
+    @staticmethod
+    def at_first(store: dist.Store, rank: int, size: int) -> Members:
+        return Members(dist.PrefixStore("members", store), rank, range(size))
+
+    @staticmethod
+    def joining(store: dist.Store, first_size: int, wait_seconds: float) -> Members:
+        """Ask to join a run that began with ``first_size`` processes, and wait until its members take this one in.
+
+        Raises ``RankFailure`` if they do not.
+        """
+        store = dist.PrefixStore("members", store)
+        number = first_size - 1 + store.add("asked", 1)
+        store.set(f"about/{number}", json.dumps(_about_this_process()))
+        until = time.monotonic() + wait_seconds
+        while not store.check([f"taken/{number}"]):
+            if time.monotonic() > until:
+                raise RankFailure(
+                    f"the run did not take this process in within {wait_seconds:.0f} s",
+                    so="it ends, and the run goes on without it",
+                    fix="look whether the run still makes steps",
+                )
+            time.sleep(_LOOK_SECONDS)
+        generation = int(store.get(f"taken/{number}"))
+        made = Members(store, number, range(first_size), generation)
+        made._take(json.loads(store.get(f"members/{generation}")))
+        return made
+
+    @property
+    def rank(self) -> int:
+        return self.numbers.index(self.number)
+
+    @property
+    def size(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def gone(self) -> list[int]:
+        """Ranks of the generation before that are not there any more."""
+        return [rank for rank in range(self._num_before) if rank not in self.former]
+
+    def groups_store(self) -> dist.Store:
+        """Where the groups of this generation meet."""
+        return dist.PrefixStore(f"groups/{self.generation}", self.store)
+
+    def num_waiting(self) -> int:
+        """How many processes have asked to join since members last changed. Any member may look."""
+        return self.store.add("asked", 0) - self._seen
+
+    def introduce(self, group: dist.ProcessGroup) -> None:
+        """Tell the others where this process is, behind the making of all groups. Every member calls it."""
+        everyone = all_gather_json(_about_this_process(), group)
+        self._about = dict(zip(self.numbers, everyone, strict=True))
+
+    def leave(self, device: torch.device) -> None:
+        """End all groups of this process. Members that wait for it get an error at once, where gloo connects them."""
+        if device.type == "cuda":
+            abort_process_groups()
+        else:
+            shut_connections({port for about in self._about.values() for port in about["ports"]})
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def next_generation(self) -> None:
+        """Agree with all that are there on the next members. Every member that is there calls it, behind ``leave``.
+
+        Raises ``RankFailure`` if the others went on without this process, or the store is gone.
+        """
+        with answered("the store in which ranks meet does not answer; the process that served it may be gone"):
+            self._next_generation()
+        if self.number not in self.numbers:
+            raise RankFailure(
+                "the other ranks went on without this one, which came too late",
+                so="it ends; it may join again as a new process",
+                fix="look at what held it up (a stopped process, a slow disk)",
+            )
+
+    def _next_generation(self) -> None:
+        here = f"there/{self.generation}"
+        self.store.set(f"{here}/{self.number}", "")
+        until = time.monotonic() + GRACE_SECONDS
+        missing = [number for number in self.numbers if number != self.number]
+        while missing and time.monotonic() < until:
+            is_there = {number: self.store.check([f"{here}/{number}"]) for number in missing}
+            missing = [number for number in missing if not is_there[number] and self._may_live(number)]
+            time.sleep(_LOOK_SECONDS if missing else 0.0)
+        there = [number for number in self.numbers if self.store.check([f"{here}/{number}"])]
+        asked = self.store.add("asked", 0)
+        for number in range(self._num_first + self._seen, self._num_first + asked):
+            if self.store.check([f"about/{number}"]):
+                self._about[number] = json.loads(self.store.get(f"about/{number}"))
+                there += [number] if self._may_live(number) else []
+        proposed = json.dumps({"numbers": there, "before": self.numbers, "seen": asked})
+        self.generation += 1
+        self._take(json.loads(self.store.compare_set(f"members/{self.generation}", "", proposed)))
+        for number in [number for number, former in zip(self.numbers, self.former, strict=True) if former is None]:
+            self.store.set(f"taken/{number}", str(self.generation))
+
+    def _take(self, agreed: dict[str, Any]) -> None:
+        self.numbers, self._seen, before = agreed["numbers"], agreed["seen"], agreed["before"]
+        self._num_before = len(before)
+        self.former = [before.index(number) if number in before else None for number in self.numbers]
+
+    def _may_live(self, number: int) -> bool:
+        """Whether a process may be alive: False once this machine does not know it any more."""
+        about = self._about.get(number)
+        return about is None or about["machine"] != _machine() or _start_of(about["pid"]) == about["start"]
+
+
+def _about_this_process() -> dict[str, Any]:
+    return {"machine": _machine(), "pid": os.getpid(), "start": _start_of(os.getpid()), "ports": listening_ports()}
+
+
+def _machine() -> str:
+    """What processes have in common that know each other by their ids."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}"  # nobody else has it
+
+
+def _start_of(pid: int) -> str:
+    """When a process began, in the kernel's words; empty: there is none, or it has ended and nobody has looked yet."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return "" if state == "Z" else rest[18]

@@ -1,0 +1,256 @@
+"""Copies of optimizer states in host memory, from which ranks go on that have lost one of them.
+
+ZeRO-1 has every state once. So behind each update a rank copies its shards to host memory and sends them to a rank of
+another node, if there is one, while the next step computes::
+
+    update k | copy to host | step k + 1 computes ....... | wait for both | reduce | update k + 1
+                            | send to and receive from a neighbour |
+
+Each rank keeps its own shards of the last two updates, and those of one other rank. Ranks exchange the gradients' norm
+before they update, and a rank takes part when its exchange of the last update is complete. So when a rank dies, in
+whatever phase, there is one update that all others have: the newest of these counts, and weights follow from it. A
+weight has the same place in the flat buffers on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bytescale.common.errors import CheckpointError
+from bytescale.runtime.group import answered
+from bytescale.runtime.optimizer.flat import values_of
+from bytescale.runtime.plain_data import all_gather_json, broadcast_json
+
+if TYPE_CHECKING:
+    from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+
+_ALIGNMENT = 16
+_DTYPES = {str(kind): kind for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one state of neighbouring weights lies: in ``zeros[zero]`` of the optimizer, and in a copy's bytes."""
+
+    zero: int
+    state: str
+    start: int  # in the flat buffers, in elements
+    size: int
+    dtype: str
+    offset: int  # in the copy, in bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * _DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class StatesCopy:
+    """One rank's optimizer states after one update.
+
+    Attributes:
+        about: ``num_updates``, ``numbers`` (states that are single numbers) and ``extra`` (what the loop wants back).
+        content: ``[bytes]`` in host memory.
+    """
+
+    about: dict[str, Any]
+    places: Sequence[Place]
+    content: Tensor
+
+    @property
+    def num_updates(self) -> int:
+        return int(self.about["num_updates"])
+
+    @staticmethod
+    def of(optimizer: ShardedOptimizer, extra: dict[str, Any], memory: Tensor | None) -> StatesCopy:
+        """A copy of what ``optimizer`` has now. ``memory``: bytes of an older one, to be used again."""
+        places, values, offset = [], [], 0
+        for number, zero in enumerate(optimizer.zeros):
+            for state, ranges in sorted(optimizer.states(zero).items()):
+                for own in ranges:
+                    dtype = str(own.values.dtype)
+                    places.append(Place(number, state, own.start, len(own.values), dtype, offset))
+                    values.append(own.values)
+                    offset += -(-places[-1].num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if memory is None or len(memory) != offset:
+            memory = torch.empty(offset, dtype=torch.uint8, pin_memory=optimizer.group.device.type == "cuda")
+        about = {"num_updates": optimizer.num_updates, "numbers": optimizer.state_numbers(), "extra": extra}
+        copy = StatesCopy(about, places, memory)
+        for place, value in zip(places, values, strict=True):
+            copy.values(place).copy_(value)
+        return copy
+
+    def values(self, place: Place) -> Tensor:
+        return self.content[place.offset : place.offset + place.num_bytes].view(_DTYPES[place.dtype])
+
+    def header(self) -> dict[str, Any]:
+        return {**self.about, "places": [list(vars(place).values()) for place in self.places]}
+
+
+class StateCopies:
+    """The copies that one rank keeps: of the last two updates, its own states and those of its neighbour.
+
+    Attributes:
+        generation: of members (``runtime.members``), to whose ranks the copies belong.
+        num_bytes: what this rank has sent since the last update.
+        extra: what the loop wants back with the states of the next update.
+    """
+
+    def __init__(
+        self, optimizer: ShardedOptimizer, group: dist.ProcessGroup, *, generation: int = 0, shift: int = 1,
+        extra: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Keep copies of ``optimizer``. Every rank calls it. Behind it, all ranks have theirs.
+
+        Args:
+            group: of gloo, over the ranks of ``optimizer.group``, which nobody else uses.
+            shift: how many ranks further the one is that gets this rank's copy: as many as a node has, where there are
+                several nodes.
+        """
+        self._optimizer, self._group = optimizer, group
+        self.rank, self.num_ranks, self.shift = group.rank(), group.size(), shift
+        self._own: list[StatesCopy] = []
+        self._received: list[StatesCopy] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bytescale-copies")
+        self._exchange: Future[None] | None = None
+        self.generation, self.num_bytes = generation, 0
+        self.extra = extra or {}
+        optimizer.copies = self
+        self.keep()
+        self.finish()
+        with answered(f"rank {self.rank} lost the others"):
+            dist.barrier(group)
+
+    def keep(self) -> None:
+        """Copy the states, and begin to exchange them. The copies before the last ones are given up."""
+        unused = self._own.pop(0).content if len(self._own) > 1 else None
+        copy = StatesCopy.of(self._optimizer, self.extra, unused)
+        self._own.append(copy)
+        room = self._received.pop(0).content if len(self._received) > 1 else None
+        self._exchange = self._thread.submit(self._send_and_receive, copy, room)
+
+    def finish(self) -> None:
+        """Wait until the last exchange is complete. Raises ``RankFailure``."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            with answered(f"rank {self.rank} lost the rank that keeps its copies"):
+                exchange.result()
+
+    def close(self) -> None:
+        """Give up what is under way. What is complete is kept."""
+        self._exchange = None
+        self._thread.shutdown(wait=True)
+
+    def _send_and_receive(self, copy: StatesCopy, room: Tensor | None) -> None:
+        if self.num_ranks == 1:
+            return
+        to, source = (self.rank + self.shift) % self.num_ranks, (self.rank - self.shift) % self.num_ranks
+        header = torch.frombuffer(bytearray(json.dumps(copy.header()).encode()), dtype=torch.uint8)
+        sizes, theirs = torch.tensor([len(header), len(copy.content)]), torch.zeros(2, dtype=torch.int64)
+        self._swap(sizes, theirs, to, source)
+        their_header = torch.empty(int(theirs[0]), dtype=torch.uint8)
+        self._swap(header, their_header, to, source)
+        if room is None or len(room) != int(theirs[1]):
+            room = torch.empty(int(theirs[1]), dtype=torch.uint8)
+        self._swap(copy.content, room, to, source)
+        about = json.loads(their_header.numpy().tobytes())
+        self._received.append(StatesCopy(about, [Place(*place) for place in about.pop("places")], room))
+        self.num_bytes = len(header) + len(copy.content)
+
+    def _swap(self, mine: Tensor, theirs: Tensor, to: int, source: int) -> None:
+        sent = dist.isend(mine, group=self._group, group_dst=to)
+        dist.recv(theirs, group=self._group, group_src=source)
+        assert sent is not None, "this rank is in the group"
+        sent.wait()
+
+    def held(self) -> dict[int, list[StatesCopy]]:
+        """Complete copies by rank, of this one and of the one that it keeps copies for."""
+        if self.num_ranks == 1:
+            return {self.rank: self._own}
+        return {self.rank: self._own, (self.rank - self.shift) % self.num_ranks: self._received}
+
+
+def restore_from_copies(
+    optimizer: ShardedOptimizer, kept: Sequence[StateCopies], group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Continue on the ranks of ``group`` from what they have kept. Returns ``extra`` of the update that counts.
+
+    Every rank calls it, with an optimizer of the same parameters over these ranks.
+
+    Args:
+        kept: those of the ranks before. Two, if a rank died while the others made new ones; none: this rank is new.
+        group: of gloo.
+
+    Raises ``CheckpointError`` on every rank if the states of a rank are lost: it is gone, and so is its copy.
+    """
+    own = {
+        (copy.num_updates, copies.generation, copies.num_ranks, rank): copy
+        for copies in kept
+        for rank, of_rank in copies.held().items()
+        for copy in of_rank
+    }
+    holders: dict[tuple[int, int, int], dict[int, int]] = {}  # of each update: which rank has the copy of which
+    for holder, told in enumerate(all_gather_json(list(own), group)):
+        for *update, rank in told:
+            holders.setdefault(tuple(update), {}).setdefault(rank, holder)
+    whole = [update for update, known in holders.items() if len(known) == update[2]]
+    if not whole:
+        newest = max(holders)
+        raise CheckpointError(
+            f"the optimizer states of rank {min(set(range(newest[2])) - set(holders[newest]))} are lost: it is gone, "
+            "and so is the rank that had their copy",
+            so="this run cannot go on by itself",
+            fix="continue from the last checkpoint",
+        )
+    at = max(whole)
+    found = {rank: copy for (*update, rank), copy in own.items() if tuple(update) == at}
+    if at[0]:
+        optimizer.require_states()
+    about: dict[str, Any] = {}
+    for rank, holder in sorted(holders[at].items()):
+        copy = found.get(rank) if group is None or group.rank() == holder else None
+        about = broadcast_json(copy and copy.header(), group, holder)
+        places = [Place(*place) for place in about.pop("places")]
+        _deliver(optimizer, places, copy, holder, group)
+    optimizer.finish_restore(at[0], about["numbers"])
+    return dict(about["extra"])
+
+
+def _deliver(
+    optimizer: ShardedOptimizer,
+    places: Sequence[Place],
+    copy: StatesCopy | None,
+    holder: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Bring one copy's states to the ranks that have these weights now. ``copy``: on the rank that holds it."""
+    rank = 0 if group is None else group.rank()
+    states = [optimizer.states(zero) for zero in optimizer.zeros]
+    sent = []
+    for place in places:
+        for other in range(optimizer.group.size) if copy is not None else [rank]:
+            for start, stop in optimizer.ranges_of(optimizer.zeros[place.zero], other):
+                low, high = max(place.start, start), min(place.start + place.size, stop)
+                if low >= high:
+                    continue
+                if copy is not None:
+                    part = copy.values(place)[low - place.start : high - place.start]
+                    if other == rank:
+                        values_of(states[place.zero][place.state], low, high).copy_(part)
+                    else:
+                        sent.append(dist.isend(part, group=group, group_dst=other))
+                else:
+                    arrived = torch.empty(high - low, dtype=_DTYPES[place.dtype])
+                    dist.recv(arrived, group=group, group_src=holder)
+                    values_of(states[place.zero][place.state], low, high).copy_(arrived)
+    for work in sent:
+        assert work is not None, "this rank is in the group"
+        work.wait()
