@@ -106,6 +106,11 @@ class Checkpointer:
             self._start_upload(self._not_uploaded)
             self._finish_upload(deadline)
 
+    def close(self) -> None:
+        """Give up what is under way, where ranks are lost: nobody writes here any more."""
+        self._pending = None
+        self._thread.shutdown(wait=True)
+
     def latest(self) -> Path | None:
         """The newest complete checkpoint on this machine's file system."""
         complete = complete_checkpoints(self.folder)

@@ -44,7 +44,8 @@ class TrainOptions:
     dry_run: bool = False
     """Check everything, prepare the data, plan the first batch and print what would run, but start nothing."""
     max_restarts: int = 0
-    """How many times a run is started again from its last checkpoint after a rank has died."""
+    """How many times a run is started again from its last checkpoint after a rank has died. With `parallel.elastic`:
+    how many dead ranks are replaced, too, while the others go on."""
     elastic: bool = False
     """Restart on the ranks that still have a place: as many as GPUs are left."""
     config: Settings
@@ -259,7 +260,7 @@ def prepare_and_start(options: TrainOptions) -> None:
             return
         supervise(
             config,
-            partial(_start_ranks, command=options.command),
+            partial(_start_ranks, command=options.command, replacements=options.max_restarts),
             max_restarts=options.max_restarts,
             ranks_there=ranks_there if options.elastic else None,
         )
@@ -346,7 +347,7 @@ def _ray_if_needed(config: Config) -> Iterator[None]:
             os.environ["RAY_ADDRESS"] = before  # empty: none
 
 
-def _start_ranks(config: Config, command: str) -> None:
+def _start_ranks(config: Config, command: str, replacements: int) -> None:
     from bytescale.cli.main import main
     from bytescale.train.launch.torchrun import launch_ranks
 
@@ -362,4 +363,5 @@ def _start_ranks(config: Config, command: str) -> None:
             again=partial(_how_to_go_on, config),
             stop_seconds=config.parallel.stop_seconds,
             silent_seconds=config.parallel.timeout_seconds,
+            replacements=replacements if config.parallel.elastic else None,
         )

@@ -47,6 +47,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
         )
     _check_optimizer(config)
     check_sharing(config, ranks)
+    _check_elastic(config)
     if (config.eval.keep_best or config.eval.patience) and not config.eval.sources:
         name = "eval.keep_best" if config.eval.keep_best else "eval.patience"
         raise ConfigError(f"{name} is set, but eval.sources is empty", so="no loss would be lower than another",
@@ -184,6 +185,22 @@ def check_content(data: DataConfig) -> None:
             f'data.tokenizer is "bpe", but data.content is "{data.content}"',
             so="a tokenizer is trained on texts",
             fix="set data.tokenizer to the model's own",
+        )
+
+
+def _check_elastic(config: Config) -> None:
+    parallel = config.parallel
+    beside = {
+        f"parallel.tp = {parallel.tp}": parallel.tp > 1,
+        f"parallel.pp = {parallel.pp}": parallel.pp > 1,
+        'parallel.shard = "parameters"': parallel.shard == "parameters",
+        f'data.loader = "{config.data.loader}"': config.data.loader != "local",
+    }
+    if parallel.elastic and (found := [name for name, is_set in beside.items() if is_set]):
+        raise ConfigError(
+            f"parallel.elastic beside {found[0]}",
+            so="with a rank, others would lose what they need: their stage, their parts of layers or their data",
+            fix="leave parallel.elastic out: --max-restarts starts such a run again from its last checkpoint",
         )
 
 

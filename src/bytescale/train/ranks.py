@@ -20,16 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_groups
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.elastic.utils.store import barrier
 
 from bytescale.common.environment import ranks_of_torchrun, told
-from bytescale.common.errors import ConfigError, foreseen
+from bytescale.common.errors import ConfigError
 from bytescale.config.schema import Config
 from bytescale.config.sharing import sharing_domain
 from bytescale.runtime.group import RankGroup, answered
 from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.flat import DTYPES
+from bytescale.train.changing import ChangingRanks
+from bytescale.train.stop import record_for_launcher
 
 STORE_FILE = "BYTESCALE_STORE_FILE"
 """Environment variable with the file through which the ranks of one machine find each other. It lies in a folder that
@@ -105,8 +106,8 @@ def end_with_launcher() -> None:
 
 
 @contextmanager
-def open_ranks(config: Config) -> Iterator[Ranks]:
-    """Join the process group for the time of the block.
+def open_ranks(config: Config, changing: ChangingRanks | None = None) -> Iterator[Ranks]:
+    """Join the process group for the time of the block. ``changing``: knows which ranks there are now.
 
     All ranks that reach the end of the block leave it together. A lazily connected gloo group lets a fast rank finish a
     collective and close its sockets while a slower rank still writes to it, which the slower one reports as a failure.
@@ -129,44 +130,49 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
     rank, num_ranks = 0, 1
     if ranks_of_torchrun() is not None:
         store, rank, num_ranks = _rendezvous(timeout)
-    store = dist.PrefixStore(f"opening-{next(_OPENINGS)}", store)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-        pg_options=group_options("world", device, timeout),
-    )
+    if changing is None or not changing.is_elastic:
+        store = dist.PrefixStore(f"opening-{next(_OPENINGS)}", store)
+    else:
+        store, rank, num_ranks = changing.place(store, rank, num_ranks)
     try:
-        yield Ranks(
+        with answered("ranks that were to meet did not all come"):
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+                pg_options=group_options("world", device, timeout),
+            )
+        ranks = Ranks(
             mesh=_open_mesh(config, RankGroup(dist.group.WORLD, device=device), timeout),
             checkpoint_group=dist.new_group(backend="gloo", timeout=timeout),
             device=device,
             dtype=dtype,
         )
+        if changing is not None and changing.is_elastic:
+            copies_group = dist.new_group(backend="gloo", timeout=timeout)
+            changing.opened(copies_group, device, ranks.hdp_ranks_per_node())
+        yield ranks
         _meet_at_the_end(store, rank, num_ranks, timeout)
     except BaseException as error:
-        leave_early(error, device)
+        leave_early(error, device, is_last=changing is None or not changing.goes_on_after(error))
         raise
     dist.destroy_process_group()
 
 
-def leave_early(error: BaseException, device: torch.device) -> None:
-    """Tell the error, and leave all groups. Destroying NCCL's would wait for what has been posted, maybe for ever."""
-    if isinstance(error, Exception):
+def leave_early(error: BaseException, device: torch.device, *, is_last: bool = True) -> None:
+    """Tell the error, if it ends this process, and leave all groups.
+
+    Destroying NCCL's would wait for what has been posted, maybe for ever.
+    """
+    if isinstance(error, Exception) and is_last:
         record_for_launcher(error)
     if device.type == "cuda":
         abort_process_groups()
-    else:
+    elif dist.is_initialized():
         dist.destroy_process_group()
-
-
-def record_for_launcher(error: BaseException) -> None:
-    """Write the error where the launcher, if there is one, looks for it. It then knows whose error came first."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        get_error_handler().record_exception(foreseen(error, "train"))
 
 
 def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:

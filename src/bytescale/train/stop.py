@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from bytescale.common.errors import foreseen
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -33,6 +37,12 @@ def said_when_stopped(where: str) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def record_for_launcher(error: BaseException) -> None:
+    """Write the error where the launcher, if there is one, looks for it. It then knows whose error came first."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        get_error_handler().record_exception(foreseen(error, "train"))
 
 
 class StopRequest:

@@ -162,6 +162,11 @@ class Updates(Session):
             )
         return update
 
+    @property
+    def num_updates(self) -> int:
+        """Updates that the weights have behind them."""
+        return self.sharded().num_updates
+
     def keep_copies(self, *, store: dist.Store | None = None) -> None:
         """Keep copies of the optimizer's states on other ranks, so that ``recover`` can go on where a rank has died.
 
@@ -181,9 +186,10 @@ class Updates(Session):
     def recover(self) -> list[int]:
         """Go on without ranks that died, after ``RanksLost``. Every rank that is left calls it.
 
-        Groups are made anew, WORLD too. Weights and optimizer states are those of the last update that all have, the
-        same as without the loss, and gradients are zero. The batch whose ``step()`` did not return is to be planned
-        again. The optimizer that ``adamw`` returned stays the same object.
+        Groups are made anew, WORLD too. Weights and optimizer states are those of the newest update that all have, the
+        same as without the loss, and gradients are zero. ``num_updates`` says whether the batch has to be planned
+        again: on a rank whose ``step()`` did not return, the update may be there. The optimizer that ``adamw`` returned
+        stays the same object.
 
         Returns the ranks that were lost, in the numbers of before. Raises ``CheckpointError`` if a rank and the one
         that kept its copies are both gone; ``RankFailure`` if the others went on without this rank, or no store is

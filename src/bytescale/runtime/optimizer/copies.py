@@ -57,7 +57,7 @@ class StatesCopy:
     """One rank's optimizer states after one update.
 
     Attributes:
-        about: ``num_updates``, ``numbers`` (states that are single numbers) and ``extra`` (what the loop wants back).
+        about: ``num_updates`` and ``numbers`` (states that are single numbers).
         content: ``[bytes]`` in host memory.
     """
 
@@ -70,7 +70,7 @@ class StatesCopy:
         return int(self.about["num_updates"])
 
     @staticmethod
-    def of(optimizer: ShardedOptimizer, extra: dict[str, Any], memory: Tensor | None) -> StatesCopy:
+    def of(optimizer: ShardedOptimizer, memory: Tensor | None) -> StatesCopy:
         """A copy of what ``optimizer`` has now. ``memory``: bytes of an older one, to be used again."""
         places, values, offset = [], [], 0
         for number, zero in enumerate(optimizer.zeros):
@@ -82,7 +82,7 @@ class StatesCopy:
                     offset += -(-places[-1].num_bytes // _ALIGNMENT) * _ALIGNMENT
         if memory is None or len(memory) != offset:
             memory = torch.empty(offset, dtype=torch.uint8, pin_memory=optimizer.group.device.type == "cuda")
-        about = {"num_updates": optimizer.num_updates, "numbers": optimizer.state_numbers(), "extra": extra}
+        about = {"num_updates": optimizer.num_updates, "numbers": optimizer.state_numbers()}
         copy = StatesCopy(about, places, memory)
         for place, value in zip(places, values, strict=True):
             copy.values(place).copy_(value)
@@ -101,12 +101,10 @@ class StateCopies:
     Attributes:
         generation: of members (``runtime.members``), to whose ranks the copies belong.
         num_bytes: what this rank has sent since the last update.
-        extra: what the loop wants back with the states of the next update.
     """
 
     def __init__(
-        self, optimizer: ShardedOptimizer, group: dist.ProcessGroup, *, generation: int = 0, shift: int = 1,
-        extra: dict[str, Any] | None = None,
+        self, optimizer: ShardedOptimizer, group: dist.ProcessGroup, *, generation: int = 0, shift: int = 1
     ) -> None:  # fmt: skip
         """Keep copies of ``optimizer``. Every rank calls it. Behind it, all ranks have theirs.
 
@@ -122,7 +120,6 @@ class StateCopies:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bytescale-copies")
         self._exchange: Future[None] | None = None
         self.generation, self.num_bytes = generation, 0
-        self.extra = extra or {}
         optimizer.copies = self
         self.keep()
         self.finish()
@@ -132,7 +129,7 @@ class StateCopies:
     def keep(self) -> None:
         """Copy the states, and begin to exchange them. The copies before the last ones are given up."""
         unused = self._own.pop(0).content if len(self._own) > 1 else None
-        copy = StatesCopy.of(self._optimizer, self.extra, unused)
+        copy = StatesCopy.of(self._optimizer, unused)
         self._own.append(copy)
         room = self._received.pop(0).content if len(self._received) > 1 else None
         self._exchange = self._thread.submit(self._send_and_receive, copy, room)
@@ -179,15 +176,20 @@ class StateCopies:
 
 
 def restore_from_copies(
-    optimizer: ShardedOptimizer, kept: Sequence[StateCopies], group: dist.ProcessGroup | None
-) -> dict[str, Any]:
-    """Continue on the ranks of ``group`` from what they have kept. Returns ``extra`` of the update that counts.
+    optimizer: ShardedOptimizer,
+    kept: Sequence[StateCopies],
+    group: dist.ProcessGroup | None,
+    *,
+    at_most: int | None = None,
+) -> int:
+    """Continue on the ranks of ``group`` from what they have kept. Returns the number of updates that were made.
 
     Every rank calls it, with an optimizer of the same parameters over these ranks.
 
     Args:
         kept: those of the ranks before. Two, if a rank died while the others made new ones; none: this rank is new.
         group: of gloo.
+        at_most: the newest update that this rank wants to go on from; None: the newest that there is.
 
     Raises ``CheckpointError`` on every rank if the states of a rank are lost: it is gone, and so is its copy.
     """
@@ -198,15 +200,17 @@ def restore_from_copies(
         for copy in of_rank
     }
     holders: dict[tuple[int, int, int], dict[int, int]] = {}  # of each update: which rank has the copy of which
-    for holder, told in enumerate(all_gather_json(list(own), group)):
+    everyone = all_gather_json([at_most, list(own)], group)
+    for holder, (_, told) in enumerate(everyone):
         for *update, rank in told:
             holders.setdefault(tuple(update), {}).setdefault(rank, holder)
-    whole = [update for update, known in holders.items() if len(known) == update[2]]
+    newest = min((wanted for wanted, _ in everyone if wanted is not None), default=max(holders)[0])
+    whole = [update for update, known in holders.items() if len(known) == update[2] and update[0] <= newest]
     if not whole:
-        newest = max(holders)
+        last = max(update for update in holders if update[0] <= newest)
         raise CheckpointError(
-            f"the optimizer states of rank {min(set(range(newest[2])) - set(holders[newest]))} are lost: it is gone, "
-            "and so is the rank that had their copy",
+            f"the optimizer states of rank {min(set(range(last[2])) - set(holders[last]))} are lost: it is gone, and "
+            "so is the rank that had their copy",
             so="this run cannot go on by itself",
             fix="continue from the last checkpoint",
         )
@@ -221,7 +225,7 @@ def restore_from_copies(
         places = [Place(*place) for place in about.pop("places")]
         _deliver(optimizer, places, copy, holder, group)
     optimizer.finish_restore(at[0], about["numbers"])
-    return dict(about["extra"])
+    return at[0]
 
 
 def _deliver(

@@ -22,19 +22,22 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
-from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from bytescale.common.atomic import is_stopped
 from bytescale.common.errors import RankFailure, RanksRefused, keep_trace
 from bytescale.config.schema import Config
-from bytescale.train.launch.forked import Copies, Main, can_be_copied
+from bytescale.train.changing import JOINS
+from bytescale.train.launch.forked import Main, can_be_copied
+from bytescale.train.launch.processes import RankProcesses
 from bytescale.train.parts.budget import check_room
 from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE, TIMEOUT_SECONDS
 
 _LOOK_SECONDS = 0.1
 _LAST_SECONDS = 5.0
+_SETTLE_SECONDS = 2.0
+"""How long after a rank others may end by the same cause, so that it is not replaced."""
 
 
 def launch_ranks(
@@ -46,6 +49,7 @@ def launch_ranks(
     again: Callable[[], str],
     stop_seconds: float = 30.0,
     silent_seconds: float | None = None,
+    replacements: int | None = None,
 ) -> None:
     """Run ``python -m bytescale <arguments>`` as ``num_ranks`` ranks on this machine and wait for them.
 
@@ -53,7 +57,8 @@ def launch_ranks(
     Ranks have
     ``stop_seconds`` to end by themselves after a signal arrived. ``again``: what to do to go on, for messages, such as
     "continue with `...`"; it is asked when something has stopped. ``silent_seconds``: how long a rank may be stopped;
-    None: as long as a message may take by default.
+    None: as long as a message may take by default. ``replacements``: where ranks go on without those that die
+    (``parallel.elastic``), how many new ones are started in their place; None: all end with the first that fails.
 
     Raises:
         ConfigError: this machine has no room for so many processes.
@@ -69,7 +74,16 @@ def launch_ranks(
     try:
         with TemporaryDirectory(prefix="bytescale-ranks-", ignore_cleanup_errors=True) as folder:
             limits = stop_seconds, silent_seconds or TIMEOUT_SECONDS["cpu"]
-            failures = _run(Path(folder), num_ranks, main if are_copies else None, arguments, limits, again)
+            environment = {
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+                "GROUP_RANK": "0",
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks))),
+                LAUNCHER_PID: str(os.getpid()),
+                STORE_FILE: str(Path(folder) / "store"),
+            }
+            ranks = RankProcesses(Path(folder), arguments, main if are_copies else None, environment)
+            failures = _run(ranks, num_ranks, limits, again, replacements)
     finally:
         if sys.stdout.isatty():
             Console().show_cursor()  # a rank that was killed while drawing its bar leaves it hidden
@@ -78,38 +92,20 @@ def launch_ranks(
 
 
 def _run(
-    folder: Path,
+    ranks: RankProcesses,
     num_ranks: int,
-    main: Main | None,
-    arguments: Sequence[str],
     limits: tuple[float, float],
     again: Callable[[], str],
+    replacements: int | None,
 ) -> dict[int, ProcessFailure]:
-    """Start the ranks and wait until all have ended. Returns the failures by rank. Raises as ``launch_ranks``.
-
-    ``main``: for ranks that are copies of this process; None: they are new ones.
-    """
+    """Start the ranks and wait until all have ended. Returns the failures by rank. Raises as ``launch_ranks``."""
     stop_seconds, silent_seconds = limits
-    common = {
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "GROUP_RANK": "0",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks))),
-        LAUNCHER_PID: str(os.getpid()),
-        STORE_FILE: str(folder / "store"),
-    }
-    ranks: PContext | None = None
     try:
-        words = (list(arguments),) if main else ("-u", "-m", "bytescale", *arguments)
-        ranks = (Copies if main else SubprocessContext)(
-            name="rank",
-            entrypoint=main or sys.executable,  # type: ignore[arg-type]
-            args=dict.fromkeys(range(num_ranks), words),
-            envs={rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)},
-            logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
-        )
-        ranks.start()
-        failures = _wait(ranks, stop_seconds, silent_seconds)
+        ranks.start(range(num_ranks))
+        if replacements is None:
+            failures = _wait(ranks, stop_seconds, silent_seconds)
+        else:
+            failures = _outlive(ranks, num_ranks, silent_seconds, replacements)
         for each in (signal.SIGTERM, signal.SIGINT):  # a rank was asked, and all have stopped early (``StopRequest``)
             if failures and all(own.exitcode == 128 + each for own in failures.values()):
                 raise _stopped(each.name, again)
@@ -122,13 +118,12 @@ def _run(
             file=sys.stderr,
             flush=True,
         )
-        if ranks is not None:
-            try:
-                ranks.close(signal.SIGTERM, timeout=math.ceil(stop_seconds))
-            except SignalException:  # the second one
-                ranks.close(signal.SIGKILL)
-            if not any(process.poll() for process in _processes(ranks).values()):
-                return {}  # what was to be done is done
+        try:
+            ranks.close(signal.SIGTERM, math.ceil(stop_seconds))
+        except SignalException:  # the second one
+            ranks.close(signal.SIGKILL, math.ceil(stop_seconds))
+        if ranks.by_rank and not any(process.poll() for process in ranks.by_rank.values()):
+            return {}  # what was to be done is done
         raise _stopped(name, again) from None
 
 
@@ -137,25 +132,16 @@ def _stopped(name: str, again: Callable[[], str]) -> SystemExit:
     return SystemExit(128 + signal.Signals[name])
 
 
-def _processes(ranks: Any) -> dict[int, subprocess.Popen[bytes]]:
-    return {rank: handler.proc for rank, handler in ranks.subprocess_handlers.items()}
-
-
-def _wait(ranks: Any, stop_seconds: float, silent_seconds: float) -> dict[int, ProcessFailure]:
+def _wait(ranks: RankProcesses, stop_seconds: float, silent_seconds: float) -> dict[int, ProcessFailure]:
     """Wait until all ranks have ended, or one has failed; then end the others. Returns the failures by rank.
 
     Ranks that are ended here have not failed. A stopped rank (SIGSTOP) hears no signal but the one that kills.
 
     Raises ``RankFailure`` for a rank that has been stopped for ``silent_seconds``.
     """
-    processes = _processes(ranks)
-    since: dict[int, float] = {}  # when a rank was first seen stopped
+    processes = ranks.by_rank
     while any(process.poll() is None for process in processes.values()):
-        if any(process.poll() for process in processes.values()):
-            break
-        alive = [rank for rank, process in processes.items() if process.poll() is None]
-        since = {rank: since.get(rank, time.monotonic()) for rank in alive if is_stopped(processes[rank].pid)}
-        if since and time.monotonic() - min(since.values()) > silent_seconds:
+        if any(process.poll() for process in processes.values()) or ranks.silent(silent_seconds):
             break
         time.sleep(_LOOK_SECONDS)
     alive = [rank for rank, process in processes.items() if process.poll() is None]
@@ -163,11 +149,9 @@ def _wait(ranks: Any, stop_seconds: float, silent_seconds: float) -> dict[int, P
     for rank in stopped:
         processes[rank].kill()
     # Without a stopped rank the others can do nothing, and gloo tries for a while to reach it.
-    ranks.close(signal.SIGTERM, timeout=math.ceil(min(stop_seconds, _LAST_SECONDS) if stopped else stop_seconds))
-    ended = ranks.wait(period=_LOOK_SECONDS)
-    assert ended is not None, "without a time limit, wait returns a result"
+    ranks.close(signal.SIGTERM, math.ceil(min(stop_seconds, _LAST_SECONDS) if stopped else stop_seconds))
     ours = (-signal.SIGTERM, -signal.SIGKILL)
-    failures = {rank: own for rank, own in ended.failures.items() if not (rank in alive and own.exitcode in ours)}
+    failures = {rank: own for rank, own in ranks.failures().items() if not (rank in alive and own.exitcode in ours)}
     if stopped and all(_rank_of_blame(own) == 2 for own in failures.values()):
         raise RankFailure(
             f"rank {stopped[0]} (pid {processes[stopped[0]].pid}) was stopped (SIGSTOP), and did not answer the others",
@@ -175,6 +159,39 @@ def _wait(ranks: Any, stop_seconds: float, silent_seconds: float) -> dict[int, P
             fix="do not stop single ranks, or raise parallel.timeout_seconds",
         )
     return failures
+
+
+def _outlive(
+    ranks: RankProcesses, num_ranks: int, silent_seconds: float, replacements: int
+) -> dict[int, ProcessFailure]:
+    """Wait until all ranks have ended, of which some may die while the others go on. Returns the failures of the last.
+
+    A rank that died is replaced, and one that has been stopped for ``silent_seconds`` is killed.
+    """
+    died: dict[int, float] = {}  # when it was seen
+    while any(process.poll() is None for process in ranks.by_rank.values()):
+        for rank in ranks.silent(silent_seconds):
+            ranks.by_rank[rank].kill()
+        for rank, process in list(ranks.by_rank.items()):
+            if process.poll() and process.returncode not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+                died.setdefault(rank, time.monotonic())
+        for rank, seen in list(died.items()):
+            if time.monotonic() - seen > _SETTLE_SECONDS:  # not all of them end
+                del died[rank]
+                process = ranks.by_rank.pop(rank)
+                how = (
+                    f"exit code {process.returncode}"
+                    if process.returncode > 0
+                    else signal.Signals(-process.returncode).name
+                )
+                print(f"rank {rank} (pid {process.pid}) has ended ({how}); the others go on", flush=True)
+                if replacements:
+                    replacements -= 1
+                    ranks.start([rank], **{JOINS: str(num_ranks)})
+        time.sleep(_LOOK_SECONDS)
+    if any(process.returncode == 0 for process in ranks.by_rank.values()):
+        return {}
+    return {rank: own for rank, own in ranks.failures().items() if rank in ranks.by_rank}
 
 
 def ranks_there(config: Config) -> int:

@@ -38,6 +38,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
     # 1. Check that all ranks hold the same plan before any rank starts.
     with record.span("agree"):
         job.ranks.mesh.world.agree(f"the plan of step {step}", data.rank_plan.digest)
+    job.changing.completed(step - 1)
 
     # 2. Forward and backward of this rank's micro-batches. Ranks wait only for members of a slice group and, in a
     # pipeline, for neighbouring stages.
@@ -57,7 +58,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
         norm_share = job.optimizer.reduce_gradients()
     with record.span("report"):
         sums = sums_of_all(job, result, norm_share)
-    job.stop.agreed = sums.stop_heard > 0
+    job.stop.agreed, job.changing.are_due = sums.stop_heard > 0, sums.ranks_waiting > 0
     check_targets(step, sums.num_targets, data)
     loss = sums.loss_sum / data.loss_divisor
     check_finite(step, loss + sums.batch_loss, sums.grad_norm, checkpoints.latest())
@@ -90,6 +91,7 @@ def sums_of_all(job: Job, result: StepResult, norm_share: float) -> StepSums:
         batch_loss=result.batch_loss if mesh.hdp.rank == mesh.tp.rank == 0 else 0.0,  # a stage's ranks all have it
         norm_share=norm_share,
         stop_heard=job.stop.heard,
+        ranks_waiting=job.changing.num_waiting() if job.ranks.is_first else 0,
     )
     return own.of_all(mesh.world)
 

@@ -8,10 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bytescale.checkpoint.checkpointer import Checkpointer
-from bytescale.checkpoint.manifest import RunState
+from bytescale.checkpoint.manifest import RunState, step_of
 from bytescale.common.environment import ranks_of_torchrun
+from bytescale.common.errors import CheckpointError
 from bytescale.config.schema import Config
 from bytescale.config.validate import validate
+from bytescale.train.changing import ChangingRanks
 from bytescale.train.loop.comparison import compare_planners
 from bytescale.train.loop.evaluation import BestEvaluation, Evaluation
 from bytescale.train.loop.step import train_step
@@ -50,28 +52,49 @@ def train(
     run = RunFolder(Path(config.trainer.run_dir))
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # by torchrun --max-restarts
     resume = config.trainer.resume or restarted
-    screen = screen_of_stdout() if print_line is None else Screen(print_line)
+    changing = ChangingRanks(config)
+    while changing.goes_on():
+        screen = screen_of_stdout() if print_line is None else Screen(print_line)
+        train_on_ranks(config, run, screen, changing, stop or StopRequest(), resume=resume, compares=compares)
+    return run.path
+
+
+def train_on_ranks(
+    config: Config,
+    run: RunFolder,
+    screen: Screen,
+    changing: ChangingRanks,
+    stop: StopRequest,
+    *,
+    resume: bool,
+    compares: bool,
+) -> None:
+    """Train until the run ends, or until ranks are lost or come. Arguments as above."""
     with (
-        open_ranks(config) as ranks,
+        changing.survived(),
+        open_ranks(config, changing) as ranks,
         open_kernels(config, ranks.device, ranks.dtype, ranks.world.min_of) as kernels,
         RunLog(run, config, screen if ranks.is_first else None) as log,
         loader_of_run(config, ranks, log.write) as loader,
-        stop or StopRequest() as stop,
+        stop,
         ExitStack() as closing,
+        changing.left_at_once(),
     ):
-        job = build_job(config, ranks, kernels, loader, stop)
-        log.open(resume=resume, tokenizer=loader.metadata.tokenizer)
+        job = build_job(config, ranks, kernels, loader, stop, changing)
+        log.open(resume=resume or changing.has_changed, tokenizer=loader.metadata.tokenizer)
         checkpoints = Checkpointer(run.checkpoints, ranks.checkpoint_group, config.checkpoint, log=log.write)
-        restored = restore_latest(job, checkpoints, log) if resume else None
+        closing.callback(checkpoints.close)
+        restored = restore(job, checkpoints, log, resume=resume)
         steps_done, best = (restored.step, restored.best) if restored else (0, {})
         if job.calibration is not None:
             closing.callback(job.calibration.close)
             job.calibration.open(run.calibration, steps_done, ranks.checkpoint_group)
         run_steps(job, run, checkpoints, log, BestEvaluation.of(config.eval, best))
+        if changing.are_due:
+            return
         if compares and not stop.agreed:
             compare_planners(job, checkpoints, log.write)
         log.finish(stopped=stop.early, suggests=not compares)
-    return run.path
 
 
 def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, best: BestEvaluation) -> None:
@@ -98,19 +121,40 @@ def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, 
                 checkpoints.save(job.state_after(step, data, best.as_dict()), job.optimizer)
             if best.is_final and step < job.config.trainer.steps:
                 log.write(best.why_final())
+            job.changing.did(job.state_after(step, data, best.as_dict()))
             if best.is_final or stop.agreed:
                 stop.early = stop.agreed and not best.is_final and step < job.config.trainer.steps
+                break
+            if job.changing.are_due:
+                job.changing.completed(step)
                 break
     job.optimizer.wait_for_parameters()
     checkpoints.finish(job.config.parallel.stop_seconds / 2 if stop.agreed else None)
     traces.finish()
 
 
-def restore_latest(job: Job, checkpoints: Checkpointer, log: RunLog) -> RunState | None:
-    """Continue from the newest checkpoint and return what it says; None: the run was killed before its first."""
-    path, state = checkpoints.newest(), None
-    if path is not None:
-        state = checkpoints.restore(path, job.optimizer, job.architecture.as_dict())
+def restore(job: Job, checkpoints: Checkpointer, log: RunLog, *, resume: bool) -> RunState | None:
+    """Continue after a change of ranks from their copies of states, and a run that resumes from its newest checkpoint.
+
+    Returns what these say; None: the run begins.
+    """
+    state, changing, path = None, job.changing, None
+    try:
+        state = changing.restored(job.optimizer)
+    except CheckpointError as lost:
+        log.write(f"warning {lost}")
+        resume = True
+    if state is None and resume:
+        path = checkpoints.newest()
+        if path is not None:
+            state = checkpoints.restore(path, job.optimizer, job.architecture.as_dict())
+        log.resumed(path, state.step if state else 0)
+    if state is not None and state.sampler:
         job.loader.load_state_dict(state.sampler)
-    log.resumed(path, state.step if state else 0)
+    went_on = changing.begin(job.optimizer, state or RunState(step=0, sampler={}, architecture={}, mesh={}))
+    if went_on and path is None:
+        log.went_on(went_on, state.step if state else 0)
+        newest = checkpoints.newest()
+        if state is not None and (newest is None or step_of(newest.name) < state.step):
+            checkpoints.save(state, job.optimizer)  # what was under way is lost, and so would the states be at one more
     return state

@@ -28,6 +28,7 @@ from bytescale.runtime.executor import Executor
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.simulator import ClusterConfig, StepTimes
+from bytescale.train.changing import ChangingRanks
 from bytescale.train.parts.budget import MemoryBudget, kind_of, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices, RankDevice
@@ -60,6 +61,7 @@ class Job:
     """Tells how long steps take, from measured times, or assumed ones if the config names no profile."""
     peak_flops_per_second: float | None  # of one rank's device, for MFU; None: not known
     stop: StopRequest
+    changing: ChangingRanks
 
     def training_flops(self, data: StepData) -> int:
         """Operations of the model's forward and backward over a step's documents, for MFU."""
@@ -83,7 +85,9 @@ class Job:
         return step == self.config.trainer.steps or (every > 0 and step % every == 0)
 
 
-def build_job(config: Config, ranks: Ranks, kernels: AttentionChoice, loader: Loader, stop: StopRequest) -> Job:
+def build_job(
+    config: Config, ranks: Ranks, kernels: AttentionChoice, loader: Loader, stop: StopRequest, changing: ChangingRanks
+) -> Job:
     """Build the parts in the order in which they depend on each other. Kernels and data exist already."""
     architecture = resolve_model(config.model, tokenizer_vocab_size=loader.metadata.vocab_size)
     check_vocabulary(loader.metadata, architecture.vocab_size)
@@ -142,6 +146,7 @@ def build_job(config: Config, ranks: Ranks, kernels: AttentionChoice, loader: Lo
         step_times=planning.times,
         peak_flops_per_second=known_peak(ranks.device, ranks.dtype),
         stop=stop,
+        changing=changing,
     )
 
 

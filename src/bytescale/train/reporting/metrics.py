@@ -56,6 +56,7 @@ class StepSums(OfARank):
     )  # of experts' balance or of indexers, weighted, told by one rank of a stage
     norm_share: float = field(metadata=_SUM)  # sum of squares of the rank's part of the gradient
     stop_heard: float = field(metadata=_SUM)  # 1: the rank was asked to stop
+    ranks_waiting: float = field(metadata=_SUM)  # new ones, as the first rank sees it
 
     @property
     def grad_norm(self) -> float:

@@ -69,13 +69,22 @@ class RunLog:
         """Report where the run continues, and remove the metrics of steps that will be repeated."""
         if self._screen is None:
             return
-        for path in (self.run.metrics, self.run.evaluations):
-            if path.exists():
-                keep_until(path, steps_done)
+        self._forget_after(steps_done)
         if checkpoint is None:
             self.write(f"no checkpoint in {self.run.checkpoints} yet: starting from step 1")
         else:
             self.write(f"resuming after step {steps_done} from {checkpoint}")
+
+    def went_on(self, line: str, steps_done: int) -> None:
+        """Report a change of ranks, likewise."""
+        if self._screen is not None:
+            self._forget_after(steps_done)
+            self.write(line)
+
+    def _forget_after(self, steps_done: int) -> None:
+        for path in (self.run.metrics, self.run.evaluations):
+            if path.exists():
+                keep_until(path, steps_done)
 
     def introduce(self, job: Job, data: StepData) -> None:
         """Describe the model, the data, the ranks and the plan of the first batch. Only before the first step."""
