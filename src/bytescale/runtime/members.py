@@ -41,8 +41,8 @@ class Members:
         former: rank in the generation before of each member; None: it is new.
     """
 
-    def __init__(self, store: dist.Store, number: int, first: Sequence[int], generation: int = 0) -> None:
-        self.store, self.number, self.generation = store, number, generation
+    def __init__(self, store: dist.Store, number: int, first: Sequence[int]) -> None:
+        self.store, self.number, self.generation = store, number, 0
         self.numbers, self.former = list(first), list[int | None](first)
         self._num_first, self._num_before = len(first), len(first)
         self._seen = 0  # processes that have asked to join, as far as members know
@@ -53,16 +53,19 @@ class Members:
         return Members(dist.PrefixStore("members", store), rank, range(size))
 
     @staticmethod
-    def joining(store: dist.Store, first_size: int, wait_seconds: float) -> Members:
+    def joining(store: dist.Store, first_size: int, wait_seconds: float) -> Members | None:
         """Ask to join a run that began with ``first_size`` processes, and wait until its members take this one in.
 
-        Raises ``RankFailure`` if they do not.
+        None: the run has ended meanwhile. Raises ``RankFailure`` if it does not take this one in.
         """
         store = dist.PrefixStore("members", store)
         number = first_size - 1 + store.add("asked", 1)
         store.set(f"about/{number}", json.dumps(_about_this_process()))
+        made = Members(store, number, range(first_size))
         until = time.monotonic() + wait_seconds
         while not store.check([f"taken/{number}"]):
+            if store.check(["ended"]) or not made._any_may_live():
+                return None
             if time.monotonic() > until:
                 raise RankFailure(
                     f"the run did not take this process in within {wait_seconds:.0f} s",
@@ -71,7 +74,7 @@ class Members:
                 )
             time.sleep(_LOOK_SECONDS)
         generation = int(store.get(f"taken/{number}"))
-        made = Members(store, number, range(first_size), generation)
+        made.generation = generation
         made._take(json.loads(store.get(f"members/{generation}")))
         return made
 
@@ -100,6 +103,18 @@ class Members:
         """Tell the others where this process is, behind the making of all groups. Every member calls it."""
         everyone = all_gather_json(_about_this_process(), group)
         self._about = dict(zip(self.numbers, everyone, strict=True))
+        if self.rank == 0:
+            self.store.set("now", json.dumps(self._about))
+
+    def end(self) -> None:
+        """Tell who waits to be taken in that there is nothing to join any more."""
+        self.store.set("ended", "")
+
+    def _any_may_live(self) -> bool:
+        """Whether the run may go on; for a process that is none of its members yet."""
+        if self.store.check(["now"]):
+            self._about = {int(number): about for number, about in json.loads(self.store.get("now")).items()}
+        return not self._about or any(map(self._may_live, self._about))
 
     def leave(self, device: torch.device) -> None:
         """End all groups of this process. Members that wait for it get an error at once, where gloo connects them."""

@@ -59,6 +59,8 @@ class ChangingRanks:
     def goes_on(self) -> bool:
         """Whether to begin with the ranks that there are: at first, and after each change."""
         goes_on, self._goes_on = self._goes_on, False
+        if self._members is not None and not goes_on:
+            self._members.end()
         return goes_on
 
     @property
@@ -74,6 +76,8 @@ class ChangingRanks:
             return store, rank, size
         if self._members is None and JOINS in os.environ:
             self._members = Members.joining(store, int(os.environ[JOINS]), _JOIN_SECONDS)
+            if self._members is None:
+                raise SystemExit(0)
         members = self._members = self._members or Members.at_first(store, rank, size)
         if self.has_changed:
             try:
