@@ -226,6 +226,8 @@ def answered(what: str) -> Iterator[None]:
     """Raise ``RankFailure``, which begins with ``what``, where a rank is gone or does not answer."""
     try:
         yield
+    except RankFailure:
+        raise
     except RuntimeError as error:
         raise lost_ranks(what, error) from error
 

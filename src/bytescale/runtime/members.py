@@ -13,7 +13,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class Members:
         self._num_first, self._num_before = len(first), len(first)
         self._seen = 0  # processes that have asked to join, as far as members know
         self._about: dict[int, dict[str, Any]] = {}
+        self._living = _LivingStore(store, self._all_may_live)  # PyTorch keeps the part of it in C++ alone
 
     @staticmethod
     def at_first(store: dist.Store, rank: int, size: int) -> Members:
@@ -93,7 +95,10 @@ class Members:
 
     def groups_store(self) -> dist.Store:
         """Where the groups of this generation meet."""
-        return dist.PrefixStore(f"groups/{self.generation}", self.store)
+        return dist.PrefixStore(f"groups/{self.generation}", self._living)
+
+    def _all_may_live(self) -> bool:
+        return all(map(self._may_live, self.numbers))
 
     def num_waiting(self) -> int:
         """How many processes have asked to join since members last changed. Any member may look."""
@@ -169,6 +174,46 @@ class Members:
         """Whether a process may be alive: False once this machine does not know it any more."""
         about = self._about.get(number)
         return about is None or about["machine"] != _machine() or _start_of(about["pid"]) == about["start"]
+
+
+class _LivingStore(dist.Store):
+    """A store in which nobody waits for a process that is gone: groups are made here, and one may die meanwhile."""
+
+    def __init__(self, store: dist.Store, all_may_live: Callable[[], bool]) -> None:
+        super().__init__()
+        self._store, self._all_may_live = store, all_may_live
+        self._seconds = 300.0
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(list(keys))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._store.compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        until = time.monotonic() + (self._seconds if timeout is None else timeout.total_seconds())
+        while not self._store.check(list(keys)):
+            if not self._all_may_live():
+                raise RuntimeError("a rank is gone")
+            if time.monotonic() > until:
+                raise RuntimeError("ranks did not come in time")
+            time.sleep(_LOOK_SECONDS / 4)
 
 
 def _about_this_process() -> dict[str, Any]:

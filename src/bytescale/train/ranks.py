@@ -145,15 +145,15 @@ def open_ranks(config: Config, changing: ChangingRanks | None = None) -> Iterato
                 device_id=device if device.type == "cuda" else None,
                 pg_options=group_options("world", device, timeout),
             )
-        ranks = Ranks(
-            mesh=_open_mesh(config, RankGroup(dist.group.WORLD, device=device), timeout),
-            checkpoint_group=dist.new_group(backend="gloo", timeout=timeout),
-            device=device,
-            dtype=dtype,
-        )
-        if changing is not None and changing.is_elastic:
-            copies_group = dist.new_group(backend="gloo", timeout=timeout)
-            changing.opened(copies_group, device, ranks.hdp_ranks_per_node())
+            ranks = Ranks(
+                mesh=_open_mesh(config, RankGroup(dist.group.WORLD, device=device), timeout),
+                checkpoint_group=dist.new_group(backend="gloo", timeout=timeout),
+                device=device,
+                dtype=dtype,
+            )
+            if changing is not None and changing.is_elastic:
+                copies_group = dist.new_group(backend="gloo", timeout=timeout)
+                changing.opened(copies_group, device, ranks.hdp_ranks_per_node())
         yield ranks
         _meet_at_the_end(store, rank, num_ranks, timeout)
     except BaseException as error:

@@ -10,6 +10,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from bytescale.common.environment import ranks_here
 from bytescale.common.errors import ConfigError, RanksLost
 from bytescale.hf.loop.session import Session
+from bytescale.runtime.group import answered
 from bytescale.runtime.members import Members
 from bytescale.runtime.optimizer.copies import StateCopies, restore_from_copies
 
@@ -50,15 +51,16 @@ class Recovery:
 
     def _go_on(self) -> None:
         hdp, members = self._hdp, self._members
-        dist.init_process_group(
-            self._backend,
-            store=members.groups_store(),
-            rank=members.rank,
-            world_size=members.size,
-            timeout=self._timeout,
-        )
-        group = dist.new_group(backend="gloo", timeout=self._timeout)
-        members.introduce(group)
+        with answered("ranks that were to meet did not all come"):
+            dist.init_process_group(
+                self._backend,
+                store=members.groups_store(),
+                rank=members.rank,
+                world_size=members.size,
+                timeout=self._timeout,
+            )
+            group = dist.new_group(backend="gloo", timeout=self._timeout)
+            members.introduce(group)
         former = hdp.sharded()
         hdp.attach_anew()
         self._make_optimizer()
