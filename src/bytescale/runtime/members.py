@@ -66,8 +66,14 @@ class Members:
         made = Members(store, number, range(first_size))
         until = time.monotonic() + wait_seconds
         while not store.check([f"taken/{number}"]):
-            if store.check(["ended"]) or not made._any_may_live():
+            if store.check(["ended"]):
                 return None
+            if not made._any_may_live():
+                raise RankFailure(
+                    "all ranks that this process was to join are gone",
+                    so="nothing is left to go on with",
+                    fix="continue from the last checkpoint",
+                )
             if time.monotonic() > until:
                 raise RankFailure(
                     f"the run did not take this process in within {wait_seconds:.0f} s",
