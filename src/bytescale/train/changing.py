@@ -42,15 +42,17 @@ class ChangingRanks:
 
     Attributes:
         are_due: whether a new rank waits; the same on all ranks behind a step.
+        unsaved: the state behind a change, of which there is no checkpoint yet.
     """
 
     def __init__(self, config: Config) -> None:
         self._config, self.is_elastic = config, config.parallel.elastic
         self.are_due, self._goes_on = False, True
+        self.unsaved: RunState | None = None
         self._members: Members | None = None
         self._group: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
-        self._shift = 1
+        self._shift, self._size = 1, 0
         self._kept: list[StateCopies] = []
         self._states: dict[int, RunState] = {}  # behind the last two steps
         self._completed: int | None = None
@@ -93,6 +95,7 @@ class ChangingRanks:
     def opened(self, group: dist.ProcessGroup, device: torch.device, ranks_per_node: int) -> None:
         """All groups are open. ``group``: of gloo, for copies. Every rank calls it."""
         assert self._members is not None, "place() has been called"
+        self._size, self.unsaved = self._members.size, None
         self._group, self._device, self.are_due = group, device, False
         self._shift = ranks_per_node % group.size() or 1
         self._members.introduce(group)
@@ -117,7 +120,7 @@ class ChangingRanks:
                 raise
             self.leave()
             error.__traceback__ = error.__cause__ = error.__context__ = None  # they hold the model
-            self._agree()
+            self._agree(error)
         else:
             if self.are_due:
                 self._agree()
@@ -139,14 +142,18 @@ class ChangingRanks:
         for copies in self._kept:
             copies.close()
 
-    def _agree(self) -> None:
+    def _agree(self, error: RanksLost | None = None) -> None:
         assert self._members is not None, "there are copies"
         began = self._change[0] if self._change else time.monotonic()
         try:
             self._members.next_generation()
-        except RankFailure as error:
-            record_for_launcher(error)
+        except RankFailure as failure:
+            record_for_launcher(failure)
             raise
+        if error is not None and not self._members.gone and self._members.size == self._size:
+            record_for_launcher(error)
+            raise error  # all are there, and yet they do not understand each other
+        self._size = self._members.size
         self._change, self._goes_on = (began, self._members.gone), True
         gc.collect()
 

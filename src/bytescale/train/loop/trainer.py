@@ -104,6 +104,8 @@ def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, 
     evaluation = Evaluation.of(job)
     planner = job.planner if job.calibration is None else job.calibration.planner
     with job.loader.open(planner, stop_step=job.config.trainer.steps) as steps:
+        if job.changing.unsaved is not None:
+            checkpoints.save(job.changing.unsaved, job.optimizer)
         for data in steps:
             step = data.step + 1  # batches count from 0, people from 1
             log.introduce(job, data)
@@ -156,5 +158,5 @@ def restore(job: Job, checkpoints: Checkpointer, log: RunLog, *, resume: bool) -
         log.went_on(went_on, state.step if state else 0)
         newest = checkpoints.newest()
         if state is not None and (newest is None or step_of(newest.name) < state.step):
-            checkpoints.save(state, job.optimizer)  # what was under way is lost, and so would the states be at one more
+            changing.unsaved = state  # what was written is lost with the groups, and one more death may lose all
     return state

@@ -1,0 +1,207 @@
+"""Ranks that die inside a run, and new ones that come: losses, rows and tokens are those of one undisturbed process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import bytescale.train.launch.torchrun as torchrun
+import bytescale.train.loop.trainer as trainer
+from bytescale.checkpoint.checkpointer import Checkpointer
+from bytescale.common.errors import ConfigError
+from bytescale.config.load import config_to_toml
+from bytescale.config.schema import Config
+from bytescale.config.validate import validate
+from bytescale.runtime.executor import Executor
+from bytescale.runtime.optimizer.copies import StateCopies
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+from bytescale.train.changing import JOINS
+from bytescale.train.loop.evaluation import Evaluation
+from tests.helpers.command import Command
+from tests.train.runs import losses, metrics, small_run, with_trainer, write_corpus
+
+PHASES: Mapping[str, tuple[Any, str, bool]] = {
+    "begin": (trainer, "train_step", False),
+    "passes": (Executor, "run", True),
+    "norm": (ShardedOptimizer, "reduce_gradients", True),
+    "update": (ShardedOptimizer, "update", False),
+    "copy": (StateCopies, "keep", True),
+    "row": (trainer, "train_step", True),
+    "evaluation": (Evaluation, "run", True),
+    "checkpoint": (Checkpointer, "save", True),
+}
+"""Where a rank dies: at a function, before or behind it."""
+
+
+def dies(
+    plan: Mapping[int, tuple[int, str]], how: Callable[[], object] = lambda: os.kill(os.getpid(), 9)
+) -> Callable[[], None]:
+    """Makes ranks die: of each a step, from which on, and a phase. Ranks are copies of the process that calls it."""
+    step_now = [0]
+
+    def watch(phase: str) -> None:
+        owner, name, is_behind = PHASES[phase]
+        original = getattr(owner, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            if owner is trainer:
+                step_now[0] = arguments[1]
+            step, where = plan.get(int(os.environ.get("RANK", "-1")), (0, ""))
+            is_due = where == phase and step_now[0] >= step and JOINS not in os.environ
+            if is_due and not is_behind:
+                how()
+            result = original(*arguments, **options)
+            if is_due and is_behind:
+                how()
+            return result
+
+        setattr(owner, name, watched)
+
+    def prepare() -> None:
+        for phase in PHASES:
+            watch(phase)
+        torchrun._SETTLE_SECONDS = 0.3
+
+    return prepare
+
+
+def changing_run(tmp_path: Path, name: str, *, ranks: int, steps: int, **changes: Any) -> Config:
+    corpus = tmp_path / "corpus"
+    if not corpus.exists():
+        write_corpus(corpus)
+    config = with_trainer(
+        small_run(corpus, tmp_path / name), steps=steps, dtype="fp64", ranks=ranks, elastic=ranks > 1,
+        timeout_seconds=30.0, **changes,
+    )  # fmt: skip
+    return replace(
+        config,
+        data=replace(config.data, record=True),
+        optimizer=replace(config.optimizer, lr=2e-3),
+        eval=replace(config.eval, every=4, sources=config.data.sources),
+    )
+
+
+def trained(config: Config, *words: str, before: Callable[[], object] = list, seconds: float = 120.0) -> str:
+    """Run the command to its end. Returns what it printed."""
+    file = Path(config.trainer.run_dir).with_suffix(".toml")
+    file.write_text(config_to_toml(config), encoding="utf-8")
+    command = Command(["train", str(file), *words], before)
+    printed, errors = command.communicate(seconds)
+    assert command.returncode == 0, printed + errors
+    return printed
+
+
+def assert_as_undisturbed(run: Path, alone: Path) -> None:
+    """Every step has one row, evaluations too, with the same loss; and every token was trained on once."""
+    assert [row["step"] for row in metrics(run)] == [row["step"] for row in metrics(alone)]
+    assert losses(run) == pytest.approx(losses(alone), rel=0, abs=1e-10)
+    evaluated = [
+        [(row["step"], row["loss"]) for row in map(json.loads, (one / "evaluations.jsonl").read_text().splitlines())]
+        for one in (run, alone)
+    ]
+    assert [step for step, _ in evaluated[0]] == [step for step, _ in evaluated[1]]
+    assert [loss for _, loss in evaluated[0]] == pytest.approx([loss for _, loss in evaluated[1]], rel=0, abs=1e-10)
+    audit = Command(["data", "audit", str(run)])
+    printed, errors = audit.communicate(60.0)
+    assert audit.returncode == 0, printed + errors
+
+
+def test_a_run_outlives_its_first_rank_and_takes_in_a_new_one(tmp_path: Path) -> None:
+    alone = changing_run(tmp_path, "alone", ranks=1, steps=32)
+    trained(alone)
+    several = changing_run(tmp_path, "several", ranks=3, steps=32)
+    printed = trained(several, "--max-restarts", "1", before=dies({0: (3, "update")}))
+    assert "rank 0 is gone, and 2 go on behind step 2" in printed
+    assert re.search(r"^ranks   3 go on behind step \d+", printed, re.MULTILINE), printed
+    assert_as_undisturbed(tmp_path / "several", tmp_path / "alone")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_dies_in_any_phase(tmp_path: Path, phase: str) -> None:
+    trained(changing_run(tmp_path, "alone", ranks=1, steps=12))
+    for rank in (0, 2):
+        name = f"without-{rank}"
+        printed = trained(changing_run(tmp_path, name, ranks=4, steps=12), before=dies({rank: (4, phase)}))
+        assert f"rank {rank} is gone" in printed
+        assert_as_undisturbed(tmp_path / name, tmp_path / "alone")
+
+
+@pytest.mark.exhaustive
+def test_states_that_are_lost_come_from_the_checkpoint(tmp_path: Path) -> None:
+    """Rank 2 keeps the copies of rank 1."""
+    trained(changing_run(tmp_path, "alone", ranks=1, steps=12))
+    both = {1: (8, "passes"), 2: (8, "passes")}
+    printed = trained(changing_run(tmp_path, "several", ranks=4, steps=12), before=dies(both))
+    assert "states of rank 1 are lost" in printed
+    assert "resuming after step 6" in printed
+    assert_as_undisturbed(tmp_path / "several", tmp_path / "alone")
+
+
+def fail() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("how", "seen"), [(fail, "exit code 1"), (lambda: os.kill(os.getpid(), signal.SIGSTOP), "SIGKILL")]
+)
+def test_a_rank_that_fails_or_stands_still(tmp_path: Path, how: Callable[[], object], seen: str) -> None:
+    trained(changing_run(tmp_path, "alone", ranks=1, steps=40))
+    config = changing_run(tmp_path, "several", ranks=3, steps=40)
+    config = with_trainer(config, timeout_seconds=3.0)
+    printed = trained(config, before=dies({1: (4, "passes")}, how))
+    assert "rank 1 is gone, and 2 go on behind step 3" in printed
+    assert re.search(rf"rank 1 \(pid \d+\) has ended \({seen}\); the others go on", printed), printed
+    assert_as_undisturbed(tmp_path / "several", tmp_path / "alone")
+
+
+@pytest.mark.exhaustive
+def test_thirty_deaths_at_any_moment(tmp_path: Path) -> None:
+    """Ranks are killed from outside, each when the others have got over the last death; as many come."""
+    trained(changing_run(tmp_path, "alone", ranks=1, steps=200), seconds=300.0)
+    config = changing_run(tmp_path, "several", ranks=6, steps=200)
+    file = tmp_path / "several.toml"
+    file.write_text(config_to_toml(config), encoding="utf-8")
+    command, chance, kills = Command(["train", str(file), "--max-restarts", "30"]), random.Random(5), 0
+    until = time.monotonic() + 500.0
+    while command.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+        printed = command._printed()[0]
+        settled = printed.count("go on behind step") + printed.count("resuming after")
+        ranks = [one for one in psutil.Process(command.pid).children() if one.status() != psutil.STATUS_ZOMBIE]
+        if kills < 30 and len(ranks) > 2 and settled >= kills and "\n2/200" in printed:
+            time.sleep(chance.choice([0.0, 0.1, 0.3, 0.6, 1.0]))
+            ranks[chance.randrange(len(ranks))].kill()
+            kills += 1
+    printed, errors = command.communicate(30.0)
+    assert command.returncode == 0, printed + errors
+    assert kills == 30
+    assert_as_undisturbed(tmp_path / "several", tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tp": 2}, "parallel.tp = 2"),
+        ({"pp": 2}, "parallel.pp = 2"),
+        ({"shard": "parameters"}, "shard"),
+        ({"loader": "ray"}, "loader"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    loader = changes.pop("loader", "local")
+    config = changing_run(tmp_path, "refused", ranks=4, steps=2, **changes)
+    with pytest.raises(ConfigError, match=f"parallel.elastic beside .*{named}"):
+        validate(replace(config, data=replace(config.data, loader=loader)))
