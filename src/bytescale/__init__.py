@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bytescale.common.errors import RanksLost
     from bytescale.hf.batch.documents import RankBatch, cut
     from bytescale.hf.batch.planning import make_planner
     from bytescale.hf.loop.hdp import HDP
@@ -28,6 +29,7 @@ __version__ = "0.2.0"
 
 _PLACES = {
     "HDP": "bytescale.hf.loop.hdp",
+    "RanksLost": "bytescale.common.errors",
     "PlannedBatch": "bytescale.hf.loop.planned_batch",
     "RankBatch": "bytescale.hf.batch.documents",
     "Update": "bytescale.runtime.optimizer.sharded_optimizer",
@@ -38,7 +40,7 @@ _PLACES = {
     "score": "bytescale.hf.scoring.score_file",
 }
 
-__all__ = ["HDP", "Micro", "Plan", "PlannedBatch", "RankBatch", "Update", "cut", "make_planner", "score"]
+__all__ = ["HDP", "Micro", "Plan", "PlannedBatch", "RankBatch", "RanksLost", "Update", "cut", "make_planner", "score"]
 
 
 def __getattr__(name: str) -> Any:

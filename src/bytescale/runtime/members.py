@@ -129,12 +129,11 @@ class Members:
 
     def leave(self, device: torch.device) -> None:
         """End all groups of this process. Members that wait for it get an error at once, where gloo connects them."""
+        shut_connections({port for about in self._about.values() for port in about["ports"]})
         if device.type == "cuda":
             abort_process_groups()
-        else:
-            shut_connections({port for about in self._about.values() for port in about["ports"]})
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        elif dist.is_initialized():
+            dist.destroy_process_group()
 
     def next_generation(self) -> None:
         """Agree with all that are there on the next members. Every member that is there calls it, behind ``leave``.

@@ -84,13 +84,12 @@ class HDP(Updates):
             capacity_tokens: of a micro-batch of a rank; ``auto``: see ``hf.loop.room``. Several share longer documents.
             tp: consecutive ranks that share matrices and rows, one rank for plans. The model is cut for good.
             device_gib: what plans may use of a rank's device; None: most of it with ``auto``, else they are unchecked.
-            planner: see ``make_planner``.
+            planner, cost: see ``make_planner``; None: what it believes of training is counted from the model.
             equal_counts: whether all ranks get equally many micro-batches, as FSDP needs; some have a row of no token.
             shard: ``optimizer``: states; ``parameters``: layers and their gradients, too, from ``adamw`` on (lockstep).
             domain: consecutive ranks that share parameters; None: those of a node. It divides the number of ranks.
             experts: ``gathered`` as the rest of a layer, or ``parallel``: tokens travel to them (``runtime.experts``).
             longest_document: its tokens, fixed for good, where rotary positions depend on it (dynamic NTK, longrope).
-            cost: what the planner is to believe of training; None: counted from the model.
             forward_only: whether plans are for passes without backward, as scoring and prefill have them.
             kernel: ``auto``, the fastest flash attention of all ranks; ``flash``, ``fa3``, ``fa4``; or slow ``math``.
             checkpointing: ``full`` or ``attention`` compute layers again in backward.
@@ -100,8 +99,7 @@ class HDP(Updates):
 
         Raises ``ConfigError`` where a plan would not give the results of one process; ``RankFailure`` if ranks differ.
         """
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        self.attach_anew = partial(HDP.__init__, self, **arguments)
+        self.attach_anew = partial(HDP.__init__, **{name: own for name, own in locals().items() if name != "__class__"})
         super().__init__(model, _mesh_of(group, model, tp, shard, domain, experts, equal_counts=equal_counts), experts)
         self.domain = self.mesh.hdp.size if equal_counts else self.mesh.domain.size
         require_use_of_memory(capacity_tokens, device_gib, host_gib, equal_counts, forward_only)

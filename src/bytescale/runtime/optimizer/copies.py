@@ -120,7 +120,7 @@ class StateCopies:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bytescale-copies")
         self._exchange: Future[None] | None = None
         self.generation, self.num_bytes = generation, 0
-        optimizer.copies = self
+        optimizer.before_norm[:], optimizer.behind_update[:] = [self.finish], [self.keep]
         self.keep()
         self.finish()
         with answered(f"rank {self.rank} lost the others"):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,22 +38,13 @@ class Update:
     """Whether the gradients were not numbers, and the weights stayed as they were."""
 
 
-class Copies(Protocol):
-    """What keeps copies of an optimizer's states (``runtime.optimizer.copies``)."""
-
-    def keep(self) -> None:
-        """Behind every update."""
-
-    def finish(self) -> None:
-        """Before ranks exchange the next norm."""
-
-
 class ShardedOptimizer:
     """The trainable parameters of a model in flat memory, and an optimizer whose states are sharded over ranks.
 
     Attributes:
         torch_optimizer: on this rank's pieces, for learning-rate schedulers; ``update`` alone calls its ``step``.
         zeros: one ``ZeroShards`` for each dtype of parameters, and for those that ranks share.
+        before_norm, behind_update: what others want to be called then (``runtime.optimizer.copies``).
     """
 
     def __init__(
@@ -86,7 +77,7 @@ class ShardedOptimizer:
         self._host = HostTransfers(shards, self.group.device) if zeros[0].on_host else None
         self.num_updates = 0
         self._has_left = False
-        self.copies: Copies | None = None
+        self.before_norm, self.behind_update = list[Callable[[], None]](), list[Callable[[], None]]()
 
     @staticmethod
     def of_config(
@@ -187,8 +178,8 @@ class ShardedOptimizer:
         """Sum gradients over ranks. Returns this rank's share of the squared global norm (``ZeroShards``)."""
         self._close_layers()
         total = sum(zero.reduce_gradients() for zero in self.zeros)
-        if self.copies is not None:
-            self.copies.finish()
+        for call in self.before_norm:
+            call()
         return total
 
     def _close_layers(self) -> None:
@@ -232,8 +223,8 @@ class ShardedOptimizer:
         else:
             self._update_on_host(self._host)
         self.num_updates += 1
-        if self.copies is not None:
-            self.copies.keep()
+        for call in self.behind_update:
+            call()
         return Update(num_updates=self.num_updates, grad_norm=grad_norm)
 
     def skip(self, grad_norm: float) -> Update:
@@ -354,9 +345,8 @@ class ShardedOptimizer:
             zero.publish()
             zero.collectives.wait_for_parameters()
         self.zero_grad()
-        if self.copies is not None:
-            self.copies.finish()
-            self.copies.keep()
+        for call in (*self.before_norm, *self.behind_update):
+            call()
 
     def _require_fitting(self, tensors: dict[str, dict[str, Tensor]]) -> None:
         ours = {entry.name: entry.cut.shape for zero in self.zeros for entry in zero.parameters.entries}
@@ -376,9 +366,8 @@ class ShardedOptimizer:
 
     def ranges_of(self, zero: ZeroShards, rank: int) -> list[tuple[int, int]]:
         """Where the ranges of ``states`` begin and end on any rank of ``group``, in the flat buffers of ``zero``."""
-        places = zero.parameters.shards(rank)
-        found = [(place.start, own) for place in places for own, _ in self._runs(zero, place)]
-        return [(start + own.start, start + own.stop) for start, own in found]
+        shards = ((place.start, self._runs(zero, place)) for place in zero.parameters.shards(rank))
+        return [(start + own.start, start + own.stop) for start, runs in shards for own, _ in runs]
 
     def _runs(self, zero: ZeroShards, place: slice) -> list[tuple[slice, Any]]:
         """Parts of a shard whose parameters have the same options. A shard of nothing but padding is one part."""

@@ -94,14 +94,9 @@ def build_job(
 
     # 1. Model: this rank's part of it, with its initial weights, and the optimizer.
     model = build_rank_model(
-        config,
-        architecture,
-        kernels.kernel,
-        device=ranks.device,
-        dtype=ranks.dtype,
-        smallest=ranks.smallest_of_stage,
-        mesh=ranks.mesh,
-    )
+        config, architecture, kernels.kernel, device=ranks.device, dtype=ranks.dtype,
+        smallest=ranks.smallest_of_stage, mesh=ranks.mesh,
+    )  # fmt: skip
     optimizer = ShardedOptimizer.of_config(
         model.parameters, config.optimizer, ranks.mesh, more=model.more, units=model.units
     )
@@ -124,7 +119,6 @@ def build_job(
     )
     if ranks.is_first:
         warn_of_bad_fits(planning.measured)
-    memory, planner = planning.memory, planning.planner
     return Job(
         config=config,
         ranks=ranks,
@@ -140,9 +134,9 @@ def build_job(
         ),
         optimizer=optimizer,
         kernels=kernels,
-        memory=memory,
-        planner=planner,
-        calibration=run_calibration(config, planner, ranks),
+        memory=planning.memory,
+        planner=planning.planner,
+        calibration=run_calibration(config, planning.planner, ranks),
         step_times=planning.times,
         peak_flops_per_second=known_peak(ranks.device, ranks.dtype),
         stop=stop,
