@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,10 +28,12 @@ from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.sources.records import ReadCounts
 from bytescale.data.tokens.examples import EncodedUnit
 from bytescale.data.tokens.indexed import LABELS, IndexedDataset, TokenIndex, field_dtype, index_bytes, without_field
+from bytescale.data.tokens.pictures import PictureWriter
 from bytescale.data.tokens.progress import Progress, ProgressCallback
 from bytescale.data.tokens.tokenizer import Tokenizer
 
 _SCAN_TOKENS = 1 << 24
+_LATER = ("fields", "num_pictures")  # names that metadata without them do not have
 _MAX_LENGTH = np.iinfo(np.int32).max
 
 
@@ -122,6 +124,7 @@ def write_units(
             name: opened.enter_context(IndexedWriter(path.with_suffix(f".{name}.bin"), field_dtype(name)))
             for name in fields
         }
+        pictures, num_documents = opened.enter_context(PictureWriter(path)), 0
         own_labels = LABELS in fields  # whether every label so far is its own token
         for unit in encoded:
             tokens, values = unit.tokens.astype(dtype, copy=False), {}
@@ -132,14 +135,19 @@ def write_units(
             writer.add_documents(tokens, unit.lengths)
             gatherer.add(tokens, values)
             own_labels = own_labels and bool((values[LABELS] == tokens).all())
+            for number, own in unit.pictures.items():
+                pictures.add(num_documents + number, own)
+            num_documents += len(unit.lengths)
             left_out.append(unit.counts)
         if own_labels:
             gatherer.leave_out(LABELS)
             del beside[LABELS]  # what was written of them is removed in the end, because it is not committed
-        metadata = gatherer.finish(writer.lengths, tokenizer, left_out)
+        gatherer.add_content(pictures.digest)
+        metadata = replace(gatherer.finish(writer.lengths, tokenizer, left_out), num_pictures=pictures.num_pictures)
         path.with_suffix(".idx").unlink(missing_ok=True)  # the old .idx must not stand beside new fields
         for name in OWN_FIELDS:  # nor old weights beside new tokens
             path.with_suffix(f".{name}.idx").unlink(missing_ok=True)
+        pictures.commit()
         for field_writer in beside.values():
             field_writer.commit(None)
         writer.commit(metadata.to_json())
@@ -170,11 +178,14 @@ class TokenMetadata:
     fields: tuple[str, ...] = ()
     """The fields beside the tokens (``data.tokens.indexed``), in the order of their names. The content hash covers
     them."""
+    num_pictures: int = 0
+    """Pictures of its documents (``data.tokens.pictures``). The content hash covers their names."""
 
     def to_json(self) -> bytes:
         content = asdict(self)
-        if not self.fields:
-            del content["fields"]  # the file is then as it was before there were fields
+        for name in _LATER:
+            if not content[name]:
+                del content[name]  # the file is then as it was before there were any
         return json.dumps(content, indent=2).encode()
 
     def describes(self, index: TokenIndex) -> bool:
@@ -215,6 +226,10 @@ class MetadataGatherer:
                 if what == LABELS
                 else "tokenise again",
             )
+
+    def add_content(self, content: bytes) -> None:
+        """Let the content hash cover what else belongs to the documents."""
+        self._tokens_hash.update(content)
 
     def leave_out(self, name: str) -> None:
         del self._field_hashes[name]
@@ -281,7 +296,7 @@ def load_metadata(path: Path) -> TokenMetadata | None:
     except (OSError, ValueError):  # the file is absent, or another program's: the metadata are gathered again
         return None
     names = {spec.name for spec in fields(TokenMetadata)}
-    if not isinstance(content, dict) or set(content) | {"fields"} != names:
+    if not isinstance(content, dict) or set(content).union(_LATER) != names:
         return None
     lists = {name: tuple(content.get(name, ())) for name in ("skipped_files", "corrupt_records", "fields")}
     return TokenMetadata(**{**content, **lists})

@@ -246,10 +246,16 @@ class Rendering:
         found = []
         for number, (message, (_, content, arguments)) in enumerate(zip(messages, names, strict=True)):
             parts = message.get("content")
-            needed = len(parts) if isinstance(parts, list) else message["role"] != "assistant"
+            texts = [part for part in parts if "text" in part] if isinstance(parts, list) else None
+            needed = message["role"] != "assistant" if texts is None else len(texts)
             if arguments not in shown if message.get("tool_calls") else shown.count(content) < needed:
                 found.append(number)
         return found
+
+
+def _joined(parts: list[dict[str, str]]) -> str | list[dict[str, str]]:
+    """The text of a content, which stays as it is with a picture in it."""
+    return "".join(part["text"] for part in parts) if all("text" in part for part in parts) else parts
 
 
 def _in_form(messages: list[Message], joined: bool, as_json: bool) -> list[Message]:
@@ -257,7 +263,7 @@ def _in_form(messages: list[Message], joined: bool, as_json: bool) -> list[Messa
         messages = [_with_arguments(m, lambda value: json.dumps(value, ensure_ascii=False)) for m in messages]
     if joined:
         texts = [m.get("content") for m in messages]
-        texts = ["".join(part["text"] for part in text) if isinstance(text, list) else text for text in texts]
+        texts = [_joined(text) if isinstance(text, list) else text for text in texts]
         messages = [m if text is None else {**m, "content": text} for m, text in zip(messages, texts, strict=True)]
     return messages
 
@@ -280,7 +286,7 @@ def _replaced(message: Message, sentinels: Sequence[str], always: bool = False) 
     changed = changed | {key: thoughts for key in THOUGHTS if message.get(key)}
     own = message.get("content")
     if isinstance(own, list):
-        return {**changed, "content": [{**part, "text": content} for part in own]}
+        return {**changed, "content": [{**part, "text": content} if "text" in part else part for part in own]}
     return {**changed, "content": content} if own or always or not message.get("tool_calls") else changed
 
 

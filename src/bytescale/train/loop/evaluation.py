@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from bytescale.plan import MicroBatch, RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.train.parts.job import Job
 from bytescale.train.parts.loader import documents_of, micro_batches_of_trees
+from bytescale.train.parts.pictures import read_pictures
 from bytescale.train.reporting.metrics import EvaluationMetrics
 
 _COLUMNS = 3  # of a bucket: sum of weighted losses, sum of absolute weights, labels that are counted
@@ -71,7 +73,15 @@ class Evaluation:
         for number, (batch, rank_plan, rows) in enumerate(self.batches):
             mesh.world.agree(f"the plan of evaluation batch {number} after step {step}", rank_plan.digest)
             data = rows or self.corpus.micro_batches(rank_plan, Segments.of(batch, rank_plan, "token"))
-            losses = self.job.executor.evaluate(rank_plan, data)
+            pictures = read_pictures(
+                self.corpus, self.job.config.data, batch, rank_plan, num_ranks=mesh.hdp.size, rank=mesh.hdp.rank,
+                dtype=self.job.ranks.dtype,
+            )  # fmt: skip
+            beside: dict[str, Any] = {}
+            if pictures is not None:
+                with torch.no_grad():
+                    beside = {"beside": self.job.encoded(pictures, rank_plan).beside}
+            losses = self.job.executor.evaluate(rank_plan, data, **beside)
             if losses and mesh.tp.rank == 0:  # those of the last stage; all ranks of a TP group have the same
                 for part, own, values in zip(rank_plan.micro_batches, data, losses, strict=True):
                     add_to_buckets(totals, batch.lengths, part, own, values.double().cpu().numpy())

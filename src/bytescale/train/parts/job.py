@@ -22,6 +22,8 @@ from bytescale.cost.profile_file import load_profile, require_device, warn_of_ba
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Loader, StepData
+from bytescale.hf.loop.encoded import EncodedItems
+from bytescale.plan import RankPlan
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.executor import Executor
@@ -31,6 +33,7 @@ from bytescale.simulator import ClusterConfig, StepTimes
 from bytescale.train.parts.budget import MemoryBudget, kind_of, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices, RankDevice
+from bytescale.train.parts.pictures import PicturesOfRank
 from bytescale.train.parts.rank_model import build_rank_model
 from bytescale.train.profiling.peak import known_peak
 from bytescale.train.ranks import Ranks
@@ -67,6 +70,13 @@ class Job:
         if self.spec.windows:
             squares = self.spec.squares_of(data.plan.lengths)
         return self.spec.training_flops(num_tokens=data.summary.num_tokens, sum_of_squares=squares)
+
+    def encoded(self, pictures: PicturesOfRank, rank_plan: RankPlan) -> EncodedItems:
+        """Encode the pictures of a batch before its text. Every rank calls it. Raises as ``EncodedItems``."""
+        self.optimizer.wait_for_parameters()
+        if self.executor.units is not None:
+            self.executor.units.begin()
+        return pictures.encoded(self.executor, rank_plan)
 
     def state_after(self, step: int, data: StepData, best: dict[str, float]) -> RunState:
         """The state of the run that a checkpoint after this step stores, with the ``best`` evaluation so far."""

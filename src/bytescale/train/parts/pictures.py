@@ -1,0 +1,120 @@
+"""Pictures of a run: a rank reads those that it encodes ahead of training, and ``hf.loop.encoded`` does the rest.
+
+All ranks know the pictures of a global batch, and how many tokens stand for each, so that they agree on who encodes
+which. A rank reads no other pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from bytescale.common.errors import ConfigError, DataError
+from bytescale.config.schema import DataConfig
+from bytescale.data.loading.corpus import Corpus, place_of_document
+from bytescale.data.loading.loader import Loader, StepData
+from bytescale.data.order.batches import GlobalBatch
+from bytescale.data.tokens.pictures import Picture, pixels_of
+from bytescale.hf.batch.documents import ITEM_NAMES, Documents
+from bytescale.hf.loop.encoded import EncodedItems, Items, require_use
+from bytescale.hf.model.decoder import HFDecoder
+from bytescale.plan import RankPlan
+from bytescale.runtime.executor import Executor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PicturesOfRank:
+    """What a rank needs for the pictures of a global batch."""
+
+    items: Items  # of all of them, with pixels where this rank encodes
+    documents: Documents  # this rank's, whole: their tokens alone
+    error: str = ""  # what is wrong with a picture that this rank has read
+
+    def encoded(self, executor: Executor, rank_plan: RankPlan) -> EncodedItems:
+        """Encode, and exchange rows. Every rank calls it; raises on all of them where one has found something wrong."""
+        decoder, mesh, error = executor.part.module, executor.mesh, self.error
+        assert isinstance(decoder, HFDecoder), "the trainer has no others"
+        require_use(self.items, decoder, mesh.tp.size)
+        if mesh.shape.pp > 1:
+            raise ConfigError(
+                f"the data has pictures, and parallel.pp is {mesh.shape.pp}",
+                so="later stages have no encoder",
+                fix="set parallel.pp = 1; parallel.shard = 'parameters' shares layers, too",
+            )
+        documents, encoders = self.documents, decoder.encoders
+        try:
+            documents = self.items.with_fields(documents, encoders)
+        except DataError as found:
+            error = error or str(found)
+        return EncodedItems(
+            decoder,
+            mesh.hdp,
+            self.items,
+            [] if error else [documents.rows(own) for own in rank_plan.micro_batches],
+            {number: encoders.counts(tokens) for number, tokens in documents.fields["tokens"].items()},
+            keeps_graphs=executor.part.activations.keeps_graphs,
+            error=error,
+        )
+
+
+def read_pictures(
+    corpus: Corpus, config: DataConfig, batch: GlobalBatch, rank_plan: RankPlan, *, num_ranks: int, rank: int,
+    dtype: torch.dtype,
+) -> PicturesOfRank | None:  # fmt: skip
+    """Read those pictures of a batch that a rank encodes; None: it has none. Pixels are in ``dtype``."""
+    pictures = corpus.pictures_of(batch.samples)
+    if not pictures:
+        return None
+    items, known = _items_of(pictures, len(batch.lengths))
+    error = ""
+    tokenizer = "" if corpus.tokenizer is None else corpus.tokenizer.name
+    for (_, item), picture, owner in zip(items.items, known, items.ranks(num_ranks), strict=True):
+        if owner != rank or error:
+            continue
+        try:
+            for name, value in pixels_of(picture, tokenizer).items():
+                item[name] = value.to(dtype) if value.is_floating_point() else value  # type: ignore[index]
+        except DataError as found:
+            number = next(number for number, own in pictures.items() if picture in own)
+            part, document = int(batch.samples.part[number]), int(batch.samples.document[number])
+            error = f"{place_of_document(config, part, document)}: {found}"
+    own = sorted({0}.union(*(one.sequences.tolist() for one in rank_plan.micro_batches)))
+    read = corpus.documents(batch.samples[np.array(own)])
+    tokens = {number: torch.from_numpy(one["tokens"].astype(np.int64)) for number, one in zip(own, read, strict=True)}
+    return PicturesOfRank(
+        items=items, documents=Documents(fields={"tokens": tokens}, lengths=batch.lengths.tolist()), error=error
+    )
+
+
+def _items_of(pictures: Mapping[int, Sequence[Picture]], num_documents: int) -> tuple[Items, list[Picture]]:
+    """The pictures of a batch as items without pixels, and in the same order. One that comes again is the same item."""
+    known: dict[tuple[str, Any], tuple[Picture, dict[str, Any]]] = {}
+
+    def item_of(picture: Picture) -> dict[str, Any]:
+        given = {name: torch.tensor(value) for name, value in picture.given.items()}
+        return known.setdefault((picture.path, picture.place), (picture, given))[1]
+
+    found = Items.of(
+        [{ITEM_NAMES[0]: [item_of(own) for own in pictures.get(number, ())]} for number in range(num_documents)]
+    )
+    assert found is not None, "there are pictures"
+    own = [picture for picture, _ in known.values()]
+    return replace(found, patches=[one.rows for one in own], contents=[one.name for one in own]), own
+
+
+class PictureLoader(Loader):
+    """The loader of a run. It also reads pictures, where there are any."""
+
+    dtype = torch.float32
+
+    def _with_tokens(self, batch: GlobalBatch, data: StepData) -> StepData:
+        data = super()._with_tokens(batch, data)
+        if not data.pictures:
+            return data
+        ranks = {"num_ranks": data.plan.num_ranks, "rank": self._rank}
+        items = read_pictures(self.corpus, self._config, batch, data.rank_plan, **ranks, dtype=self.dtype)
+        return replace(data, items=items)
