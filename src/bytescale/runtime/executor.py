@@ -47,7 +47,7 @@ class DecoderModule(Protocol):
         """As in ``nn.Module``. All parameters have one dtype, which is also that of the hidden states."""
         ...
 
-    def __call__(self, inputs: Tensor, position_ids: Tensor, attention: PackedAttention, **beside: Any) -> Tensor:
+    def __call__(self, inputs: Tensor, position_ids: Tensor, attention: PackedAttention, **more: Any) -> Tensor:
         """``tokens, position_ids [T]`` int64 -> ``[T, C]``. Later parts take the previous part's output, not tokens."""
         ...
 
@@ -289,7 +289,8 @@ class _Run:
         exchange = executor.mesh.ring_exchange(micro_batch.shared)
         attention = PackedAttention(micro_batch, executor.kernel, exchange, memory, self.buffers)
         positions = self._to_device(data.position_ids)
-        hidden = executor.part.module(inputs, positions, attention, **self.beside(index))
+        more = {"beside": beside} if (beside := self.beside(index)) else {}
+        hidden = executor.part.module(inputs, positions, attention, **more)
         self.buffers.release()
         return hidden
 

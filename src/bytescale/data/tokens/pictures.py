@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from bytescale.storage.place import Place
 
 ENDING = ".pictures"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-_FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: width and height are each other's
 _MOST_GIVEN = 64  # numbers that a processor may give beside pixels
 _LENGTH_BYTES = 8
@@ -280,6 +280,7 @@ class PictureWriter:
     pair: Path
     num_pictures: int = 0
     _documents: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    _file: IO[bytes] | None = None  # none for text alone
 
     def add(self, number: int, pictures: Sequence[Picture]) -> None:
         """Of document ``number`` of the pair."""
@@ -287,8 +288,7 @@ class PictureWriter:
         for picture in pictures:
             entry = {**asdict(picture), "place": None}
             if content := entry.pop("content"):
-                start = self._file.tell()
-                entry["place"] = start, start + self._file.write(content)
+                entry["place"] = self._append(content)
             found.append(entry)
         self.num_pictures += len(pictures)
 
@@ -304,20 +304,32 @@ class PictureWriter:
             final.unlink(missing_ok=True)
             return
         index = json.dumps(self._documents).encode()
-        self._file.write(index + len(index).to_bytes(_LENGTH_BYTES, "little"))
-        self._file.flush()
-        self._temporary.replace(final)
+        self._append(index + len(index).to_bytes(_LENGTH_BYTES, "little"))
+        assert self._file is not None, "it was written to"
+        self._file.close()
+        temporary_path(final).replace(final)
+
+    def _append(self, content: bytes) -> tuple[int, int]:
+        """Returns where it begins and ends. Raises ``DataError`` if the disk is full."""
+        final = self.pair.with_suffix(ENDING)
+        try:
+            if self._file is None:
+                remove_stale_temporaries(final)
+                self._file = temporary_path(final).open("wb")
+            start = self._file.tell()
+            self._file.write(content)
+            self._file.flush()
+        except OSError as error:
+            raise DataError(f"{final} cannot be written ({error})", fix="make room or choose another folder") from error
+        return start, start + len(content)
 
     def __enter__(self) -> PictureWriter:
-        final = self.pair.with_suffix(ENDING)
-        remove_stale_temporaries(final)
-        self._temporary = temporary_path(final)
-        self._file = self._temporary.open("wb")
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        if self._file is not None:
+            self._file.close()
+            temporary_path(self.pair.with_suffix(ENDING)).unlink(missing_ok=True)
 
 
 def read_pictures(pair: Path) -> dict[int, list[Picture]]:

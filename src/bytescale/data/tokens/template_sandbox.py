@@ -38,7 +38,8 @@ MOST_BYTES, MOST_CHARACTERS = 2**29, 2**24  # of memory beyond that at the start
 START, STOP, OPEN, CLOSE = "\ufdd0\ufdd1\ufdd2\ufdd3"  # characters that Unicode promises never to use, as are sentinels
 HERE, BEFORE = ("\ufdd4", "\ufdd5", "\ufdd6"), ("\ufdd7", "\ufdd8", "\ufdd9")  # for thoughts, content and arguments
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-FORMS = ((False, False), (False, True), (True, False), (True, True))  # whether contents are joined, arguments JSON
+AS_THEY_ARE, JOINED, LISTED = range(3)  # contents: a text may be a list of parts, and a list of texts one text
+FORMS = tuple((contents, as_json) for contents in range(3) for as_json in (False, True))  # whether arguments are JSON
 TAGS = re.compile(r"[<\[◁]/?think[>\]▷]", re.IGNORECASE)  # that an assistant's content may have around its thoughts
 
 Message = dict[str, Any]
@@ -66,7 +67,7 @@ class Template:
             "strftime_now": datetime.fromisoformat(day).strftime,
         }
         # Of conversations by their shape, if it leaves nothing of them out.
-        self.forms: dict[tuple[Any, ...], tuple[bool, bool]] = {}
+        self.forms: dict[tuple[Any, ...], tuple[int, bool]] = {}
         self._variables = variables
         with _limits("is not a Jinja template", "mend it"):
             self._compiled = environment.from_string(source)
@@ -219,8 +220,11 @@ class Rendering:
             (m["role"], isinstance(m.get("content"), list), bool(m.get("tool_calls"))) for m in self._messages
         )
         if shape not in self._template.forms:
-            choices = [FORMS[0]] if not any(row[1] or row[2] for row in shape) else FORMS
-            left_out = {form: self._left_out(_in_form(self._messages, *form)) for form in choices}
+            left_out = dict[tuple[int, bool], list[int]]()
+            for form in FORMS:
+                left_out[form] = self._left_out(_in_form(self._messages, *form))
+                if not left_out[form]:
+                    break
             best = min(left_out, key=lambda form: len(left_out[form]))
             if left_out[best] and len(left_out[best]) <= len(shape):
                 number = min(left_out[best])
@@ -258,12 +262,15 @@ def _joined(parts: list[dict[str, str]]) -> str | list[dict[str, str]]:
     return "".join(part["text"] for part in parts) if all("text" in part for part in parts) else parts
 
 
-def _in_form(messages: list[Message], joined: bool, as_json: bool) -> list[Message]:
+def _in_form(messages: list[Message], contents: int, as_json: bool) -> list[Message]:
     if as_json:
         messages = [_with_arguments(m, lambda value: json.dumps(value, ensure_ascii=False)) for m in messages]
-    if joined:
+    if contents:
         texts = [m.get("content") for m in messages]
-        texts = [_joined(text) if isinstance(text, list) else text for text in texts]
+        if contents == LISTED:
+            texts = [[{"type": "text", "text": text}] if isinstance(text, str) else text for text in texts]
+        else:
+            texts = [_joined(text) if isinstance(text, list) else text for text in texts]
         messages = [m if text is None else {**m, "content": text} for m, text in zip(messages, texts, strict=True)]
     return messages
 
