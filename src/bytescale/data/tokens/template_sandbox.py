@@ -220,14 +220,14 @@ class Rendering:
             (m["role"], isinstance(m.get("content"), list), bool(m.get("tool_calls"))) for m in self._messages
         )
         if shape not in self._template.forms:
-            left_out = dict[tuple[int, bool], list[int]]()
+            lost = dict[tuple[int, bool], tuple[list[int], int]]()
             for form in FORMS:
-                left_out[form] = self._left_out(_in_form(self._messages, *form))
-                if not left_out[form]:
+                lost[form] = self._left_out(_in_form(self._messages, *form))
+                if not any(lost[form]):
                     break
-            best = min(left_out, key=lambda form: len(left_out[form]))
-            if left_out[best] and len(left_out[best]) <= len(shape):
-                number = min(left_out[best])
+            best = min(lost, key=lambda form: (len(lost[form][0]), lost[form][1]))
+            if 0 < len(lost[best][0]) <= len(shape):
+                number = min(lost[best][0])
                 calls = "the tool_calls of " if shape[number][2] else ""
                 raise Refused(
                     f"leaves {calls}message {number} out, whose role is {shape[number][0]!r}",
@@ -237,24 +237,25 @@ class Rendering:
             self._template.forms[shape] = best
         self._messages = _in_form(self._messages, *self._template.forms[shape])
 
-    def _left_out(self, messages: list[Message]) -> list[int]:
+    def _left_out(self, messages: list[Message]) -> tuple[list[int], int]:
         """The messages of which something is not written; one more than there are, if the template refuses sentinels.
 
-        What an assistant only says may be left out, as its thoughts are.
+        What an assistant only says may be left out, as its thoughts are. In how many messages it is, is the second.
         """
         names = [tuple(f"{kind}{number}{BEFORE[0]}" for kind in HERE) for number in range(len(messages))]
         try:
             shown = self.text([_replaced(message, own) for message, own in zip(messages, names, strict=True)])
         except Refused:
-            return list(range(len(messages) + 1))
-        found = []
+            return list(range(len(messages) + 1)), 0
+        found, unsaid = [], 0
         for number, (message, (_, content, arguments)) in enumerate(zip(messages, names, strict=True)):
             parts = message.get("content")
             texts = [part for part in parts if "text" in part] if isinstance(parts, list) else None
             needed = message["role"] != "assistant" if texts is None else len(texts)
             if arguments not in shown if message.get("tool_calls") else shown.count(content) < needed:
                 found.append(number)
-        return found
+            unsaid += bool(parts) and content not in shown
+        return found, unsaid
 
 
 def _joined(parts: list[dict[str, str]]) -> str | list[dict[str, str]]:
