@@ -45,7 +45,6 @@ _BATCH_CHARACTERS = 1 << 20
 """Text handed to the tokenizer at once. The tokenizer's results take some 100 bytes a token until they are arrays."""
 _BATCH_RECORDS = 64
 _EMPTY_THOUGHTS = re.compile(r"\s*<think>\s*</think>\s*")
-_BYTES_A_TOKEN = 8  # of pictures in records, which a piece holds, too
 _PIECE_TOKENS = 1 << 24
 """Tokens of a piece of a unit: a row group of a Parquet file may be far larger than a unit of other files."""
 
@@ -132,8 +131,7 @@ class UnitEncoder:
                 counts.leave_out(example)
             else:
                 examples.append(example)
-                bytes_held = sum(len(picture.content) for picture in example.get(PICTURES, ()))
-                num_tokens += len(example["tokens"]) + bytes_held // _BYTES_A_TOKEN
+                num_tokens += len(example["tokens"])
             if num_tokens >= _PIECE_TOKENS:
                 yield self._joined(examples, ReadCounts())
                 examples, num_tokens = [], 0
@@ -220,7 +218,7 @@ def _example(record: Record, config: CorpusConfig, tokenizer: Tokenizer, written
         case "messages":
             example = _conversation(*written, tokenizer, config.train_empty_thoughts)
             if sources := written[0].pictures:
-                found = with_pictures(example["tokens"], example[WEIGHTS], sources, config.tokenizer, record.path)
+                found = with_pictures(example["tokens"], example[WEIGHTS], sources, config, record.path)
                 example = dict(zip(("tokens", WEIGHTS, PICTURES), found, strict=True))
         case "prompt":
             example = _completion(record.values, tokenizer)

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,7 +28,7 @@ from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.sources.records import ReadCounts
 from bytescale.data.tokens.examples import EncodedUnit
 from bytescale.data.tokens.indexed import LABELS, IndexedDataset, TokenIndex, field_dtype, index_bytes, without_field
-from bytescale.data.tokens.pictures import PictureWriter
+from bytescale.data.tokens.pictures import Picture, write_pictures
 from bytescale.data.tokens.progress import Progress, ProgressCallback
 from bytescale.data.tokens.tokenizer import Tokenizer
 
@@ -124,7 +124,7 @@ def write_units(
             name: opened.enter_context(IndexedWriter(path.with_suffix(f".{name}.bin"), field_dtype(name)))
             for name in fields
         }
-        pictures, num_documents = opened.enter_context(PictureWriter(path)), 0
+        pictures = dict[int, Sequence[Picture]]()
         own_labels = LABELS in fields  # whether every label so far is its own token
         for unit in encoded:
             tokens, values = unit.tokens.astype(dtype, copy=False), {}
@@ -132,22 +132,19 @@ def write_units(
                 given = unit.fields[name] if name in unit.fields else without_field(name, unit.tokens)
                 values[name] = np.asarray(given).astype(field_dtype(name), copy=False)
                 field_writer.add_documents(values[name], unit.lengths)
+            pictures |= {len(writer.lengths) + number: own for number, own in unit.pictures.items()}
             writer.add_documents(tokens, unit.lengths)
             gatherer.add(tokens, values)
             own_labels = own_labels and bool((values[LABELS] == tokens).all())
-            for number, own in unit.pictures.items():
-                pictures.add(num_documents + number, own)
-            num_documents += len(unit.lengths)
             left_out.append(unit.counts)
         if own_labels:
             gatherer.leave_out(LABELS)
             del beside[LABELS]  # what was written of them is removed in the end, because it is not committed
-        gatherer.add_content(pictures.digest)
-        metadata = replace(gatherer.finish(writer.lengths, tokenizer, left_out), num_pictures=pictures.num_pictures)
+        metadata = gatherer.finish(writer.lengths, tokenizer, left_out, pictures)
         path.with_suffix(".idx").unlink(missing_ok=True)  # the old .idx must not stand beside new fields
         for name in OWN_FIELDS:  # nor old weights beside new tokens
             path.with_suffix(f".{name}.idx").unlink(missing_ok=True)
-        pictures.commit()
+        write_pictures(path, pictures)
         for field_writer in beside.values():
             field_writer.commit(None)
         writer.commit(metadata.to_json())
@@ -227,24 +224,24 @@ class MetadataGatherer:
                 else "tokenise again",
             )
 
-    def add_content(self, content: bytes) -> None:
-        """Let the content hash cover what else belongs to the documents."""
-        self._tokens_hash.update(content)
-
     def leave_out(self, name: str) -> None:
         del self._field_hashes[name]
 
     def finish(
-        self, lengths: NDArray[np.integer], tokenizer: Tokenizer | None = None, left_out: Sequence[ReadCounts] = ()
-    ) -> TokenMetadata:
+        self, lengths: NDArray[np.integer], tokenizer: Tokenizer | None = None, left_out: Sequence[ReadCounts] = (),
+        pictures: Mapping[int, Sequence[Picture]] = MappingProxyType({}),
+    ) -> TokenMetadata:  # fmt: skip
         """Return the metadata of documents of these ``lengths [D]``. ``tokenizer`` is None if it is not known."""
         lengths = lengths.astype("<i8", copy=False)
         lengths_hash = _hash([lengths])
         self._tokens_hash.update(lengths_hash.encode())
+        for number, own in pictures.items():
+            self._tokens_hash.update(f"{number} {[picture.name for picture in own]}".encode())
         for name in sorted(self._field_hashes):
             self._tokens_hash.update(self._field_hashes[name].digest())
         return TokenMetadata(
             fields=tuple(sorted(self._field_hashes)),
+            num_pictures=sum(map(len, pictures.values())),
             num_documents=len(lengths),
             num_tokens=int(lengths.sum()),
             longest_document_tokens=int(lengths.max(initial=0)),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -77,11 +76,9 @@ class Evaluation:
                 self.corpus, self.job.config.data, batch, rank_plan, num_ranks=mesh.hdp.size, rank=mesh.hdp.rank,
                 dtype=self.job.ranks.dtype,
             )  # fmt: skip
-            beside: dict[str, Any] = {}
-            if pictures is not None:
-                with torch.no_grad():
-                    beside = {"beside": self.job.encoded(pictures, rank_plan).beside}
-            losses = self.job.executor.evaluate(rank_plan, data, **beside)
+            with torch.no_grad():
+                beside, _ = self.job.encode(pictures, rank_plan)
+            losses = self.job.executor.evaluate(rank_plan, data, beside)
             if losses and mesh.tp.rank == 0:  # those of the last stage; all ranks of a TP group have the same
                 for part, own, values in zip(rank_plan.micro_batches, data, losses, strict=True):
                     add_to_buckets(totals, batch.lengths, part, own, values.double().cpu().numpy())

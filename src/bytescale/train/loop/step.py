@@ -44,20 +44,14 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
     work = RankWork(job.ranks.mesh)
     with work.passes():
         job.optimizer.begin_step(data.rank_plan, overlaps=data.items is None)
-        encoded = None if data.items is None else job.encoded(data.items, data.rank_plan)
-
-        def after_last_message() -> None:
-            if encoded is not None:
-                encoded.backward()
-            job.optimizer.after_last_message()
-
+        beside, after_last_message = job.encode(data.items, data.rank_plan)
         result = job.executor.run(
             data.rank_plan,
             data.micro_batches,
             num_global_targets=data.loss_divisor,
             after_last_message=after_last_message,
             around=record.around(data.rank_plan),
-            **({} if encoded is None else {"beside": encoded.beside}),
+            beside=beside,
         )
 
     # 3. The remaining reductions of gradients, and one exchange of sums.

@@ -92,11 +92,11 @@ def read_pictures(
 
 def _items_of(pictures: Mapping[int, Sequence[Picture]], num_documents: int) -> tuple[Items, list[Picture]]:
     """The pictures of a batch as items without pixels, and in the same order. One that comes again is the same item."""
-    known: dict[tuple[str, Any], tuple[Picture, dict[str, Any]]] = {}
+    known: dict[str, tuple[Picture, dict[str, Any]]] = {}
 
     def item_of(picture: Picture) -> dict[str, Any]:
         given = {name: torch.tensor(value) for name, value in picture.given.items()}
-        return known.setdefault((picture.path, picture.place), (picture, given))[1]
+        return known.setdefault(picture.path, (picture, given))[1]
 
     found = Items.of(
         [{ITEM_NAMES[0]: [item_of(own) for own in pictures.get(number, ())]} for number in range(num_documents)]
