@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import prepare_corpus
@@ -105,8 +106,7 @@ def test_pictures_that_a_camera_has_turned(tmp_path: Path, model: Path) -> None:
     write_chats(tmp_path / "chats.jsonl", [about("a.jpg")])
     corpus = prepare_corpus(settings(tmp_path, model))
     (picture,) = corpus.pictures_of(corpus.samples)[0]
-    assert picture.given == {"image_grid_thw": [[1, 10, 4]]}
-    pixels_of(picture, str(model))  # has the same size
+    assert pixels_of(picture, str(model))["image_grid_thw"].tolist() == [[1, 10, 4]]
 
 
 def _broken(home: Path) -> None:
@@ -213,12 +213,15 @@ def test_a_picture_that_has_changed(tmp_path: Path, model: Path) -> None:
         pixels_of(picture, str(model))
 
 
-def test_who_knows_text_alone_says_so(tmp_path: Path, model: Path) -> None:
+def test_who_knows_text_alone_says_so(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_chats(tmp_path / "chats.jsonl", [about(draw(tmp_path / "pictures", 1)[0])])
     with pytest.raises(ConfigError, match=r"(?i)the data has pictures, and data.share_prefixes is set"):
         prepare_corpus(settings(tmp_path, model, share_prefixes=True))
     with pytest.raises(ConfigError, match=r"(?i)the data has pictures, and data.loader is set"):
         prepare_corpus(settings(tmp_path, model, loader="ray"))
+    common = ["--content", "messages", "--tokenizer", str(model)]
+    assert main(["data", "tokenize", str(tmp_path / "chats.jsonl"), "--output", str(tmp_path / "out"), *common]) == 2
+    assert "a .bin and .idx pair has text alone" in capsys.readouterr().err
     text_alone = tmp_path / "text"
     text_alone.mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -228,12 +231,17 @@ def test_who_knows_text_alone_says_so(tmp_path: Path, model: Path) -> None:
 
 
 def test_a_processor_runs_once_a_size(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On blank pictures: no pixel is read while text is tokenised. Text alone needs no processor."""
+    """It counts tokens, or is run on blank pictures: no pixel is read while text is tokenised. Text needs none."""
     write_chats(tmp_path / "chats.jsonl", [about(name) for name in draw(tmp_path / "pictures", 24)])
     pictures._standing_for.cache_clear()
     monkeypatch.setattr(pictures, "pixels_of", None)
-    prepare_corpus(settings(tmp_path, model))
+    counted = documents(settings(tmp_path, model))
     assert pictures._standing_for.cache_info().misses == 12
+    assert pictures._only_counts(str(model))
+    pictures._standing_for.cache_clear()
+    monkeypatch.setattr(pictures, "_only_counts", lambda folder: False)
+    blank = documents(settings(tmp_path, model, cache_dir=str(tmp_path / "other")))
+    assert [own["tokens"].tolist() for own in blank] == [own["tokens"].tolist() for own in counted]
     monkeypatch.setattr(pictures, "_processor_of", None)
     write_chats(tmp_path / "text.jsonl", [about({"type": "text", "text": "this"})])
     assert prepare_corpus(settings(tmp_path, model, "text.jsonl")).metadata.num_pictures == 0

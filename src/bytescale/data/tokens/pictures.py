@@ -2,7 +2,8 @@
 
 A picture is a file below the folder of its record's file, or lies in the record, and is then kept in the cache folder.
 When text is tokenised, the header of a picture tells its size, and the model's own processor tells which tokens stand
-for one of that size: it is run on a blank picture, once a size. Pixels are read when a rank encodes the picture.
+for one of that size: it counts them, or is run on a blank picture, once a size. Pixels are read when a rank encodes the
+picture.
 
 ``NAME.pictures.json`` beside a pair has the pictures of its documents. Shape letter: T tokens of a document.
 """
@@ -32,7 +33,7 @@ _ENDING = ".pictures.json"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: width and height are each other's
-_MOST_GIVEN = 64  # numbers that a processor may give beside pixels
+_TRIED = ((60, 40), (300, 500))  # sizes with which it is tried whether a processor's count is all that is needed
 
 
 class Picture(NamedTuple):
@@ -41,7 +42,6 @@ class Picture(NamedTuple):
     name: str  # as the record has it, or a hash of its content
     path: str
     rows: int  # tokens for which an encoder gives a row each
-    given: dict[str, Any]  # what the processor tells of it beside its pixels, such as image_grid_thw
 
 
 def processor_fingerprint(tokenizer: str) -> str:
@@ -73,8 +73,8 @@ def with_pictures(
     pictures, words, own = [], np.split(tokens, places), np.split(weights, places)
     for number, source in enumerate(sources, 1):
         name, file = _file_of(source, path, typed_path(config.cache_dir))
-        _, ids, rows, given = _standing_for(folder, *_size_of(file, name))
-        pictures.append(Picture(name, str(file), rows, given))
+        ids = _standing_for(folder, *_size_of(file, name))
+        pictures.append(Picture(name, str(file), _num_rows(folder, ids)))
         words[number] = np.concatenate([ids, words[number][1:]])
         own[number] = np.concatenate([np.zeros(len(ids), np.float32), own[number][1:]])
     return np.concatenate(words), np.concatenate(own), pictures
@@ -83,7 +83,7 @@ def with_pictures(
 def pixels_of(picture: Picture, tokenizer: str) -> dict[str, Any]:
     """What the model's processor returns for a picture, tensors by name.
 
-    Raises ``DataError`` if it cannot be read any more, is damaged, or has another size than when it was tokenised.
+    Raises ``DataError`` if it cannot be read any more, is damaged, or other tokens stand for it than before.
     """
     from PIL import ImageOps
 
@@ -91,8 +91,8 @@ def pixels_of(picture: Picture, tokenizer: str) -> dict[str, Any]:
         image = ImageOps.exif_transpose(_opened(Path(picture.path), picture.name)).convert("RGB")
     except (OSError, ValueError, SyntaxError, EOFError, IndexError) as error:  # what Pillow raises for damage
         raise error if isinstance(error, DataError) else _unreadable(picture.name, error) from error
-    item, _, rows, given = _processed(_folder_of(tokenizer), image)
-    if (rows, given) != (picture.rows, picture.given):
+    item, ids = _processed(_folder_of(tokenizer), image)
+    if _num_rows(_folder_of(tokenizer), ids) != picture.rows:
         raise DataError(
             f"picture {picture.name} has another size than when its text was tokenised",
             so="other tokens would stand for it",
@@ -210,11 +210,8 @@ def _processor_of(folder: str) -> Any:
     )
 
 
-def _processed(folder: str, image: Any) -> tuple[dict[str, Any], IntArray, int, dict[str, Any]]:
-    """What is made of a picture: all tensors, the tokens that stand for it, how many get rows, what is beside pixels.
-
-    Raises ``DataError`` for one that the processor refuses.
-    """
+def _processed(folder: str, image: Any) -> tuple[dict[str, Any], IntArray]:
+    """What is made of a picture: tensors, and the tokens that stand for it. Raises ``DataError`` for one it refuses."""
     processor = _processor_of(folder)
     try:
         made = processor(text=[processor.image_token], images=[[image]], add_special_tokens=False, return_tensors="pt")
@@ -225,18 +222,46 @@ def _processed(folder: str, image: Any) -> tuple[dict[str, Any], IntArray, int, 
             so="the model could not see it",
             fix="resize the picture, or leave its record out",
         ) from error
-    ids = np.asarray(made["input_ids"][0], dtype=np.int64)
-    word = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
-    rows = int((ids == getattr(processor, "image_token_id", word)).sum())
     texts = {"input_ids", "token_type_ids", "mm_token_type_ids", *processor.tokenizer.model_input_names}
     item = {name: value for name, value in made.items() if name not in texts}
-    small = {name: value for name, value in item.items() if not name.startswith("pixel")}
-    return item, ids, rows, {name: own.tolist() for name, own in small.items() if own.numel() <= _MOST_GIVEN}
+    return item, np.asarray(made["input_ids"][0], dtype=np.int64)
+
+
+def _row_id(folder: str) -> int:
+    """The token that gets a row of an encoder."""
+    processor = _processor_of(folder)
+    return int(getattr(processor, "image_token_id", processor.tokenizer.convert_tokens_to_ids(processor.image_token)))
+
+
+def _num_rows(folder: str, ids: IntArray) -> int:
+    return int((ids == _row_id(folder)).sum())
 
 
 @functools.lru_cache(maxsize=2**14)
-def _standing_for(folder: str, width: int, height: int) -> tuple[None, IntArray, int, dict[str, Any]]:
-    """``_processed`` of any picture of a size, without its pixels."""
+def _standing_for(folder: str, width: int, height: int) -> IntArray:
+    """The tokens that stand for any picture of a size."""
+    count = _counted(folder, width, height) if _only_counts(folder) else None
+    return _of_blank(folder, width, height) if count is None else np.full(count, _row_id(folder))
+
+
+def _of_blank(folder: str, width: int, height: int) -> IntArray:
     from PIL import Image
 
-    return None, *_processed(folder, Image.new("RGB", (width, height)))[1:]
+    return _processed(folder, Image.new("RGB", (width, height)))[1]
+
+
+def _counted(folder: str, width: int, height: int) -> int | None:
+    """How many tokens stand for a picture of a size, by the processor's own count; None: it does not tell."""
+    try:
+        found = _processor_of(folder)._get_num_multimodal_tokens(image_sizes=[(height, width)])
+        return int(found["num_image_tokens"][0])
+    except Exception:  # whatever a processor does not count; it is asked about a blank picture instead
+        return None
+
+
+@functools.lru_cache(maxsize=2)
+def _only_counts(folder: str) -> bool:
+    """Whether nothing but so many equal tokens stands for a picture, as the processor counts them."""
+    return all(
+        _of_blank(folder, *size).tolist() == [_row_id(folder)] * (_counted(folder, *size) or 0) for size in _TRIED
+    )

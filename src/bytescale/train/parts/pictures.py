@@ -24,13 +24,15 @@ from bytescale.hf.loop.encoded import EncodedItems, Items, require_use
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.plan import RankPlan
 from bytescale.runtime.executor import Executor
+from bytescale.runtime.plain_data import all_gather_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class PicturesOfRank:
     """What a rank needs for the pictures of a global batch."""
 
-    items: Items  # of all of them, with pixels where this rank encodes
+    items: Items  # all of them, with what the processor returns where this rank encodes
+    told: dict[int, dict[str, Any]]  # of its own ones, what there is beside pixels, by the item's place
     documents: Documents  # this rank's, whole: their tokens alone
     error: str = ""  # what is wrong with a picture that this rank has read
 
@@ -46,10 +48,16 @@ class PicturesOfRank:
                 fix="set parallel.pp = 1; parallel.shard = 'parameters' shares layers, too",
             )
         documents, encoders = self.documents, decoder.encoders
+        told = all_gather_json([error, list(self.told.items())], mesh.hdp.group, mesh.hdp.device)
+        if wrong := [one for one, _ in told if one]:
+            raise DataError(wrong[0])
+        for place, given in (one for _, of_rank in told for one in of_rank):  # positions of documents need it
+            for name, value in given.items():
+                self.items.items[place][1].setdefault(name, torch.tensor(value))
         try:
             documents = self.items.with_fields(documents, encoders)
         except DataError as found:
-            error = error or str(found)
+            error = str(found)
         return EncodedItems(
             decoder,
             mesh.hdp,
@@ -70,37 +78,39 @@ def read_pictures(
     if not pictures:
         return None
     items, known = _items_of(pictures, len(batch.lengths))
-    error = ""
+    error, told = "", dict[int, dict[str, Any]]()
     tokenizer = "" if corpus.tokenizer is None else corpus.tokenizer.name
-    for (_, item), picture, owner in zip(items.items, known, items.ranks(num_ranks), strict=True):
-        if owner != rank or error:
-            continue
+    owners = items.ranks(num_ranks)
+    for place in (place for place, owner in enumerate(owners) if owner == rank):
+        (_, item), picture = items.items[place], known[place]
         try:
             for name, value in pixels_of(picture, tokenizer).items():
                 item[name] = value.to(dtype) if value.is_floating_point() else value  # type: ignore[index]
+                if not name.startswith("pixel"):
+                    told.setdefault(place, {})[name] = value.tolist()
         except DataError as found:
             number = next(number for number, own in pictures.items() if picture in own)
             part, document = int(batch.samples.part[number]), int(batch.samples.document[number])
-            error = f"{place_of_document(config, part, document)}: {found}"
+            error = error or f"{place_of_document(config, part, document)}: {found}"
     own = sorted({0}.union(*(one.sequences.tolist() for one in rank_plan.micro_batches)))
     read = corpus.documents(batch.samples[np.array(own)])
     tokens = {number: torch.from_numpy(one["tokens"].astype(np.int64)) for number, one in zip(own, read, strict=True)}
     return PicturesOfRank(
-        items=items, documents=Documents(fields={"tokens": tokens}, lengths=batch.lengths.tolist()), error=error
+        items=items,
+        told=told,
+        documents=Documents(fields={"tokens": tokens}, lengths=batch.lengths.tolist()),
+        error=error,
     )
 
 
 def _items_of(pictures: Mapping[int, Sequence[Picture]], num_documents: int) -> tuple[Items, list[Picture]]:
     """The pictures of a batch as items without pixels, and in the same order. One that comes again is the same item."""
     known: dict[str, tuple[Picture, dict[str, Any]]] = {}
-
-    def item_of(picture: Picture) -> dict[str, Any]:
-        given = {name: torch.tensor(value) for name, value in picture.given.items()}
-        return known.setdefault(picture.path, (picture, given))[1]
-
-    found = Items.of(
-        [{ITEM_NAMES[0]: [item_of(own) for own in pictures.get(number, ())]} for number in range(num_documents)]
-    )
+    batch = [
+        {ITEM_NAMES[0]: [known.setdefault(own.path, (own, {}))[1] for own in pictures.get(number, ())]}
+        for number in range(num_documents)
+    ]
+    found = Items.of(batch)
     assert found is not None, "there are pictures"
     own = [picture for picture, _ in known.values()]
     return replace(found, patches=[one.rows for one in own], contents=[one.name for one in own]), own
