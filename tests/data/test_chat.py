@@ -289,7 +289,7 @@ def test_parts_where_the_template_reads_parts() -> None:
         ({"chat_template_kwargs": {"messages": []}}, "'chat_template_kwargs' is {'messages'"),
         ({"chat_template_kwargs": "no"}, "'chat_template_kwargs' is 'no', which is not JSON"),
         (user([{"type": "video", "path": "x"}]), r"message 0 \(user\) has a part of type 'video'"),
-        (user([{"type": "image"}]), r"the record has 0 'images' for 1 parts of type 'image'"),
+        (user([{"type": "image"}]), r"'images' is \[\], for 1 parts of type 'image'"),
         (user(["x"]), r"has a part of type 'str'"),
         (user(3), r"the content of message 0 \(user\) is 3"),
         ({"messages": [{"from": "critic", "value": "x"}]}, "message 0 is from 'critic'.*human"),

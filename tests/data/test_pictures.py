@@ -154,8 +154,8 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "refused": (_narrow, about("a.png"), "processor refuses a picture of 4000 x 2 pixels .*aspect ratio"),
     "number": (None, about(3), "a picture is '3', which is no path and no bytes"),
     "base64": (None, about({"type": "image", "base64": "?"}), "cannot be read"),
-    "none": (None, about({"type": "image"}), "record has 0 'images' for 1 parts of type 'image'"),
-    "one too many": (None, about("a.png", images=["a.png"]), "record has 1 'images' for 1 parts of type 'image'"),
+    "none": (None, about({"type": "image"}), "'images' is .., for 1 parts of type 'image'"),
+    "one too many": (None, about("a.png", images=["a.png"]), "'images' is .'a.png'., for 1 parts of type 'image'"),
     "video": (None, about({"type": "video", "path": "a"}), "has a part of type 'video'"),
 }
 
@@ -215,13 +215,13 @@ def test_a_picture_that_has_changed(tmp_path: Path, model: Path) -> None:
 
 def test_who_knows_text_alone_says_so(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_chats(tmp_path / "chats.jsonl", [about(draw(tmp_path / "pictures", 1)[0])])
-    with pytest.raises(ConfigError, match=r"(?i)the data has pictures, and data.share_prefixes is set"):
+    with pytest.raises(DataError, match=r"(?i)the data has pictures, and data.share_prefixes knows"):
         prepare_corpus(settings(tmp_path, model, share_prefixes=True))
-    with pytest.raises(ConfigError, match=r"(?i)the data has pictures, and data.loader is set"):
+    with pytest.raises(DataError, match=r"(?i)the data has pictures, and data.loader knows"):
         prepare_corpus(settings(tmp_path, model, loader="ray"))
     common = ["--content", "messages", "--tokenizer", str(model)]
     assert main(["data", "tokenize", str(tmp_path / "chats.jsonl"), "--output", str(tmp_path / "out"), *common]) == 2
-    assert "a .bin and .idx pair has text alone" in capsys.readouterr().err
+    assert "a .bin and .idx pair knows text alone" in capsys.readouterr().err
     text_alone = tmp_path / "text"
     text_alone.mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -244,7 +244,7 @@ def test_a_picture_that_is_damaged_behind_its_header(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"), [({"tp": 2}, "tp = 2"), ({"pp": 2}, "he data has pictures, and parallel.pp is 2")]
+    ("changes", "said"), [({"tp": 2}, "tp = 2"), ({"pp": 2}, "he data has pictures, and parallel.pp = 2 knows")]
 )
 def test_meshes_that_pictures_cannot_have(tmp_path: Path, changes: dict[str, int], said: str) -> None:
     config = with_trainer(picture_run(tmp_path, "llava", 2), capacity_tokens=256, **changes)

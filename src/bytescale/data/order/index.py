@@ -17,13 +17,13 @@ from typing import Protocol
 
 import numpy as np
 
-from bytescale.common.errors import ConfigError, DataError
+from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.records import check_corrupt_records
 from bytescale.data.tokens.examples import UnitEncoder
 from bytescale.data.tokens.pairs import TokenMetadata
 from bytescale.data.tokens.samples import PartSamples, SampleCounts, SampleTable, make_samples
-from bytescale.data.tokens.shards import PartContent, Shard
+from bytescale.data.tokens.shards import PartContent, Shard, require_text
 
 logger = logging.getLogger(__name__)
 
@@ -177,12 +177,7 @@ class CorpusIndex:
             skipped_files=tuple(path for metadata in read for path in metadata.skipped_files),
         )
         for name, is_set in (("share_prefixes", self._config.share_prefixes), ("loader", self._config.loader == "ray")):
-            if is_set and self.metadata.num_pictures:
-                raise ConfigError(
-                    f"the data has pictures, and data.{name} is set, which knows text alone",
-                    so="the model would not see them",
-                    fix=f"leave data.{name} out",
-                )
+            require_text(is_set and self.metadata.num_pictures, f"data.{name}")
         if self.metadata.is_complete and not self._counts.num_samples:
             raise self.nothing_to_draw()
         return found

@@ -55,29 +55,25 @@ def conversation_of(values: Mapping[str, Any]) -> Conversation:
 
 def _take_pictures(messages: list[dict[str, Any]], images: Any) -> list[Any]:
     """Leave the types of pictures in ``messages``; return what they are. ``images``: of parts that do not say it."""
-    if not isinstance(images, list):
-        raise _wrong(f"'images' is {_shown(images)}, which is no list", "a list of paths or bytes")
-    found, rest = list[Any](), list(images)
+    found, rest = list[Any](), iter(images if isinstance(images, list) else [images])
     for message in messages:
-        if isinstance(message.get("content"), list):
-            parts = message["content"]
-            for part in (part for part in parts if part.get("type") in _PICTURES):
-                said = [part[key] for key in _PICTURE_KEYS if key in part] or rest[:1]
-                rest = rest if part.keys() & set(_PICTURE_KEYS) else rest[1:]
-                found.append(_picture(said[0] if said else None, "base64" in part))
-            message["content"] = [{"type": "image"} if part.get("type") in _PICTURES else part for part in parts]
-    if rest or None in found:
-        parts = f"{len(found)} parts of type 'image' in its messages"
-        raise _wrong(f"the record has {len(images)} 'images' for {parts}", "as many, or the path into each part")
+        parts = message["content"] if isinstance(message.get("content"), list) else []
+        for place, part in enumerate(parts):
+            if part.get("type") in _PICTURES:
+                found.append(_picture(part if part.keys() & set(_PICTURE_KEYS) else next(rest, None)))
+                parts[place] = {"type": "image"}
+    if None in found or next(rest, None) is not None:
+        num_parts = f"{len(found)} parts of type 'image' in its messages"
+        raise _wrong(f"'images' is {_shown(images)}, for {num_parts}", "as many, or the path into each part")
     return found
 
 
-def _picture(said: Any, is_base64: bool = False) -> Any:
-    """A path, a data URL or bytes, from what stands for it, as {"bytes": ..., "path": ...} in a column of Parquet."""
+def _picture(said: Any) -> Any:
+    """A path, a data URL or bytes, from a part, or from {"bytes": ..., "path": ...} as a column of Parquet has it."""
     while isinstance(said, dict):
-        is_base64 = is_base64 or ("base64" in said and "bytes" not in said)
-        said = next((said[key] for key in _PICTURE_KEYS if key in said), None)
-    return f"data:,{said}" if is_base64 else said
+        key = next((key for key in _PICTURE_KEYS if key in said), "none")
+        said = f"data:,{said[key]}" if key == "base64" else said.get(key)
+    return said
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:

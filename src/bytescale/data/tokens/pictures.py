@@ -15,6 +15,7 @@ import functools
 import hashlib
 import json
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,9 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: width and height are each other's
 _TRIED = ((60, 40), (300, 500))  # sizes with which it is tried whether a processor's count is all that is needed
+
+
+_one_at_a_time = threading.Lock()
 
 
 class Picture(NamedTuple):
@@ -213,8 +217,10 @@ def _processor_of(folder: str) -> Any:
 def _processed(folder: str, image: Any) -> tuple[dict[str, Any], IntArray]:
     """What is made of a picture: tensors, and the tokens that stand for it. Raises ``DataError`` for one it refuses."""
     processor = _processor_of(folder)
+    options = {"add_special_tokens": False, "return_tensors": "pt"}
     try:
-        made = processor(text=[processor.image_token], images=[[image]], add_special_tokens=False, return_tensors="pt")
+        with _one_at_a_time:  # the tokenizer of one, which two threads must not use at once
+            made = processor(text=[processor.image_token], images=[[image]], **options)
     except Exception as error:  # whatever a processor does not take
         raise DataError(
             f"the model's processor refuses a picture of {image.width} x {image.height} pixels "

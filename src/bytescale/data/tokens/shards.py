@@ -280,13 +280,12 @@ def write_as_pair(
 
 
 def require_text(num_pictures: int, what: str) -> None:
-    """Raise ``DataError`` for documents with pictures where only text is known."""
+    """Raise ``DataError`` for documents with pictures, of which ``what`` knows nothing."""
     if num_pictures:
         raise DataError(
-            f"the documents have pictures, and {what} has text alone",
+            f"the data has pictures, and {what} knows text alone",
             so="the model would not see them",
-            fix="train on the JSONL or Parquet files by `bytescale train`, or give documents with images to "
-            "hdp.plan(...)",
+            fix="leave it out, and train on the JSONL or Parquet files by `bytescale train`, or by hdp.plan(documents)",
         )
 
 

@@ -42,9 +42,9 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
     # 2. Forward and backward of this rank's micro-batches. Ranks wait only for members of a slice group and, in a
     # pipeline, for neighbouring stages.
     work = RankWork(job.ranks.mesh)
+    beside, after_last_message = job.encode(data.items, data.rank_plan)
     with work.passes():
         job.optimizer.begin_step(data.rank_plan, overlaps=data.items is None)
-        beside, after_last_message = job.encode(data.items, data.rank_plan)
         result = job.executor.run(
             data.rank_plan,
             data.micro_batches,

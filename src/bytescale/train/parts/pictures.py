@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from bytescale.common.errors import ConfigError, DataError
+from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus, place_of_document
 from bytescale.data.loading.loader import Loader, StepData
 from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.tokens.pictures import Picture, pixels_of
+from bytescale.data.tokens.shards import require_text
 from bytescale.hf.batch.documents import ITEM_NAMES, Documents
 from bytescale.hf.loop.encoded import EncodedItems, Items, require_use
 from bytescale.hf.model.decoder import HFDecoder
@@ -41,12 +42,7 @@ class PicturesOfRank:
         decoder, mesh, error = executor.part.module, executor.mesh, self.error
         assert isinstance(decoder, HFDecoder), "the trainer has no others"
         require_use(self.items, decoder, mesh.tp.size)
-        if mesh.shape.pp > 1:
-            raise ConfigError(
-                f"the data has pictures, and parallel.pp is {mesh.shape.pp}",
-                so="later stages have no encoder",
-                fix="set parallel.pp = 1; parallel.shard = 'parameters' shares layers, too",
-            )
+        require_text(mesh.shape.pp - 1, f"parallel.pp = {mesh.shape.pp}")
         documents, encoders = self.documents, decoder.encoders
         told = all_gather_json([error, list(self.told.items())], mesh.hdp.group, mesh.hdp.device)
         if wrong := [one for one, _ in told if one]:
