@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config.schema import Config, EvalConfig
+from bytescale.config.schema import Config, DataConfig, EvalConfig
 from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus, check_vocabulary, prepare_corpus
 from bytescale.data.order.batches import GlobalBatch, batches_once
@@ -36,9 +36,14 @@ PlannedBatch = tuple[GlobalBatch, RankPlan, Sequence[MicroBatchData]]
 """With the rank's rows where prefixes are shared (``data.share_prefixes``); others are read for each evaluation."""
 
 
+def settings_of(config: Config) -> DataConfig:
+    """How ``eval.sources`` are read."""
+    return replace(config.data, sources=config.eval.sources, weights=())
+
+
 def corpus_of(config: Config, vocab_size: int) -> Corpus:
     """The tokenised ``eval.sources``. Raises as ``prepare_corpus`` and ``check_vocabulary``."""
-    corpus = prepare_corpus(replace(config.data, sources=config.eval.sources, weights=()))
+    corpus = prepare_corpus(settings_of(config))
     check_vocabulary(corpus.metadata, vocab_size)
     return corpus
 
@@ -73,7 +78,7 @@ class Evaluation:
             mesh.world.agree(f"the plan of evaluation batch {number} after step {step}", rank_plan.digest)
             data = rows or self.corpus.micro_batches(rank_plan, Segments.of(batch, rank_plan, "token"))
             pictures = read_pictures(
-                self.corpus, self.job.config.data, batch, rank_plan, num_ranks=mesh.hdp.size, rank=mesh.hdp.rank,
+                self.corpus, settings_of(self.job.config), batch, rank_plan, num_ranks=mesh.hdp.size, rank=mesh.hdp.rank,
                 dtype=self.job.ranks.dtype,
             )  # fmt: skip
             with torch.no_grad():
