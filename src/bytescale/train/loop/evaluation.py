@@ -78,8 +78,8 @@ class Evaluation:
             mesh.world.agree(f"the plan of evaluation batch {number} after step {step}", rank_plan.digest)
             data = rows or self.corpus.micro_batches(rank_plan, Segments.of(batch, rank_plan, "token"))
             pictures = read_pictures(
-                self.corpus, settings_of(self.job.config), batch, rank_plan, num_ranks=mesh.hdp.size, rank=mesh.hdp.rank,
-                dtype=self.job.ranks.dtype,
+                self.corpus, settings_of(self.job.config), batch, rank_plan, (mesh.hdp.rank, mesh.hdp.size),
+                self.job.ranks.dtype,
             )  # fmt: skip
             with torch.no_grad():
                 beside, _ = self.job.encode(pictures, rank_plan)

@@ -66,18 +66,21 @@ class PicturesOfRank:
 
 
 def read_pictures(
-    corpus: Corpus, config: DataConfig, batch: GlobalBatch, rank_plan: RankPlan, *, num_ranks: int, rank: int,
+    corpus: Corpus,
+    config: DataConfig,
+    batch: GlobalBatch,
+    rank_plan: RankPlan,
+    rank: tuple[int, int],
     dtype: torch.dtype,
-) -> PicturesOfRank | None:  # fmt: skip
-    """Read those pictures of a batch that a rank encodes; None: it has none. Pixels are in ``dtype``."""
+) -> PicturesOfRank | None:
+    """Read those pictures of a batch that a ``rank`` of so many encodes; None: there are none. ``dtype``: of pixels."""
     pictures = corpus.pictures_of(batch.samples)
     if not pictures:
         return None
     items, known = _items_of(pictures, len(batch.lengths))
     error, told = "", dict[int, dict[str, Any]]()
     tokenizer = "" if corpus.tokenizer is None else corpus.tokenizer.name
-    owners = items.ranks(num_ranks)
-    for place in (place for place, owner in enumerate(owners) if owner == rank):
+    for place in (place for place, owner in enumerate(items.ranks(rank[1])) if owner == rank[0]):
         (_, item), picture = items.items[place], known[place]
         try:
             for name, value in pixels_of(picture, tokenizer).items():
@@ -118,9 +121,5 @@ class PictureLoader(Loader):
     dtype = torch.float32
 
     def _with_tokens(self, batch: GlobalBatch, data: StepData) -> StepData:
-        data = super()._with_tokens(batch, data)
-        if not data.pictures:
-            return data
-        ranks = {"num_ranks": data.plan.num_ranks, "rank": self._rank}
-        items = read_pictures(self.corpus, self._config, batch, data.rank_plan, **ranks, dtype=self.dtype)
-        return replace(data, items=items)
+        data, rank = super()._with_tokens(batch, data), (self._rank, data.plan.num_ranks)
+        return replace(data, items=read_pictures(self.corpus, self._config, batch, data.rank_plan, rank, self.dtype))
