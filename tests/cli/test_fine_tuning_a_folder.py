@@ -285,12 +285,35 @@ def test_the_page_runs_as_printed(tmp_path: Path, chats: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     folder_of(tmp_path / "Qwen" / "Qwen3-0.6B")
     (tmp_path / "chats.jsonl").write_text(chats.read_text())
-    text = PAGE.read_text(encoding="utf-8")
-    commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
-    assert len(commands) == 6
-    for command in commands:
-        last = max((path.name for path in tmp_path.glob("runs/chats/checkpoints/step-*")), default="")
-        assert main(shlex.split(command.replace("LAST", last))[1:]) == 0, command
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    code = run_commands(tmp_path, "chats", 6, PAGE.read_text(encoding="utf-8").partition("## 5. Pictures")[0])
     exec(compile(code, str(PAGE), "exec"), {})
     assert main(["train", "--resume", "runs/chats", "--parallel.ranks", "1"]) == 0
+
+
+def run_commands(home: Path, name: str, count: int, text: str) -> str:
+    """Run the commands of a part of the page, whose run has this name. Returns its Python code."""
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    assert len(commands) == count
+    for command in commands:
+        last = max((path.name for path in home.glob(f"runs/{name}/checkpoints/step-*")), default="")
+        assert main(shlex.split(command.replace("LAST", last))[1:]) == 0, command
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return code
+
+
+@pytest.mark.exhaustive
+def test_the_pages_pictures_run_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.train.vision import vision_folder  # takes seconds to import
+
+    monkeypatch.chdir(tmp_path)
+    vision_folder(tmp_path / "llava-hf" / "llava-interleave-qwen-0.5b-hf", "llava")
+    text = PAGE.read_text(encoding="utf-8").partition("## 5. Pictures")[2]
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, str(PAGE), "exec"), {})
+    run_commands(tmp_path, "pictures", 4, text)
+    shown = capsys.readouterr().out
+    assert "picture 1: pictures/red-ellipse.png, 16 tokens" in shown
+    assert "AutoModelForImageTextToText.from_pretrained('my-seeing-model')" in shown
+    assert (tmp_path / "my-seeing-model" / "processor_config.json").is_file()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,10 +86,10 @@ def test_a_run_has_the_losses_of_documents_apart(
 def count_evaluated_rows(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     whole = Executor.evaluate
 
-    def evaluate(self: Executor, rank_plan: RankPlan, data: Sequence[MicroBatchData]) -> list[Tensor]:
+    def evaluate(self: Executor, rank_plan: RankPlan, data: Sequence[MicroBatchData], *more: Any) -> list[Tensor]:
         with file.open("a") as lines:
             lines.write("".join(f"{len(own.tokens)}\n" for own in data))
-        return whole(self, rank_plan, data)
+        return whole(self, rank_plan, data, *more)
 
     monkeypatch.setattr(Executor, "evaluate", evaluate)
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from bytescale.common.errors import typed_path
+from bytescale.common.parsing import parse_json, read_input
 from bytescale.common.units import GIBI, format_bytes
 from bytescale.config.foreign_config import refuse_links_out
 from bytescale.config.load import load_config
@@ -38,6 +39,7 @@ class ConvertOptions:
         run_config = load_config(settings) if settings.is_file() else None
         refuse_links_out(origin, run)
         from bytescale.hf.files.export import export_checkpoint  # takes seconds to import
+        from bytescale.hf.files.folder import auto_class
 
         export_checkpoint(
             self.source,
@@ -58,5 +60,6 @@ class ConvertOptions:
                 f"it has no tokenizer: {origin} has none, as of runs on .bin files alone, or of earlier versions. Copy "
                 "the tokenizer's files into it yourself"
             )
-        print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(self.folder)!r})")
+        kind = auto_class(parse_json(read_input(self.folder / "config.json"))).__name__
+        print(f"load it with transformers: {kind}.from_pretrained({str(self.folder)!r})")
         return 0

@@ -129,13 +129,18 @@ class ShowConfig(CorpusOptions):
         with progress_bar() as progress:
             corpus = prepare_corpus(replace(self.data_config(), context_length=2**62), progress)
         console = Console(soft_wrap=True)
-        for number, document in enumerate(corpus.documents(corpus.samples[: self.documents])):
+        shown = corpus.samples[: self.documents]
+        pictures = corpus.pictures_of(shown)
+        for number, document in enumerate(corpus.documents(shown)):
             runs = list(_trained_runs(corpus, document))
+            seen = [{"picture": own.name, "tokens": own.rows} for own in pictures.get(number, ())]
             if self.json:
-                for run in runs:
+                for run in runs + seen:
                     print(json.dumps({"document": number, **run}, ensure_ascii=False))
             else:
                 _print_runs(console, number, runs)
+                for place, picture in enumerate(seen, 1):
+                    console.print(f"picture {place}: {picture['picture']}, {picture['tokens']} tokens", markup=False)
         return 0
 
 

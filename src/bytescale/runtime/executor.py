@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,9 +47,13 @@ class DecoderModule(Protocol):
         """As in ``nn.Module``. All parameters have one dtype, which is also that of the hidden states."""
         ...
 
-    def __call__(self, inputs: Tensor, position_ids: Tensor, attention: PackedAttention) -> Tensor:
+    def __call__(self, inputs: Tensor, position_ids: Tensor, attention: PackedAttention, **more: Any) -> Tensor:
         """``tokens, position_ids [T]`` int64 -> ``[T, C]``. Later parts take the previous part's output, not tokens."""
         ...
+
+
+Beside = Callable[[int], Mapping[str, Any]]
+"""From the number of a micro-batch to what its module takes beside tokens, such as rows of pictures."""
 
 
 class BatchLoss(Protocol):
@@ -133,6 +137,7 @@ class Executor:
         num_global_targets: float,
         after_last_message: Callable[[], None] = lambda: None,
         around: Callable[[Action], AbstractContextManager[None]] = lambda _: nullcontext(),
+        beside: Beside = lambda _: {},
     ) -> StepResult:
         """Accumulate the gradient of ``sum of weighted losses / num_global_targets`` over this rank's tokens (Eq. 1-2).
 
@@ -143,13 +148,14 @@ class Executor:
             after_last_message: called before the first collective of the step's end.
             around: makes the context in which each forward and each backward runs, for measurements. A wait for another
                 stage is outside.
+            beside: what the module takes beside the tokens of each micro-batch.
 
         A rank whose slice holds no target, or no token at all, still takes part in the ring.
         """
         count = len(rank_plan.micro_batches)
         if len(micro_batches) != count:
             raise ValueError(f"tokens of {len(micro_batches)} micro-batches, the plan has {count}")
-        run = self._begin(rank_plan, micro_batches, num_global_targets)
+        run = self._begin(rank_plan, micro_batches, num_global_targets, beside)
         self.part.activations.begin_step(rank_plan.micro_batches)
         if self.part.batch_loss is not None:
             self.part.batch_loss.reset(rank_plan.num_tokens)
@@ -165,13 +171,15 @@ class Executor:
         return run.result()
 
     @torch.no_grad()
-    def evaluate(self, rank_plan: RankPlan, micro_batches: Sequence[MicroBatchTokens]) -> list[Tensor]:
+    def evaluate(
+        self, rank_plan: RankPlan, micro_batches: Sequence[MicroBatchTokens], beside: Beside = lambda _: {}
+    ) -> list[Tensor]:
         """Run forward only. Returns the losses ``[T]`` of each micro-batch's tokens; 0 for a token without a target.
 
         On ranks that are not on the last stage the result is empty. The order is that of a training step, which cannot
         hang; messages of backward carry zeros.
         """
-        run = self._begin(rank_plan, micro_batches, 1.0)
+        run = self._begin(rank_plan, micro_batches, 1.0, beside)
         losses: dict[int, Tensor] = {}
         inputs: dict[int, Tensor | None] = {}
 
@@ -196,14 +204,16 @@ class Executor:
         self._walk(rank_plan, run, step, backward=False)
         return [losses[index] for index in sorted(losses)][: len(micro_batches)]
 
-    def _begin(self, rank_plan: RankPlan, micro_batches: Sequence[MicroBatchTokens], num_global_targets: float) -> _Run:
+    def _begin(
+        self, rank_plan: RankPlan, micro_batches: Sequence[MicroBatchTokens], num_global_targets: float, beside: Beside
+    ) -> _Run:
         """With experts in parallel, also of the rounds in which this rank has no tokens: the others' may come to it."""
         plan, data = list(rank_plan.micro_batches), list(micro_batches)
         if self.units is not None and self.units.mixtures:
             for index in range(len(plan), rank_plan.num_rounds):
                 plan.append(MicroBatch.of_documents(index, []))
                 data.append(_NoTokens())
-        return _Run(self, plan, data, num_global_targets, RingBuffers())
+        return _Run(self, plan, data, num_global_targets, beside, RingBuffers())
 
     def _walk(
         self, rank_plan: RankPlan, run: _Run, step: Callable[[Action, Tensor | None], Tensor | None], *, backward: bool
@@ -253,6 +263,7 @@ class _Run:
     plan: Sequence[MicroBatch]
     data: Sequence[MicroBatchTokens]
     num_global_targets: float
+    beside: Beside
     buffers: RingBuffers
     losses: list[Tensor] = field(default_factory=list)
     num_targets: int = 0
@@ -277,7 +288,9 @@ class _Run:
         executor, memory = self.executor, self.executor.part.activations.attention_memory
         exchange = executor.mesh.ring_exchange(micro_batch.shared)
         attention = PackedAttention(micro_batch, executor.kernel, exchange, memory, self.buffers)
-        hidden = executor.part.module(inputs, self._to_device(data.position_ids), attention)
+        positions = self._to_device(data.position_ids)
+        more = {"beside": beside} if (beside := self.beside(index)) else {}
+        hidden = executor.part.module(inputs, positions, attention, **more)
         self.buffers.release()
         return hidden
 

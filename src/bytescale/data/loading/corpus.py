@@ -7,11 +7,11 @@ wait for it and open what it wrote.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from bytescale.data.order.index import CorpusIndex, CorpusMetadata, PartContent
 from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.tokens.indexed import WEIGHTS
 from bytescale.data.tokens.open_parts import MOST_OPEN, OpenParts, PartReader, Slice
+from bytescale.data.tokens.pictures import Picture
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.samples import Samples
 from bytescale.data.tokens.shards import Shard, ShardReader
@@ -43,6 +44,8 @@ class Corpus:
     """Fields that every part has: those of ``data.fields``."""
     tokenizer: Tokenizer | None
     """None when all sources are ``.bin`` and no tokenizer.json is set."""
+    pictures: Callable[[int], Mapping[int, Sequence[Picture]]] = lambda part: {}
+    """Of a part, by the number of their document."""
     close: Callable[[], None] = lambda: None
     """Ends the thread that tokenises in the background, or the servers that this process has started."""
 
@@ -55,6 +58,14 @@ class Corpus:
     def samples(self) -> Samples:
         """All samples, ordered by the number of their part."""
         return self.index.load(range(self.index.num_parts))[:]
+
+    def pictures_of(self, samples: Samples) -> dict[int, Sequence[Picture]]:
+        """Those of the samples that have some, by their rows."""
+        if not self.metadata.num_pictures:
+            return {}
+        places = zip(samples.part.tolist(), samples.document.tolist(), strict=True)
+        found = ((row, self.pictures(part).get(document)) for row, (part, document) in enumerate(places))
+        return {row: pictures for row, pictures in found if pictures}
 
     def micro_batches(self, rank_plan: RankPlan, segments: Segments) -> tuple[MicroBatchData, ...]:
         """Read the ``segments`` of ``rank_plan``. Nothing else is read."""
@@ -92,6 +103,7 @@ def prepare_corpus(
         index=CorpusIndex(config, shards, reader.encode, finder, text_later=text_later),
         further_fields=config.fields,
         tokenizer=reader.tokenizer,
+        pictures=lru_cache(MOST_OPEN)(lambda part: reader.pictures(shards[part])),
         close=finder.close,
     )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from bytescale.config.schema import DataConfig
@@ -14,6 +14,7 @@ from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus
 from bytescale.data.order.batches import BatchSampler, GlobalBatch, SamplerState
 from bytescale.data.order.index import CorpusMetadata
+from bytescale.data.tokens.pictures import Picture
 from bytescale.plan.plan import PREFETCH_STEPS, Plan, Planner, StepPlanner
 from bytescale.plan.rank_plan import RankPlan
 from bytescale.plan.summary import PlanSummary
@@ -51,6 +52,10 @@ class StepData:
     sampler_state_after: SamplerState
     """Where the next step starts."""
     times: LoaderTimes
+    pictures: Mapping[int, Sequence[Picture]] = field(default_factory=dict)
+    """By the number of their sequence in the GLOBAL batch."""
+    items: Any = None
+    """What the trainer's loader has made of them (``train.parts.pictures``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,4 +177,5 @@ class Loader:
         segments = Segments.of(batch, data.rank_plan, self._config.loss_per)
         micro_batches = corpus.micro_batches(data.rank_plan, segments)
         read = int(segments.ranges.sum()) * corpus.index.token_bytes
-        return replace(data, micro_batches=micro_batches, times=replace(data.times, bytes_read=read))
+        times, pictures = replace(data.times, bytes_read=read), corpus.pictures_of(batch.samples)
+        return replace(data, micro_batches=micro_batches, times=times, pictures=pictures)

@@ -23,7 +23,7 @@ from bytescale.data.sources.records import check_corrupt_records
 from bytescale.data.tokens.examples import UnitEncoder
 from bytescale.data.tokens.pairs import TokenMetadata
 from bytescale.data.tokens.samples import PartSamples, SampleCounts, SampleTable, make_samples
-from bytescale.data.tokens.shards import PartContent, Shard
+from bytescale.data.tokens.shards import PartContent, Shard, require_text
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class CorpusMetadata:
     """Name of the tokenizer. None when all sources are ``.bin`` and no tokenizer.json is set."""
     puts_bos: bool
     """Whether texts and prompts were given the tokenizer's BOS (``data.bos``)."""
+    num_pictures: int
     skipped_files: tuple[str, ...]
     """Files among the sources that were skipped because they are not text."""
 
@@ -172,8 +173,11 @@ class CorpusIndex:
             vocab_size=self._encode.tokenizer.vocab_size if self._encode else max(vocabularies, default=0),
             tokenizer=self._encode.tokenizer.name if self._encode else None,
             puts_bos=bool(self._encode and self._encode.puts_bos),
+            num_pictures=sum(metadata.num_pictures for metadata in read),
             skipped_files=tuple(path for metadata in read for path in metadata.skipped_files),
         )
+        for name, is_set in (("share_prefixes", self._config.share_prefixes), ("loader", self._config.loader == "ray")):
+            require_text(is_set and self.metadata.num_pictures, f"data.{name}")
         if self.metadata.is_complete and not self._counts.num_samples:
             raise self.nothing_to_draw()
         return found

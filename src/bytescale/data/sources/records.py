@@ -85,6 +85,8 @@ class Record:
     values: dict[str, Any]
     place: Callable[[], str]
     """Returns the file, and the line or row, counted from 1. It reads the file to count lines: for error messages."""
+    path: Place | None = None
+    """Of its file, for what it names beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ def kind_of(config: CorpusConfig) -> RecordKind:
             required = (("tokens", "input_ids"), *((name,) for name in config.fields))
             return RecordKind("tokens", required, ("labels", "weights"))
         case "messages":
-            return RecordKind("messages", (("messages", "conversations"),), ("tools", "chat_template_kwargs"))
+            return RecordKind("messages", (("messages", "conversations"),), ("tools", "chat_template_kwargs", "images"))
         case _:
             return RecordKind("prompt", (("prompt",), ("completion",)))
 
@@ -307,7 +309,7 @@ def jsonl_records(unit: WorkUnit, counts: ReadCounts) -> Iterator[Record]:
                 except DataError as error:
                     counts.leave_out(error)
                 else:
-                    yield Record(values=values, place=partial(line_place, path, offset))
+                    yield Record(values=values, place=partial(line_place, path, offset), path=path)
             offset += len(line)
 
 
@@ -376,4 +378,4 @@ def parquet_records(unit: WorkUnit, keys: Sequence[str], counts: ReadCounts) -> 
         if values is None:
             counts.leave_out(_too_large(place()))
         else:
-            yield Record(values=values, place=place)
+            yield Record(values=values, place=place, path=path)

@@ -8,7 +8,8 @@ token is never predicted. Weights and other fields of a token are kept in fp32, 
 =================  =================================================  ====================================
 ``messages``       the conversation, written by the chat template     1 in what the assistant said, 0 elsewhere;
                                                                       ``weight`` of a message scales its own,
-                                                                      ``train``: false is a weight of 0
+                                                                      ``train``: false is a weight of 0; 0 in what
+                                                                      stands for a picture
 ``prompt``         prompt, completion and EOS                         0 in the prompt, 1 behind it
 ``tokens``         as given                                           ``weights``; 0 where a label is -100
 =================  =================================================  ====================================
@@ -36,6 +37,7 @@ from bytescale.data.sources.records import ReadCounts, Record, RecordKind, WorkU
 from bytescale.data.tokens.chat import ChatTemplate, Rendered, load_template
 from bytescale.data.tokens.indexed import LABELS, WEIGHTS, field_dtype, token_dtype
 from bytescale.data.tokens.messages import Conversation, conversation_of
+from bytescale.data.tokens.pictures import Picture, processor_fingerprint, with_pictures
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.retry import UnreadableError, with_retries
 
@@ -55,6 +57,7 @@ class EncodedUnit:
     lengths: IntArray  # [number of documents] tokens of each document
     counts: ReadCounts
     fields: Mapping[str, NDArray] = field(default_factory=dict)  # [sum of lengths] each
+    pictures: Mapping[int, Sequence[Picture]] = field(default_factory=dict)  # by the document's number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,7 @@ class UnitEncoder:
     def fingerprint(self) -> str:
         """A text that changes with the tokens that the same files give."""
         template = f"{self.template.fingerprint} {self.config.train_empty_thoughts}" if self.template else ""
+        template += processor_fingerprint(self.config.tokenizer) if self.template else ""
         records = f"{self.config.content} {' '.join(self.config.fields)} {template}"
         begin = f" begins with {self.tokenizer.bos_id}" if self.puts_bos else ""
         return f"{self.config.text_key if self.kind.is_text else records} {self.tokenizer.fingerprint}{begin}"
@@ -138,7 +142,10 @@ class UnitEncoder:
         for name, dtype in (("tokens", self.dtype), *((name, field_dtype(name)) for name in self.field_names)):
             columns[name] = np.concatenate([np.zeros(0, dtype), *(one[name].astype(dtype) for one in examples)])
         lengths = np.array([len(example["tokens"]) for example in examples], dtype=np.int64)
-        return EncodedUnit(tokens=columns.pop("tokens"), lengths=lengths, counts=counts, fields=columns)
+        pictures = {number: own[PICTURES] for number, own in enumerate(examples) if PICTURES in own}
+        return EncodedUnit(
+            tokens=columns.pop("tokens"), lengths=lengths, counts=counts, fields=columns, pictures=pictures
+        )
 
     def _encode_texts(self, unit: WorkUnit) -> Iterator[EncodedUnit]:
         counts = ReadCounts(max_corrupt=self.config.max_corrupt_records)
@@ -181,8 +188,9 @@ def _begin(tokenizer: Tokenizer) -> IntArray:
     return np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype=np.int64)
 
 
-Example = dict[str, NDArray]
-"""One document: ``tokens [T]``, and its fields ``[T]`` by name, of which ``weights`` is one."""
+PICTURES = "pictures"
+Example = dict[str, Any]
+"""One document: ``tokens [T]``, and its fields ``[T]`` by name, of which ``weights`` is one; its ``PICTURES``."""
 
 
 def examples_of(
@@ -209,6 +217,9 @@ def _example(record: Record, config: CorpusConfig, tokenizer: Tokenizer, written
     match config.content:
         case "messages":
             example = _conversation(*written, tokenizer, config.train_empty_thoughts)
+            if sources := written[0].pictures:
+                found = with_pictures(example["tokens"], example[WEIGHTS], sources, config, record.path)
+                example = dict(zip(("tokens", WEIGHTS, PICTURES), found, strict=True))
         case "prompt":
             example = _completion(record.values, tokenizer)
         case _:

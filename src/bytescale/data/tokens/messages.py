@@ -1,5 +1,8 @@
 """Reads conversations as they lie in data: OpenAI's form or ShareGPT's, JSON in strings (as TRL prefers it), nulls.
 
+A part of a content may be a picture: {"type": "image"} with its path or its bytes, or without them the next one of the
+record's ``images``. The chat template is told its type alone.
+
 A key with a null is a missing key, because a column of Parquet gives every row all keys. In a string of JSON, tools and
 arguments keep their nulls.
 """
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bytescale.common.errors import DataError
@@ -16,6 +19,9 @@ from bytescale.common.parsing import parse_json
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _ROLES = ("user", "assistant", "system", "tool", "function", "developer")
+_PICTURES = ("image", "image_url")
+"""Types of parts that are pictures, and keys of them."""
+_PICTURE_KEYS = ("bytes", "base64", "path", "url", *_PICTURES)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -28,6 +34,8 @@ class Conversation:
     tools: list[dict[str, Any]] | None
     variables: dict[str, Any]
     weights: list[float]
+    pictures: list[Any] = field(default_factory=list)
+    """In their order in the messages: the path or the bytes of each."""
 
 
 def conversation_of(values: Mapping[str, Any]) -> Conversation:
@@ -37,11 +45,35 @@ def conversation_of(values: Mapping[str, Any]) -> Conversation:
     if not isinstance(found, list) or not found:
         raise _wrong(f"{name!r} is not a list of messages", "[{'role': ..., 'content': ...}, ...]")
     messages = [_message(_parsed(message, f"message {number}"), number) for number, message in enumerate(found)]
+    pictures = _take_pictures(messages, _without_nulls(_parsed(values.get("images") or [], "'images'")))
     variables = _without_nulls(_parsed(values.get("chat_template_kwargs") or {}, "'chat_template_kwargs'"))
     if not isinstance(variables, dict) or not variables.keys().isdisjoint(OWN_VARIABLES):
         raise _wrong(f"'chat_template_kwargs' is {_shown(variables)}", f"{{...}} without {', '.join(OWN_VARIABLES)}")
     tools = _functions(_without_nulls(values.get("tools")), "'tools'", "parameters")
-    return Conversation(messages, tools, variables, [_weight(*numbered) for numbered in enumerate(messages)])
+    return Conversation(messages, tools, variables, [_weight(*numbered) for numbered in enumerate(messages)], pictures)
+
+
+def _take_pictures(messages: list[dict[str, Any]], images: Any) -> list[Any]:
+    """Leave the types of pictures in ``messages``; return what they are. ``images``: of parts that do not say it."""
+    found, rest = list[Any](), iter(images if isinstance(images, list) else [images])
+    for message in messages:
+        parts = message["content"] if isinstance(message.get("content"), list) else []
+        for place, part in enumerate(parts):
+            if part.get("type") in _PICTURES:
+                found.append(_picture(part if part.keys() & set(_PICTURE_KEYS) else next(rest, None)))
+                parts[place] = {"type": "image"}
+    if None in found or next(rest, None) is not None:
+        num_parts = f"{len(found)} parts of type 'image' in its messages"
+        raise _wrong(f"'images' is {_shown(images)}, for {num_parts}", "as many, or the path into each part")
+    return found
+
+
+def _picture(said: Any) -> Any:
+    """A path, a data URL or bytes, from a part, or from {"bytes": ..., "path": ...} as a column of Parquet has it."""
+    while isinstance(said, dict):
+        key = next((key for key in _PICTURE_KEYS if key in said), "none")
+        said = f"data:,{said[key]}" if key == "base64" else said.get(key)
+    return said
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
@@ -63,9 +95,14 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(content, (str, list)):
         raise _wrong(f"the content of {place} is {_shown(content)}", "text, which may be JSON")
     for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and part.get("type") in _PICTURES:
+            continue
         if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise _wrong(f"{place} has a part of type {kind!r}: {_shown(part)}", "{'type': 'text', 'text': ...}")
+            raise _wrong(
+                f"{place} has a part of type {kind!r}: {_shown(part)}",
+                "{'type': 'text', 'text': ...} or {'type': 'image', 'path': ...}",
+            )
     if "tool_calls" in message:
         calls = _functions(message["tool_calls"], f"the tool_calls of {place}", "arguments")
         message = {**message, "tool_calls": calls}

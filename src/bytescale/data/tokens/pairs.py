@@ -28,10 +28,12 @@ from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.sources.records import ReadCounts
 from bytescale.data.tokens.examples import EncodedUnit
 from bytescale.data.tokens.indexed import LABELS, IndexedDataset, TokenIndex, field_dtype, index_bytes, without_field
+from bytescale.data.tokens.pictures import Picture, write_pictures
 from bytescale.data.tokens.progress import Progress, ProgressCallback
 from bytescale.data.tokens.tokenizer import Tokenizer
 
 _SCAN_TOKENS = 1 << 24
+_LATER = ("fields", "num_pictures")  # names that metadata without them do not have
 _MAX_LENGTH = np.iinfo(np.int32).max
 
 
@@ -122,6 +124,7 @@ def write_units(
             name: opened.enter_context(IndexedWriter(path.with_suffix(f".{name}.bin"), field_dtype(name)))
             for name in fields
         }
+        pictures = dict[int, Sequence[Picture]]()
         own_labels = LABELS in fields  # whether every label so far is its own token
         for unit in encoded:
             tokens, values = unit.tokens.astype(dtype, copy=False), {}
@@ -129,6 +132,7 @@ def write_units(
                 given = unit.fields[name] if name in unit.fields else without_field(name, unit.tokens)
                 values[name] = np.asarray(given).astype(field_dtype(name), copy=False)
                 field_writer.add_documents(values[name], unit.lengths)
+            pictures |= {len(writer.lengths) + number: own for number, own in unit.pictures.items()}
             writer.add_documents(tokens, unit.lengths)
             gatherer.add(tokens, values)
             own_labels = own_labels and bool((values[LABELS] == tokens).all())
@@ -136,10 +140,11 @@ def write_units(
         if own_labels:
             gatherer.leave_out(LABELS)
             del beside[LABELS]  # what was written of them is removed in the end, because it is not committed
-        metadata = gatherer.finish(writer.lengths, tokenizer, left_out)
+        metadata = gatherer.finish(writer.lengths, tokenizer, left_out, pictures)
         path.with_suffix(".idx").unlink(missing_ok=True)  # the old .idx must not stand beside new fields
         for name in OWN_FIELDS:  # nor old weights beside new tokens
             path.with_suffix(f".{name}.idx").unlink(missing_ok=True)
+        write_pictures(path, pictures)
         for field_writer in beside.values():
             field_writer.commit(None)
         writer.commit(metadata.to_json())
@@ -170,11 +175,14 @@ class TokenMetadata:
     fields: tuple[str, ...] = ()
     """The fields beside the tokens (``data.tokens.indexed``), in the order of their names. The content hash covers
     them."""
+    num_pictures: int = 0
+    """Pictures of its documents (``data.tokens.pictures``). The content hash covers their names."""
 
     def to_json(self) -> bytes:
         content = asdict(self)
-        if not self.fields:
-            del content["fields"]  # the file is then as it was before there were fields
+        for name in _LATER:
+            if not content[name]:
+                del content[name]  # the file is then as it was before there were any
         return json.dumps(content, indent=2).encode()
 
     def describes(self, index: TokenIndex) -> bool:
@@ -220,16 +228,20 @@ class MetadataGatherer:
         del self._field_hashes[name]
 
     def finish(
-        self, lengths: NDArray[np.integer], tokenizer: Tokenizer | None = None, left_out: Sequence[ReadCounts] = ()
-    ) -> TokenMetadata:
+        self, lengths: NDArray[np.integer], tokenizer: Tokenizer | None = None, left_out: Sequence[ReadCounts] = (),
+        pictures: Mapping[int, Sequence[Picture]] = MappingProxyType({}),
+    ) -> TokenMetadata:  # fmt: skip
         """Return the metadata of documents of these ``lengths [D]``. ``tokenizer`` is None if it is not known."""
         lengths = lengths.astype("<i8", copy=False)
         lengths_hash = _hash([lengths])
         self._tokens_hash.update(lengths_hash.encode())
+        for number, own in pictures.items():
+            self._tokens_hash.update(f"{number} {[picture.name for picture in own]}".encode())
         for name in sorted(self._field_hashes):
             self._tokens_hash.update(self._field_hashes[name].digest())
         return TokenMetadata(
             fields=tuple(sorted(self._field_hashes)),
+            num_pictures=sum(map(len, pictures.values())),
             num_documents=len(lengths),
             num_tokens=int(lengths.sum()),
             longest_document_tokens=int(lengths.max(initial=0)),
@@ -281,7 +293,7 @@ def load_metadata(path: Path) -> TokenMetadata | None:
     except (OSError, ValueError):  # the file is absent, or another program's: the metadata are gathered again
         return None
     names = {spec.name for spec in fields(TokenMetadata)}
-    if not isinstance(content, dict) or set(content) | {"fields"} != names:
+    if not isinstance(content, dict) or set(content).union(_LATER) != names:
         return None
     lists = {name: tuple(content.get(name, ())) for name in ("skipped_files", "corrupt_records", "fields")}
     return TokenMetadata(**{**content, **lists})

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError, typed_path
@@ -33,6 +34,7 @@ from bytescale.data.tokens.examples import EncodedUnit, UnitEncoder
 from bytescale.data.tokens.indexed import WEIGHTS, IndexedDataset, TokenIndex, Tokens, check_size, read_index
 from bytescale.data.tokens.open_parts import RemoteTokens, local_copy
 from bytescale.data.tokens.pairs import TokenMetadata, load_metadata, metadata_of, write_units
+from bytescale.data.tokens.pictures import Picture, read_pictures
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.samples import Trained, make_samples, trained_of
 from bytescale.data.tokens.tokenizer import Tokenizer
@@ -168,11 +170,30 @@ class ShardReader:
     def content(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> PartContent:
         """What the corpus index needs to know of a shard that is prepared. Raises as ``open``."""
         dataset, metadata = self.open(shard, progress)
+        if metadata.num_pictures and self.config.over_length != "drop":
+            self._require_whole(shard, dataset.index.document_lengths)
         weights, trained = dataset.fields.get(WEIGHTS), None
         if weights is not None:
             samples, _ = make_samples(0, dataset.index, self.config)
             trained = trained_of(samples, np.asarray(weights), str(dataset.path.with_suffix(f".{WEIGHTS}.bin")))
         return PartContent(index=dataset.index, metadata=metadata, trained=trained)
+
+    def pictures(self, shard: Shard) -> dict[int, list[Picture]]:
+        """The pictures of a shard that is prepared, by the number of their document."""
+        return read_pictures(self._path(shard)) if shard.file is None else {}
+
+    def _require_whole(self, shard: Shard, lengths: NDArray[np.integer]) -> None:
+        """Raise ``DataError`` for a document with pictures that would be cut."""
+        for number in sorted(self.pictures(shard)):
+            if lengths[number] > self.config.context_length:
+                places = itertools.chain.from_iterable(map(self.places, shard.units))
+                raise DataError(
+                    f"{next(itertools.islice(places, number, None))()}: it has {lengths[number]} tokens with those of "
+                    f"its pictures, and data.context_length is {self.config.context_length}",
+                    so="it would be cut, perhaps in a picture",
+                    fix="raise data.context_length, resize its pictures, or leave such records out: data.over_length "
+                    '= "drop"',
+                )
 
     def open_part(self, shard: Shard) -> tuple[Tokens, Mapping[str, Tokens]]:
         """Return the tokens of a shard, and its fields by name; text that the cache does not have is tokenised."""
@@ -242,6 +263,7 @@ def write_as_pair(
     of_bins = [reader.open(shard, progress)[1] for shard in shards if shard.file]  # errors come before the work
     reader.prepare(shards, num_workers, progress)
     known = of_bins + [reader.open(shard)[1] for shard in shards if shard.file is None]
+    require_text(sum(metadata.num_pictures for metadata in known), "a .bin and .idx pair")
     total_bytes = sum(metadata.num_tokens * np.dtype(metadata.dtype).itemsize for metadata in known)
 
     def copied() -> Iterator[EncodedUnit]:
@@ -255,6 +277,16 @@ def write_as_pair(
     dtype = np.result_type(*of_text, *(metadata.dtype for metadata in known))
     fields = sorted(set(reader.field_names) & {name for metadata in known for name in metadata.fields})
     return write_units(copied(), path, reader.tokenizer, dtype, fields)
+
+
+def require_text(num_pictures: int, what: str) -> None:
+    """Raise ``DataError`` for documents with pictures, of which ``what`` knows nothing."""
+    if num_pictures:
+        raise DataError(
+            f"the data has pictures, and {what} knows text alone",
+            so="the model would not see them",
+            fix="leave it out, and train on the JSONL or Parquet files by `bytescale train`, or by hdp.plan(documents)",
+        )
 
 
 def _documents_of(dataset: IndexedDataset, made: TokenMetadata) -> Iterator[EncodedUnit]:

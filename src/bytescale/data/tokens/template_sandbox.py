@@ -38,7 +38,8 @@ MOST_BYTES, MOST_CHARACTERS = 2**29, 2**24  # of memory beyond that at the start
 START, STOP, OPEN, CLOSE = "\ufdd0\ufdd1\ufdd2\ufdd3"  # characters that Unicode promises never to use, as are sentinels
 HERE, BEFORE = ("\ufdd4", "\ufdd5", "\ufdd6"), ("\ufdd7", "\ufdd8", "\ufdd9")  # for thoughts, content and arguments
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-FORMS = ((False, False), (False, True), (True, False), (True, True))  # whether contents are joined, arguments JSON
+AS_THEY_ARE, JOINED, LISTED = range(3)  # contents: a text may be a list of parts, and a list of texts one text
+FORMS = tuple((contents, as_json) for contents in range(3) for as_json in (False, True))  # whether arguments are JSON
 TAGS = re.compile(r"[<\[◁]/?think[>\]▷]", re.IGNORECASE)  # that an assistant's content may have around its thoughts
 
 Message = dict[str, Any]
@@ -66,7 +67,7 @@ class Template:
             "strftime_now": datetime.fromisoformat(day).strftime,
         }
         # Of conversations by their shape, if it leaves nothing of them out.
-        self.forms: dict[tuple[Any, ...], tuple[bool, bool]] = {}
+        self.forms: dict[tuple[Any, ...], tuple[int, bool]] = {}
         self._variables = variables
         with _limits("is not a Jinja template", "mend it"):
             self._compiled = environment.from_string(source)
@@ -219,11 +220,14 @@ class Rendering:
             (m["role"], isinstance(m.get("content"), list), bool(m.get("tool_calls"))) for m in self._messages
         )
         if shape not in self._template.forms:
-            choices = [FORMS[0]] if not any(row[1] or row[2] for row in shape) else FORMS
-            left_out = {form: self._left_out(_in_form(self._messages, *form)) for form in choices}
-            best = min(left_out, key=lambda form: len(left_out[form]))
-            if left_out[best] and len(left_out[best]) <= len(shape):
-                number = min(left_out[best])
+            lost = dict[tuple[int, bool], tuple[list[int], int]]()
+            for form in FORMS:
+                lost[form] = self._left_out(_in_form(self._messages, *form))
+                if not any(lost[form]):
+                    break
+            best = min(lost, key=lambda form: (len(lost[form][0]), lost[form][1]))
+            if 0 < len(lost[best][0]) <= len(shape):
+                number = min(lost[best][0])
                 calls = "the tool_calls of " if shape[number][2] else ""
                 raise Refused(
                     f"leaves {calls}message {number} out, whose role is {shape[number][0]!r}",
@@ -233,31 +237,41 @@ class Rendering:
             self._template.forms[shape] = best
         self._messages = _in_form(self._messages, *self._template.forms[shape])
 
-    def _left_out(self, messages: list[Message]) -> list[int]:
+    def _left_out(self, messages: list[Message]) -> tuple[list[int], int]:
         """The messages of which something is not written; one more than there are, if the template refuses sentinels.
 
-        What an assistant only says may be left out, as its thoughts are.
+        What an assistant only says may be left out, as its thoughts are. In how many messages it is, is the second.
         """
         names = [tuple(f"{kind}{number}{BEFORE[0]}" for kind in HERE) for number in range(len(messages))]
         try:
             shown = self.text([_replaced(message, own) for message, own in zip(messages, names, strict=True)])
         except Refused:
-            return list(range(len(messages) + 1))
-        found = []
+            return list(range(len(messages) + 1)), 0
+        found, unsaid = [], 0
         for number, (message, (_, content, arguments)) in enumerate(zip(messages, names, strict=True)):
             parts = message.get("content")
-            needed = len(parts) if isinstance(parts, list) else message["role"] != "assistant"
+            texts = [part for part in parts if "text" in part] if isinstance(parts, list) else None
+            needed = message["role"] != "assistant" if texts is None else len(texts)
             if arguments not in shown if message.get("tool_calls") else shown.count(content) < needed:
                 found.append(number)
-        return found
+            unsaid += bool(parts) and content not in shown
+        return found, unsaid
 
 
-def _in_form(messages: list[Message], joined: bool, as_json: bool) -> list[Message]:
+def _joined(parts: list[dict[str, str]]) -> str | list[dict[str, str]]:
+    """The text of a content, which stays as it is with a picture in it."""
+    return "".join(part["text"] for part in parts) if all("text" in part for part in parts) else parts
+
+
+def _in_form(messages: list[Message], contents: int, as_json: bool) -> list[Message]:
     if as_json:
         messages = [_with_arguments(m, lambda value: json.dumps(value, ensure_ascii=False)) for m in messages]
-    if joined:
+    if contents:
         texts = [m.get("content") for m in messages]
-        texts = ["".join(part["text"] for part in text) if isinstance(text, list) else text for text in texts]
+        if contents == LISTED:
+            texts = [[{"type": "text", "text": text}] if isinstance(text, str) else text for text in texts]
+        else:
+            texts = [_joined(text) if isinstance(text, list) else text for text in texts]
         messages = [m if text is None else {**m, "content": text} for m, text in zip(messages, texts, strict=True)]
     return messages
 
@@ -280,7 +294,7 @@ def _replaced(message: Message, sentinels: Sequence[str], always: bool = False) 
     changed = changed | {key: thoughts for key in THOUGHTS if message.get(key)}
     own = message.get("content")
     if isinstance(own, list):
-        return {**changed, "content": [{**part, "text": content} for part in own]}
+        return {**changed, "content": [{**part, "text": content} if "text" in part else part for part in own]}
     return {**changed, "content": content} if own or always or not message.get("tool_calls") else changed
 
 

@@ -20,8 +20,9 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config.hugging_face import refuse_quantised
@@ -52,18 +53,28 @@ def config_of(content: dict[str, Any]) -> Any:
         ) from error
 
 
+def sees_pictures(content: dict[str, Any]) -> bool:
+    """Whether this is the config.json of a vision-language model."""
+    return "vision_config" in content and content.get("model_type") in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+def auto_class(content: dict[str, Any]) -> Any:
+    """The class of transformers that makes the model of a config.json."""
+    return AutoModelForImageTextToText if sees_pictures(content) else AutoModelForCausalLM
+
+
 def make_model(content: dict[str, Any], dtype: torch.dtype, *, seed: int = 0) -> nn.Module:
     """A model with random weights that depend on ``seed`` alone, in ``dtype``, on the CPU."""
     with torch.random.fork_rng(devices=[]), causal_model_or_error(content):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config_of(content), dtype=dtype, trust_remote_code=False)
+        model = auto_class(content).from_config(config_of(content), dtype=dtype, trust_remote_code=False)
     return ready(model, dtype)
 
 
 def empty_model(content: dict[str, Any]) -> nn.Module:
     """A model without memory for its weights. Raises ``ConfigError`` where no causal model can be made."""
     with torch.device("meta"), causal_model_or_error(content):
-        model: nn.Module = AutoModelForCausalLM.from_config(config_of(content), trust_remote_code=False)
+        model: nn.Module = auto_class(content).from_config(config_of(content), trust_remote_code=False)
         return model
 
 
@@ -103,7 +114,7 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
     refuse_quantised(content, str(folder / "config.json"))
     check_sizes(folder, content)
     with causal_model_or_error(content), quiet():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(content).from_pretrained(
             folder,
             config=config_of(content),
             dtype=dtype,

@@ -30,6 +30,10 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 """Files that belong to a model and that training does not change."""
 _SHOWN = 8
@@ -112,7 +116,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy the tokenizer and the generation settings. Returns the names of the files that were found.
+    """Copy the tokenizer, the processor and the generation settings. Returns the names of the files that were found.
 
     Raises ``ConfigError`` for links out of ``source``.
     """

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
-from bytescale.hf.files.folder import causal_model_or_error, config_of, empty_model, ready
+from bytescale.hf.files.folder import auto_class, causal_model_or_error, config_of, empty_model, ready
 from bytescale.hf.model.decoder import HFDecoder
 
 
@@ -65,7 +64,7 @@ def hollow_model(content: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     Raises ``ConfigError`` where no causal model can be made.
     """
     with causal_model_or_error(content), no_init_weights(), _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config_of(content), dtype=dtype, trust_remote_code=False)
+        model = auto_class(content).from_config(config_of(content), dtype=dtype, trust_remote_code=False)
     return ready(model, dtype)
 
 

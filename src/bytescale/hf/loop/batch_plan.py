@@ -54,9 +54,11 @@ class BatchToPlan:
         """Raises as ``HDP.plan`` for a batch that cannot be used. ``whole``: whether every rank needs all documents."""
         given = BatchToPlan(hdp=hdp, batch=batch, lengths=lengths_of(batch), shift_labels=shift_labels)
         if any(name in document for document in batch for name in ITEM_NAMES):
-            from bytescale.hf.loop.encoded import Items  # few batches have them
+            from bytescale.hf.loop.encoded import Items, require_use  # few batches have them
 
-            given = replace(given, items=Items.of(batch, hdp))
+            if items := Items.of(batch):
+                require_use(items, hdp.engine.decoder, hdp.mesh.tp.size, hdp.engine.others)
+                given = replace(given, items=items)
         is_split = hdp.group.size > 1 and hdp.mesh.tp.size == 1 and len(batch) > ALL_DOCUMENTS
         if per_document is None and not whole and is_split:
             return given

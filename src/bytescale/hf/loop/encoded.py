@@ -24,16 +24,17 @@ import torch
 import xxhash
 from torch import Tensor
 
+from bytescale.attention.copies import to_device
 from bytescale.common.errors import ConfigError, DataError, RankFailure
 from bytescale.config.sharing import require_beside_tp
 from bytescale.hf.batch.documents import ITEM_NAMES, PLACEHOLDERS, POSITIONS, Batch, Documents, add_numbers
-from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.encoders import Encoders, Form, Item, patches_of
 from bytescale.hf.model.head import KINDS
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.plain_data import all_gather_json
 
 if TYPE_CHECKING:
-    from bytescale.hf.loop.session import Session
+    from bytescale.hf.model.decoder import HFDecoder
 
 
 class StandingFor(NamedTuple):
@@ -52,16 +53,18 @@ class Items:
         lists: what single documents have, each once: by kind, places in ``items``. Text alone is the first one.
         of_documents: the place in ``lists`` of each document with items.
         patches: of each item.
+        contents: of each item a text that changes with it, where ranks do not have all of them; None: they do.
     """
 
     items: Sequence[tuple[str, Item]]
     lists: Sequence[Mapping[str, Sequence[int]]]
     of_documents: Mapping[int, int]
     patches: Sequence[int]
+    contents: Sequence[str] | None = None
 
     @staticmethod
-    def of(batch: Batch, hdp: Session) -> Items | None:
-        """None: the documents are text alone. Raises ``ConfigError`` for a model that takes no such items."""
+    def of(batch: Batch) -> Items | None:
+        """None: the documents are text alone."""
         items, places = list[tuple[str, Item]](), dict[tuple[str, int], int]()
         lists, known, of_documents = [dict[str, list[int]]()], {"": 0}, dict[int, int]()
         for number, document in enumerate(batch):
@@ -77,13 +80,15 @@ class Items:
                 lists += [own] if place == len(lists) else []
         if not items:
             return None
-        _require_use(hdp, {kind for kind, _ in items})
         return Items(items, lists, of_documents, [patches_of(item) for _, item in items])
 
     def content_of(self, places: Sequence[int]) -> int:
         """A 64-bit fingerprint of some items' numbers."""
         content = xxhash.xxh3_64()
         for place in places:
+            if self.contents is not None:
+                content.update(self.contents[place].encode())
+                continue
             for name, value in sorted(self.items[place][1].items()):
                 numbers = torch.as_tensor(value).detach()
                 content.update(f"{name} {list(numbers.shape)}".encode())
@@ -139,25 +144,28 @@ class Items:
 class EncodedItems:
     """This rank's part of the items of a batch, for one loop over its micro-batches."""
 
-    def __init__(self, hdp: Session, items: Items, rows: Sequence[Mapping[str, Tensor]],
-                 totals: Mapping[int, Mapping[str, int]]) -> None:  # fmt: skip
-        """Encode, and ask for what the micro-batches need. All ranks call it.
+    def __init__(
+        self, decoder: HFDecoder, group: RankGroup, items: Items, rows: Sequence[Mapping[str, Tensor]],
+        totals: Mapping[int, Mapping[str, int]], *, keeps_graphs: bool, error: str = "",
+    ) -> None:  # fmt: skip
+        """Encode, and ask for what the micro-batches need. All ranks of the ``group`` call it.
 
         ``rows``: fields of the micro-batches. ``totals``: of the documents that this rank looks at, their placeholders.
+        ``keeps_graphs``: whether backward does not encode again. ``error``: what is wrong with this rank's items.
         Raises ``DataError`` on every rank where one has an item that its encoder does not take, or another number of
         placeholders than rows.
         """
-        self._hdp, self._items, self._group = hdp, items, hdp.mesh.hdp
-        self._encoders: Encoders = hdp.engine.decoder.encoders
-        self._keeps_graphs = hdp.engine.activations.keeps_graphs
+        self._items, self._group, self._rows = items, group, rows
+        self._encoders: Encoders = decoder.encoders
+        self._attachment, self._keeps_graphs = decoder.attachment, keeps_graphs
         ranks = items.ranks(self._group.size)
         shares: list[list[int]] = [[] for _ in range(self._group.size)]
         for place, rank in enumerate(ranks):
             shares[rank].append(place)
         self._own = shares[self._group.rank]
-        self._encoded, error, forms = list[Tensor](), "", dict[str, Form]()
+        self._encoded, forms = list[Tensor](), dict[str, Form]()
         try:
-            for place in self._own:
+            for place in () if error else self._own:
                 encoded, forms[items.items[place][0]] = self._encode(place)
                 self._encoded.append(encoded if self._keeps_graphs else encoded.detach())
         except DataError as found:
@@ -167,7 +175,7 @@ class EncodedItems:
         self._require_same([one[3] for one in told])
         self._forms = {kind: Form(*form) for _, known, *_ in told for kind, form in known.items()}
         self._trains = any(form.has_gradient for form in self._forms.values())
-        self._encoders.require_causal(hdp.model, *min(self._forms.items()))
+        self._encoders.require_causal(decoder.model, *min(self._forms.items()))
         counts = [0] * len(ranks)
         for places, (_, _, lengths, _) in zip(shares, told, strict=True):
             for place, length in zip(places, lengths, strict=True):
@@ -246,22 +254,24 @@ class EncodedItems:
         """``rows [n, W]`` with zeros behind them where other kinds have wider ones."""
         return torch.nn.functional.pad(rows, (0, self._width - rows.shape[1]))
 
-    def give(self, micro: Micro, index: int) -> None:
-        """Put the rows of its placeholders into a micro-batch's inputs, and positions of whole documents."""
-        positions: Tensor | None = getattr(micro, POSITIONS, None)
-        if positions is not None and micro.num_rows:
-            micro.inputs["position_ids"] = positions.T[:, None]
-        if own := self._wanted[index] if index < len(self._wanted) else []:
+    def beside(self, index: int) -> dict[str, Any]:
+        """What the model takes beside a micro-batch's tokens: positions of whole documents, rows of placeholders."""
+        given: dict[str, Any] = {}
+        fields = self._rows[index] if index < len(self._rows) else {}
+        if POSITIONS in fields and len(fields["tokens"]):
+            given["position_ids"] = to_device(fields[POSITIONS], self._group.device).T[:, None]
+        if own := self._wanted[index] if fields else []:
             first = sum(len(before) for before in self._wanted[:index])
             rows = {one.kind: self._leaves[first + place] for place, one in enumerate(own)}
-            micro.inputs |= self._encoders.inputs(micro.inputs["input_ids"][0], rows, self._forms)
+            given |= self._encoders.inputs(to_device(fields["tokens"], self._group.device), rows, self._forms)
+        return given
 
     @torch.enable_grad()
     def backward(self) -> None:
         """Send the gradients of all rows home, and run the encoders backward. All ranks call it."""
         if not self._trains:
             return
-        group, attachment = self._group, self._hdp.engine.decoder.attachment
+        group, attachment = self._group, self._attachment
         parts = [self._wide(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for leaf in self._leaves]
         gradients = torch.cat([self._nothing, *parts])[self._order]
         arrived = group.all_to_all(gradients, self._asked, self._answered)
@@ -278,18 +288,17 @@ class EncodedItems:
         self._leaves, self._encoded = [], []
 
 
-def _require_use(hdp: Session, kinds: set[str]) -> None:
-    """Raise ``ConfigError`` where items of these kinds cannot be used."""
-    require_beside_tp("images, videos or audios in documents", hdp.mesh.tp.size)
-    decoder = hdp.engine.decoder
-    if missing := kinds - decoder.encoders.kinds.keys():
+def require_use(items: Items, decoder: HFDecoder, tp: int, others: Sequence[HFDecoder] = ()) -> None:
+    """Raise ``ConfigError`` where such items cannot be used. ``others``: further models."""
+    require_beside_tp("images, videos or audios in documents", tp)
+    if missing := {kind for kind, _ in items.items} - decoder.encoders.kinds.keys():
         raise ConfigError(
             f"documents have {', '.join(sorted(missing))} items, and {type(decoder.encoders.root).__name__} takes none "
             "that were encoded before (mm_encoder_outputs)",
             so="the model would not see them",
             fix="load the model by AutoModelForImageTextToText, or train on documents of text alone",
         )
-    if hdp.engine.others:
+    if others:
         raise ConfigError(
             "documents have images, videos or audios, and a second model is attached",
             so="the second model has encoders of its own, which no plan runs",

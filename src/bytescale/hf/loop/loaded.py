@@ -19,6 +19,7 @@ from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Reader, StepData
 from bytescale.data.open import opened_loader
 from bytescale.data.order.batches import SamplerState
+from bytescale.data.tokens.shards import require_text
 from bytescale.hf.batch.documents import RankBatch
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.session import Session
@@ -59,6 +60,7 @@ class LoadedBatches:
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         for data in self.steps:
+            require_text(len(data.pictures), "hdp.batches")
             require_short_enough(data.plan.lengths.tolist(), self.hdp.engine.decoder.longest_document)
             self.hdp.agree(f"the plan of step {data.step}", data.rank_plan.digest)
             self.state = data.sampler_state_after

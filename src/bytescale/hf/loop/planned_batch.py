@@ -77,13 +77,16 @@ class PlannedBatch(Collector):
         if self._items is not None:
             from bytescale.hf.loop.encoded import EncodedItems  # few batches have items
 
-            encoded = EncodedItems(hdp, self._items[0], self.part.rows, self._items[1])
+            encoded = EncodedItems(
+                hdp.engine.decoder, hdp.mesh.hdp, self._items[0], self.part.rows, self._items[1],
+                keeps_graphs=hdp.engine.activations.keeps_graphs,
+            )  # fmt: skip
             hdp.encoders_backward = encoded.backward
         for index, plan in enumerate(self.micro_batches):
             rows = self.part.rows[index] if index < len(self.part.rows) else self.part.no_rows
             micro = hdp.engine.micro(plan, rows, buffers)
             if encoded is not None:
-                encoded.give(micro, index)
+                micro.inputs |= encoded.beside(index)
             if self._last and index + 1 == len(self):
                 hdp.pending.require_backwards("gradients are reduced (last=True)")
                 hdp.sharded().expect_last_backward(last_backward_is_silent(self.rank_plan))

@@ -328,8 +328,17 @@ class HFDecoder(nn.Module):
         received = self.own_rows(weight.new_zeros(rows, self.hidden_size), len(tokens))
         return received.requires_grad_(torch.is_grad_enabled())
 
-    def forward(self, inputs: Tensor, position_ids: Tensor, attention: PackedAttention) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        position_ids: Tensor,
+        attention: PackedAttention,
+        *,
+        beside: Mapping[str, Any] | None = None,
+    ) -> Tensor:
         """``tokens, position_ids [T]`` int64 -> hidden states ``[T, C]`` after the final norm.
+
+        ``beside``: what the model is given beside these (``loop.encoded``), or in their place.
 
         Of a pipeline stage, the tokens or the output of the stage before, and this stage's output. Outputs between
         stages are those of this rank's rows, ``[t, C]``, and with ``splits_loss`` the last ones, too.
@@ -347,7 +356,7 @@ class HFDecoder(nn.Module):
         given: dict[str, Any] = {"input_ids": inputs[None], "position_ids": position_ids[None], "use_cache": False}
         try:
             with while_set(filter(None, [self.stage]), "received", received):
-                hidden, _ = hidden_states(self.model, {**given, KEYWORD: target})
+                hidden, _ = hidden_states(self.model, {**given, **(beside or {}), KEYWORD: target})
         except StageEnd as end:
             target.require_all_calls()
             return self.own_rows(end.hidden[0], num_rows)

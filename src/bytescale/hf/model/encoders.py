@@ -80,11 +80,11 @@ class Encoders:
         if not any(items.values()):
             return torch.arange(len(tokens))[:, None].expand(-1, 3)
         given: dict[str, Any] = dict.fromkeys(_TYPES, self.kinds_of(tokens)[None].to(torch.int32))
+        wanted = inspect.signature(self._rotary.get_rope_index).parameters
         for own in items.values():
-            for name in own[0] if own else ():
+            for name in own[0].keys() & wanted.keys() if own else ():
                 values = [torch.as_tensor(item[name]) for item in own]
                 given[name] = torch.cat([value.reshape(1) if value.dim() == 0 else value for value in values])
-        wanted = inspect.signature(self._rotary.get_rope_index).parameters
         given = {name: value for name, value in given.items() if name in wanted}
         try:
             found, _ = self._rotary.get_rope_index(tokens[None], **given)

@@ -29,6 +29,7 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus, place_of_document
 from bytescale.data.order.batches import batches_once
 from bytescale.data.tokens.indexed import WEIGHTS
+from bytescale.data.tokens.shards import require_text
 from bytescale.hf.batch.documents import ITEM_NAMES, TOKEN_NAMES
 from bytescale.hf.loop.hdp import HDP
 
@@ -195,6 +196,7 @@ def score_corpus(
 
 def check_documents(corpus: Corpus, num_ranks: int, capacity_tokens: int, data: DataConfig) -> None:
     """Raise ``DataError`` for documents that cannot be scored: longer than the ranks hold, or without a token."""
+    require_text(corpus.metadata.num_pictures, "bytescale score")
     counts = corpus.metadata.counts
     left_out = counts.num_empty_documents + len(corpus.metadata.skipped_files)
     if left_out:

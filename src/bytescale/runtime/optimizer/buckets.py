@@ -120,10 +120,10 @@ class Overlap:
                 hook = self._finishing_hook(place[0])
                 self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def begin_step(self, rank_plan: RankPlan) -> None:
+    def begin_step(self, rank_plan: RankPlan, overlaps: bool = True) -> None:
         self._num_micro_batches = len(rank_plan.micro_batches)
         self._num_forwards = 0
-        self._silent, self._is_last = last_backward_is_silent(rank_plan, self.stage), False
+        self._silent, self._is_last = overlaps and last_backward_is_silent(rank_plan, self.stage), False
 
     def expect_last_backward(self, silent: bool) -> None:
         """The forwards that follow are those of the step's last micro-batch, whose backward sends nothing if silent."""

@@ -103,12 +103,15 @@ class ShardedOptimizer:
         assert self.overlap is not None, "reductions overlap"
         self.overlap.expect_last_backward(silent)
 
-    def begin_step(self, rank_plan: RankPlan) -> None:
-        """Set the gradients to zero. Called before the first forward of a step whose plan is known."""
+    def begin_step(self, rank_plan: RankPlan, *, overlaps: bool = True) -> None:
+        """Set the gradients to zero. Called before the first forward of a step whose plan is known.
+
+        ``overlaps``: whether nothing is sent between the last backward and ``after_last_message``.
+        """
         for zero in self.zeros:
             zero.parameters.zero_gradients()
         if self.overlap is not None:
-            self.overlap.begin_step(rank_plan)
+            self.overlap.begin_step(rank_plan, overlaps)
 
     def after_last_message(self) -> None:
         """Start the remaining reductions. ``Executor.run`` calls it after this rank's last message."""

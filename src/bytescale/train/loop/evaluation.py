@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config.schema import Config, EvalConfig
+from bytescale.config.schema import Config, DataConfig, EvalConfig
 from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus, check_vocabulary, prepare_corpus
 from bytescale.data.order.batches import GlobalBatch, batches_once
@@ -27,6 +27,7 @@ from bytescale.plan import MicroBatch, RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.train.parts.job import Job
 from bytescale.train.parts.loader import documents_of, micro_batches_of_trees
+from bytescale.train.parts.pictures import read_pictures
 from bytescale.train.reporting.metrics import EvaluationMetrics
 
 _COLUMNS = 3  # of a bucket: sum of weighted losses, sum of absolute weights, labels that are counted
@@ -35,9 +36,14 @@ PlannedBatch = tuple[GlobalBatch, RankPlan, Sequence[MicroBatchData]]
 """With the rank's rows where prefixes are shared (``data.share_prefixes``); others are read for each evaluation."""
 
 
+def settings_of(config: Config) -> DataConfig:
+    """How ``eval.sources`` are read."""
+    return replace(config.data, sources=config.eval.sources, weights=())
+
+
 def corpus_of(config: Config, vocab_size: int) -> Corpus:
     """The tokenised ``eval.sources``. Raises as ``prepare_corpus`` and ``check_vocabulary``."""
-    corpus = prepare_corpus(replace(config.data, sources=config.eval.sources, weights=()))
+    corpus = prepare_corpus(settings_of(config))
     check_vocabulary(corpus.metadata, vocab_size)
     return corpus
 
@@ -71,7 +77,13 @@ class Evaluation:
         for number, (batch, rank_plan, rows) in enumerate(self.batches):
             mesh.world.agree(f"the plan of evaluation batch {number} after step {step}", rank_plan.digest)
             data = rows or self.corpus.micro_batches(rank_plan, Segments.of(batch, rank_plan, "token"))
-            losses = self.job.executor.evaluate(rank_plan, data)
+            pictures = read_pictures(
+                self.corpus, settings_of(self.job.config), batch, rank_plan, (mesh.hdp.rank, mesh.hdp.size),
+                self.job.ranks.dtype,
+            )  # fmt: skip
+            with torch.no_grad():
+                beside, _ = self.job.encode(pictures, rank_plan)
+            losses = self.job.executor.evaluate(rank_plan, data, beside)
             if losses and mesh.tp.rank == 0:  # those of the last stage; all ranks of a TP group have the same
                 for part, own, values in zip(rank_plan.micro_batches, data, losses, strict=True):
                     add_to_buckets(totals, batch.lengths, part, own, values.double().cpu().numpy())

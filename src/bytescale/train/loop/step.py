@@ -43,14 +43,16 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
     # 2. Forward and backward of this rank's micro-batches. Ranks wait only for members of a slice group and, in a
     # pipeline, for neighbouring stages.
     work = RankWork(job.ranks.mesh)
+    beside, after_last_message = job.encode(data.items, data.rank_plan)
     with work.passes():
-        job.optimizer.begin_step(data.rank_plan)
+        job.optimizer.begin_step(data.rank_plan, overlaps=data.items is None)
         result = job.executor.run(
             data.rank_plan,
             data.micro_batches,
             num_global_targets=data.loss_divisor,
-            after_last_message=job.optimizer.after_last_message,
+            after_last_message=after_last_message,
             around=record.around(data.rank_plan),
+            beside=beside,
         )
 
     # 3. The remaining reductions of gradients, and one exchange of sums.

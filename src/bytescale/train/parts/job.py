@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
@@ -22,9 +23,10 @@ from bytescale.cost.profile_file import load_profile, require_device, warn_of_ba
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Loader, StepData
+from bytescale.plan import RankPlan
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime.executor import Executor
+from bytescale.runtime.executor import Beside, Executor
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.simulator import ClusterConfig, StepTimes
@@ -32,6 +34,7 @@ from bytescale.train.changing import ChangingRanks
 from bytescale.train.parts.budget import MemoryBudget, kind_of, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices, RankDevice
+from bytescale.train.parts.pictures import PicturesOfRank
 from bytescale.train.parts.rank_model import build_rank_model
 from bytescale.train.profiling.peak import known_peak
 from bytescale.train.ranks import Ranks
@@ -69,6 +72,24 @@ class Job:
         if self.spec.windows:
             squares = self.spec.squares_of(data.plan.lengths)
         return self.spec.training_flops(num_tokens=data.summary.num_tokens, sum_of_squares=squares)
+
+    def encode(self, pictures: PicturesOfRank | None, rank_plan: RankPlan) -> tuple[Beside, Callable[[], None]]:
+        """Encode the pictures of a batch before its text; every rank calls it. Raises as ``EncodedItems``.
+
+        Returns what is beside text, and what follows the last message of its passes.
+        """
+        if pictures is None:
+            return lambda _: {}, self.optimizer.after_last_message
+        self.optimizer.wait_for_parameters()
+        if self.executor.units is not None:
+            self.executor.units.begin()
+        encoded = pictures.encoded(self.executor, rank_plan)
+
+        def after_last_message() -> None:
+            encoded.backward()
+            self.optimizer.after_last_message()
+
+        return encoded.beside, after_last_message
 
     def state_after(self, step: int, data: StepData, best: dict[str, float]) -> RunState:
         """The state of the run that a checkpoint after this step stores, with the ``best`` evaluation so far."""

@@ -23,7 +23,7 @@ from bytescale.config.description import ModelDescription
 from bytescale.config.resolve import HF_PREFIX, source_folder
 from bytescale.config.schema import Config
 from bytescale.cost.memory.measured import MeasuredRows
-from bytescale.hf.files.folder import constants_of, empty_model, load_model, set_constants
+from bytescale.hf.files.folder import constants_of, empty_model, load_model, sees_pictures, set_constants
 from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.files.large import InitialValues, give_memory, hollow_model, twin_of
 from bytescale.hf.model.balance import BalanceLoss
@@ -53,11 +53,12 @@ class LargePart(NamedTuple):
 def shapes_of(architecture: ModelDescription, dtype: torch.dtype, longest: int) -> HFDecoder | None:
     """The shapes of a large model, attached; None: it is small, or has to be made as a whole.
 
-    Adapters, frozen parts, angles of the longest position, and types whose code looks at numbers need the whole.
+    Adapters, frozen parts, encoders, angles of the longest position, and types whose code looks at numbers need the
+    whole.
     """
     model = empty_model(architecture.content)
     is_small = sum(parameter.numel() for parameter in model.parameters()) <= FEW_PARAMETERS
-    if architecture.trained or is_small or depends_on_pass(model):
+    if architecture.trained or is_small or depends_on_pass(model) or sees_pictures(architecture.content):
         return None
     try:
         with OnMeta():

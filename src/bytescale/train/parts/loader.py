@@ -27,6 +27,7 @@ from bytescale.plan.plan import Planner
 from bytescale.plan.trees import Forest
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.plain_data import broadcast_json
+from bytescale.train.parts.pictures import PictureLoader
 from bytescale.train.ranks import Ranks
 from bytescale.train.run_folder import RunFolder
 
@@ -41,8 +42,10 @@ def loader_of_run(config: Config, ranks: Ranks, log: Callable[[str], None] = lam
     reader = Reader(
         hdp_rank=ranks.hdp.rank, num_processes=ranks.world.size, is_first=ranks.is_first, broadcast=broadcast
     )
-    kind = PrefixLoader if config.data.share_prefixes else Loader
+    kind = PrefixLoader if config.data.share_prefixes else PictureLoader
     with opened_loader(config.data, reader, log, kind=kind) as loader:
+        if isinstance(loader, PictureLoader):
+            loader.dtype = ranks.dtype
         folder = RunFolder(Path(config.trainer.run_dir)).data
         about = {"num_ranks": ranks.hdp.size, "batch_tokens": config.data.batch_tokens}
         if config.data.record:

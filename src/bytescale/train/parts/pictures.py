@@ -1,0 +1,125 @@
+"""Pictures of a run: a rank reads those that it encodes ahead of training, and ``hf.loop.encoded`` does the rest.
+
+All ranks know the pictures of a global batch, and how many tokens stand for each, so that they agree on who encodes
+which. A rank reads no other pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from bytescale.common.errors import DataError
+from bytescale.config.schema import DataConfig
+from bytescale.data.loading.corpus import Corpus, place_of_document
+from bytescale.data.loading.loader import Loader, StepData
+from bytescale.data.order.batches import GlobalBatch
+from bytescale.data.tokens.pictures import Picture, pixels_of
+from bytescale.data.tokens.shards import require_text
+from bytescale.hf.batch.documents import ITEM_NAMES, Documents
+from bytescale.hf.loop.encoded import EncodedItems, Items, require_use
+from bytescale.hf.model.decoder import HFDecoder
+from bytescale.plan import RankPlan
+from bytescale.runtime.executor import Executor
+from bytescale.runtime.plain_data import all_gather_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class PicturesOfRank:
+    """What a rank needs for the pictures of a global batch."""
+
+    items: Items  # all of them, with what the processor returns where this rank encodes
+    told: dict[int, dict[str, Any]]  # of its own ones, what there is beside pixels, by the item's place
+    documents: Documents  # this rank's, whole: their tokens alone
+    error: str = ""  # what is wrong with a picture that this rank has read
+
+    def encoded(self, executor: Executor, rank_plan: RankPlan) -> EncodedItems:
+        """Encode, and exchange rows. Every rank calls it; raises on all of them where one has found something wrong."""
+        decoder, mesh, error = executor.part.module, executor.mesh, self.error
+        assert isinstance(decoder, HFDecoder), "the trainer has no others"
+        require_use(self.items, decoder, mesh.tp.size)
+        require_text(mesh.shape.pp - 1, f"parallel.pp = {mesh.shape.pp}")
+        documents, encoders = self.documents, decoder.encoders
+        told = all_gather_json([error, list(self.told.items())], mesh.hdp.group, mesh.hdp.device)
+        if wrong := [one for one, _ in told if one]:
+            raise DataError(wrong[0])
+        for place, given in (one for _, of_rank in told for one in of_rank):  # positions of documents need it
+            for name, value in given.items():
+                self.items.items[place][1].setdefault(name, torch.tensor(value))
+        try:
+            documents = self.items.with_fields(documents, encoders)
+        except DataError as found:
+            error = str(found)
+        return EncodedItems(
+            decoder,
+            mesh.hdp,
+            self.items,
+            [] if error else [documents.rows(own) for own in rank_plan.micro_batches],
+            {number: encoders.counts(tokens) for number, tokens in documents.fields["tokens"].items()},
+            keeps_graphs=executor.part.activations.keeps_graphs,
+            error=error,
+        )
+
+
+def read_pictures(
+    corpus: Corpus,
+    config: DataConfig,
+    batch: GlobalBatch,
+    rank_plan: RankPlan,
+    rank: tuple[int, int],
+    dtype: torch.dtype,
+) -> PicturesOfRank | None:
+    """Read those pictures of a batch that a ``rank`` of so many encodes; None: there are none. ``dtype``: of pixels."""
+    pictures = corpus.pictures_of(batch.samples)
+    if not pictures:
+        return None
+    items, known = _items_of(pictures, len(batch.lengths))
+    error, told = "", dict[int, dict[str, Any]]()
+    tokenizer = "" if corpus.tokenizer is None else corpus.tokenizer.name
+    for place in (place for place, owner in enumerate(items.ranks(rank[1])) if owner == rank[0]):
+        (_, item), picture = items.items[place], known[place]
+        try:
+            for name, value in pixels_of(picture, tokenizer).items():
+                item[name] = value.to(dtype) if value.is_floating_point() else value  # type: ignore[index]
+                if not name.startswith("pixel"):
+                    told.setdefault(place, {})[name] = value.tolist()
+        except DataError as found:
+            number = next(number for number, own in pictures.items() if picture in own)
+            part, document = int(batch.samples.part[number]), int(batch.samples.document[number])
+            error = error or f"{place_of_document(config, part, document)}: {found}"
+    own = sorted({0}.union(*(one.sequences.tolist() for one in rank_plan.micro_batches)))
+    read = corpus.documents(batch.samples[np.array(own)])
+    tokens = {number: torch.from_numpy(one["tokens"].astype(np.int64)) for number, one in zip(own, read, strict=True)}
+    return PicturesOfRank(
+        items=items,
+        told=told,
+        documents=Documents(fields={"tokens": tokens}, lengths=batch.lengths.tolist()),
+        error=error,
+    )
+
+
+def _items_of(pictures: Mapping[int, Sequence[Picture]], num_documents: int) -> tuple[Items, list[Picture]]:
+    """The pictures of a batch as items without pixels, and in the same order. One that comes again is the same item."""
+    known: dict[str, tuple[Picture, dict[str, Any]]] = {}
+    batch = [
+        {ITEM_NAMES[0]: [known.setdefault(own.path, (own, {}))[1] for own in pictures.get(number, ())]}
+        for number in range(num_documents)
+    ]
+    found = Items.of(batch)
+    assert found is not None, "there are pictures"
+    own = [picture for picture, _ in known.values()]
+    return replace(found, patches=[one.rows for one in own], contents=[one.name for one in own]), own
+
+
+class PictureLoader(Loader):
+    """The loader of a run. It also reads pictures, where there are any."""
+
+    dtype = torch.float32
+
+    def _with_tokens(self, batch: GlobalBatch, data: StepData) -> StepData:
+        data, rank = super()._with_tokens(batch, data), (self._rank, data.plan.num_ranks)
+        return replace(data, items=read_pictures(self.corpus, self._config, batch, data.rank_plan, rank, self.dtype))
