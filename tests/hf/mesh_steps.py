@@ -118,9 +118,16 @@ class RankModel:
         decoder, tied = self.decoder, None
         if decoder.stage is not None and decoder.stage.tied is not None:
             tied = TiedHead(mesh, decoder.stage.tied, self.parameters, wait_for_parameters)
+        activations = Activations(
+            decoder.layers,
+            checkpointing=checkpointing,
+            pool=pool,
+            device=mesh.hdp.device,
+            tp=mesh.tp,  # type: ignore[arg-type]
+        )
         part = Decoder(
             module=decoder,
-            activations=Activations(decoder.layers, checkpointing=checkpointing, pool=pool, tp=mesh.tp),  # type: ignore[arg-type]
+            activations=activations,
             head=decoder.head,
             splits_loss=decoder.splits_loss,
             tied=tied,

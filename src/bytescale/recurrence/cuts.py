@@ -12,7 +12,6 @@ Shape letters: T rows, F fragments, C channels, n rows that arrive, H heads, R r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +24,7 @@ from bytescale.attention.rings.messages import Kind
 from bytescale.attention.rings.runs import OwnRuns, Ranges, RowRuns, RowsBefore
 from bytescale.plan.plan import offsets_of
 from bytescale.plan.states import chain_is_faster
-from bytescale.recurrence.states import EntryStates, StateRound, act, state_rounds
+from bytescale.recurrence.states import EntryStates, StateRound, act, index_of, state_rounds
 
 
 class GroupCuts(OwnRuns):
@@ -52,11 +51,7 @@ class GroupCuts(OwnRuns):
             edges = self.shared.own_ends
         self.fragments = [slice(*pair) for pair in pairwise(edges.tolist())]
         self._halos: dict[int, RowsBefore] = {}
-
-    @cached_property
-    def _rounds(self) -> list[StateRound]:
-        assert self.shared is not None, "fragments are of shared sequences"
-        return state_rounds(self.shared)
+        self._rounds: tuple[Tensor, list[StateRound]] | None = None
 
     def halo(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
         """Fetch the ``width`` rows before each fragment.
@@ -88,9 +83,12 @@ class GroupCuts(OwnRuns):
         assert self.shared is not None, "fragments are of shared sequences"
         sizes = (len(part) // 2 * part[0].numel() * part.element_size() for part in (decay, state))
         if self.shared.has_trees or chain_is_faster(self.shared.size, *sizes):
-            filled = [rows.start < rows.stop for rows in self.fragments]
+            if self._rounds is None:
+                runs = [number for number, rows in enumerate(self.fragments) if rows.start < rows.stop]
+                self._rounds = index_of(runs, state.device), list(state_rounds(self.shared, state.device))
+            filled, rounds = self._rounds
             entry = torch.zeros_like(state)
-            out, entry[filled] = EntryStates.apply(out, decay[filled], state[filled], self._attention, self._rounds)
+            out, entry[filled] = EntryStates.apply(out, decay[filled], state[filled], self._attention, rounds)
             return out, entry
         decay, state = (part.unflatten(0, (-1, 2)).transpose(0, 1).contiguous() for part in (decay, state))
         out, entry = EntryStates.apply(out, decay, state, self._attention)

@@ -114,7 +114,7 @@ def carried(cuts: Cuts, runs: Runs, *, one_row: bool = False) -> Tensor:
             known = [one.effect() for one in own]
             decay, state = known[0] if known else documents[0].effect()
             matrix = decay.shape[-1] == state.shape[-2]
-            same = torch.eye(decay.shape[-1]).to(decay).expand_as(decay) if matrix else torch.ones_like(decay)
+            same = torch.ones_like(decay).triu().tril() if matrix else torch.ones_like(decay)
             nothing, following = (same, torch.zeros_like(state)), iter(known)  # what a fragment without rows does
             pairs = [next(following) if some else nothing for some in has_rows]
             decays, states = (torch.stack(parts) for parts in zip(*pairs, strict=True))

@@ -24,7 +24,7 @@ Shape letters: F runs of a member, N members, K sequences of the group, H heads,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from bytescale.attention import PackedAttention
+from bytescale.attention.copies import to_device
 from bytescale.attention.rings.exchange import Message
 from bytescale.attention.rings.grid_messages import Grid
 from bytescale.attention.rings.messages import Kind
@@ -89,19 +90,18 @@ def scanned(decay: Tensor, state: Tensor, grid: Grid, kind: Kind) -> Tensor:
 
 
 class StateRound(NamedTuple):
-    """How a member's states of one depth reach the runs behind them. Its runs are counted from 0."""
+    """How a member's states of one depth reach the runs behind them, by indices (int64). Its runs count from 0."""
 
-    parents: list[int]  # runs that others begin behind
-    sent: list[list[int]]  # by step t from 1 on, which of ``parents`` member ``i + t`` gets
+    parents: Tensor  # runs that others begin behind
+    sent: list[Tensor]  # by step t from 1 on, which of ``parents`` member ``i + t`` gets
     arriving: list[int]  # by step, how many states come from member ``i - t``
-    children: list[int]  # runs that begin behind a run of this depth
-    sources: list[int]  # of each child the place of its parent: among ``parents``, and then what arrives
+    children: Tensor  # runs that begin behind a run of this depth
+    sources: Tensor  # of each child the place of its parent: among ``parents``, and then what arrives
 
 
-def state_rounds(runs: SharedRuns) -> list[StateRound]:
-    """What the member does in each round."""
+def state_rounds(runs: SharedRuns, device: torch.device) -> Iterator[StateRound]:
+    """What the member does in each round. Indices are on ``device``: for lists, a GPU's host would wait at each use."""
     holders, places, above, own = runs.holders.tolist(), runs.places.tolist(), runs.parents, runs.member
-    rounds = []
     for level in runs.levels[1:]:
         travelling: dict[tuple[int, int], set[int]] = {}
         for run in level:
@@ -111,16 +111,17 @@ def state_rounds(runs: SharedRuns) -> list[StateRound]:
         arriving = [sorted(travelling.get((source, own), ())) for source in runs.others(-1)]
         at = {run: number for number, run in enumerate([*parents, *chain.from_iterable(arriving)])}
         children = [run for run in level if holders[run] == own]
-        rounds.append(
-            StateRound(
-                parents=[places[run] for run in parents],
-                sent=[[at[run] for run in part] for part in sent],
-                arriving=[len(part) for part in arriving],
-                children=[places[run] for run in children],
-                sources=[at[above[run]] for run in children],
-            )
+        yield StateRound(
+            parents=index_of([places[run] for run in parents], device),
+            sent=[index_of([at[run] for run in part], device) for part in sent],
+            arriving=[len(part) for part in arriving],
+            children=index_of([places[run] for run in children], device),
+            sources=index_of([at[above[run]] for run in children], device),
         )
-    return rounds
+
+
+def index_of(rows: list[int], device: torch.device) -> Tensor:
+    return to_device(torch.tensor(rows, dtype=torch.int64), device)
 
 
 def handed_on(decay: Tensor, state: Tensor, rounds: Sequence[StateRound], grid: Grid) -> Tensor:
@@ -140,7 +141,7 @@ def handed_back(turned: Tensor, gradient: Tensor, rounds: Sequence[StateRound], 
     reached, result = gradient.clone(), torch.zeros_like(gradient)
     for one in reversed(rounds):
         known = gradient.new_zeros(len(one.parents) + sum(one.arriving), *gradient.shape[1:])
-        known.index_add_(0, torch.tensor(one.sources, dtype=torch.int64, device=known.device), reached[one.children])
+        known.index_add_(0, one.sources, reached[one.children])
         after, *messages = known.split([len(one.parents), *one.arriving])
         returned = [gradient.new_empty(len(places), *gradient.shape[1:]) for places in one.sent]
         grid.swap(messages, returned, Kind.BACKWARD_STATES, forwards=False).wait()

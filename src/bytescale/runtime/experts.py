@@ -60,12 +60,13 @@ class ParallelExperts:
                 fix='use experts = "gathered" for this model',
             )
         size, here = self.group.size, self.num_experts // self.group.size
-        leaving = torch.bincount(chosen.flatten(), minlength=self.num_experts)
+        experts = chosen.flatten()
+        leaving = chosen.new_zeros(self.num_experts).scatter_add_(0, experts, torch.ones_like(experts))
         arriving = self.group.all_to_all(leaving, [here] * size, [here] * size).view(size, here)
         sent, received = torch.stack([leaving.view(size, here).sum(1), arriving.sum(1)]).tolist()
         there = partial(self.group.all_to_all, sent=sent, received=received)  # [T K, C] -> [R, C]
         back = partial(self.group.all_to_all, sent=received, received=sent)
-        order = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
+        order = experts.argsort(stable=True)  # by expert, and so by rank
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
         rows = _ToExperts.apply(hidden, chosen.shape, order, place, there, back)

@@ -104,10 +104,7 @@ class ShardedOptimizer:
         self.overlap.expect_last_backward(silent)
 
     def begin_step(self, rank_plan: RankPlan, *, overlaps: bool = True) -> None:
-        """Set the gradients to zero. Called before the first forward of a step whose plan is known.
-
-        ``overlaps``: whether nothing is sent between the last backward and ``after_last_message``.
-        """
+        """Set gradients to zero, before a step whose plan is known. ``overlaps``: reductions and the last backward."""
         for zero in self.zeros:
             zero.parameters.zero_gradients()
         if self.overlap is not None:

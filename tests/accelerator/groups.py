@@ -1,0 +1,150 @@
+"""Process groups of simulated accelerators: gloo moves the numbers, and NCCL's rules say when.
+
+A communicator is a stream of its own. Its operation begins when all is done that the current stream was given before,
+and ``wait`` holds up the current stream, not the host. NCCL keeps the tensors of an operation until it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from bytescale.parity import thread_ranks
+from bytescale.runtime import group as runtime_group
+from tests.accelerator.answers import simulated
+from tests.accelerator.device import Machine, here, machine
+
+Result = TypeVar("Result")
+
+
+class Work(dist.Work):
+    """What a posted operation returns."""
+
+    def __init__(self, own: Communicator, real: Sequence[Any], tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.own, self.real, self.tensors = own, real, tensors
+        self.event = own.stream.record_event()
+
+    def wait(self, timeout: Any = None) -> bool:
+        with _disable_current_modes():  # gloo copies, too
+            for work in self.real:
+                work.wait()
+        machine().current.wait_event(self.event)
+        return True
+
+    def is_completed(self) -> bool:
+        raise AssertionError("whether an operation is complete depends on time: the runtime must not decide by it")
+
+
+class Communicator(dist.ProcessGroup):
+    """A gloo group that passes for NCCL's."""
+
+    def __init__(self, real: dist.ProcessGroup, own: Machine) -> None:
+        super().__init__(real.rank(), real.size())
+        self.real, self.machine = real, own
+        self.stream = own.make_stream("NCCL")
+
+    def get_group_store(self) -> Any:
+        return self.real.get_group_store()
+
+    def post(self, reads: Any, writes: Any, what: str, start: Callable[[], Sequence[Any]]) -> Work:
+        """Post one operation. ``start`` begins the real one."""
+        own, given = self.machine, ([], [])  # type: tuple[Machine, tuple[list[Tensor], list[Tensor]]]
+        for part, tensors in zip(given, (reads, writes), strict=True):
+            part += [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+        for tensor in {id(tensor): tensor for tensor in [*given[0], *given[1]]}.values():
+            if own.place(tensor) != "device":
+                own.fault("mix", f"{what}: NCCL was given a tensor in host memory")
+            if not tensor.is_contiguous():
+                own.fault("mix", f"{what}: NCCL was given a tensor with gaps")
+        self.stream.wait_stream(own.current)
+        own.run(self.stream, given[0], given[1], what, kept=True)
+        with _disable_current_modes():
+            return Work(self, start(), [*given[0], *given[1]])
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        return self.post(tensors, [], "send", lambda: [self.real.send(tensors, peer, tag)])
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        return self.post([], tensors, "receive", lambda: [self.real.recv(tensors, peer, tag)])
+
+    def barrier(self, options: Any = None) -> Work:
+        return self.post([], [], "barrier", lambda: [self.real.barrier()])
+
+
+def _collective(name: str, in_place: bool) -> Callable[..., Work]:
+    def call(self: Communicator, to: Any, *rest: Any) -> Work:
+        reads = to if in_place else rest[0]
+        return self.post(reads, to, name, lambda: [getattr(self.real, name)(to, *rest)])
+
+    return call
+
+
+for _name in ("allreduce", "broadcast", "reduce"):
+    setattr(Communicator, _name, _collective(_name, in_place=True))
+for _name in (
+    *("allgather", "_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"),
+    *("alltoall_base", "all_to_all_single", "gather", "scatter", "alltoall", "reduce_scatter"),
+):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(Communicator, _name, _collective(_name, in_place=False))
+
+
+def batching() -> SimpleNamespace:
+    """Stands in for ``torch.distributed`` where messages are posted: a batch is one operation."""
+
+    def batch_isend_irecv(operations: list[tuple[str, Tensor, Communicator, int]]) -> list[Work]:
+        (group,) = {operation[2] for operation in operations}
+        parts = {kind: [tensor for own, tensor, *_ in operations if own == kind] for kind in ("send", "recv")}
+
+        def start() -> list[Any]:
+            return [getattr(group.real, kind)([tensor], peer, 0) for kind, tensor, _, peer in operations]
+
+        return [group.post(parts["send"], parts["recv"], "messages", start)]
+
+    def operation(kind: str, tensor: Tensor, group: Communicator, group_peer: int) -> tuple[Any, ...]:
+        return kind, tensor, group, group_peer
+
+    return SimpleNamespace(
+        P2POp=operation, batch_isend_irecv=batch_isend_irecv, isend="send", irecv="recv", Work=dist.Work
+    )
+
+
+@contextmanager
+def simulated_groups() -> Any:
+    """``simulated``, and every group that the runtime makes is a communicator."""
+    make = runtime_group.gloo_group
+
+    def made(*arguments: Any) -> Any:
+        own = make(*arguments)
+        return own if (host := here()) is None else Communicator(own, host)
+
+    with (
+        simulated(),
+        mock.patch.object(runtime_group, "gloo_group", made),
+        mock.patch("bytescale.attention.rings.exchange.dist", batching()),
+    ):
+        yield
+
+
+def run_machines(
+    num_ranks: int, work: Callable[[Machine, Communicator], Result], *, timeout_seconds: float = 600.0
+) -> tuple[list[Result], list[Machine]]:
+    """Run ``work`` once per rank, each on a machine of its own; its results and the machines, in rank order."""
+    machines = [Machine(rank) for rank in range(num_ranks)]
+
+    def one_rank(real: dist.ProcessGroup) -> Result:
+        with machines[real.rank()].running() as own:
+            return work(own, Communicator(real, own))
+
+    with simulated_groups():
+        results = thread_ranks.run_ranks(num_ranks, one_rank, timeout_seconds=timeout_seconds)
+    return results, machines
