@@ -26,6 +26,7 @@ from bytescale.common.errors import ConfigError, DataError, RankFailure
 from bytescale.hf.loop.encoded import EncodedItems, Items, StandingFor
 from bytescale.hf.model.encoders import Encoders
 from bytescale.parity.compare import WideCasts
+from bytescale.plan.last_message import last_backward_is_silent
 from tests.helpers.effort import one_of
 
 from .support import on_ranks, small_model
@@ -247,6 +248,32 @@ def test_text_and_images_with_shared_parameters() -> None:
     batch = [document("llava", 21), document("llava", 9), document("llava", 2, ("image", picture("llava", 1, 4, 4)))]
     for some in (batch[:2], batch):
         assert difference(model_of("llava"), some, 2, shard="parameters") < 1e-10
+
+
+def test_reductions_begin_behind_the_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``last=True``: a rank whose last documents are its own would reduce before encoders have run backward."""
+    monkeypatch.setattr("bytescale.runtime.optimizer.take_over.BUCKET_BYTES", 1)
+    model, batch = model_of("llava"), batch_of("llava")
+    with WideCasts():
+        _, gradients = alone(model, batch)
+    total = sum(len(d["tokens"]) - 1 for d in batch)
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> tuple[bool, dict[str, Tensor]]:
+        hdp = HDP(own, group, capacity_tokens=30)
+        hdp.optimizer(torch.optim.SGD, lr=1.0)
+        with WideCasts():
+            planned = hdp.plan(batch, last=True)
+            for micro in planned:
+                (micro.loss_sum(own) / total).backward()
+            hdp.step(max_grad_norm=0.0)
+        return last_backward_is_silent(planned.rank_plan), {name: p.detach() for name, p in own.named_parameters()}
+
+    results = on_ranks(3, model, work)
+    assert {is_silent for is_silent, _ in results} == {True, False}
+    for _, weights in results:
+        for name, before in model.named_parameters():
+            after = before - gradients[name] if name in gradients else before
+            assert float((weights[name] - after).abs().max()) < 1e-10, name
 
 
 @pytest.mark.parametrize("family", one_of(EQUAL, "qwen3_5"))

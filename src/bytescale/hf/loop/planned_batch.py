@@ -89,7 +89,9 @@ class PlannedBatch(Collector):
                 micro.inputs |= encoded.beside(index)
             if self._last and index + 1 == len(self):
                 hdp.pending.require_backwards("gradients are reduced (last=True)")
-                hdp.sharded().expect_last_backward(last_backward_is_silent(self.rank_plan))
+                # Behind the last backward comes that of encoders, whose rows travel.
+                silent = encoded is None and last_backward_is_silent(self.rank_plan)
+                hdp.sharded().expect_last_backward(silent)
             hdp.pending.add(self.number, len(self), index, micro.target)
             yield micro
             micro.target.require_finished()
