@@ -158,8 +158,8 @@ def test_tokens_that_travel_to_experts_amid_rings_and_gathers_finish(
 
 
 def test_a_rank_that_leaves_experts_out_without_work_is_caught() -> None:
-    def few(self: Executor, rank_plan: RankPlan, data: Any, number: float) -> _Run:
-        return _Run(self, rank_plan.micro_batches, data, number, RingBuffers())
+    def few(self: Executor, rank_plan: RankPlan, data: Any, number: float, beside: Any) -> _Run:
+        return _Run(self, rank_plan.micro_batches, data, number, beside, RingBuffers())
 
     with patch.object(Executor, "_begin", few):
         assert is_caught(programs(across_domains(), trainer_loop, family="mixtral", experts="parallel"))

@@ -7,18 +7,22 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from bytescale.cli.train import _how_to_go_on
 from bytescale.config.schema import Config, ParallelConfig, TrainerConfig
+from bytescale.train.launch import processes
 from bytescale.train.launch.forked import Copies
-from bytescale.train.launch.torchrun import _processes, _wait, rank_failure
+from bytescale.train.launch.processes import RankProcesses
+from bytescale.train.launch.torchrun import _wait, rank_failure
 from bytescale.train.loop.trainer import train
 from bytescale.train.parts.devices import fit_to_gpus
 from bytescale.train.stop import StopRequest
@@ -75,17 +79,18 @@ def test_fewer_gpus_than_ranks_keep_the_total_capacity(num_gpus: int, device: st
 
 def test_ranks_that_the_launcher_ends_itself_have_not_failed(tmp_path: Path) -> None:
     """One fails; the other one does not hear SIGTERM, so it is killed. It was not out of memory."""
-    codes = {
-        0: "import time, sys; time.sleep(1); sys.exit(3)",
-        1: "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
-    }
-    ranks = start_processes(
-        name="rank",
-        entrypoint=sys.executable,
-        args={rank: ("-c", code) for rank, code in codes.items()},
-        envs={rank: {"RANK": str(rank)} for rank in codes},
-        logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
-    )
+
+    def run(arguments: Sequence[str]) -> int:
+        if os.environ["RANK"] == "0":
+            time.sleep(1.0)
+            return 3
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60.0)
+        return 0
+
+    ranks = RankProcesses(tmp_path, [], run, {"OMP_NUM_THREADS": "1"})
+    with mock.patch.object(processes, "can_be_copied", return_value=True):
+        ranks.start(range(2))
     failures = _wait(ranks, stop_seconds=1.0, silent_seconds=60.0)
     assert [(rank, failure.exitcode) for rank, failure in failures.items()] == [(0, 3)]
 
@@ -112,7 +117,7 @@ def test_a_rank_that_is_a_copy_ends_as_a_process_of_its_own(tmp_path: Path, capf
         logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
     )
     ranks.start()
-    codes = [process.wait(60.0) for process in _processes(ranks).values()]
+    codes = [handler.proc.wait(60.0) for handler in ranks.subprocess_handlers.values()]
     assert codes == [0, -signal.SIGKILL, 1, 1]
     written = capfd.readouterr()
     assert "at the end of rank 0, with 3 threads" in written.out

@@ -50,6 +50,7 @@ def test_an_error_is_told_before_anything_can_wait(
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     left = list[tuple[str, bool]]()
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(ranks, "abort_process_groups", lambda: left.append(("aborted", file.exists())))
     monkeypatch.setattr(ranks.dist, "destroy_process_group", lambda: left.append(("destroyed", file.exists())))
     leave_early(ValueError("the cause"), torch.device(device))

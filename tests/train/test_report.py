@@ -42,6 +42,7 @@ def sums_of(rank: int) -> StepSums:
         batch_loss=0.5 * (rank == 0),
         norm_share=0.12,
         stop_heard=float(rank == 2),
+        ranks_waiting=float(rank == 0),
     )
 
 
@@ -57,7 +58,7 @@ def test_sums_extremes_and_lists() -> None:
     sums, (first, *others) = [one for one, _ in found], [one for _, one in found]
     assert sums[0] == sums[1] == sums[2], "the same bits everywhere"
     assert sums[0] == StepSums(
-        loss_sum=6.0, num_targets=30.0, batch_loss=0.5, norm_share=sums[0].norm_share, stop_heard=1.0
+        loss_sum=6.0, num_targets=30.0, batch_loss=0.5, norm_share=sums[0].norm_share, stop_heard=1.0, ranks_waiting=1.0
     )
     assert sums[0].grad_norm == pytest.approx(0.6)
     assert first == RankFigures(

@@ -169,9 +169,11 @@ def leave_early(error: BaseException, device: torch.device, *, is_last: bool = T
     """
     if isinstance(error, Exception) and is_last:
         record_for_launcher(error)
+    if not dist.is_initialized():
+        return
     if device.type == "cuda":
         abort_process_groups()
-    elif dist.is_initialized():
+    else:
         dist.destroy_process_group()
 
 
