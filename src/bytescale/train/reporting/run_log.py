@@ -94,6 +94,13 @@ class RunLog:
         self._trackers = open_trackers(self.run, self.config)
         for tracker in self._trackers:
             self._files.callback(tracker.close)
+        if not job.changing.has_changed:  # its folder and its screen know the rest
+            self._describe(job)
+        self.write(f"plan    {data.summary.gist}")
+        self._screen.progress(data.step, self.config.trainer.steps)
+
+    def _describe(self, job: Job) -> None:
+        """The model, the data, the ranks and their memory."""
         mesh = job.ranks.mesh.shape
         degrees = f" ({mesh.pp} stages x {mesh.hdp} HDP x {mesh.tp} TP)" if mesh.size > mesh.hdp else ""
         dtype = str(job.ranks.dtype).removeprefix("torch.")
@@ -112,8 +119,6 @@ class RunLog:
             self.write(
                 f"        the rows show the memory of the whole process, which has {begun} before its first step"
             )
-        self.write(f"plan    {data.summary.gist}")
-        self._screen.progress(data.step, self.config.trainer.steps)
 
     def step(self, metrics: StepMetrics, data: StepData) -> None:
         """Write one row for people, one line for programs, and the plan."""
