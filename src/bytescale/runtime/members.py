@@ -30,6 +30,8 @@ from bytescale.runtime.sockets import listening_ports, shut_connections
 GRACE_SECONDS = 10.0
 """How long the others wait for a member of another machine that may be alive."""
 _LOOK_SECONDS = 0.02
+_TELLING_SECONDS = 1.0
+"""Between the asking of a new process and what it tells of itself, unless it has died."""
 
 
 class Members:
@@ -161,6 +163,9 @@ class Members:
         there = [number for number in self.numbers if self.store.check([f"{here}/{number}"])]
         asked = self.store.add("asked", 0)
         for number in range(self._num_first + self._seen, self._num_first + asked):
+            until = time.monotonic() + _TELLING_SECONDS
+            while not self.store.check([f"about/{number}"]) and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
             if self.store.check([f"about/{number}"]):
                 self._about[number] = json.loads(self.store.get(f"about/{number}"))
                 there += [number] if self._may_live(number) else []

@@ -84,7 +84,7 @@ class HDP(Updates):
             capacity_tokens: of a micro-batch of a rank; ``auto``: see ``hf.loop.room``. Several share longer documents.
             tp: consecutive ranks that share matrices and rows, one rank for plans. The model is cut for good.
             device_gib: what plans may use of a rank's device; None: most of it with ``auto``, else they are unchecked.
-            planner, cost: see ``make_planner``; None: what it believes of training is counted from the model.
+            planner: see ``make_planner``; ``cost``: what it believes of training; None: counted from the model.
             equal_counts: whether all ranks get equally many micro-batches, as FSDP needs; some have a row of no token.
             shard: ``optimizer``: states; ``parameters``: layers and their gradients, too, from ``adamw`` on (lockstep).
             domain: consecutive ranks that share parameters; None: those of a node. It divides the number of ranks.
