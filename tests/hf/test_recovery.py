@@ -62,6 +62,21 @@ def loop(model: nn.Module, hdp: HDP, **options: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
 
 
+def attached(rank: int, file: Path | None = None) -> tuple[HDP, nn.Module, Any]:
+    """One of several ranks, with copies. ``file``: in which four ranks meet; None: where the first rank serves them."""
+    limit, store = timedelta(seconds=60), None
+    if file is None:
+        dist.init_process_group("gloo", timeout=limit)
+    else:
+        store = dist.FileStore(str(file), 4)
+        dist.init_process_group("gloo", store=dist.PrefixStore("w", store), rank=rank, world_size=4, timeout=limit)
+    model = model_of_loop()
+    hdp = HDP(model, capacity_tokens=40)
+    schedule = loop(model, hdp)
+    hdp.keep_copies(store=store)
+    return hdp, model, schedule
+
+
 def in_one_process() -> tuple[dict[int, float], dict[str, torch.Tensor]]:
     model = model_of_loop()
     hdp = HDP(model, capacity_tokens=200)
@@ -76,13 +91,7 @@ def test_losses_and_weights_are_those_of_one_process(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def one_rank(rank: int) -> Any:
-        store = dist.FileStore(str(tmp_path / "store"), 4)
-        limit = timedelta(seconds=60)
-        dist.init_process_group("gloo", store=dist.PrefixStore("w", store), rank=rank, world_size=4, timeout=limit)
-        model = model_of_loop()
-        hdp = HDP(model, capacity_tokens=40)
-        schedule = loop(model, hdp)
-        hdp.keep_copies(store=store)
+        hdp, model, schedule = attached(rank, tmp_path / "store")
         update = ShardedOptimizer.update
 
         def dies_in_update(self: ShardedOptimizer, *arguments: Any, **options: Any) -> Any:
@@ -107,16 +116,22 @@ def test_losses_and_weights_are_those_of_one_process(tmp_path: Path) -> None:
         assert rates == pytest.approx([2e-3 * 0.25] * len(rates))
 
 
+def test_the_store_of_the_first_rank_is_not_left() -> None:
+    """Ranks meet in the store that ``init_process_group`` has made, whose connections are none of a group's."""
+
+    def one_rank(rank: int) -> int:
+        hdp, model, schedule = attached(rank)
+        trained(hdp, model, schedule, lambda number, where: os._exit(9) if (rank, number) == (1, 2) else None)
+        return hdp.group.size
+
+    outcomes = run_forked(3, one_rank, timeout_seconds=120, lost={1})
+    assert (outcomes[0], outcomes[2]) == (2, 2)
+
+
 @pytest.mark.exhaustive
 def test_states_whose_copy_is_lost_too(tmp_path: Path) -> None:
     def one_rank(rank: int) -> str:
-        store = dist.FileStore(str(tmp_path / "store"), 4)
-        limit = timedelta(seconds=60)
-        dist.init_process_group("gloo", store=dist.PrefixStore("w", store), rank=rank, world_size=4, timeout=limit)
-        model = model_of_loop()
-        hdp = HDP(model, capacity_tokens=40)
-        schedule = loop(model, hdp)
-        hdp.keep_copies(store=store)
+        hdp, model, schedule = attached(rank, tmp_path / "store")
         with pytest.raises(CheckpointError, match="states of rank 1 are lost") as caught:
             trained(hdp, model, schedule, lambda number, where: os._exit(9) if number == 3 and rank in (1, 2) else None)
         return str(caught.value)

@@ -107,7 +107,7 @@ class Checkpointer:
             self._finish_upload(deadline)
 
     def close(self) -> None:
-        """Give up what is under way, where ranks are lost: nobody writes here any more."""
+        """Give up what is under way, once the group is left: nobody writes here any more."""
         self._pending = None
         self._thread.shutdown(wait=True)
 

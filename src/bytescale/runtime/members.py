@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_groups
 
-from bytescale.common.errors import RankFailure
+from bytescale.common.errors import RankFailure, RanksLost
 from bytescale.runtime.group import answered
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.runtime.sockets import listening_ports, shut_connections
@@ -114,7 +114,7 @@ class Members:
 
     def introduce(self, group: dist.ProcessGroup) -> None:
         """Tell the others where this process is, behind the making of all groups. Every member calls it."""
-        everyone = all_gather_json(_about_this_process(), group)
+        everyone = all_gather_json(_about_this_process(_port_of(self.store)), group)
         self._about = dict(zip(self.numbers, everyone, strict=True))
         if self.rank == 0:
             self.store.set("now", json.dumps(self._about))
@@ -137,10 +137,11 @@ class Members:
         elif dist.is_initialized():
             dist.destroy_process_group()
 
-    def next_generation(self) -> None:
+    def next_generation(self, error: RanksLost | None = None) -> None:
         """Agree with all that are there on the next members. Every member that is there calls it, behind ``leave``.
 
-        Raises ``RankFailure`` if the others went on without this process, or the store is gone.
+        Raises ``RankFailure`` if the others went on without this process, or the store is gone; ``error`` if nobody is
+        gone and nobody has come: ranks do not understand each other then, and would not do so the next time.
         """
         with answered("the store in which ranks meet does not answer; the process that served it may be gone"):
             self._next_generation()
@@ -150,6 +151,8 @@ class Members:
                 so="it ends; it may join again as a new process",
                 fix="look at what held it up (a stopped process, a slow disk)",
             )
+        if error is not None and not self.gone and None not in self.former:
+            raise error
 
     def _next_generation(self) -> None:
         here = f"there/{self.generation}"
@@ -226,8 +229,17 @@ class _LivingStore(dist.Store):
             time.sleep(_LOOK_SECONDS / 4)
 
 
-def _about_this_process() -> dict[str, Any]:
-    return {"machine": _machine(), "pid": os.getpid(), "start": _start_of(os.getpid()), "ports": listening_ports()}
+def _about_this_process(store_port: int | None = None) -> dict[str, Any]:
+    """``store_port``: of connections that are none of a group's."""
+    ports = [port for port in listening_ports() if port != store_port]
+    return {"machine": _machine(), "pid": os.getpid(), "start": _start_of(os.getpid()), "ports": ports}
+
+
+def _port_of(store: dist.Store) -> int | None:
+    """The port at which one of the ranks serves the store; None: it is no server."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, dist.TCPStore) else None
 
 
 def _machine() -> str:

@@ -27,20 +27,20 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None, source: int = 0,
     """
     if group is None or group.size() == 1:
         return value
-    own = _packed(value, device) if group.rank() == source else None
+    own = packed(value, device) if group.rank() == source else None
     length = torch.tensor([0 if own is None else own.numel()], device=device)
     with answered(f"rank {group.rank()} lost the others"):
         dist.broadcast(length, group=group, group_src=source)
         content = torch.zeros(int(length), dtype=torch.uint8, device=device) if own is None else own
         dist.broadcast(content, group=group, group_src=source)
-    return value if own is not None else _unpacked(content)
+    return value if own is not None else unpacked(content)
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device = _CPU) -> list[Any]:
     """Return every rank's ``value``, in rank order, on every rank. All ranks call it; arguments as above."""
     if group is None or group.size() == 1:
         return [value]
-    own = _packed(value, device)
+    own = packed(value, device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
     with answered(f"rank {group.rank()} lost the others"):
         dist.all_gather(lengths, torch.tensor([own.numel()], device=device), group=group)
@@ -48,12 +48,13 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.d
         padded[: own.numel()] = own
         rows = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(rows, padded, group=group)
-    return [_unpacked(row[: int(length)]) for row, length in zip(rows, lengths, strict=True)]
+    return [unpacked(row[: int(length)]) for row, length in zip(rows, lengths, strict=True)]
 
 
-def _packed(value: Any, device: torch.device) -> torch.Tensor:
+def packed(value: Any, device: torch.device = _CPU) -> torch.Tensor:
+    """``value`` as JSON, ``[bytes]``."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
 
 
-def _unpacked(content: torch.Tensor) -> Any:
+def unpacked(content: torch.Tensor) -> Any:
     return json.loads(content.cpu().numpy().tobytes())

@@ -10,42 +10,34 @@ import os
 import socket
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple
-
-_LISTENS = "0A"
-
-
-class _Connection(NamedTuple):
-    number: int  # file descriptor
-    own_port: int
-    other_port: int
-    listens: bool
 
 
 def listening_ports() -> list[int]:
-    """The ports at which this process waits for connections, without the store's. Empty where Linux's /proc is not."""
-    return sorted({own.own_port for own in _connections() if own.listens})
+    """The ports at which this process waits for connections. Empty where Linux's /proc is not."""
+    return sorted({own.getsockname()[1] for own in _sockets() if _listens(own)})
 
 
 def shut_connections(ports: Collection[int]) -> None:
     """Shut all connections of this process from or to one of ``ports``. Whoever waits at either end gets an error."""
-    for own in _connections():
-        if not own.listens and (own.own_port in ports or own.other_port in ports):
-            with suppress(OSError), socket.socket(fileno=os.dup(own.number)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+    for own in _sockets():
+        with suppress(OSError):  # it has no other end any more
+            if not _listens(own) and (own.getsockname()[1] in ports or own.getpeername()[1] in ports):
+                own.shutdown(socket.SHUT_RDWR)
 
 
-def _connections() -> Iterator[_Connection]:
-    """TCP sockets of this process, as proc(5) shows them."""
-    numbers = {}
-    with suppress(OSError):
+def _listens(own: socket.socket) -> bool:
+    return bool(own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """The TCP sockets of this process, each as a second handle that is closed behind its turn.
+
+    /proc/net/tcp lists them, too, but leaves some out while others come and go.
+    """
+    with suppress(FileNotFoundError):
         for number in os.listdir("/proc/self/fd"):
             with suppress(OSError):
-                target = os.readlink(f"/proc/self/fd/{number}")
-                numbers[target.removeprefix("socket:[").removesuffix("]")] = int(number)
-        for table in ("tcp", "tcp6"):
-            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-                _, own, other, state, *rest = line.split()
-                if rest[5] in numbers:
-                    yield _Connection(numbers[rest[5]], int(own[-4:], 16), int(other[-4:], 16), state == _LISTENS)
+                if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(number))) as own:
+                        if own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM:
+                            yield own

@@ -21,6 +21,7 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
+from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
 from bytescale.common.errors import ConfigError, RankFailure, RanksLost
 from bytescale.config.schema import Config
@@ -52,7 +53,8 @@ class ChangingRanks:
         self._members: Members | None = None
         self._group: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
-        self._shift, self._size = 1, 0
+        self._per_node = 1
+        self._checkpoints: Checkpointer | None = None
         self._kept: list[StateCopies] = []
         self._states: dict[int, RunState] = {}  # behind the last two steps
         self._completed: int | None = None
@@ -95,17 +97,16 @@ class ChangingRanks:
     def opened(self, group: dist.ProcessGroup, device: torch.device, ranks_per_node: int) -> None:
         """All groups are open. ``group``: of gloo, for copies. Every rank calls it."""
         assert self._members is not None, "place() has been called"
-        self._size, self.unsaved = self._members.size, None
-        self._group, self._device, self.are_due = group, device, False
-        self._shift = ranks_per_node % group.size() or 1
+        self._group, self._device, self._per_node = group, device, ranks_per_node
+        self.are_due, self.unsaved, self._checkpoints = False, None, None
         self._members.introduce(group)
 
     def num_waiting(self) -> int:
         """New ranks that wait. For the first rank."""
-        waiting = 0
-        with suppress(RuntimeError):  # a store that is gone counts when ranks have to meet there
-            waiting = 0 if self._members is None else self._members.num_waiting()
-        return waiting
+        if self._members is not None:
+            with suppress(RuntimeError):  # a store that is gone counts when ranks have to meet there
+                return self._members.num_waiting()
+        return 0
 
     def goes_on_after(self, error: BaseException) -> bool:
         return isinstance(error, RanksLost) and bool(self._kept)
@@ -141,19 +142,17 @@ class ChangingRanks:
         self._members.leave(self._device)
         for copies in self._kept:
             copies.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
 
     def _agree(self, error: RanksLost | None = None) -> None:
         assert self._members is not None, "there are copies"
         began = self._change[0] if self._change else time.monotonic()
         try:
-            self._members.next_generation()
+            self._members.next_generation(error)
         except RankFailure as failure:
             record_for_launcher(failure)
             raise
-        if error is not None and not self._members.gone and self._members.size == self._size:
-            record_for_launcher(error)
-            raise error  # all are there, and yet they do not understand each other
-        self._size = self._members.size
         self._change, self._goes_on = (began, self._members.gone), True
         gc.collect()
 
@@ -168,14 +167,15 @@ class ChangingRanks:
         told = broadcast_json(asdict(self._states[step]) if step in self._states else None, self._group)
         return RunState(**told)
 
-    def begin(self, optimizer: ShardedOptimizer, state: RunState) -> str:
+    def begin(self, optimizer: ShardedOptimizer, state: RunState, checkpoints: Checkpointer) -> str:
         """Keep copies from now on, beside the state of the run. Every rank calls it. Returns what to tell people."""
         if not self.is_elastic:
             return ""
         assert self._members is not None, "groups are open"
         assert self._group is not None, "groups are open"
         generation = self._members.generation
-        self._kept.append(StateCopies(optimizer, self._group, generation=generation, shift=self._shift))
+        self._checkpoints = checkpoints
+        self._kept.append(StateCopies(optimizer, self._group, generation=generation, per_node=self._per_node))
         del self._kept[:-1]
         self._states, self._completed = {state.step: state}, state.step
         if not self.has_changed:

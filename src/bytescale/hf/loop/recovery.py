@@ -25,29 +25,28 @@ class Recovery:
         _require(not hdp.engine.others, "a second model is attached")
         _require(world is dist.group.WORLD, "the ranks are not those of WORLD, or there is one")
         assert world is not None, "there are several ranks"
-        self._hdp, self._shift = hdp, ranks_here(hdp.group.size) % hdp.group.size or 1
+        self._hdp, self._per_node = hdp, ranks_here(hdp.group.size)
         self._backend, self._make_optimizer = dist.get_backend(), make_optimizer
         self._timeout = world._get_backend(hdp.group.device).options._timeout
         self._members = Members.at_first(store or _get_default_store(), hdp.group.rank, hdp.group.size)
         group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._members.introduce(group)
-        self._kept = [StateCopies(hdp.sharded(), group, shift=self._shift)]
+        self._kept = [StateCopies(hdp.sharded(), group, per_node=self._per_node)]
 
     def recover(self) -> list[int]:
         """``HDP.recover``."""
-        members, lost = self._members, list[int]()
+        members, lost, again = self._members, list[int](), None
         while True:
             members.leave(self._hdp.group.device)
             for copies in self._kept:
                 copies.close()
-            members.next_generation()
+            members.next_generation(again)
             lost = lost or members.gone
             try:
                 self._go_on()
                 return lost
-            except RanksLost:
-                if not members.gone:
-                    raise
+            except RanksLost as error:
+                again = error
 
     def _go_on(self) -> None:
         hdp, members = self._hdp, self._members
@@ -66,8 +65,8 @@ class Recovery:
         self._make_optimizer()
         hdp.sharded().stand_in_for(former)
         restore_from_copies(hdp.sharded(), self._kept, group)
-        shift = self._shift if self._shift < members.size else 1
-        self._kept.append(StateCopies(hdp.sharded(), group, generation=members.generation, shift=shift))
+        copies = StateCopies(hdp.sharded(), group, generation=members.generation, per_node=self._per_node)
+        self._kept.append(copies)
         del self._kept[:-1]
 
 

@@ -14,10 +14,9 @@ weight has the same place in the flat buffers on any number of ranks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 from bytescale.common.errors import CheckpointError
 from bytescale.runtime.group import answered
 from bytescale.runtime.optimizer.flat import values_of
-from bytescale.runtime.plain_data import all_gather_json, broadcast_json
+from bytescale.runtime.plain_data import all_gather_json, broadcast_json, packed, unpacked
 
 if TYPE_CHECKING:
     from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
@@ -92,7 +91,7 @@ class StatesCopy:
         return self.content[place.offset : place.offset + place.num_bytes].view(_DTYPES[place.dtype])
 
     def header(self) -> dict[str, Any]:
-        return {**self.about, "places": [list(vars(place).values()) for place in self.places]}
+        return {**self.about, "places": [astuple(place) for place in self.places]}
 
 
 class StateCopies:
@@ -104,17 +103,16 @@ class StateCopies:
     """
 
     def __init__(
-        self, optimizer: ShardedOptimizer, group: dist.ProcessGroup, *, generation: int = 0, shift: int = 1
+        self, optimizer: ShardedOptimizer, group: dist.ProcessGroup, *, generation: int = 0, per_node: int = 1
     ) -> None:  # fmt: skip
         """Keep copies of ``optimizer``. Every rank calls it. Behind it, all ranks have theirs.
 
         Args:
             group: of gloo, over the ranks of ``optimizer.group``, which nobody else uses.
-            shift: how many ranks further the one is that gets this rank's copy: as many as a node has, where there are
-                several nodes.
+            per_node: ranks of a node. The copy of a rank goes as many further, to another node if there are several.
         """
         self._optimizer, self._group = optimizer, group
-        self.rank, self.num_ranks, self.shift = group.rank(), group.size(), shift
+        self.rank, self.num_ranks, self.shift = group.rank(), group.size(), per_node % group.size() or 1
         self._own: list[StatesCopy] = []
         self._received: list[StatesCopy] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bytescale-copies")
@@ -150,7 +148,7 @@ class StateCopies:
         if self.num_ranks == 1:
             return
         to, source = (self.rank + self.shift) % self.num_ranks, (self.rank - self.shift) % self.num_ranks
-        header = torch.frombuffer(bytearray(json.dumps(copy.header()).encode()), dtype=torch.uint8)
+        header = packed(copy.header())
         sizes, theirs = torch.tensor([len(header), len(copy.content)]), torch.zeros(2, dtype=torch.int64)
         self._swap(sizes, theirs, to, source)
         their_header = torch.empty(int(theirs[0]), dtype=torch.uint8)
@@ -158,7 +156,7 @@ class StateCopies:
         if room is None or len(room) != int(theirs[1]):
             room = torch.empty(int(theirs[1]), dtype=torch.uint8)
         self._swap(copy.content, room, to, source)
-        about = json.loads(their_header.numpy().tobytes())
+        about = unpacked(their_header)
         self._received.append(StatesCopy(about, [Place(*place) for place in about.pop("places")], room))
         self.num_bytes = len(header) + len(copy.content)
 

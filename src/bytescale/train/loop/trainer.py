@@ -83,7 +83,6 @@ def train_on_ranks(
         job = build_job(config, ranks, kernels, loader, stop, changing)
         log.open(resume=resume or changing.has_changed, tokenizer=loader.metadata.tokenizer)
         checkpoints = Checkpointer(run.checkpoints, ranks.checkpoint_group, config.checkpoint, log=log.write)
-        closing.callback(checkpoints.close)
         restored = restore(job, checkpoints, log, resume=resume)
         steps_done, best = (restored.step, restored.best) if restored else (0, {})
         if job.calibration is not None:
@@ -153,7 +152,8 @@ def restore(job: Job, checkpoints: Checkpointer, log: RunLog, *, resume: bool) -
         log.resumed(path, state.step if state else 0)
     if state is not None and state.sampler:
         job.loader.load_state_dict(state.sampler)
-    went_on = changing.begin(job.optimizer, state or RunState(step=0, sampler={}, architecture={}, mesh={}))
+    begun = RunState(step=0, sampler={}, architecture={}, mesh={})
+    went_on = changing.begin(job.optimizer, state or begun, checkpoints)
     if went_on and path is None:
         log.went_on(went_on, state.step if state else 0)
         newest = checkpoints.newest()
