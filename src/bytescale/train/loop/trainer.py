@@ -123,6 +123,8 @@ def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, 
             if best.is_final and step < job.config.trainer.steps:
                 log.write(best.why_final())
             job.changing.did(job.state_after(step, data, best.as_dict()))
+            # A run that ends takes nobody in.
+            job.changing.are_due &= not (best.is_final or stop.agreed or step == job.config.trainer.steps)
             if best.is_final or stop.agreed:
                 stop.early = stop.agreed and not best.is_final and step < job.config.trainer.steps
                 break
