@@ -17,8 +17,8 @@ train: setup  ## train a small Llama on 8 ranks, measure the planners, simulate 
 test: setup  ## every claim once (4 to 5 minutes on 2 cores)
 	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 
-test-rest: setup  ## what `make test` leaves out: exhaustive meshes, many examples, long runs
-	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --rest
+test-rest: setup  ## what `make test` leaves out: exhaustive meshes, many examples, long runs; MINUTES=40 ends it in time
+	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --rest $(if $(MINUTES),--minutes $(MINUTES))
 
 test-all: test test-rest  ## all of it (an hour on 2 cores)
 

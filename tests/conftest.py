@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,15 +22,21 @@ NEEDED_BY = {
 MISSING = [name for name in NEEDED_BY if importlib.util.find_spec(name) is None]
 # A bare GPU machine has none of them, and `pytest -m gpu` imports every test file that it collects.
 collect_ignore = [path for name in MISSING for path in NEEDED_BY[name]]
+LAST_BEGIN = "BYTESCALE_TESTS_BEGIN_BEFORE"
+"""The environment variable that holds the moment, in seconds, after which no test begins; absent where none is set."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rest", action="store_true", help="run what `make test` leaves out (tests/helpers/effort.py)")
+    parser.addoption("--minutes", type=float, help="begin no test after so many minutes, and say how many were left out")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--rest"):
         os.environ["BYTESCALE_TESTS"] = "rest"  # read when tests are imported, in the workers of xdist too
+    minutes = config.getoption("--minutes")
+    if minutes is not None and not hasattr(config, "workerinput"):
+        os.environ[LAST_BEGIN] = str(int(time.time() + 60 * minutes))  # one moment for the workers of xdist
     if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
         _prepare_process()  # which takes seconds: not where xdist hands out tests and runs none
 
@@ -47,6 +54,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if "exhaustive" not in item.keywords]
     import torch
 
+    if LAST_BEGIN in os.environ and kept:  # another first test in every run, so that none is left out in each
+        first = int(os.environ[LAST_BEGIN]) * 997 % len(kept)
+        kept = kept[first:] + kept[:first]
     held = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in held])
     items[:] = kept
@@ -54,6 +64,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_runtest_setup() -> None:
+    if time.time() > float(os.environ.get(LAST_BEGIN, "inf")):
+        pytest.skip("the minutes of --minutes were over")
 
 
 def pytest_collection_finish() -> None:
