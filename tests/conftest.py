@@ -28,7 +28,9 @@ LAST_BEGIN = "BYTESCALE_TESTS_BEGIN_BEFORE"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rest", action="store_true", help="run what `make test` leaves out (tests/helpers/effort.py)")
-    parser.addoption("--minutes", type=float, help="begin no test after so many minutes, and say how many were left out")
+    parser.addoption(
+        "--minutes", type=float, help="begin no test after so many minutes, and say how many were left out"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -293,6 +293,50 @@ def test_videos_beside_images(family: str) -> None:
     assert difference(model_of(family), batch, 3) < 1e-10
 
 
+def video_of(frames: int) -> dict[str, Tensor]:
+    pixels = torch.randn(frames * 4 * 4, 3 * 2 * 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([[frames, 4, 4]])}
+
+
+@pytest.mark.parametrize("way", one_of(["kept", "recomputed"], "recomputed"))
+def test_a_video_is_shared_out_by_frames(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank encodes some of its frames. Positions are those of the whole video."""
+    model, encode, seen = model_of("qwen2_5_vl"), Encoders.encode, set[int]()
+    batch = [document("qwen2_5_vl", 3, ("video", video_of(7)), 9), document("qwen2_5_vl", 30)]
+
+    def noted(self: Encoders, kind: str, item: Any) -> Any:
+        seen.add(int(item["video_grid_thw"][0, 0]))
+        return encode(self, kind, item)
+
+    monkeypatch.setattr(Encoders, "encode", noted)
+    assert difference(model, batch, 3, **WAYS[way]) < 1e-10
+    assert max(seen) == 2  # of two, it was tried whether frames see each other
+
+
+@pytest.mark.parametrize("mixed", [None, "frames", "positions"])
+def test_frames_that_see_each_other_stay_together(mixed: str | None) -> None:
+    model = model_of("qwen2_5_vl")
+    with WideCasts():
+        encoders = HDP(model, capacity_tokens=200).engine.decoder.encoders
+
+        def mix(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if mixed == "frames":
+                return output + 1e-3 * output.mean(0)
+            return output + torch.arange(len(output), dtype=output.dtype)[:, None]
+
+        if mixed:
+            model.model.visual.patch_embed.register_forward_hook(mix)
+        assert encoders.takes_frames("video", video_of(3)) is (mixed is None)
+
+
+def test_large_pictures_weigh_more_than_their_patches() -> None:
+    """Attention inside of a frame: of one with 16 patches here as much as all else at 224."""
+    encoders = HDP(model_of("qwen2_5_vl"), capacity_tokens=200).engine.decoder.encoders
+    even = (2 * 32 + 48) * 2  # half of the layers see all of a frame
+    assert encoders.work("video", video_of(2)) == [16 * (1 + 16 / even)] * 2
+    assert encoders.work("image", {"pixel_values": torch.zeros(3, 2, 3, 14, 28)}) == [2 * (1 + 2 / even)] * 6
+
+
 def test_frozen_encoders_run_once_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, encoded_items = model_of("qwen2_5_vl"), batch_of("qwen2_5_vl"), list[Any]()
     model.model.visual.requires_grad_(False)
@@ -431,7 +475,7 @@ def test_planted_faults_are_noticed() -> None:
 
 def test_each_rank_encodes_its_share() -> None:
     patches = [16, 900, 3, 40, 41, 300, 305, 310, 2, 2]
-    items = Items([("image", {})] * len(patches), [{}], {}, patches)
+    items = Items([("image", {})] * len(patches), [{}], {}, [[size] for size in patches])
     ranks = items.ranks(3)
     loads = [sum(size for size, rank in zip(patches, ranks, strict=True) if rank == own) for own in range(3)]
     assert max(loads) == 900

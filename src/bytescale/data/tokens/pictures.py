@@ -50,7 +50,7 @@ class Picture(NamedTuple):
 
 def processor_fingerprint(tokenizer: str) -> str:
     """A text that changes with the processor beside a tokenizer; empty where there is none."""
-    files = [Path(_folder_of(tokenizer), name) for name in _PROCESSOR_FILES]
+    files = [Path(folder_of(tokenizer), name) for name in _PROCESSOR_FILES]
     found = b"\0".join(file.read_bytes() for file in files if file.is_file())
     return hashlib.blake2b(found, digest_size=8).hexdigest() if found else ""
 
@@ -65,7 +65,7 @@ def with_pictures(
 
     Raises ``DataError`` for a picture that cannot be read, that the processor refuses, or that no word stands for.
     """
-    folder = _folder_of(config.tokenizer)
+    folder = folder_of(config.tokenizer)
     word = _processor_of(folder).image_token
     places = np.flatnonzero(tokens == _processor_of(folder).tokenizer.convert_tokens_to_ids(word))
     if len(places) != len(sources):
@@ -95,8 +95,8 @@ def pixels_of(picture: Picture, tokenizer: str) -> dict[str, Any]:
         image = ImageOps.exif_transpose(_opened(Path(picture.path), picture.name)).convert("RGB")
     except (OSError, ValueError, SyntaxError, EOFError, IndexError) as error:  # what Pillow raises for damage
         raise error if isinstance(error, DataError) else _unreadable(picture.name, error) from error
-    item, ids = _processed(_folder_of(tokenizer), image)
-    if _num_rows(_folder_of(tokenizer), ids) != picture.rows:
+    item, ids = _processed(folder_of(tokenizer), image)
+    if _num_rows(folder_of(tokenizer), ids) != picture.rows:
         raise DataError(
             f"picture {picture.name} has another size than when its text was tokenised",
             so="other tokens would stand for it",
@@ -119,7 +119,8 @@ def read_pictures(pair: Path) -> dict[int, list[Picture]]:
     return {int(number): [Picture(*one) for one in own] for number, own in documents.items()}
 
 
-def _folder_of(tokenizer: str) -> str:
+def folder_of(tokenizer: str) -> str:
+    """The folder of a model, from that of its tokenizer or a file in it."""
     folder = typed_path(tokenizer)
     return str(folder if folder.is_dir() else folder.parent)
 

@@ -56,7 +56,7 @@ class BatchToPlan:
         if any(name in document for document in batch for name in ITEM_NAMES):
             from bytescale.hf.loop.encoded import Items, require_use  # few batches have them
 
-            if items := Items.of(batch):
+            if items := Items.of(batch, hdp.engine.decoder.encoders.work):
                 require_use(items, hdp.engine.decoder, hdp.mesh.tp.size, hdp.engine.others)
                 given = replace(given, items=items)
         is_split = hdp.group.size > 1 and hdp.mesh.tp.size == 1 and len(batch) > ALL_DOCUMENTS

@@ -2,13 +2,14 @@
 
 Which rank encodes an item has nothing to do with where its text is. A loop over a batch has three parts::
 
-    encode       every rank encodes its share of the items; shares are equal by patches
+    encode       every rank encodes its share of the items; shares are of equal work
     text         micro-batches as planned, each with the rows of its placeholders
     backward     gradients of these rows go home and are added up, encoders run backward
 
 Ranks wait for each other between the parts, so that a step takes the sum of the parts' longest times, and each part is
 balanced for itself. Ranks without items take part in all exchanges. An item that several documents have is encoded
-once. With checkpointing, an encoder runs again in its backward, one item at a time; without it, its graphs are kept.
+once. A video is shared out by frames, where its encoder sees each by itself. With checkpointing, an encoder runs again
+in its backward, one piece at a time; without it, its graphs are kept.
 
 Shape letters: n rows of an item, N rows that a rank asks for, W numbers of a row (``model.encoders``).
 """
@@ -16,7 +17,7 @@ Shape letters: n rows of an item, N rows that a rank asks for, W numbers of a ro
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +29,7 @@ from bytescale.attention.copies import to_device
 from bytescale.common.errors import ConfigError, DataError, RankFailure
 from bytescale.config.sharing import require_beside_tp
 from bytescale.hf.batch.documents import ITEM_NAMES, PLACEHOLDERS, POSITIONS, Batch, Documents, add_numbers
-from bytescale.hf.model.encoders import Encoders, Form, Item, patches_of
+from bytescale.hf.model.encoders import Encoders, Form, Item, some_frames
 from bytescale.hf.model.head import KINDS
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.plain_data import all_gather_json
@@ -38,10 +39,18 @@ if TYPE_CHECKING:
 
 
 class StandingFor(NamedTuple):
-    """What stands for items of one kind in a micro-batch: of each placeholder the item and its row."""
+    """What stands for items of one kind in a micro-batch: of each placeholder the piece and its row."""
 
     kind: str
     pairs: list[tuple[int, int]]
+
+
+class ItemPart(NamedTuple):
+    """What one rank encodes at a time: an item, or some of its frames."""
+
+    item: int
+    first: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -52,18 +61,18 @@ class Items:
         items: each once, with its kind.
         lists: what single documents have, each once: by kind, places in ``items``. Text alone is the first one.
         of_documents: the place in ``lists`` of each document with items.
-        patches: of each item.
+        work: of each item's frames, in any unit (``encoders.work_of``).
         contents: of each item a text that changes with it, where ranks do not have all of them; None: they do.
     """
 
     items: Sequence[tuple[str, Item]]
     lists: Sequence[Mapping[str, Sequence[int]]]
     of_documents: Mapping[int, int]
-    patches: Sequence[int]
+    work: Sequence[Sequence[float]]
     contents: Sequence[str] | None = None
 
     @staticmethod
-    def of(batch: Batch) -> Items | None:
+    def of(batch: Batch, work: Callable[[str, Item], Sequence[float]]) -> Items | None:
         """None: the documents are text alone."""
         items, places = list[tuple[str, Item]](), dict[tuple[str, int], int]()
         lists, known, of_documents = [dict[str, list[int]]()], {"": 0}, dict[int, int]()
@@ -80,7 +89,7 @@ class Items:
                 lists += [own] if place == len(lists) else []
         if not items:
             return None
-        return Items(items, lists, of_documents, [patches_of(item) for _, item in items])
+        return Items(items, lists, of_documents, [work(*item) for item in items])
 
     def content_of(self, places: Sequence[int]) -> int:
         """A 64-bit fingerprint of some items' numbers."""
@@ -97,7 +106,7 @@ class Items:
 
     def __repr__(self) -> str:
         """All but contents, the same on all ranks (``alike.digest_of``)."""
-        return f"{[kind for kind, _ in self.items]} {self.patches} {self.lists} {self.of_documents}"
+        return f"{[kind for kind, _ in self.items]} {self.work} {self.lists} {self.of_documents}"
 
     def with_fields(self, documents: Documents, encoders: Encoders) -> Documents:
         """``documents`` with ``PLACEHOLDERS [S, 2]`` and, for some models, rotary ``POSITIONS [S, 3]``.
@@ -119,13 +128,28 @@ class Items:
         fields = {**documents.fields, PLACEHOLDERS: own} | ({POSITIONS: positions} if positions else {})
         return replace(documents, fields=fields)
 
-    def ranks(self, size: int) -> list[int]:
-        """Which rank encodes each item: the largest ones first, each on the rank with the fewest patches."""
-        loads, found = [(0, rank) for rank in range(size)], [0] * len(self.items)
-        for place in sorted(range(len(self.items)), key=lambda place: -self.patches[place]):
+    def pieces(self, size: int, by_frames: Collection[str] = ()) -> list[ItemPart]:
+        """In the order of items; those of the kinds ``by_frames`` in runs of at most an eighth of a rank's work."""
+        most, found = sum(map(sum, self.work)) / size / 8, list[ItemPart]()
+        for place, frames in enumerate(self.work):
+            first, sum_of = 0, 0.0
+            for number, own in enumerate(frames):
+                if number > first and sum_of + own > most and self.items[place][0] in by_frames:
+                    found.append(ItemPart(place, first, number))
+                    first, sum_of = number, 0.0
+                sum_of += own
+            found.append(ItemPart(place, first, len(frames)))
+        return found
+
+    def ranks(self, size: int, pieces: Sequence[ItemPart] | None = None) -> list[int]:
+        """Which rank encodes each piece: those with most work first, each on the rank with least."""
+        pieces = self.pieces(size) if pieces is None else pieces
+        work = [sum(self.work[place][first:end]) for place, first, end in pieces]
+        loads, found = [(0.0, rank) for rank in range(size)], [0] * len(pieces)
+        for number in sorted(range(len(pieces)), key=lambda number: -work[number]):
             load, rank = heapq.heappop(loads)
-            found[place] = rank
-            heapq.heappush(loads, (load + self.patches[place], rank))
+            found[number] = rank
+            heapq.heappush(loads, (load + work[number], rank))
         return found
 
     def require_total(self, number: int, of_kinds: Mapping[str, int], counts: Sequence[int]) -> None:
@@ -158,33 +182,39 @@ class EncodedItems:
         self._items, self._group, self._rows = items, group, rows
         self._encoders: Encoders = decoder.encoders
         self._attachment, self._keeps_graphs = decoder.attachment, keeps_graphs
-        ranks = items.ranks(self._group.size)
-        shares: list[list[int]] = [[] for _ in range(self._group.size)]
-        for place, rank in enumerate(ranks):
-            shares[rank].append(place)
+        self._pieces = items.pieces(group.size, self._by_frames())
+        ranks = items.ranks(group.size, self._pieces)
+        shares: list[list[int]] = [[] for _ in range(group.size)]
+        for number, rank in enumerate(ranks):
+            shares[rank].append(number)
         self._own = shares[self._group.rank]
         self._encoded, forms = list[Tensor](), dict[str, Form]()
         try:
-            for place in () if error else self._own:
-                encoded, forms[items.items[place][0]] = self._encode(place)
+            for number in () if error else self._own:
+                encoded, forms[items.items[self._pieces[number].item][0]] = self._encode(number)
                 self._encoded.append(encoded if self._keeps_graphs else encoded.detach())
         except DataError as found:
             error = str(found)
-        contents = [items.content_of(places) for places in (self._own, shares[self._group.rank + 1 - len(shares)])]
+        looked_at = self._own, shares[self._group.rank + 1 - len(shares)]
+        contents = [items.content_of(sorted({self._pieces[number].item for number in own})) for own in looked_at]
         told = self._told([error, forms, [len(encoded) for encoded in self._encoded], contents])
         self._require_same([one[3] for one in told])
         self._forms = {kind: Form(*form) for _, known, *_ in told for kind, form in known.items()}
         self._trains = any(form.has_gradient for form in self._forms.values())
         self._encoders.require_causal(decoder.model, *min(self._forms.items()))
-        counts = [0] * len(ranks)
-        for places, (_, _, lengths, _) in zip(shares, told, strict=True):
-            for place, length in zip(places, lengths, strict=True):
-                counts[place] = length
+        of_pieces, counts = [0] * len(ranks), [0] * len(items.items)
+        for numbers, (_, _, lengths, _) in zip(shares, told, strict=True):
+            for number, length in zip(numbers, lengths, strict=True):
+                of_pieces[number] = length
+                counts[self._pieces[number].item] += length
+        self._rows_of: list[list[tuple[int, int]]] = [[] for _ in counts]  # of items: pieces, and rows of these
+        for number, piece in enumerate(self._pieces):
+            self._rows_of[piece.item] += [(number, row) for row in range(of_pieces[number])]
         self._wanted, error = list[list[StandingFor]](), ""
         try:
             for number, of_kinds in totals.items():
                 items.require_total(number, of_kinds, counts)
-            self._wanted = [self._of_micro_batch(own, counts) for own in rows]
+            self._wanted = [self._of_micro_batch(own) for own in rows]
         except DataError as found:
             error = str(found)
         self._told([error])
@@ -208,16 +238,25 @@ class EncodedItems:
                     fix="give every rank the same pictures; seed what changes them at random alike",
                 )
 
-    def _encode(self, place: int) -> tuple[Tensor, Form]:
-        return self._encoders.encode(*self._items.items[place])
+    def _by_frames(self) -> set[str]:
+        """Kinds of which a frame may be encoded by itself. All ranks see the same items."""
+        items = zip(self._items.items, self._items.work, strict=True)
+        videos = {kind: item for (kind, item), frames in items if kind == "video" and len(frames) > 1}
+        return {kind for kind, item in videos.items() if self._encoders.takes_frames(kind, item)}
 
-    def _of_micro_batch(self, fields: Mapping[str, Tensor], counts: Sequence[int]) -> list[StandingFor]:
+    def _encode(self, number: int) -> tuple[Tensor, Form]:
+        place, first, end = self._pieces[number]
+        kind, item = self._items.items[place]
+        is_whole = end - first == len(self._items.work[place])
+        return self._encoders.encode(kind, item if is_whole else some_frames(item, first, end))
+
+    def _of_micro_batch(self, fields: Mapping[str, Tensor]) -> list[StandingFor]:
         """By kind, in the order of rows."""
         kinds, found = self._encoders.kinds_of(fields["tokens"]), []
         for kind in self._encoders.kinds:
             placeholders = fields[PLACEHOLDERS][kinds == 1 + KINDS.index(kind)].tolist()
             tables = {
-                own: [(place, row) for place in self._items.lists[own].get(kind, ()) for row in range(counts[place])]
+                own: [pair for place in self._items.lists[own].get(kind, ()) for pair in self._rows_of[place]]
                 for own in {own for own, _ in placeholders}
             }
             if placeholders:
@@ -228,15 +267,15 @@ class EncodedItems:
         """Ask each rank for rows of the items that it has encoded, and get them."""
         group, device = self._group, self._group.device
         wanted = [pair for of_micro in self._wanted for own in of_micro for pair in own.pairs]
-        owners = torch.tensor([ranks[place] for place, _ in wanted], dtype=torch.int64)
+        owners = torch.tensor([ranks[number] for number, _ in wanted], dtype=torch.int64)
         order = owners.argsort(stable=True)
         asked = torch.tensor(wanted, dtype=torch.int64).view(-1, 2)[order].to(device)
         self._asked = torch.bincount(owners, minlength=group.size).tolist()
         self._answered = [int(row[group.rank]) for row in group.share([float(count) for count in self._asked])]
         requests = group.all_to_all(asked, self._asked, self._answered)
         starts, at = torch.zeros(len(ranks), dtype=torch.int64), 0
-        for place, rows in zip(self._own, self._encoded, strict=True):
-            starts[place], at = at, at + len(rows)
+        for number, rows in zip(self._own, self._encoded, strict=True):
+            starts[number], at = at, at + len(rows)
         self._places, self._order = starts.to(device)[requests[:, 0]] + requests[:, 1], order.to(device)
         self._width, dtype = max((form.width, form.dtype) for form in self._forms.values())
         self._nothing = torch.empty(0, self._width, dtype=getattr(torch, dtype), device=device)
@@ -276,8 +315,8 @@ class EncodedItems:
         gradients = torch.cat([self._nothing, *parts])[self._order]
         arrived = group.all_to_all(gradients, self._asked, self._answered)
         ran_plain, at = attachment.ran_plain_backward, 0
-        for place, kept in zip(self._own, self._encoded, strict=True):
-            rows = kept if self._keeps_graphs else self._encode(place)[0]
+        for number, kept in zip(self._own, self._encoded, strict=True):
+            rows = kept if self._keeps_graphs else self._encode(number)[0]
             mine = (self._places >= at) & (self._places < at + len(rows))
             total = rows.new_zeros(len(rows), self._width, dtype=torch.promote_types(rows.dtype, torch.float32))
             total.index_add_(0, self._places[mine] - at, arrived[mine].to(total.dtype))

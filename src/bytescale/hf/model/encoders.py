@@ -14,7 +14,9 @@ more than the layers that get rows of their own (deepstack).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -58,6 +60,7 @@ class Encoders:
         rotary = (module for module in self.root.modules() if hasattr(type(module), "get_rope_index"))
         self._rotary: Any = next(rotary, None)
         self._is_causal = False  # it is not known
+        self._takes_frames = dict[str, bool]()  # of kinds that were tried
 
     def _call(self, kind: str) -> Callable[..., Any] | None:
         return getattr(self.root, f"get_{kind}_features", None)
@@ -96,6 +99,36 @@ class Encoders:
             ) from error
         positions: Tensor = found[:, 0].T
         return positions
+
+    def work(self, kind: str, item: Item) -> list[float]:
+        """Of each frame of an item (``work_of``)."""
+        even = even_frame(getattr(self.root, "config", None), kind)
+        return [work_of([patches], even) for patches in frames_of(item)]
+
+    def takes_frames(self, kind: str, item: Item) -> bool:
+        """Whether the encoder makes of an item's frames what it makes of each by itself. It runs on two small ones.
+
+        ``item``: rows of patches, ``[P, W]``, and their grid. All ranks get the same answer.
+        """
+        if kind not in self._takes_frames:
+            name, pixels = next((name, torch.as_tensor(value)) for name, value in item.items() if "pixel" in name)
+            grid = next((name for name in item if name.endswith("grid_thw")), None)
+            if grid is None or len(torch.as_tensor(item[grid])) > 1 or pixels.dim() != 2:
+                return False
+            config = getattr(self.root.config, "vision_config", None)
+            side: int = 2 * getattr(config, "spatial_merge_size", 1)
+            numbers = torch.Generator().manual_seed(0)
+            small = torch.randn(2 * side * side, pixels.shape[1], generator=numbers).to(pixels.dtype)
+            second = {name: small[side * side :], grid: torch.tensor([[1, side, side]])}
+            with torch.enable_grad():
+                both = {name: small.requires_grad_(), grid: torch.tensor([[2, side, side]])}
+                rows = self.encode(kind, both)[0]
+                alone = self.encode(kind, second)[0].detach()
+                (seen,) = torch.autograd.grad(rows[: len(alone)].float().square().sum(), small)
+            apart = (rows[len(alone) :].detach() - alone).abs().max() if len(rows) == 2 * len(alone) else torch.inf
+            is_near = bool(apart <= torch.finfo(rows.dtype).eps ** 0.5 * alone.abs().max())
+            self._takes_frames[kind] = is_near and not bool(seen[side * side :].any())
+        return self._takes_frames[kind]
 
     def encode(self, kind: str, item: Item) -> tuple[Tensor, Form]:
         """Rows ``[n, W]`` of an item. Raises ``DataError`` for what the encoder does not take."""
@@ -175,7 +208,47 @@ class _Look(Blind):
         return super().mask(mask_function)
 
 
-def patches_of(item: Item) -> int:
-    """A measure of an encoder's work: of patches in rows their number, else pixels by 14 x 14."""
-    tensors = [torch.as_tensor(value) for name, value in item.items() if name.startswith(("pixel", "input_feat"))]
-    return max(1, sum(len(one) if one.dim() == 2 else one.numel() // 588 for one in tensors))
+def frames_of(item: Item) -> list[int]:
+    """Patches of each frame of an item: of what an encoder's attention sees at once."""
+    for name, value in item.items():
+        if name.endswith("grid_thw"):
+            return [height * width for time, height, width in torch.as_tensor(value).tolist() for _ in range(time)]
+    frames = list[int]()
+    for name, value in item.items():
+        if name.startswith(("pixel", "input_feat")):
+            shape = torch.as_tensor(value).shape  # rows of patches, or tiles of pixels, which are taken as 14 x 14
+            tiles, patches = (1, shape[0]) if len(shape) < 3 else (math.prod(shape[:-3]), math.prod(shape[-3:]) // 588)
+            frames += [max(1, patches)] * tiles
+    return frames or [1]
+
+
+def some_frames(item: Item, first: int, end: int) -> Item:
+    """The frames ``first`` to ``end`` of a video that has rows of patches and a grid."""
+    ends, of_frames = [0, *itertools.accumulate(frames_of(item))], dict(item)
+    for name, value in item.items():
+        if name.startswith("pixel"):
+            of_frames[name] = torch.as_tensor(value)[ends[first] : ends[end]]
+        elif name.endswith("grid_thw"):
+            _, height, width = torch.as_tensor(value)[0].tolist()
+            of_frames[name] = torch.tensor([[end - first, height, width]])
+    return of_frames
+
+
+def even_frame(config: Any, kind: str) -> float:
+    """So many patches has a frame on whose attention an encoder spends as much as on all else.
+
+    Counted from the encoder's part of a model's ``config``; infinity where that does not tell.
+    """
+    own = getattr(config, "audio_config" if kind == "audio" else "vision_config", None)
+    width = getattr(own, "embed_dim", None) or getattr(own, "hidden_size", None)
+    layers = getattr(own, "depth", None) or getattr(own, "num_hidden_layers", None)
+    if not isinstance(width, int) or not isinstance(layers, int):
+        return math.inf
+    inner = getattr(own, "intermediate_size", None) or width * getattr(own, "mlp_ratio", 4)
+    whole = getattr(own, "fullatt_block_indexes", None)  # the other layers see windows of a frame
+    return (2.0 * width + inner) * layers / (len(whole) if whole else layers)
+
+
+def work_of(frames: Iterable[int], even: float) -> float:
+    """An encoder's work on frames with so many patches, in patches of a small frame. ``even``: ``even_frame``."""
+    return sum(patches * (1 + patches / even) for patches in frames)

@@ -6,6 +6,8 @@ which. A rank reads no other pixels.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +20,12 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus, place_of_document
 from bytescale.data.loading.loader import Loader, StepData
 from bytescale.data.order.batches import GlobalBatch
-from bytescale.data.tokens.pictures import Picture, pixels_of
+from bytescale.data.tokens.pictures import Picture, folder_of, pixels_of
 from bytescale.data.tokens.shards import require_text
 from bytescale.hf.batch.documents import ITEM_NAMES, Documents
 from bytescale.hf.loop.encoded import EncodedItems, Items, require_use
 from bytescale.hf.model.decoder import HFDecoder
+from bytescale.hf.model.encoders import even_frame, work_of
 from bytescale.plan import RankPlan
 from bytescale.runtime.executor import Executor
 from bytescale.runtime.plain_data import all_gather_json
@@ -77,9 +80,9 @@ def read_pictures(
     pictures = corpus.pictures_of(batch.samples)
     if not pictures:
         return None
-    items, known = _items_of(pictures, len(batch.lengths))
     error, told = "", dict[int, dict[str, Any]]()
     tokenizer = "" if corpus.tokenizer is None else corpus.tokenizer.name
+    items, known = _items_of(pictures, len(batch.lengths), _even_rows(tokenizer))
     for place in (place for place, owner in enumerate(items.ranks(rank[1])) if owner == rank[0]):
         (_, item), picture = items.items[place], known[place]
         try:
@@ -102,17 +105,29 @@ def read_pictures(
     )
 
 
-def _items_of(pictures: Mapping[int, Sequence[Picture]], num_documents: int) -> tuple[Items, list[Picture]]:
+@functools.lru_cache(maxsize=2)
+def _even_rows(tokenizer: str) -> float:
+    """``encoders.even_frame`` in tokens of a picture. Infinity where pictures are cut into tiles of one size."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder_of(tokenizer), local_files_only=True, trust_remote_code=False)
+    merged = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
+    return even_frame(config, "image") / merged**2 if merged else math.inf
+
+
+def _items_of(
+    pictures: Mapping[int, Sequence[Picture]], num_documents: int, even: float
+) -> tuple[Items, list[Picture]]:
     """The pictures of a batch as items without pixels, and in the same order. One that comes again is the same item."""
     known: dict[str, tuple[Picture, dict[str, Any]]] = {}
     batch = [
         {ITEM_NAMES[0]: [known.setdefault(own.path, (own, {}))[1] for own in pictures.get(number, ())]}
         for number in range(num_documents)
     ]
-    found = Items.of(batch)
+    found = Items.of(batch, lambda kind, item: [0.0])
     assert found is not None, "there are pictures"
     own = [picture for picture, _ in known.values()]
-    return replace(found, patches=[one.rows for one in own], contents=[one.name for one in own]), own
+    return replace(found, work=[[work_of([one.rows], even)] for one in own], contents=[one.name for one in own]), own
 
 
 class PictureLoader(Loader):
