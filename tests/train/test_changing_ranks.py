@@ -30,6 +30,7 @@ from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.train.changing import JOINS
 from bytescale.train.loop.evaluation import Evaluation
 from tests.helpers.command import Command
+from tests.helpers.effort import one_of
 from tests.train.runs import losses, metrics, small_run, with_trainer, write_corpus
 
 PHASES: Mapping[str, tuple[Any, str, bool]] = {
@@ -138,6 +139,34 @@ def test_a_run_outlives_its_first_rank_and_takes_in_a_new_one(tmp_path: Path) ->
     assert_as_undisturbed(tmp_path / "several", tmp_path / "alone")
 
 
+@pytest.mark.parametrize(
+    ("mesh", "rank", "phase"),
+    one_of(
+        [({"tp": 2}, 3, "update"), ({"tp": 2}, 0, "passes"), ({"pp": 2}, 1, "passes"), ({"pp": 2}, 2, "begin")],
+        ({"tp": 2}, 3, "update"),
+    ),
+)
+def test_a_whole_copy_of_the_model_goes_on(tmp_path: Path, mesh: dict[str, int], rank: int, phase: str) -> None:
+    """Of two pairs of ranks one loses a rank. The other rank of it waits, and goes on with one that comes."""
+    trained(changing_run(tmp_path, "alone", ranks=1, steps=9))
+    several = changing_run(tmp_path, "several", ranks=4, steps=9, **mesh)
+    printed = trained(several, "--max-restarts", "1", before=dies({rank: (3, phase)}, full_at=(6, 4)))
+    assert re.search(rf"rank {rank} is gone, and 2 go on behind step [12], .* later; 1 more waits", printed), printed
+    assert re.search(r"^ranks   4 go on behind step [2-6]", printed, re.MULTILINE), printed
+    assert_as_undisturbed(tmp_path / "several", tmp_path / "alone")
+
+
+@pytest.mark.exhaustive
+def test_what_is_left_of_two_copies_of_the_model_makes_one(tmp_path: Path) -> None:
+    """Of three pairs of ranks two lose a rank each. Nobody waits at the end, and the run ends."""
+    trained(changing_run(tmp_path, "alone", ranks=1, steps=12))
+    several = changing_run(tmp_path, "several", ranks=6, steps=12, tp=2)
+    printed = trained(several, before=dies({0: (3, "passes"), 3: (7, "update")}))
+    assert re.search(r"rank 0 is gone, and 4 go on behind step 2, .* later; 1 more waits", printed), printed
+    assert re.search(r"rank \d is gone, and 4 go on behind step [56], [\d.]+ s later$", printed, re.MULTILINE), printed
+    assert_as_undisturbed(tmp_path / "several", tmp_path / "alone")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_dies_in_any_phase(tmp_path: Path, phase: str) -> None:
@@ -214,8 +243,6 @@ def test_many_deaths_at_any_moment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"tp": 2}, "parallel.tp = 2"),
-        ({"pp": 2}, "parallel.pp = 2"),
         ({"shard": "parameters"}, "shard"),
         ({"loader": "ray"}, "loader"),
     ],

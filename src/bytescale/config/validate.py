@@ -191,15 +191,13 @@ def check_content(data: DataConfig) -> None:
 def _check_elastic(config: Config) -> None:
     parallel = config.parallel
     beside = {
-        f"parallel.tp = {parallel.tp}": parallel.tp > 1,
-        f"parallel.pp = {parallel.pp}": parallel.pp > 1,
         'parallel.shard = "parameters"': parallel.shard == "parameters",
         f'data.loader = "{config.data.loader}"': config.data.loader != "local",
     }
     if parallel.elastic and (found := [name for name, is_set in beside.items() if is_set]):
         raise ConfigError(
             f"parallel.elastic beside {found[0]}",
-            so="with a rank, others would lose what they need: their stage, their parts of layers or their data",
+            so="with a rank, others would lose what they need: their parts of layers or their data",
             fix="leave parallel.elastic out: --max-restarts starts such a run again from its last checkpoint",
         )
 

@@ -2,7 +2,9 @@
 
 Every process has a *number* for good. The members of a *generation* are numbers in the order of their ranks. When one
 of them is gone, or a new process waits, all that are there leave the generation's groups, meet at the store, and agree
-on the next one: the first list that is written there counts. Whoever is not in it has come too late.
+on the next one: the first list that is written there counts. Whoever is not in it has come too late. Where ranks work
+in *units* (the tensor-parallel and pipeline ranks that hold one copy of a model), whoever makes no whole unit waits as
+a spare, and is taken in when one can be made.
 
 A process of this machine counts as gone once its id is; one of another machine if it does not come for a while.
 """
@@ -14,6 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,14 @@ from torch.distributed.distributed_c10d import _abort_process_group as abort_pro
 
 from bytescale.common.errors import RankFailure, RanksLost
 from bytescale.runtime.group import answered
+from bytescale.runtime.mesh import MeshShape
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.runtime.sockets import listening_ports, shut_connections
 
 GRACE_SECONDS = 10.0
 """How long the others wait for a member of another machine that may be alive."""
 _LOOK_SECONDS = 0.02
+_ALONE = MeshShape(hdp=1)
 _TELLING_SECONDS = 1.0
 """Between the asking of a new process and what it tells of itself, unless it has died."""
 
@@ -42,35 +47,41 @@ class Members:
         numbers: those of the members of this generation, in the order of ranks.
         generation: how many times members have changed.
         former: rank in the generation before of each member; None: it is new.
+        shape: of a unit, with one HDP rank.
+        spares: numbers of processes that are there, and make no whole unit.
     """
 
-    def __init__(self, store: dist.Store, number: int, first: Sequence[int]) -> None:
-        self.store, self.number, self.generation = store, number, 0
-        self.numbers, self.former = list(first), list[int | None](first)
-        self._num_first, self._num_before = len(first), len(first)
+    def __init__(self, store: dist.Store, number: int, first: Sequence[int], shape: MeshShape) -> None:
+        self.store, self.number, self.generation, self.shape = store, number, 0, shape
+        self.numbers, self.former, self.spares = list(first), list[int | None](first), list[int]()
+        self._num_first, self._before = len(first), list(first)
         self._seen = 0  # processes that have asked to join, as far as members know
         self._about: dict[int, dict[str, Any]] = {}
         self._living = _LivingStore(store, self._all_may_live)  # PyTorch keeps the part of it in C++ alone
 
     @staticmethod
-    def at_first(store: dist.Store, rank: int, size: int) -> Members:
-        return Members(dist.PrefixStore("members", store), rank, range(size))
+    def at_first(store: dist.Store, rank: int, size: int, shape: MeshShape = _ALONE) -> Members:
+        return Members(dist.PrefixStore("members", store), rank, range(size), shape)
 
     @staticmethod
-    def joining(store: dist.Store, first_size: int, wait_seconds: float) -> Members | None:
+    def joining(store: dist.Store, first_size: int, wait_seconds: float, shape: MeshShape = _ALONE) -> Members | None:
         """Ask to join a run that began with ``first_size`` processes, and wait until its members take this one in.
 
         None: the run has ended meanwhile. Raises ``RankFailure`` if it does not take this one in.
         """
         store = dist.PrefixStore("members", store)
         number = first_size - 1 + store.add("asked", 1)
-        store.set(f"about/{number}", json.dumps(_about_this_process()))
-        made = Members(store, number, range(first_size))
-        until = time.monotonic() + wait_seconds
-        while not store.check([f"taken/{number}"]):
-            if store.check(["ended"]):
-                return None
-            if not made._any_may_live():
+        made = Members(store, number, range(first_size), shape)
+        return made if made.wait_until_taken(wait_seconds) else None
+
+    def wait_until_taken(self, wait_seconds: float) -> bool:
+        """Wait until this process is a member. Returns False where the run has ended. Raises as ``joining``."""
+        key, until = f"taken/{self.number}", time.monotonic() + wait_seconds
+        self.store.set(f"about/{self.number}", json.dumps(_about_this_process()))
+        while not self.store.check([key]) or int(self.store.get(key)) <= self.generation:
+            if self.store.check(["ended"]):
+                return False
+            if not self._any_may_live():
                 raise RankFailure(
                     "all ranks that this process was to join are gone",
                     so="nothing is left to go on with",
@@ -83,10 +94,9 @@ class Members:
                     fix="look whether the run still makes steps",
                 )
             time.sleep(_LOOK_SECONDS)
-        generation = int(store.get(f"taken/{number}"))
-        made.generation = generation
-        made._take(json.loads(store.get(f"members/{generation}")))
-        return made
+        self.generation = int(self.store.get(key))
+        self._take(json.loads(self.store.get(f"members/{self.generation}")))
+        return True
 
     @property
     def rank(self) -> int:
@@ -99,7 +109,12 @@ class Members:
     @property
     def gone(self) -> list[int]:
         """Ranks of the generation before that are not there any more."""
-        return [rank for rank in range(self._num_before) if rank not in self.former]
+        there = {*self.numbers, *self.spares}
+        return [rank for rank, number in enumerate(self._before) if number not in there]
+
+    @property
+    def is_spare(self) -> bool:
+        return self.number in self.spares
 
     def groups_store(self) -> dist.Store:
         """Where the groups of this generation meet."""
@@ -109,8 +124,9 @@ class Members:
         return all(map(self._may_live, self.numbers))
 
     def num_waiting(self) -> int:
-        """How many processes have asked to join since members last changed. Any member may look."""
-        return self.store.add("asked", 0) - self._seen
+        """How many processes could be taken in that are no members. Any member may look."""
+        waiting = self.store.add("asked", 0) - self._seen + len(self.spares)
+        return (self.size + waiting) // self.shape.size * self.shape.size - self.size
 
     def introduce(self, group: dist.ProcessGroup) -> None:
         """Tell the others where this process is, behind the making of all groups. Every member calls it."""
@@ -145,7 +161,7 @@ class Members:
         """
         with answered("the store in which ranks meet does not answer; the process that served it may be gone"):
             self._next_generation()
-        if self.number not in self.numbers:
+        if self.number not in (*self.numbers, *self.spares):
             raise RankFailure(
                 "the other ranks went on without this one, which came too late",
                 so="it ends; it may join again as a new process",
@@ -164,23 +180,35 @@ class Members:
             missing = [number for number in missing if not is_there[number] and self._may_live(number)]
             time.sleep(_LOOK_SECONDS if missing else 0.0)
         there = [number for number in self.numbers if self.store.check([f"{here}/{number}"])]
+        units, now = self._units(), set(there)
+        broken = {unit for number, unit in units.items() if number not in now}
+        there.sort(key=lambda number: units[number] in broken)  # the next unit has copies of what these have
         asked = self.store.add("asked", 0)
-        for number in range(self._num_first + self._seen, self._num_first + asked):
+        for number in (*self.spares, *range(self._num_first + self._seen, self._num_first + asked)):
             until = time.monotonic() + _TELLING_SECONDS
             while not self.store.check([f"about/{number}"]) and time.monotonic() < until:
                 time.sleep(_LOOK_SECONDS)
             if self.store.check([f"about/{number}"]):
                 self._about[number] = json.loads(self.store.get(f"about/{number}"))
                 there += [number] if self._may_live(number) else []
-        proposed = json.dumps({"numbers": there, "before": self.numbers, "seen": asked})
+        whole = len(there) // self.shape.size * self.shape.size or len(
+            there
+        )  # too few ranks are refused where their mesh is made
+        agreed = {"numbers": there[:whole], "spares": there[whole:], "before": self.numbers, "seen": asked}
+        proposed = json.dumps(agreed)
         self.generation += 1
         self._take(json.loads(self.store.compare_set(f"members/{self.generation}", "", proposed)))
         for number in [number for number, former in zip(self.numbers, self.former, strict=True) if former is None]:
             self.store.set(f"taken/{number}", str(self.generation))
 
+    def _units(self) -> dict[int, int]:
+        """Of each member the unit, which is its HDP rank."""
+        shape = replace(self.shape, hdp=max(1, self.size // self.shape.size))
+        return {number: shape.coordinates(rank)[1] for rank, number in enumerate(self.numbers)}
+
     def _take(self, agreed: dict[str, Any]) -> None:
-        self.numbers, self._seen, before = agreed["numbers"], agreed["seen"], agreed["before"]
-        self._num_before = len(before)
+        self.numbers, self.spares, self._seen = agreed["numbers"], agreed["spares"], agreed["seen"]
+        self._before = before = agreed["before"]
         self.former = [before.index(number) if number in before else None for number in self.numbers]
 
     def _may_live(self, number: int) -> bool:

@@ -12,9 +12,10 @@ start of its checkpoint, is done then.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 
@@ -27,6 +28,7 @@ from bytescale.common.errors import ConfigError, RankFailure, RanksLost
 from bytescale.config.schema import Config
 from bytescale.config.validate import validate
 from bytescale.runtime.members import Members
+from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.copies import StateCopies, restore_from_copies
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.plain_data import broadcast_json
@@ -48,10 +50,13 @@ class ChangingRanks:
 
     def __init__(self, config: Config) -> None:
         self._config, self.is_elastic = config, config.parallel.elastic
+        self._unit = MeshShape(hdp=1, tp=config.parallel.tp, pp=config.parallel.pp)
         self.are_due, self._goes_on = False, True
         self.unsaved: RunState | None = None
         self._members: Members | None = None
         self._group: dist.ProcessGroup | None = None
+        self._copies_group: dist.ProcessGroup | None = None
+        self._position = 0
         self._device = torch.device("cpu")
         self._per_node = 1
         self._checkpoints: Checkpointer | None = None
@@ -79,10 +84,10 @@ class ChangingRanks:
         if not self.is_elastic:
             return store, rank, size
         if self._members is None and JOINS in os.environ:
-            self._members = Members.joining(store, int(os.environ[JOINS]), _JOIN_SECONDS)
+            self._members = Members.joining(store, int(os.environ[JOINS]), _JOIN_SECONDS, self._unit)
             if self._members is None:
                 raise SystemExit(0)
-        members = self._members = self._members or Members.at_first(store, rank, size)
+        members = self._members = self._members or Members.at_first(store, rank, size, self._unit)
         if self.has_changed:
             try:
                 validate(self._config, num_ranks=members.size)
@@ -94,15 +99,21 @@ class ChangingRanks:
                 ) from error
         return members.groups_store(), members.rank, members.size
 
-    def opened(self, group: dist.ProcessGroup, device: torch.device, ranks_per_node: int) -> None:
-        """All groups are open. ``group``: of gloo, for copies. Every rank calls it."""
+    def opened(self, mesh: Mesh, make_group: Callable[[list[int]], dist.ProcessGroup], ranks_per_node: int) -> None:
+        """All groups are open. ``make_group``: of gloo. ``ranks_per_node``: of HDP ranks. Every rank calls it."""
         assert self._members is not None, "place() has been called"
-        self._group, self._device, self._per_node = group, device, ranks_per_node
+        shape, world = mesh.shape, mesh.world
+        self._group = self._copies_group = group = make_group(list(range(world.size)))
+        if self._unit.size > 1:
+            tp = mesh.tp.rank
+            self._copies_group = make_group([shape.rank(mesh.stage, hdp, tp) for hdp in range(shape.hdp)])
+        self._position = mesh.stage * shape.tp + mesh.tp.rank
+        self._device, self._per_node = world.device, ranks_per_node
         self.are_due, self.unsaved, self._checkpoints = False, None, None
         self._members.introduce(group)
 
     def num_waiting(self) -> int:
-        """New ranks that wait. For the first rank."""
+        """New ranks that wait, and make a whole unit. For the first rank."""
         if self._members is not None:
             with suppress(RuntimeError):  # a store that is gone counts when ranks have to meet there
                 return self._members.num_waiting()
@@ -155,6 +166,10 @@ class ChangingRanks:
             raise
         self._change, self._goes_on = (began, self._members.gone), True
         gc.collect()
+        if self._members.is_spare:
+            self._kept, self._states, self._completed, self._change = [], {}, None, None
+            if not self._members.wait_until_taken(math.inf):
+                raise SystemExit(0)
 
     def restored(self, optimizer: ShardedOptimizer) -> RunState | None:
         """Fill the optimizer from the copies, after a change. None: there was no change.
@@ -163,7 +178,7 @@ class ChangingRanks:
         """
         if not self.has_changed:
             return None
-        step = restore_from_copies(optimizer, self._kept, self._group, at_most=self._completed)
+        step = restore_from_copies(optimizer, self._kept, self._group, at_most=self._completed, position=self._position)
         told = broadcast_json(asdict(self._states[step]) if step in self._states else None, self._group)
         return RunState(**told)
 
@@ -172,10 +187,14 @@ class ChangingRanks:
         if not self.is_elastic:
             return ""
         assert self._members is not None, "groups are open"
-        assert self._group is not None, "groups are open"
+        assert self._copies_group is not None, "groups are open"
         generation = self._members.generation
         self._checkpoints = checkpoints
-        self._kept.append(StateCopies(optimizer, self._group, generation=generation, per_node=self._per_node))
+        self._kept.append(
+            StateCopies(
+                optimizer, self._copies_group, generation=generation, per_node=self._per_node, position=self._position
+            )
+        )
         del self._kept[:-1]
         self._states, self._completed = {state.step: state}, state.step
         if not self.has_changed:
@@ -183,9 +202,10 @@ class ChangingRanks:
         began, gone = self._change or (time.monotonic(), [])
         self._change = None
         lost = f"rank {', '.join(map(str, gone))} is gone, and " if gone else ""
-        return (
-            f"ranks   {lost}{self._members.size} go on behind step {state.step}, {time.monotonic() - began:.1f} s later"
-        )
+        spares = len(self._members.spares)
+        waiting = f"; {spares} more wait{'s' * (spares == 1)} for a whole copy of the model" if spares else ""
+        later = f"{time.monotonic() - began:.1f} s later"
+        return f"ranks   {lost}{self._members.size} go on behind step {state.step}, {later}{waiting}"
 
     def did(self, state: RunState) -> None:
         """Remember the state behind a step that this rank has done."""

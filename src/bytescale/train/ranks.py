@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,8 +153,8 @@ def open_ranks(config: Config, changing: ChangingRanks | None = None) -> Iterato
                 dtype=dtype,
             )
             if changing is not None and changing.is_elastic:
-                copies_group = dist.new_group(backend="gloo", timeout=timeout)
-                changing.opened(copies_group, device, ranks.hdp_ranks_per_node())
+                gloo = partial(dist.new_group, backend="gloo", timeout=timeout, use_local_synchronization=True)
+                changing.opened(ranks.mesh, gloo, ranks.hdp_ranks_per_node())
         yield ranks
         _meet_at_the_end(store, rank, num_ranks, timeout)
     except BaseException as error:

@@ -9,7 +9,8 @@ another node, if there is one, while the next step computes::
 Each rank keeps its own shards of the last two updates, and those of one other rank. Ranks exchange the gradients' norm
 before they update, and a rank takes part when its exchange of the last update is complete. So when a rank dies, in
 whatever phase, there is one update that all others have: the newest of these counts, and weights follow from it. A
-weight has the same place in the flat buffers on any number of ranks.
+weight has the same place in the flat buffers on any number of ranks. With tensor parallelism and pipelines, each
+*position* in the model has flat buffers of its own, whose copies a rank of any position may hold or want.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -99,11 +101,13 @@ class StateCopies:
 
     Attributes:
         generation: of members (``runtime.members``), to whose ranks the copies belong.
+        position: of the optimizer's ranks in the model.
         num_bytes: what this rank has sent since the last update.
     """
 
     def __init__(
-        self, optimizer: ShardedOptimizer, group: dist.ProcessGroup, *, generation: int = 0, per_node: int = 1
+        self, optimizer: ShardedOptimizer, group: dist.ProcessGroup, *,
+        generation: int = 0, per_node: int = 1, position: int = 0,
     ) -> None:  # fmt: skip
         """Keep copies of ``optimizer``. Every rank calls it. Behind it, all ranks have theirs.
 
@@ -117,7 +121,7 @@ class StateCopies:
         self._received: list[StatesCopy] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bytescale-copies")
         self._exchange: Future[None] | None = None
-        self.generation, self.num_bytes = generation, 0
+        self.generation, self.position, self.num_bytes = generation, position, 0
         optimizer.before_norm[:], optimizer.behind_update[:] = [self.finish], [self.keep]
         self.keep()
         self.finish()
@@ -179,50 +183,55 @@ def restore_from_copies(
     group: dist.ProcessGroup | None,
     *,
     at_most: int | None = None,
+    position: int = 0,
 ) -> int:
     """Continue on the ranks of ``group`` from what they have kept. Returns the number of updates that were made.
 
-    Every rank calls it, with an optimizer of the same parameters over these ranks.
+    Every rank calls it, with an optimizer of the same parameters over these ranks, or over those of its ``position``.
 
     Args:
         kept: those of the ranks before. Two, if a rank died while the others made new ones; none: this rank is new.
-        group: of gloo.
+        group: of gloo, over the ranks of all positions.
         at_most: the newest update that this rank wants to go on from; None: the newest that there is.
 
     Raises ``CheckpointError`` on every rank if the states of a rank are lost: it is gone, and so is its copy.
     """
-    own = {
-        (copy.num_updates, copies.generation, copies.num_ranks, rank): copy
+    own: dict[tuple[int, ...], StatesCopy] = {
+        (copy.num_updates, copies.generation, copies.num_ranks, copies.position, rank): copy
         for copies in kept
         for rank, of_rank in copies.held().items()
         for copy in of_rank
     }
-    holders: dict[tuple[int, int, int], dict[int, int]] = {}  # of each update: which rank has the copy of which
+    num_positions = (1 if group is None else group.size()) // optimizer.group.size
+    holders: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}  # of each update: which rank has the copy of which
     everyone = all_gather_json([at_most, list(own)], group)
     for holder, (_, told) in enumerate(everyone):
-        for *update, rank in told:
-            holders.setdefault(tuple(update), {}).setdefault(rank, holder)
+        for *update, of_position, rank in told:
+            holders.setdefault(tuple(update), {}).setdefault((of_position, rank), holder)
     newest = min((wanted for wanted, _ in everyone if wanted is not None), default=max(holders)[0])
-    whole = [update for update, known in holders.items() if len(known) == update[2] and update[0] <= newest]
+    needed = {update: {*np.ndindex(num_positions, update[2])} for update in holders}
+    whole = [update for update, known in holders.items() if not needed[update] - {*known} and update[0] <= newest]
     if not whole:
         last = max(update for update in holders if update[0] <= newest)
+        of_position, rank = min(needed[last] - {*holders[last]})
         raise CheckpointError(
-            f"the optimizer states of rank {min(set(range(last[2])) - set(holders[last]))} are lost: it is gone, and "
+            f"the optimizer states of {'rank' if num_positions == 1 else 'HDP rank'} {rank} are lost: it is gone, and "
             "so is the rank that had their copy",
             so="this run cannot go on by itself",
             fix="continue from the last checkpoint",
         )
     at = max(whole)
-    found = {rank: copy for (*update, rank), copy in own.items() if tuple(update) == at}
     if at[0]:
         optimizer.require_states()
-    about: dict[str, Any] = {}
-    for rank, holder in sorted(holders[at].items()):
-        copy = found.get(rank) if group is None or group.rank() == holder else None
+    numbers: Any = None
+    for (of_position, rank), holder in sorted(holders[at].items()):
+        copy = own[(*at, of_position, rank)] if group is None or group.rank() == holder else None
         about = broadcast_json(copy and copy.header(), group, holder)
-        places = [Place(*place) for place in about.pop("places")]
-        _deliver(optimizer, places, copy, holder, group)
-    optimizer.finish_restore(at[0], about["numbers"])
+        places = [Place(*place) for place in about["places"]]
+        if of_position == position:
+            numbers = about["numbers"]
+        _deliver(optimizer, places, copy, group, is_wanted=of_position == position)
+    optimizer.finish_restore(at[0], numbers)
     return at[0]
 
 
@@ -230,29 +239,34 @@ def _deliver(
     optimizer: ShardedOptimizer,
     places: Sequence[Place],
     copy: StatesCopy | None,
-    holder: int,
     group: dist.ProcessGroup | None,
+    *,
+    is_wanted: bool,
 ) -> None:
     """Bring one copy's states to the ranks that have these weights now. ``copy``: on the rank that holds it."""
     rank = 0 if group is None else group.rank()
-    states = [optimizer.states(zero) for zero in optimizer.zeros]
-    sent = []
-    for place in places:
-        for other in range(optimizer.group.size) if copy is not None else [rank]:
-            for start, stop in optimizer.ranges_of(optimizer.zeros[place.zero], other):
-                low, high = max(place.start, start), min(place.start + place.size, stop)
-                if low >= high:
-                    continue
-                if copy is not None:
-                    part = copy.values(place)[low - place.start : high - place.start]
-                    if other == rank:
-                        values_of(states[place.zero][place.state], low, high).copy_(part)
-                    else:
-                        sent.append(dist.isend(part, group=group, group_dst=other))
-                else:
-                    arrived = torch.empty(high - low, dtype=_DTYPES[place.dtype])
-                    dist.recv(arrived, group=group, group_src=holder)
-                    values_of(states[place.zero][place.state], low, high).copy_(arrived)
+    states = [optimizer.states(zero) for zero in optimizer.zeros] if is_wanted else []
+    wanted = [
+        (number, low, high)
+        for number, place in enumerate(places if is_wanted else ())
+        for start, stop in optimizer.ranges_of(optimizer.zeros[place.zero], optimizer.group.rank)
+        if (low := max(place.start, start)) < (high := min(place.start + place.size, stop))
+    ]
+    everyone = all_gather_json([copy is not None, wanted], group)
+    holder, sent = next(number for number, (has, _) in enumerate(everyone) if has), []
+    if copy is not None:
+        for other, (_, ranges) in enumerate(everyone):
+            for number, low, high in ranges if other != rank else ():
+                part = copy.values(places[number])[low - places[number].start : high - places[number].start]
+                sent.append(dist.isend(part, group=group, group_dst=other))
+    for number, low, high in wanted:
+        place = places[number]
+        if copy is not None:
+            arrived = copy.values(place)[low - place.start : high - place.start]
+        else:
+            arrived = torch.empty(high - low, dtype=_DTYPES[place.dtype])
+            dist.recv(arrived, group=group, group_src=holder)
+        values_of(states[place.zero][place.state], low, high).copy_(arrived)
     for work in sent:
         assert work is not None, "this rank is in the group"
         work.wait()
