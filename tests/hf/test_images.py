@@ -556,3 +556,18 @@ def test_what_cannot_have_images_is_refused() -> None:
     assert "see each other in both directions" in said_of(model_of("gemma3"), batch_of("gemma3"))
     model = model_of("qwen2_5_vl")
     assert "tp = 2" in said_of(model, batch, 2, tp=2)
+
+
+def test_images_of_a_batch_are_shared_out_to_their_documents() -> None:
+    """What a processor makes of several documents at once, as trainers of other people give it."""
+    encoders = HDP(model_of("qwen2_5_vl"), capacity_tokens=200).engine.decoder.encoders
+    batch = batch_of("qwen2_5_vl")
+    items = [item for own in batch for item in own.get("images", ())]
+    together = {name: torch.cat([item[name] for item in items]) for name in items[0]}
+    tokens = [own["tokens"] for own in batch]
+    for own, found in zip(batch, encoders.shared_out(tokens, together), strict=True):
+        assert len(found) == len(own.get("images", ()))
+        for item, given in zip(found, own.get("images", ()), strict=True):
+            assert all(torch.equal(item[name], given[name]) for name in given)
+    with pytest.raises(DataError, match="4 runs of tokens stand for images, and pixel_values is"):
+        encoders.shared_out(tokens[1:], together)

@@ -16,14 +16,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2VLProcessor,
+    TrainerCallback,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import trl
 from bytescale.integrations.trl import HDPDPOTrainer, HDPGRPOTrainer, HDPSFTTrainer
 
 STEPS, STOP = 4, 2
 WORDS = ["<pad>", "<eos>", *(f"w{n}" for n in range(62))]
+IMAGE = 61  # w59, between w60 and w61, stands for a picture
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -42,8 +54,55 @@ def model(seed: int = 0) -> LlamaForCausalLM:
     )  # fmt: skip
 
 
+class Pictures(Qwen2VLProcessor):
+    """Qwen2-VL's processor without its half for videos, which transformers makes with torchvision alone."""
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
+        self.image_token, self.image_token_id = WORDS[IMAGE], IMAGE
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+def seeing() -> tuple[Any, Pictures]:
+    """A small Qwen2.5-VL, and its processor."""
+    vision = {
+        "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "depth": 2, "patch_size": 4,
+        "fullatt_block_indexes": [1], "window_size": 16,
+    }  # fmt: skip
+    words = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+    }  # fmt: skip
+    config = AutoConfig.for_model(
+        "qwen2_5_vl", text_config=words, vision_config=vision, image_token_id=IMAGE, video_token_id=60,
+        vision_start_token_id=62, vision_end_token_id=63, bos_token_id=1, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64)
+    template = (
+        "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}w60 w59 w61 {% else %}{{ p.text }} "
+        "{% endif %}{% endfor %}<eos> {% endfor %}"
+    )
+    return AutoModelForImageTextToText.from_config(config), Pictures(images, tokenizer(), chat_template=template)
+
+
+def pictures() -> Dataset:
+    """Chats with one picture, two, or none of unequal sizes, in turns."""
+    generator, made = torch.Generator().manual_seed(0), []
+    for number in range(16 * STEPS):
+        images = [
+            Image.new("RGB", (16 + 8 * ((number + other) % 4), 16 + 8 * (number % 3)), (40 * number % 256, 90, 160))
+            for other in range((1, 2, 1, 0)[number % 4])
+        ]
+        seen = [*({"type": "image", "text": None} for _ in images), {"type": "text", "text": text(generator, 4)}]
+        said = [{"type": "text", "text": text(generator, 3 + 5 * (number % 5))}]
+        messages = [{"role": "user", "content": seen}, {"role": "assistant", "content": said}]
+        made.append({"messages": messages, "images": images})
+    return Dataset.from_list(made)
+
+
 def text(generator: torch.Generator, length: int) -> str:
-    return " ".join(WORDS[int(n)] for n in torch.randint(2, 64, (length,), generator=generator))
+    return " ".join(WORDS[int(n)] for n in torch.randint(2, 60, (length,), generator=generator))
 
 
 def rows(kind: str) -> Dataset:
@@ -88,6 +147,11 @@ def trainer(kind: str, out: Path, plain: bool) -> Any:
     if kind == "sft":
         made = trl.SFTTrainer if plain else HDPSFTTrainer
         return made(model(), args=trl.SFTConfig(**common, max_length=128, gradient_accumulation_steps=2), **options)
+    if kind == "images":
+        made = trl.SFTTrainer if plain else HDPSFTTrainer
+        whole, processor = seeing()
+        options |= {"processing_class": processor, "train_dataset": pictures()}
+        return made(whole, args=trl.SFTConfig(**common, max_length=None), **options)
     if kind == "global":
         common["per_device_train_batch_size"] = 8 // dist.get_world_size()
         options["train_dataset"] = rows("sft")

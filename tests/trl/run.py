@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = ROOT / ".trl"
-KINDS = ("sft", "dft", "dpo", "grpo", "resume")
-PACKAGES = ("trl==1.16.0", "peft>=0.15")
+KINDS = ("sft", "dft", "images", "dpo", "grpo", "resume")
+PACKAGES = ("trl==1.16.0", "peft>=0.15", "pillow")
 TOLERANCE = 2e-4
 """Relative, of fp32 with sums in another order, over updates of AdamW; 1e-4 of sums over a document."""
 LEFT_OUT = ("runtime", "per_second", "step_time", "flos")

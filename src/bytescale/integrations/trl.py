@@ -37,7 +37,8 @@ from bytescale.integrations.whole_batch import (
     word_columns,
 )
 
-_TAKEN = ("input_ids", "attention_mask", "labels", "use_cache", "fused_lm_head")
+_TAKEN = ("use_cache", "fused_lm_head", "mm_token_type_ids", "token_type_ids")  # what kind tokens are, HDP finds itself
+_IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
 _STATES = "hdp"
 
 
@@ -55,18 +56,20 @@ class _Planned:
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **more: Any) -> Any:
         """``[B, L]`` tokens, padded on any side, and labels to results ``[B, L - 1]``, as TRL's models have them."""
         given = [name for name, value in more.items() if value is not None and value is not False]
-        unknown = [name for name in given if name not in _TAKEN]
-        if unknown:  # images, for example
+        if unknown := [name for name in given if name not in (*_TAKEN, *_IMAGES)]:  # videos, for example
             raise ConfigError(
                 f"the model was given {', '.join(sorted(unknown))}",
-                so="a plan has tokens alone",
-                fix="train on texts, without balance losses of experts",
+                so="a plan has tokens and images alone",
+                fix="train on texts and images, without balance losses of experts",
             )
         next_labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORE_INDEX)], dim=1)
         rows, places = attention_mask.nonzero(as_tuple=True)
         lengths = attention_mask.sum(dim=1).tolist()
         tokens, wanted = (ids[rows, places].split(lengths) for ids in (input_ids, next_labels))
-        values, rest = self.batch.run({"tokens": tokens, "labels": wanted}, loss=self.loss)
+        fields: dict[str, Any] = {"tokens": tokens, "labels": wanted}
+        if images := {name: more[name] for name in given if name in _IMAGES}:
+            fields["images"] = self.batch.hdp.engine.decoder.encoders.shared_out(tokens, images)
+        values, rest = self.batch.run(fields, loss=self.loss)
         columns = torch.cat([values, rest], dim=1)
         padded = columns.new_zeros(*input_ids.shape, columns.shape[1]).index_put((rows, places), columns)[:, :-1]
         return FusedCausalLMOutput(

@@ -15,7 +15,7 @@ Shape letters: S tokens of a sequence, N of all sequences of this rank; K values
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +32,10 @@ from bytescale.runtime.plain_data import all_gather_json
 
 LOG_PROBS, ENTROPY, IS_TOP1, MEAN_LOGITS = range(4)
 """Values that ``word_columns`` gives; the first two are differentiable."""
-_ROWS = ("tokens", "labels", "number", "routed_experts")
+_ROWS = ("tokens", "labels", "number", "routed_experts", "images")
 
-Fields = Mapping[str, Sequence[Tensor]]
-"""By name, a tensor of any shape for each sequence of this rank.
+Fields = Mapping[str, Sequence[Any]]
+"""By name, a tensor of any shape for each sequence of this rank; of ``images`` a list of items, ``hf.model.encoders``.
 
 ``tokens [S]``, ``labels [S]`` (what the model has to predict at each token; -100 for nothing) and, perhaps, ``number
 [S]``, which micro-batches have. All else is for the loss.
@@ -73,13 +73,15 @@ class WholeBatch:
         first, rows = delivered(group, {name: fields[name] for name in _ROWS if name in fields})
         # Weights are a loss's own affair: they may sum to zero here.
         documents = [
-            {name: values.cpu() for name, values in own.items()} | {"weights": torch.ones(len(own["labels"]))}
+            {name: values.cpu() if isinstance(values, Tensor) else values for name, values in own.items()}
+            | {"weights": torch.ones(len(own["labels"]))}
             for own in rows.values()
         ]
         planned = self.hdp.plan(documents, capacity_tokens=capacity_tokens, share_prefixes=True)
         loss, applied = loss if trains else None, list[Tensor]()
         if loss is not None:
-            _, rows = delivered(group, fields, _documents_of(planned))
+            of_loss = {name: values for name, values in fields.items() if name != "images"}
+            _, rows = delivered(group, of_loss, _documents_of(planned))
         with torch.set_grad_enabled(loss is not None):
             for micro in planned:
                 columns = self._columns(micro)
@@ -144,7 +146,7 @@ def _largest(tensors: Sequence[Tensor]) -> float:
 
 def delivered(
     group: RankGroup, own: Fields, asked: Sequence[int] | None = None
-) -> tuple[int, dict[int, dict[str, Tensor]]]:
+) -> tuple[int, dict[int, dict[str, Any]]]:
     """Fields of the sequences that this rank has ``asked`` for, by number, whoever has them. Every rank calls it.
 
     Sequences have numbers in rank order. Returns the number of this rank's first one, too. ``asked``: None: all.
@@ -155,15 +157,31 @@ def delivered(
     parts = []
     for _, numbers in told:
         wanted = here if numbers is None else [number for number in numbers if number in here]
-        packed = save({f"{n}/{name}": rows[n - here.start].clone() for name, rows in own.items() for n in wanted})
+        packed = save({key: value.clone() for n in wanted for key, value in _named(own, n - here.start, str(n))})
         parts.append(torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(group.device))
     counts = [int(row[group.rank]) for row in group.share([float(len(part)) for part in parts])]
-    found: dict[int, dict[str, Tensor]] = {}
+    found: dict[int, dict[str, Any]] = {}
     for part in group.all_to_all(torch.cat(parts), [len(part) for part in parts], counts).split(counts):
         for key, values in load(part.cpu().numpy().tobytes()).items():
-            number, name = key.split("/", 1)
-            found.setdefault(int(number), {})[name] = values.to(group.device)
+            number, name, *place = key.split("/")
+            document = found.setdefault(int(number), {})
+            if place:
+                items = document.setdefault(name, [])
+                items += [{} for _ in range(int(place[0]) + 1 - len(items))]
+                items[int(place[0])][place[1]] = values
+            else:
+                document[name] = values.to(group.device)
     return here.start, dict(sorted(found.items()))
+
+
+def _named(own: Fields, place: int, number: str) -> Iterator[tuple[str, Tensor]]:
+    """What is packed of the sequence at a ``place``, by keys that begin with its ``number``."""
+    for name, rows in own.items():
+        if isinstance(rows[place], Tensor):
+            yield f"{number}/{name}", rows[place]
+        else:
+            for item, given in enumerate(rows[place]):
+                yield from ((f"{number}/{name}/{item}/{key}", value) for key, value in given.items())
 
 
 def word_columns(model: nn.Module, temperature: float | None = 1.0, *, count: int = 4) -> Values:

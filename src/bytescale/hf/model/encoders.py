@@ -130,6 +130,26 @@ class Encoders:
             self._takes_frames[kind] = is_near and not bool(seen[side * side :].any())
         return self._takes_frames[kind]
 
+    def shared_out(self, documents: Sequence[Tensor], images: Mapping[str, Tensor]) -> list[list[Item]]:
+        """The images of each document, from what a processor makes of those of all of them together.
+
+        ``documents``: tokens ``[S]`` of each. Raises ``DataError`` where runs of tokens do not tell images apart.
+        """
+        stands = [own == self.kinds.get("image", -1) for own in documents]
+        runs = [int(own[:1].sum() + (own[1:] & ~own[:-1]).sum()) for own in stands]
+        parts: dict[str, Sequence[Tensor]] = {name: value.split(1) for name, value in images.items()}
+        if (grid := images.get("image_grid_thw")) is not None:
+            parts["pixel_values"] = images["pixel_values"].split(grid.prod(dim=1).tolist())
+        if wrong := [name for name, own in parts.items() if len(own) != sum(runs)]:
+            raise DataError(
+                f"{sum(runs)} runs of tokens stand for images, and {wrong[0]} is {list(images[wrong[0]].shape)}",
+                so="it would not be known which image belongs to which document",
+                fix="take a model in which one run of equal tokens stands for an image (Qwen-VL, LLaVA)",
+            )
+        items: list[Item] = [dict(zip(parts, own, strict=True)) for own in zip(*parts.values(), strict=True)]
+        ends = list(itertools.accumulate(runs))
+        return [items[end - count : end] for count, end in zip(runs, ends, strict=True)]
+
     def encode(self, kind: str, item: Item) -> tuple[Tensor, Form]:
         """Rows ``[n, W]`` of an item. Raises ``DataError`` for what the encoder does not take."""
         function, device = self._call(kind), next(self.root.parameters()).device
