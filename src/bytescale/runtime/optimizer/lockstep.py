@@ -90,6 +90,20 @@ class Units:
             self._show([unit])
         return parameter.detach().clone()
 
+    def held(self) -> dict[int, tuple[Cut, int, Tensor]]:
+        """By the ``id`` of a parameter that ranks share, what this rank has of it, without a gather.
+
+        That is: which part of the parameter is meant, where in the flattened part the values begin, and they, ``[n]``.
+        """
+        found = {
+            id(parameter): (entry.cut, *store.kept(entry))
+            for store in self.stores
+            for entry, parameter in zip(store.entries, store.parameters, strict=True)
+        }
+        for store in dict.fromkeys(self._experts.values()):
+            found |= {id(p): (entry.cut, 0, p.detach().reshape(-1)) for entry, p in store.held_entries()}
+        return found
+
     def dissolve(self) -> None:
         """Give every rank whole parameters again."""
         self.begin()
