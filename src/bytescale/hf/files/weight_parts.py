@@ -169,8 +169,9 @@ def _share(size: int, rank: int, num_ranks: int) -> slice:
 def fp8_blocks(name: str, tensor: Tensor, *, block: int = 128) -> Iterator[tuple[str, Tensor]]:
     """A matrix in FP8 as DeepSeek-V3's files have it: ``convert``, for receivers that say that they want it.
 
-    Yields ``name`` in float8_e4m3fn and ``name + "_scale_inv"`` in fp32, ``[ceil(rows / block), ceil(columns / block)]``: what the values of a block have to be multiplied by, its largest absolute value over 448. Which matrices a receiver
-    has in FP8 its own configuration says: the embedding, the head and routers are none of them.
+    Yields ``name`` in float8_e4m3fn and ``name + "_scale_inv"``, fp32 ``[ceil(rows / block), ceil(columns / block)]``:
+    what the values of each block have to be multiplied by. It is a block's largest absolute value over 448. Which
+    matrices a receiver has in FP8, its own configuration says: the embedding, the head and routers are none of them.
     """
     rows, columns = tensor.shape
     wide = nn.functional.pad(tensor.float(), (0, -columns % block, 0, -rows % block))
