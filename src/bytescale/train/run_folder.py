@@ -39,7 +39,6 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
         self.wandb_id = path / "wandb-id.txt"
-        self.trackio_id = path / "trackio-id.txt"
         self.calibration = path / "calibration.jsonl"
         """What was learned of costs and speeds after every step (``train.parts.calibration``)."""
         self.traces = path / "traces"

@@ -44,7 +44,7 @@ def named_weights(
         units.begin()
 
 
-def exported(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def exported(model: nn.Module) -> Iterator[tuple[Any, str, nn.Parameter]]:
     """The model of transformers, and name and parameter of each of its weights. Raises as ``HDP.weights``."""
     root = causal_model(model)
     if adapted_ties(root):

@@ -17,7 +17,6 @@ from bytescale.hf.loop.session import Session
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from bytescale.common.cut import Cut
     from bytescale.hf.files.weight_parts import Convert, WeightPart
     from bytescale.runtime.optimizer.optimizers import GroupOptions
     from bytescale.runtime.optimizer.sharded_optimizer import Update
@@ -311,7 +310,7 @@ class Updates(Session):
         from bytescale.runtime.optimizer.zero import whole_of
 
         self.require_at_home("weights")
-        cuts = self._cuts_by_id()
+        cuts = None if self.cuts is None else {id(p): self.cuts[name] for name, p in self.model.named_parameters()}
 
         def whole(parameter: nn.Parameter) -> Tensor:
             value = parameter.detach() if self.units is None else self.units.whole(parameter)
@@ -324,27 +323,19 @@ class Updates(Session):
     ) -> Iterator[WeightPart]:
         """Yield this rank's part of each weight: what ``weights`` yields, once over all ranks.
 
-        Nothing is gathered, not even where ranks share the parameters, unless there are adapters or ``convert``. All
-        ranks yield the same names in the same order; parts may be empty. ``SentWeights.changed`` takes the parts.
-
-        Args:
-            dtype: as ``weights`` has it.
-            share: whether ranks share the work; otherwise each yields everything, for a receiver of its own.
-            convert: called with name and whole tensor, such as ``fp8_blocks``; its tensors come in the place of it.
-
-        Raises as ``weights``, and ``ConfigError`` where no part of the files' form is a rank's.
+        Nothing is gathered, unless there are adapters, or ``convert``, which is called with name and whole tensor, and
+        whose tensors come in the place of it. All ranks yield the same names in the same order; parts may be empty.
+        ``share=False``: each rank yields everything, for a receiver of its own. Raises as ``weights``, and
+        ``ConfigError`` where no part of the files' form is a rank's. ``SentWeights.changed`` takes the parts.
         """
         from bytescale.hf.files.weight_parts import held_parts, parts_of  # for inference engines
 
         self.require_at_home("weights")
-        has_adapters = any(".lora_" in name for name, _ in self.model.named_parameters())
-        if share and convert is None and not has_adapters and (self.units is not None or self.cuts is not None):
-            return held_parts(self.model, dtype, self.mesh, self.units, self._cuts_by_id())
+        is_whole = convert is not None or any(".lora_" in name for name, _ in self.model.named_parameters())
+        if share and not is_whole and (self.units is not None or self.cuts):
+            return held_parts(self.model, dtype, self.mesh, self.units, self.cuts or {})
         rank, size = (self.group.rank, self.group.size) if share else (0, 1)
         return parts_of(self.weights(dtype), rank, size, convert)
-
-    def _cuts_by_id(self) -> dict[int, Cut] | None:
-        return None if self.cuts is None else {id(p): self.cuts[name] for name, p in self.model.named_parameters()}
 
 
 class HDPOptimizer(torch.optim.Optimizer):

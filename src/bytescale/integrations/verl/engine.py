@@ -280,17 +280,12 @@ class BytescaleEngine(BaseEngine):
     def get_per_tensor_param_shard(self, **options: Any) -> tuple[Iterator[tuple[str, Tensor, ShardSpec]], None]:
         """This rank's share of every weight, flattened, in BF16 as verl's rollouts have it. Nothing is gathered."""
         self.to(get_device_name(), model=True, optimizer=False, grad=False)
-
-        def shards() -> Iterator[tuple[str, Tensor, ShardSpec]]:
-            for name, shape, start, _, values in self.hdp.weight_parts(torch.bfloat16):
-                yield name, values, ShardSpec(shape, place=start, gather_group=self.get_data_parallel_group())
-
-        return shards(), None
+        parts, group = self.hdp.weight_parts(torch.bfloat16), self.get_data_parallel_group()
+        return ((p.name, p.values, ShardSpec(p.shape, place=p.start, gather_group=group)) for p in parts), None
 
     def get_per_tensor_param_delta_shard(self, **options: Any) -> tuple[Iterator[tuple[Any, ...]], None]:
         """What has changed of these shares since the last call, or since ``prime_delta_snapshots`` of verl's base."""
-        shards, _ = self.get_per_tensor_param_shard()
-        return hf_delta_export(shards, self._delta_shard_snap, _hf_entry_identity), None
+        return hf_delta_export(self.get_per_tensor_param_shard()[0], self._delta_shard_snap, _hf_entry_identity), None
 
     def save_checkpoint(
         self,

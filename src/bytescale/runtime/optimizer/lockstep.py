@@ -91,15 +91,14 @@ class Units:
         return parameter.detach().clone()
 
     def held(self) -> dict[int, tuple[Cut, int, Tensor]]:
-        """By the ``id`` of a parameter that ranks share, what this rank has of it, without a gather.
-
-        That is: which part of the parameter is meant, where in the flattened part the values begin, and they, ``[n]``.
-        """
-        found = {
-            id(parameter): (entry.cut, *store.kept(entry))
-            for store in self.stores
-            for entry, parameter in zip(store.entries, store.parameters, strict=True)
-        }
+        """By ``id`` of a parameter that ranks share: a part, where in it (flat) this rank's values begin, and they."""
+        found = {}
+        for unit in (unit for store in self.stores for unit in store.units):
+            bucket, held, domain = unit.bucket, unit.store.held(unit.bucket), unit.store.domain
+            ahead = bucket.start + domain.rank * (held.stop - held.start) - held.start
+            for entry, parameter in unit.pairs:
+                start, stop = (min(max(place - ahead, held.start), held.stop) for place in (entry.start, entry.stop))
+                found[id(parameter)] = entry.cut, start + ahead - entry.start, unit.store.values[start:stop]
         for store in dict.fromkeys(self._experts.values()):
             found |= {id(p): (entry.cut, 0, p.detach().reshape(-1)) for entry, p in store.held_entries()}
         return found

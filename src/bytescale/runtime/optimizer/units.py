@@ -138,16 +138,6 @@ class UnitParameters(DomainParameters):
         """None: a parameter has memory while its unit is open."""
         return []
 
-    def kept(self, entry: Entry) -> tuple[int, Tensor]:
-        """What this rank keeps of a parameter: where it begins in the flattened parameter, and the values ``[n]``."""
-        bucket = self.buckets[bisect_right(self.buckets, entry.start, key=lambda bucket: bucket.start) - 1]
-        size = (bucket.stop - bucket.start) // self.domain.size
-        first = bucket.start + self.domain.rank * size
-        start, stop = max(first, entry.start), min(first + size, entry.stop)
-        if start >= stop:
-            return 0, self.values[:0]
-        return start - entry.start, self.values[self.own(slice(start, stop))]
-
     def require_adopted(self) -> None:
         """As ``FlatParameters``, between two passes."""
         for parameter, entry in zip(self.parameters, self.entries, strict=True):

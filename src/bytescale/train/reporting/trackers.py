@@ -40,13 +40,17 @@ def check_trackers(log: LogConfig) -> None:
 
 
 def open_trackers(run: RunFolder, config: Config) -> list[Tracker]:
-    """The trackers that the config asks for.
-
-    Raises:
-        ConfigError: a package is missing, or a tracker refuses the run (not logged in, for example).
-    """
+    """The trackers of the config. Raises ``ConfigError`` where a package is missing, or a tracker refuses the run."""
     check_trackers(config.log)
-    return [_TRACKERS[name](run, config) for name in config.log.trackers]
+    opened = []
+    for name in dict.fromkeys(config.log.trackers):
+        opens, fix = _TRACKERS[name]
+        try:
+            opened.append(opens(run, config))
+        except Exception as error:
+            what, fix = f"{name} did not accept the run: {error}", f"{fix}, or leave it out of log.trackers"
+            raise ConfigError(what, so="nothing would be tracked", fix=fix) from error
+    return opened
 
 
 def _tensorboard(run: RunFolder, config: Config) -> Tracker:
@@ -65,40 +69,27 @@ def _wandb(run: RunFolder, config: Config) -> Tracker:
     """A run of Weights & Biases, whose own variables say where it is filed. A resumed run goes on under the same id."""
     import wandb
 
-    try:
-        known = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "bytescale"),
-            name=os.environ.get("WANDB_NAME", run.path.name),
-            id=_known_id(run.wandb_id),
-            resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
-            dir=str(run.path),
-            config=asdict(config),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-    except wandb.Error as error:
-        raise _refused(
-            "Weights & Biases", error, "run `wandb login`, set WANDB_MODE=offline, or leave wandb"
-        ) from error
+    known = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "bytescale"),
+        name=os.environ.get("WANDB_NAME", run.path.name),
+        id=_known_id(run.wandb_id),
+        resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
+        dir=str(run.path),
+        config=asdict(config),
+        settings=wandb.Settings(silent=True, console="off"),
+    )
     known.define_metric("*", step_metric="step")  # a resumed run may take steps again
     return Tracker(lambda step, scalars: known.log({"step": step, **scalars}), known.finish)
 
 
 def _trackio(run: RunFolder, config: Config) -> Tracker:
-    """A run of trackio, in a database of this machine unless its own variables name a place.
-
-    trackio knows runs by their names: a part of the id in the name tells apart those of folders with one name.
-    """
+    """A run of trackio, which knows runs by their names: an id in the name tells apart those of folders of one name."""
     import trackio
 
-    name = f"{run.path.name}-{_known_id(run.trackio_id)[:8]}"
-    try:
-        with contextlib.redirect_stdout(None):  # what it prints is not the command's
-            known = trackio.init(
-                "bytescale", name, resume="allow", config=asdict(config), embed=False, auto_log_cpu=False,
-                auto_log_gpu=False,
-            )  # fmt: skip
-    except ValueError as error:
-        raise _refused("trackio", error, "look at TRACKIO_SERVER_URL and TRACKIO_SPACE_ID, or leave trackio") from error
+    name = f"{run.path.name}-{_known_id(run.path / 'trackio-id.txt')[:8]}"
+    alone = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+    with contextlib.redirect_stdout(None):  # what it prints is not the command's
+        known = trackio.init("bytescale", name, resume="allow", config=asdict(config), **alone)
 
     def close() -> None:
         with contextlib.redirect_stdout(None):
@@ -107,8 +98,11 @@ def _trackio(run: RunFolder, config: Config) -> Tracker:
     return Tracker(lambda step, scalars: known.log(dict(scalars), step=step), close)
 
 
-_TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
-"""By the names of their packages and of our extras."""
+_TRACKERS = {  # by the names of their packages and of our extras: what opens them, and what to do where they refuse
+    "tensorboard": (_tensorboard, "make room in the run folder"),
+    "wandb": (_wandb, "run `wandb login`, set WANDB_MODE=offline"),
+    "trackio": (_trackio, "look at TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL"),
+}
 
 
 def _known_id(path: Path) -> str:
@@ -116,11 +110,3 @@ def _known_id(path: Path) -> str:
     if not path.exists():
         path.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
     return read_text(path).strip()
-
-
-def _refused(tracker: str, error: Exception, fix: str) -> ConfigError:
-    return ConfigError(
-        f"{tracker} did not accept the run: {error}",
-        so="nothing would be tracked",
-        fix=f"{fix} out of log.trackers",
-    )
