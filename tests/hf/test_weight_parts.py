@@ -43,13 +43,16 @@ def exports(group: Any, model: nn.Module, updates: int, **options: Any) -> tuple
     sent, messages, masters = bytescale.SentWeights(), [], []
     hdp = bytescale.HDP(model, group, capacity_tokens=40, **options)
     hdp.adamw(lr=4e-6, weight_decay=0.0)
+    names = [part.name for part in hdp.weight_parts(DTYPE)]
     for seed in range(updates + 1):
         messages.append([kept(part) for part in sent.changed(hdp.weight_parts(DTYPE))])
         masters.append({name: own["master"].to(DTYPE) for name, own in hdp.state()["tensors"].items()})
         with WideCasts():
             printed_loop(hdp, model, documents(LENGTHS, seed))
             hdp.step()
-    return messages, masters, sent.num_bytes, [part.name for part in hdp.weight_parts(DTYPE)]
+    if not group.rank():  # this rank alone: nothing is gathered
+        assert [part.name for part in hdp.weight_parts(DTYPE)] == names
+    return messages, masters, sent.num_bytes, names
 
 
 def received(tensors: dict[str, Tensor], parts: Sent) -> None:
