@@ -18,6 +18,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import bytescale
 from bytescale.common.errors import ConfigError
+from bytescale.hf.files.weight_parts import parts_of
 from bytescale.parity.compare import WideCasts
 
 from .support import documents, on_ranks, printed_loop, small_model
@@ -151,6 +152,8 @@ def test_what_an_error_kept_from_the_receiver_comes_again() -> None:
     with pytest.raises(ConfigError, match=r"is torch.float32 .* and here torch.float64"):
         part.put(torch.zeros(6, dtype=torch.float64))
     assert sent.num_bytes == 11 * 4
+    for num_ranks, names in ((2, ["a", "b", "c"]), (3, ["a"])):  # other ranks: what others had sent is this one's now
+        assert [part.name for part in sent.changed(parts_of(weights.items(), 0, num_ranks))] == names
 
 
 def test_adapters_are_merged_into_what_ranks_send() -> None:
