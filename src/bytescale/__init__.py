@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bytescale.common.errors import RanksLost
     from bytescale.hf.batch.documents import RankBatch, cut
     from bytescale.hf.batch.planning import make_planner
+    from bytescale.hf.files.weight_parts import SentWeights, WeightPart, fp8_blocks
     from bytescale.hf.loop.hdp import HDP
     from bytescale.hf.loop.micro_batch import Micro
     from bytescale.hf.loop.planned_batch import PlannedBatch
@@ -32,6 +33,9 @@ _PLACES = {
     "RanksLost": "bytescale.common.errors",
     "PlannedBatch": "bytescale.hf.loop.planned_batch",
     "RankBatch": "bytescale.hf.batch.documents",
+    "SentWeights": "bytescale.hf.files.weight_parts",
+    "WeightPart": "bytescale.hf.files.weight_parts",
+    "fp8_blocks": "bytescale.hf.files.weight_parts",
     "Update": "bytescale.runtime.optimizer.sharded_optimizer",
     "cut": "bytescale.hf.batch.documents",
     "Micro": "bytescale.hf.loop.micro_batch",
@@ -40,7 +44,10 @@ _PLACES = {
     "score": "bytescale.hf.scoring.score_file",
 }
 
-__all__ = ["HDP", "Micro", "Plan", "PlannedBatch", "RankBatch", "RanksLost", "Update", "cut", "make_planner", "score"]
+__all__ = [
+    "HDP", "Micro", "Plan", "PlannedBatch", "RankBatch", "RanksLost", "SentWeights", "Update", "WeightPart", "cut",
+    "fp8_blocks", "make_planner", "score",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

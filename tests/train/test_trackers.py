@@ -1,10 +1,13 @@
-"""TensorBoard and Weights & Biases take a run's numbers; a missing package is one clear error."""
+"""TensorBoard, Weights & Biases and trackio take a run's numbers; a missing package is one clear error."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,10 +61,77 @@ def test_a_run_of_wandb_is_named_after_its_folder(tmp_path: Path, monkeypatch: p
     assert (asked["project"], asked["name"]) == ("bytescale", "first-run")
 
 
+def test_a_resumed_run_of_trackio_goes_on_in_its_database(tmp_path: Path) -> None:
+    """In a process of its own, which opens no connection and no port."""
+    pytest.importorskip("trackio")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRACKIO", "HF_"))}
+    environment |= {"TRACKIO_DIR": str(tmp_path / "database"), "HF_HOME": str(tmp_path / "hub")}  # nobody is logged in
+    for folder, first in (("a", 0), ("a", 2), ("b", 7)):  # two folders of one name are two runs
+        place = tmp_path / folder / "run"
+        place.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-c", TRACKIO_RUN, str(place), str(first)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        assert json.loads(done.stdout) == []  # neither messages of trackio nor connections
+    read = [sys.executable, "-c", TRACKIO_READ]
+    done = subprocess.run(read, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout) == [[[0, 5.5], [1, 5.25], [2, 5.5], [3, 5.25]], [[7, 5.5], [8, 5.25]]]
+
+
+TRACKIO_RUN = """
+import json, pathlib, sys
+opened = []
+sys.addaudithook(lambda event, args: opened.append(event) if event in ("socket.connect", "socket.bind") else None)
+from bytescale.config.schema import Config, LogConfig
+from bytescale.train.reporting.trackers import open_trackers
+from bytescale.train.run_folder import RunFolder
+folder, first = RunFolder(pathlib.Path(sys.argv[1])), int(sys.argv[2])
+(tracker,) = open_trackers(folder, Config(log=LogConfig(trackers=("trackio",))))
+for step, loss in ((first, 5.5), (first + 1, 5.25)):
+    tracker.log(step, {"loss": loss, "num_tokens": 12})
+tracker.close()
+print(json.dumps(opened))
+"""
+TRACKIO_READ = """
+import json
+from trackio.sqlite_storage import SQLiteStorage
+runs = [SQLiteStorage.get_logs("bytescale", name) for name in SQLiteStorage.get_runs("bytescale")]
+print(json.dumps(sorted([[row["step"], row["loss"]] for row in rows] for rows in runs)))
+"""
+
+
+def test_trackio_is_asked_for_the_run_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not it is installed: the name stays with the folder, and what it refuses is one clear error."""
+    asked: list[tuple[str, str, str]] = []
+    logged: list[tuple[dict[str, float], int]] = []
+    monkeypatch.setattr(trackers, "check_trackers", lambda log: None)
+
+    def init(project: str, name: str, *, resume: str, **options: object) -> SimpleNamespace:
+        if len(asked) == 3:
+            raise ValueError("Self-hosted logging requires a write token")
+        print("* Trackio project initialized")
+        asked.append((project, name, resume))
+        return SimpleNamespace(log=lambda scalars, step: logged.append((scalars, step)))
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    config = Config(log=LogConfig(trackers=("trackio",)))
+    for parent in ("a", "a", "b"):
+        folder = RunFolder(tmp_path / parent / "run")
+        folder.path.mkdir(parents=True, exist_ok=True)
+        (tracker,) = open_trackers(folder, config)
+        tracker.log(7, {"loss": 5.5})
+    assert asked[0] == asked[1]
+    assert asked[0] != asked[2]
+    assert all((project, name[:4], resume) == ("bytescale", "run-", "allow") for project, name, resume in asked)
+    assert logged == [({"loss": 5.5}, 7)] * 3
+    with pytest.raises(ConfigError, match=r"requires a write token.*TRACKIO_SERVER_URL"):
+        open_trackers(folder, config)
+
+
 @pytest.mark.parametrize(
     ("log", "message"),
     [
         (LogConfig(trackers=("wandb",)), r"log\.trackers has wandb, and the package wandb .*bytescale\[wandb\]"),
+        (LogConfig(trackers=("trackio",)), r"log\.trackers has trackio.*bytescale\[trackio\]"),
         (LogConfig(trackers=("tensorboard",)), r"log\.trackers has tensorboard.*bytescale\[tensorboard\]"),
     ],
 )

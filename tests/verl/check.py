@@ -25,6 +25,7 @@ import verl.utils.model
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, LlamaConfig, LlamaForCausalLM
+from verl.checkpoint_engine.delta_sync.sparse_gather import gather_slot_entries_to_rank0
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import (
@@ -289,6 +290,45 @@ def actor_engine(folder: Path, out: Path) -> str:
     return "actor: inference, training, checkpoint and weights by name"
 
 
+def changed_weights(folder: Path) -> str:
+    """What verl's checkpoint engine for deltas asks for: a receiver has the weights of the trainer bit for bit."""
+    made = worker(folder, "ppo", our_engine())
+    made.set_loss_fn(loss_of("ppo"))
+    engine, is_first, bits = made.engine, dist.get_rank() == 0, torch.int16
+    receiver = {name: value.to(torch.bfloat16) for name, value in engine.get_per_tensor_param()[0]}
+    engine.prime_delta_snapshots()
+    total = sum(value.numel() for value in receiver.values())
+    kept = sum(copy.numel() for copy in engine._delta_shard_snap.values())
+    assert abs(kept * dist.get_world_size() - total) <= len(receiver) * dist.get_world_size(), (kept, total)
+    changed = 0
+    for step in range(3):
+        data = rollouts(dist.get_rank(), step)
+        tu.assign_non_tensor(data, global_token_num=LENGTHS, update_lr_scheduler=True)
+        for group in engine.hdp.sharded().torch_optimizer.param_groups:
+            group["lr"] = 1e-5
+        made.train_batch(data)
+        left_out: Any = None
+        for slots, dtype, counts, positions, values, group in engine.get_per_tensor_param_delta_shard()[0]:
+            ((name, shape),) = slots
+            assert (dtype, tuple(shape)) == ("bfloat16", tuple(receiver[name].shape))
+            gathered = gather_slot_entries_to_rank0(positions, values, counts, group=group)
+            if is_first:
+                ((positions, values),) = gathered
+                changed += len(positions)
+                if len(positions):
+                    place = int(positions[0])
+                    left_out = receiver[name].view(-1), place, receiver[name].view(-1)[place].clone()
+                receiver[name].view(-1)[positions] = values
+        wanted = {name: value.to(torch.bfloat16).view(bits) for name, value in engine.get_per_tensor_param()[0]}
+        if is_first:
+            assert all(torch.equal(receiver[name].view(bits), value) for name, value in wanted.items())
+            flat, place, former = left_out  # the comparison can fail: a value that is left out
+            new, flat[place] = flat[place].clone(), former
+            assert not all(torch.equal(receiver[name].view(bits), value) for name, value in wanted.items())
+            flat[place] = new
+    return f"changed weights: {changed / 3 / total:.0%} of the values in an update, shares of each rank, bit for bit"
+
+
 def main() -> None:
     out = Path(sys.argv[1])
     torch.set_num_threads(1)
@@ -301,9 +341,9 @@ def main() -> None:
         told = compare(kind, folder, out)
         if dist.get_rank() == 0:
             print(told, flush=True)
-    told = actor_engine(folder, out)
-    if dist.get_rank() == 0:
-        print(told, flush=True)
+    for told in (actor_engine(folder, out), changed_weights(folder)):
+        if dist.get_rank() == 0:
+            print(told, flush=True)
     dist.destroy_process_group()
 
 

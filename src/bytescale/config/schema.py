@@ -276,10 +276,12 @@ class LogConfig:
     trace_steps: tuple[int, ...] = ()
     """Steps of which a trace is written to the run folder's traces/: what every rank did and when, beside what was
     predicted. Open it in https://ui.perfetto.dev."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Who else gets the numbers of metrics.jsonl. tensorboard: events in the run folder (extra `tensorboard`). wandb:
     Weights & Biases (extra `wandb`), whose own variables say where: WANDB_MODE=offline writes into the run folder, for
-    `wandb sync`; without WANDB_PROJECT and WANDB_NAME, the project is bytescale and the name that of the run folder."""
+    `wandb sync`; without WANDB_PROJECT and WANDB_NAME, the project is bytescale and the name that of the run folder.
+    trackio (extra `trackio`): a database of this machine, in TRACKIO_DIR, for `trackio show`, unless TRACKIO_SPACE_ID
+    or TRACKIO_SERVER_URL names a place; if you are logged in at the Hub, it asks there for your name."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,6 +28,24 @@ def named_weights(
     units: Units | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield names and whole tensors; ``HDP.weights``. ``whole``: all of a parameter's values. ``units``: open it."""
+    for root, name, parameter in exported(model):
+        value: Any = whole(parameter)
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        if _BASE in name:
+            owner, _, rest = name.partition(_BASE)
+            layer: Any = root.get_submodule(owner)
+            if rest == "weight" and not layer.merged:
+                for adapter in layer.active_adapters:
+                    value = value + layer.get_delta_weight(adapter).to(value.dtype)
+            name = f"{owner}.{rest}"
+        for written, tensor in revert_weight_conversion(root, {name: value}).items():
+            yield written, tensor if dtype is None else tensor.to(dtype)
+    if units is not None:
+        units.begin()
+
+
+def exported(model: nn.Module) -> Iterator[tuple[Any, str, nn.Parameter]]:
+    """The model of transformers, and name and parameter of each of its weights. Raises as ``HDP.weights``."""
     root = causal_model(model)
     if adapted_ties(root):
         raise ConfigError(
@@ -36,7 +54,6 @@ def named_weights(
             fix="leave embed_tokens and lm_head out of the adapter's targets; `bytescale convert` and "
             "merge_and_unload() of a model with two matrices (tie_word_embeddings = false) can write such adapters",
         )
-    modules = dict(root.named_modules())
     for name, parameter in root.named_parameters():
         if ".lora_" in name:
             continue
@@ -46,19 +63,7 @@ def named_weights(
                 so="an inference engine would run another model",
                 fix="merge the adapters (merge_and_unload()) into a copy, and give it that",
             )
-        value: Any = whole(parameter)
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        if _BASE in name:
-            owner, _, rest = name.partition(_BASE)
-            layer: Any = modules[owner]
-            if rest == "weight" and not layer.merged:
-                for adapter in layer.active_adapters:
-                    value = value + layer.get_delta_weight(adapter).to(value.dtype)
-            name = f"{owner}.{rest}"
-        for written, tensor in revert_weight_conversion(root, {name: value}).items():
-            yield written, tensor if dtype is None else tensor.to(dtype)
-    if units is not None:
-        units.begin()
+        yield root, name, parameter
 
 
 def adapted_ties(model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from bytescale.hf.loop.session import Session
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from bytescale.hf.files.weight_parts import Convert, WeightPart
     from bytescale.runtime.optimizer.optimizers import GroupOptions
     from bytescale.runtime.optimizer.sharded_optimizer import Update
 
@@ -316,6 +317,25 @@ class Updates(Session):
             return value if cuts is None else whole_of(value, cuts[id(parameter)], self.mesh.tp)
 
         return named_weights(self.model, dtype, whole, self.units)
+
+    def weight_parts(
+        self, dtype: torch.dtype | None = None, *, share: bool = True, convert: Convert | None = None
+    ) -> Iterator[WeightPart]:
+        """Yield this rank's part of each weight: what ``weights`` yields, once over all ranks.
+
+        Nothing is gathered, unless there are adapters, or ``convert``, which is called with name and whole tensor, and
+        whose tensors come in the place of it. All ranks yield the same names in the same order; parts may be empty.
+        ``share=False``: each rank yields everything, for a receiver of its own. Raises as ``weights``, and
+        ``ConfigError`` where no part of the files' form is a rank's. ``SentWeights.changed`` takes the parts.
+        """
+        from bytescale.hf.files.weight_parts import held_parts, parts_of  # for inference engines
+
+        self.require_at_home("weights")
+        is_whole = convert is not None or any(".lora_" in name for name, _ in self.model.named_parameters())
+        if share and not is_whole and (self.units is not None or self.cuts):
+            return held_parts(self.model, dtype, self.mesh, self.units, self.cuts or {})
+        rank, size = (self.group.rank, self.group.size) if share else (0, 1)
+        return parts_of(self.weights(dtype), rank, size, convert)
 
 
 class HDPOptimizer(torch.optim.Optimizer):

@@ -24,7 +24,8 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
-from verl.workers.engine.utils import detach_tree
+from verl.workers.engine.spec import ShardSpec
+from verl.workers.engine.utils import _hf_entry_identity, detach_tree, hf_delta_export
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
@@ -275,6 +276,16 @@ class BytescaleEngine(BaseEngine):
         """Weights by name, adapters merged, one at a time. Nothing is gathered: every rank has them."""
         self.to(get_device_name(), model=True, optimizer=False, grad=False)
         return self.hdp.weights(), None
+
+    def get_per_tensor_param_shard(self, **options: Any) -> tuple[Iterator[tuple[str, Tensor, ShardSpec]], None]:
+        """This rank's share of every weight, flattened, in BF16 as verl's rollouts have it. Nothing is gathered."""
+        self.to(get_device_name(), model=True, optimizer=False, grad=False)
+        parts, group = self.hdp.weight_parts(torch.bfloat16), self.get_data_parallel_group()
+        return ((p.name, p.values, ShardSpec(p.shape, place=p.start, gather_group=group)) for p in parts), None
+
+    def get_per_tensor_param_delta_shard(self, **options: Any) -> tuple[Iterator[tuple[Any, ...]], None]:
+        """What has changed of these shares since the last call, or since ``prime_delta_snapshots`` of verl's base."""
+        return hf_delta_export(self.get_per_tensor_param_shard()[0], self._delta_shard_snap, _hf_entry_identity), None
 
     def save_checkpoint(
         self,

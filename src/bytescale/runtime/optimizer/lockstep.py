@@ -90,6 +90,19 @@ class Units:
             self._show([unit])
         return parameter.detach().clone()
 
+    def held(self) -> dict[int, tuple[Cut, int, Tensor]]:
+        """By ``id`` of a parameter that ranks share: a part, where in it (flat) this rank's values begin, and they."""
+        found = {}
+        for unit in (unit for store in self.stores for unit in store.units):
+            bucket, held, domain = unit.bucket, unit.store.held(unit.bucket), unit.store.domain
+            ahead = bucket.start + domain.rank * (held.stop - held.start) - held.start
+            for entry, parameter in unit.pairs:
+                start, stop = (min(max(place - ahead, held.start), held.stop) for place in (entry.start, entry.stop))
+                found[id(parameter)] = entry.cut, start + ahead - entry.start, unit.store.values[start:stop]
+        for store in dict.fromkeys(self._experts.values()):
+            found |= {id(p): (entry.cut, 0, p.detach().reshape(-1)) for entry, p in store.held_entries()}
+        return found
+
     def dissolve(self) -> None:
         """Give every rank whole parameters again."""
         self.begin()

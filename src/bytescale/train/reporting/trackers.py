@@ -1,13 +1,15 @@
-"""Trackers that receive a run's metrics in addition to metrics.jsonl: TensorBoard and Weights & Biases."""
+"""Trackers that receive a run's metrics in addition to metrics.jsonl: TensorBoard, Weights & Biases and trackio."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.parsing import read_text
@@ -38,50 +40,73 @@ def check_trackers(log: LogConfig) -> None:
 
 
 def open_trackers(run: RunFolder, config: Config) -> list[Tracker]:
-    """The trackers that the config asks for.
-
-    Raises:
-        ConfigError: a package is missing, or Weights & Biases refuses the run (not logged in, for example).
-    """
+    """The trackers of the config. Raises ``ConfigError`` where a package is missing, or a tracker refuses the run."""
     check_trackers(config.log)
-    trackers = []
-    if "tensorboard" in config.log.trackers:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(str(run.tensorboard))
-
-        def add(step: int, scalars: Mapping[str, float]) -> None:
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, step)
-
-        trackers.append(Tracker(add, writer.close))
-    if "wandb" in config.log.trackers:
-        known = _wandb_run(run, config)
-        trackers.append(Tracker(lambda step, scalars: known.log({"step": step, **scalars}), known.finish))
-    return trackers
+    opened = []
+    for name in dict.fromkeys(config.log.trackers):
+        opens, fix = _TRACKERS[name]
+        try:
+            opened.append(opens(run, config))
+        except Exception as error:
+            what, fix = f"{name} did not accept the run: {error}", f"{fix}, or leave it out of log.trackers"
+            raise ConfigError(what, so="nothing would be tracked", fix=fix) from error
+    return opened
 
 
-def _wandb_run(run: RunFolder, config: Config) -> Any:
+def _tensorboard(run: RunFolder, config: Config) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run.tensorboard))
+
+    def add(step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, step)
+
+    return Tracker(add, writer.close)
+
+
+def _wandb(run: RunFolder, config: Config) -> Tracker:
     """A run of Weights & Biases, whose own variables say where it is filed. A resumed run goes on under the same id."""
     import wandb
 
-    if not run.wandb_id.exists():
-        run.wandb_id.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
-    try:
-        known = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "bytescale"),
-            name=os.environ.get("WANDB_NAME", run.path.name),
-            id=read_text(run.wandb_id).strip(),
-            resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
-            dir=str(run.path),
-            config=asdict(config),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-    except wandb.Error as error:
-        raise ConfigError(
-            f"Weights & Biases did not accept the run: {error}",
-            so="nothing would be tracked",
-            fix="run `wandb login`, set WANDB_MODE=offline, or leave wandb out of log.trackers",
-        ) from error
+    known = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "bytescale"),
+        name=os.environ.get("WANDB_NAME", run.path.name),
+        id=_known_id(run.wandb_id),
+        resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
+        dir=str(run.path),
+        config=asdict(config),
+        settings=wandb.Settings(silent=True, console="off"),
+    )
     known.define_metric("*", step_metric="step")  # a resumed run may take steps again
-    return known
+    return Tracker(lambda step, scalars: known.log({"step": step, **scalars}), known.finish)
+
+
+def _trackio(run: RunFolder, config: Config) -> Tracker:
+    """A run of trackio, which knows runs by their names: an id in the name tells apart those of folders of one name."""
+    import trackio
+
+    name = f"{run.path.name}-{_known_id(run.path / 'trackio-id.txt')[:8]}"
+    alone = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+    with contextlib.redirect_stdout(None):  # what it prints is not the command's
+        known = trackio.init("bytescale", name, resume="allow", config=asdict(config), **alone)
+
+    def close() -> None:
+        with contextlib.redirect_stdout(None):
+            trackio.finish()  # and is not called once more when the process ends
+
+    return Tracker(lambda step, scalars: known.log(dict(scalars), step=step), close)
+
+
+_TRACKERS = {  # by the names of their packages and of our extras: what opens them, and what to do where they refuse
+    "tensorboard": (_tensorboard, "make room in the run folder"),
+    "wandb": (_wandb, "run `wandb login`, set WANDB_MODE=offline"),
+    "trackio": (_trackio, "look at TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL"),
+}
+
+
+def _known_id(path: Path) -> str:
+    """The id of a run, kept in its folder, so that a resumed run goes on under it."""
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
+    return read_text(path).strip()
