@@ -41,6 +41,7 @@ IMAGE = 61  # w59, between w60 and w61, stands for a picture
 def tokenizer() -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens([WORDS[IMAGE]])  # a processor writes it many times without a space
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 

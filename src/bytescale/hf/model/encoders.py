@@ -18,11 +18,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from bytescale.common.errors import DataError
 from bytescale.hf.model.blind import Blind
@@ -42,6 +43,15 @@ class Form(NamedTuple):
     hidden_size: int
     width: int
     dtype: str
+
+
+@dataclass
+class _Encoded(ModelOutput):
+    """What an encoder gives, as models of transformers take it."""
+
+    last_hidden_state: Any = None
+    pooler_output: Any = None
+    deepstack_features: Any = None
 
 
 class Encoders:
@@ -189,7 +199,7 @@ class Encoders:
             form = forms[kind]
             split = zip(own.split(form.hidden_size, dim=1), form.are_lists, strict=True)
             pooled, *deeper = ([part] if is_list else part for part, is_list in split)
-            outputs[kind] = SimpleNamespace(pooler_output=pooled, deepstack_features=deeper, last_hidden_state=None)
+            outputs[kind] = _Encoded(pooler_output=pooled, deepstack_features=deeper)
         types = self.kinds_of(tokens)[None].to(torch.int32)
         return {_DOOR: outputs, **{name: types for name in _TYPES if name in self._names}}
 
