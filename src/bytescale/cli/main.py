@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "profile": ("profile", "ProfileOptions", "measure a model's layers and links on this machine, for planning"),
     "report": ("report", "ReportOptions", "write one HTML file about one or several runs"),
     "score": ("score", "ScoreOptions", "log-probabilities of documents under a model of Hugging Face"),
+    "serve": ("serve", "ServeOptions", "train and sample for clients of Tinker"),
     "convert": ("convert", "ConvertOptions", "turn a checkpoint into a Hugging Face folder"),
     "checkpoint list": ("checkpoint", "ListOptions", "the checkpoints of a run, and whether every file is there"),
     "checkpoint verify": ("checkpoint", "VerifyOptions", "read every byte of checkpoints and compare checksums"),
