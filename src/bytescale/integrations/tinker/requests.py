@@ -60,7 +60,7 @@ def number_of(given: Body, key: str, default: Any, least: float, most: float) ->
     value = default if given.get(key) is None else given[key]
     kinds = int if isinstance(default, int) else (int, float)
     if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
-        raise RequestRefused(f"{key} is {str(value)[:50]}", fix=f"use a number from {least:g} to {most:g}")
+        raise RequestRefused(f"the number {key} is {str(value)[:50]}", fix=f"use a number from {least:g} to {most:g}")
     return value
 
 
@@ -77,7 +77,7 @@ def numbers_of(value: Any, what: str, kinds: str) -> list[Any]:
     except ValueError:
         row = np.array(None)
     if row.ndim != 1 or row.dtype.kind not in kinds or not np.isfinite(row).all():
-        raise RequestRefused(f"{what} is no list of such numbers as are needed", fix="send one for each token")
+        raise RequestRefused(f"in {what} there is no list of such numbers as are needed", fix="send one for each token")
     return row.tolist()
 
 
@@ -111,14 +111,14 @@ def tokens_of(given: Body) -> list[int]:
 
 def batch_of(given: Body) -> Body:
     """Data, loss and its settings of a ForwardBackwardInput."""
-    loss, config = given.get("loss_fn"), given.get("loss_fn_config") or {}
+    loss, config = str(given.get("loss_fn")), given.get("loss_fn_config") or {}
     if loss not in LOSSES:
-        raise RequestRefused(
-            f"loss_fn is {str(loss)[:50]!r}", fix=f"use {', '.join(LOSSES)} or forward_backward_custom"
-        )
+        raise RequestRefused(f"loss_fn is {loss[:50]!r}", fix=f"use {', '.join(LOSSES)} or forward_backward_custom")
     if unknown := config.keys() - ({"clip_low_threshold", "clip_high_threshold"} if loss == "ppo" else ()):
         raise RequestRefused(f"loss_fn_config of {loss} has {sorted(unknown)}", fix="leave it out")
     data = [_document(datum, LOSSES[loss]) for datum in given.get("data") or ()]
+    if not data:
+        raise RequestRefused("there are no data", fix="send one datum or more")
     return {"data": data, "loss_fn": loss, "config": {key: number_of(config, key, 1.0, 0.0, 1e9) for key in config}}
 
 

@@ -167,7 +167,7 @@ class TinkerServer(ThreadingHTTPServer):
             raise RequestRefused(f"seq_id is {str(place)[:50]}", fix="count from 1")
         try:
             work = {"do": do, "model_id": model_id, **arguments()}
-        except RequestRefused:
+        except Exception:  # refused, or not of Tinker's form
             with self.changed:
                 if place is not None and place >= line.next:
                     self._arrive(line, place, None)
