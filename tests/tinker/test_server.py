@@ -15,6 +15,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.helpers.forks import run_forked
 from torch import nn
 
 from bytescale.cli.serve import answer_requests
@@ -24,7 +25,6 @@ from bytescale.integrations.tinker.server import MOST_BYTES, TinkerServer
 from bytescale.integrations.tinker.trainers import Trainers
 from bytescale.parity import small_model
 from bytescale.train.ranks import open_ranks
-from tests.helpers.forks import run_forked
 
 CAPACITY, ADAM = 32, {"learning_rate": 1e-2, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.05}
 LORA = {"rank": 3, "seed": 5, "train_mlp": False}
@@ -111,13 +111,16 @@ def data_of(lengths: tuple[int, ...], *, seed: int) -> list[dict[str, Any]]:
         inputs["target_tokens"] = tokens[1:]
         data.append({
             "model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens[:-1]}]},
-            "loss_fn_inputs": {name: {"data": own, "dtype": "float32", "shape": [length]} for name, own in inputs.items()},
+            "loss_fn_inputs": {name: {"data": own, "dtype": "float32", "shape": [length]} for name, own in inputs.items()}
         })  # fmt: skip
     return data
 
 
-STEPS = [("cross_entropy", None, data_of((40, 7, 13), seed=0)), ("ppo", {"clip_low_threshold": 0.9}, data_of((9, 30), seed=1)),
-         ("importance_sampling", None, data_of((11, 25), seed=2))]  # fmt: skip
+STEPS = [
+    ("cross_entropy", None, data_of((40, 7, 13), seed=0)),
+    ("ppo", {"clip_low_threshold": 0.9}, data_of((9, 30), seed=1)),
+    ("importance_sampling", None, data_of((11, 25), seed=2)),
+]
 """A pass of each loss, and an update behind the first, and behind the other two together."""
 
 
@@ -292,7 +295,7 @@ def test_clients_do_not_see_each_other_and_continue_from_checkpoints(folder: Pat
 
 
 def check_samples(folder: Path, out: Path, found: dict[str, Any]) -> None:
-    """Log-probabilities are those of the weights that were saved, and without a temperature the likeliest tokens are drawn."""
+    """Log-probabilities are those of the saved weights, and without a temperature the likeliest tokens are drawn."""
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -349,8 +352,7 @@ def bad_passes() -> list[tuple[Any, str]]:
         (GOOD | {"loss_fn": []}, "[]"),
         (GOOD | {"loss_fn_config": {"beta": 0.1}}, "beta"),
         (GOOD | {"loss_fn": "ppo", "loss_fn_config": {"clip_low_threshold": "x"}}, "clip_low_threshold"),
-        (GOOD | {"loss_fn": "ppo", "data": [GOOD["data"][0] | {"loss_fn_inputs": {"target_tokens": INPUTS["target_tokens"]}}]},
-         "logprobs"),
+        (with_inputs(logprobs=None) | {"loss_fn": "ppo"}, "logprobs"),
         (GOOD | {"data": []}, "data"),
         (GOOD | {"data": 3}, "form"),
         (GOOD | {"data": [5]}, "loss_fn_inputs"),
@@ -369,7 +371,7 @@ def bad_passes() -> list[tuple[Any, str]]:
 
 
 def refused(client: Client) -> list[tuple[str, int, str, int, str]]:
-    """Case, status and message of each request that has to be refused, with what was expected. Then the server works."""
+    """Of each request that has to be refused: case, status and message, and what was expected. The server goes on."""
     model = client.model()
     session = model.split(":")[0]
     work = {"model_id": model}
@@ -400,7 +402,7 @@ def refused(client: Client) -> list[tuple[str, int, str, int, str]]:
         (400, "a/b", ("POST", "save_weights_for_sampler", work | {"path": "a/b"}), {}),
         (400, "inflight", ("POST", "save_weights_for_sampler", work | {"kind": "inflight"}), {}),
         (400, "ttl_seconds", ("POST", "save_weights", work | {"path": "x", "ttl_seconds": 3600}), {}),
-        (400, "tinker://../weights/x", ("POST", "load_weights", work | {"path": "tinker://../weights/x"}), {}),
+        (400, "the name '..'", ("POST", "load_weights", work | {"path": "tinker://../weights/x"}), {}),
         (400, "the name '..'", ("POST", "load_weights", work | {"path": "tinker://a/weights/.."}), {}),
         (400, "/etc/passwd", ("POST", "load_weights", work | {"path": "/etc/passwd"}), {}),
         (400, "stop", ("POST", "asample", sample | {"sampling_params": {"stop": ["x"]}}), {}),
