@@ -264,12 +264,19 @@ def used_by_two_clients(client: Client) -> dict[str, Any]:
         client.wait("save_weights", model_id=twins[0], path="x"),
         client.wait("save_weights", model_id=twins[0], path="x"),
     )
-    row = data["data"][0]["model_input"]["chunks"][0]["tokens"]
-    wrong = {
-        "data": [dict(data["data"][0], model_input={"chunks": [{"tokens": [*row[:-1], 10**6]}]})],
-        "loss_fn": "cross_entropy",
-    }
-    found["no word"] = client.wait("forward", model_id=twins[0], forward_input=wrong)
+    for word in (10**6, -1):
+        for what in ("tokens", "targets"):
+            own = data_of((9,), seed=4)[0]
+            inputs = own["model_input"]["chunks"][0]["tokens"], own["loss_fn_inputs"]["target_tokens"]["data"]
+            inputs[what == "targets"][-1] = word
+            wrong = {"data": [own], "loss_fn": "cross_entropy"}
+            body = {"model_id": twins[0], "forward_backward_input": wrong}
+            found[f"no word: {word} in {what}"] = client.wait("forward_backward", **body)
+    base |= {"sampling_params": {"max_tokens": 2}}
+    with client.server.changed:  # so that they run together
+        prompts = [{"chunks": [{"tokens": [own]}]} for own in (5, 900, 6)]
+        numbers = [client.server.answer("POST", "asample", base | {"prompt": own})["request_id"] for own in prompts]
+    found["together"] = [client.result(number) for number in numbers]
     found["too long"] = client.wait(
         "forward", model_id=twins[0], forward_input=data | {"data": data_of((900,), seed=0)}
     )
@@ -286,7 +293,11 @@ def test_clients_do_not_see_each_other_and_continue_from_checkpoints(folder: Pat
     assert reset != pytest.approx(trained, rel=1e-6)
     assert found["info"]["lora_rank"] == 3
     assert found["info"]["is_lora"]
-    for key, cause in (("unloaded", "is not there"), ("no word", "1000000"), ("too long", "900")):
+    good, bad, best = found["together"]
+    assert len(good["sequences"]) == len(best["sequences"]) == 1
+    assert "900" in bad["error"]
+    wrong = [("unloaded", "is not there"), ("too long", "900")]
+    for key, cause in wrong + [(key, key.split()[2]) for key in found if "no word" in key]:
         assert found[key]["category"] == "user"
         assert cause in found[key]["error"]
     assert "path" in found["again"][0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import select
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -78,6 +79,17 @@ def run(command: str, arguments: Sequence[str]) -> int:
     from bytescale.cli.options import parse
 
     return int(parse(getattr(module, options), arguments, prog=f"bytescale {command}").run())
+
+
+def run_on_ranks(command: str, arguments: Sequence[str], ranks: int, *, modules: Sequence[str], go_on: str) -> int:
+    """Run the command again as each of so many ranks of this machine. ``modules, go_on``: see ``launch_ranks``."""
+    from bytescale.train.launch.forked import prepare_for_copies
+    from bytescale.train.launch.torchrun import launch_ranks
+
+    prepare_for_copies()
+    again = f"{go_on} with `{shlex.join(['bytescale', command, *arguments])}`"
+    launch_ranks(ranks, [command, *arguments], main=main, modules=modules, again=lambda: again)
+    return 0
 
 
 def report(command: str, error: BaseException) -> int:

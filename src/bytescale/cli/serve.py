@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shlex
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from bytescale.cli.options import parse
 from bytescale.common.environment import ranks_of_torchrun
@@ -63,21 +62,17 @@ def run(arguments: Sequence[str]) -> int:
     options = replace(options, name=options.name or options.model, model=local_folder(options.model))
     if not (typed_path(options.model) / "config.json").is_file():
         raise ConfigError(f"{options.model or 'the model'} is no Hugging Face folder", fix="name the folder first")
-    from bytescale.train.ranks import end_with_launcher
+    is_rank = ranks_of_torchrun() is not None
+    if options.ranks > 1 and not is_rank:
+        from bytescale.cli.main import run_on_ranks
 
-    if ranks_of_torchrun() is not None or options.ranks == 1:
-        if ranks_of_torchrun() is not None:
-            end_with_launcher()
-        serve_on_ranks(options)
-        return 0
-    from bytescale.cli.main import main
-    from bytescale.train.launch.forked import prepare_for_copies
-    from bytescale.train.launch.torchrun import launch_ranks
+        modules = ["bytescale.integrations.tinker.trainers", "bytescale.integrations.tinker.server"]
+        return run_on_ranks("serve", arguments, options.ranks, modules=modules, go_on="begin again")
+    if is_rank:
+        from bytescale.train.ranks import end_with_launcher
 
-    prepare_for_copies()
-    again = f"start again with `{shlex.join(['bytescale', 'serve', *arguments])}`"
-    modules = ["bytescale.integrations.tinker.trainers", "bytescale.integrations.tinker.server"]
-    launch_ranks(options.ranks, ["serve", *arguments], main=main, modules=modules, again=lambda: again)
+        end_with_launcher()
+    serve_on_ranks(options)
     return 0
 
 
@@ -113,12 +108,19 @@ def answer_requests(trainers: Trainers, server: TinkerServer | None) -> None:
         if do == "stop":
             return
         if do:
-            try:
-                made = getattr(trainers, do)(**work)
-                results = made if isinstance(made, list) else [made]
-            except RankFailure:
-                raise
-            except BytescaleError as error:  # on all ranks alike
-                results = [{"error": str(error), "category": "user"}] * max(1, len(numbers))
+            results = results_of(trainers, do, work)
             if server is not None:
                 server.finish(numbers, results)
+
+
+def results_of(trainers: Trainers, do: str, work: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of one request, or of each that runs together with others. What is wrong with it, on all ranks alike, is one."""
+    try:
+        made = getattr(trainers, do)(**work)
+        return made if isinstance(made, list) else [made]
+    except RankFailure:
+        raise
+    except BytescaleError as error:
+        if len(requests := work.get("requests", ())) > 1:  # each by itself, as one of them is wrong
+            return [result for own in requests for result in results_of(trainers, do, work | {"requests": [own]})]
+        return [{"error": str(error), "category": "user"}]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from bytescale.common.errors import CheckpointError, ConfigError
+from bytescale.common.errors import CheckpointError, ConfigError, DataError
 from bytescale.config.hugging_face import read_hf_config
 from bytescale.hf.files.folder import read_model, ready, train_a_part
 from bytescale.hf.loop.hdp import HDP
@@ -142,6 +142,9 @@ class Trainers:
     @torch.no_grad()
     def sample(self, path: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Samples from the weights of a path of Tinker's; an empty one: those of the folder."""
+        words = len(self.base.get_input_embeddings().weight)
+        if wrong := [own for request in requests for own in request["prompt"] if not 0 <= own < words]:
+            raise DataError(f"a prompt has the token {wrong[0]}", fix=f"use those from 0 to {words - 1}")
         hdp, module = self._sampler(path)
         end = self.base.generation_config.eos_token_id
         own_ends = end if isinstance(end, list) else [] if end is None else [end]
@@ -205,10 +208,12 @@ class Trainers:
             try:
                 told = [work(), None]
             except (OSError, ValueError) as error:
-                told = [None, str(error)]
+                told = [None, getattr(error, "strerror", None) or str(error)]
         found, refused = broadcast_json(told, self.group.group, device=self.group.device)
         if refused is not None:
-            raise CheckpointError(refused, so="nothing was read or written there", fix="use another name, or make room")
+            raise CheckpointError(
+                f"the server cannot read or write what was named ({refused})", fix="use another name, or make room"
+            )
         return found
 
 
