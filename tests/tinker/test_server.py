@@ -26,7 +26,7 @@ from bytescale.integrations.tinker.trainers import Trainers
 from bytescale.parity import small_model
 from bytescale.train.ranks import open_ranks
 
-CAPACITY, ADAM = 32, {"learning_rate": 1e-2, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.05}
+CAPACITY, ADAM = 32, {"learning_rate": 1e-2, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.05}
 LORA = {"rank": 3, "seed": 5, "train_mlp": False}
 
 
@@ -253,7 +253,7 @@ def used_by_two_clients(client: Client) -> dict[str, Any]:
     numbers = [
         client.post("asample", sampling_session_id=unnamed, seq_id=place, prompt=prompt, num_samples=count,
                     sampling_params=params | more, prompt_logprobs=True)["request_id"]
-        for place, (count, more) in enumerate(((1, {"temperature": 0.0}), (3, {"top_k": 9}), (1, {"stop": [9]})))
+        for place, (count, more) in enumerate(((1, {"temperature": 0.0}), (3, {"top_k": 9}), (1, {"stop": [9]}), (3, {"top_k": 9}), (3, {"seed": 12})))
     ]  # fmt: skip
     found["samples"] = [client.result(number) for number in numbers]
     base = {"base_model": "small", "prompt": {"chunks": [{"tokens": [5]}]}}
@@ -316,13 +316,15 @@ def check_samples(folder: Path, out: Path, found: dict[str, Any]) -> None:
         assert row == expected[: len(row)]
         adapters = next(out.glob("*/sampler_weights/unnamed-*"))
         model = peft.PeftModel.from_pretrained(copy.deepcopy(base), adapters, autocast_adapter_dtype=False)
-        likeliest, many, ended = found["samples"]
+        likeliest, many, ended, again, other = found["samples"]
         greedy = model.generate(input_ids=torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8, do_sample=False)[
             0, 4:
         ].tolist()
         own = likeliest["sequences"][0]["tokens"]
         assert own == greedy[: len(own)]
         assert len(many["sequences"]) == 3
+        assert again == many
+        assert [own["tokens"] for own in other["sequences"]] != [own["tokens"] for own in many["sequences"]]
         assert len({tuple(sequence["tokens"]) for sequence in many["sequences"]}) > 1
         for result in found["samples"]:
             for sequence in result["sequences"]:
