@@ -253,7 +253,7 @@ def used_by_two_clients(client: Client) -> dict[str, Any]:
     numbers = [
         client.post("asample", sampling_session_id=unnamed, seq_id=place, prompt=prompt, num_samples=count,
                     sampling_params=params | more, prompt_logprobs=True)["request_id"]
-        for place, (count, more) in enumerate(((1, {"temperature": 0.0}), (3, {"top_k": 9}), (1, {"stop": [9]}), (3, {"top_k": 9}), (3, {"seed": 12})))
+        for place, (count, more) in enumerate(((1, {"temperature": 0.0}), (3, {"top_k": 9}), (1, {"stop": [9]}), (3, {"top_k": 9}), (3, {"top_k": 9, "seed": 12})))
     ]  # fmt: skip
     found["samples"] = [client.result(number) for number in numbers]
     base = {"base_model": "small", "prompt": {"chunks": [{"tokens": [5]}]}}
