@@ -73,7 +73,7 @@ def served(folder: Path, out: Path, work: Callable[[Client], Any], num_ranks: in
             trainers = Trainers(folder, out, ranks.world, ranks.dtype, capacity_tokens=CAPACITY)
             if rank:
                 return answer_requests(trainers, None)
-            server = TinkerServer(("127.0.0.1", 0), token, "small", CAPACITY * num_ranks, None)
+            server = TinkerServer(("127.0.0.1", 0), token, out, "small", CAPACITY * num_ranks)
             threading.Thread(target=server.serve_forever, daemon=True).start()
 
             def ask() -> Any:
@@ -241,6 +241,7 @@ def used_by_two_clients(client: Client) -> dict[str, Any]:
         for place, keeps in enumerate((True, False))
     ]
     found["loaded"] = [loss(twin) for twin in twins]
+    found["weights"] = client.post("weights_info", tinker_path=saved)
     found["info"] = client.post("get_info", model_id=twins[1])
     step(*twins, models[0])
     found["behind a further update"] = [loss(model) for model in (models[0], *twins)]
@@ -250,11 +251,12 @@ def used_by_two_clients(client: Client) -> dict[str, Any]:
     found["without states"] = loss(fresh)
     prompt = {"chunks": [{"tokens": [5, 6, 7]}, {"tokens": [8]}]}
     params = {"max_tokens": 8, "seed": 11}
-    numbers = [
-        client.post("asample", sampling_session_id=unnamed, seq_id=place, prompt=prompt, num_samples=count,
-                    sampling_params=params | more, prompt_logprobs=True)["request_id"]
-        for place, (count, more) in enumerate(((1, {"temperature": 0.0}), (3, {"top_k": 9}), (1, {"stop": [9]}), (3, {"top_k": 9}), (3, {"top_k": 9, "seed": 12})))
-    ]  # fmt: skip
+    asked = [(1, {"temperature": 0.0}), (3, {"top_k": 9}), (1, {"stop": [9]})]
+    asked += [asked[1], (3, {"top_k": 9, "seed": 12})]
+    numbers = []
+    for place, (count, more) in enumerate(asked):
+        body = {"prompt": prompt, "num_samples": count, "sampling_params": params | more, "prompt_logprobs": True}
+        numbers.append(client.post("asample", sampling_session_id=unnamed, seq_id=place, **body)["request_id"])
     found["samples"] = [client.result(number) for number in numbers]
     base = {"base_model": "small", "prompt": {"chunks": [{"tokens": [5]}]}}
     found["of the folder"] = client.wait("asample", **base, sampling_params={"max_tokens": 4, "temperature": 0.0})
@@ -291,7 +293,7 @@ def test_clients_do_not_see_each_other_and_continue_from_checkpoints(folder: Pat
     assert twin == pytest.approx(trained, rel=1e-12)
     assert reset == pytest.approx(found["without states"], rel=1e-12)
     assert reset != pytest.approx(trained, rel=1e-6)
-    assert found["info"]["lora_rank"] == 3
+    assert found["info"]["lora_rank"] == found["weights"]["lora_rank"] == 3
     assert found["info"]["is_lora"]
     good, bad, best = found["together"]
     assert len(good["sequences"]) == len(best["sequences"]) == 1
@@ -413,6 +415,7 @@ def refused(client: Client) -> list[tuple[str, int, str, int, str]]:
         (400, "a/b", ("POST", "save_weights_for_sampler", work | {"path": "a/b"}), {}),
         (400, "inflight", ("POST", "save_weights_for_sampler", work | {"kind": "inflight"}), {}),
         (400, "ttl_seconds", ("POST", "save_weights", work | {"path": "x", "ttl_seconds": 3600}), {}),
+        (404, "nothing", ("POST", "weights_info", {"tinker_path": "tinker://nothing/weights/x"}), {}),
         (400, "the name '..'", ("POST", "load_weights", work | {"path": "tinker://../weights/x"}), {}),
         (400, "the name '..'", ("POST", "load_weights", work | {"path": "tinker://a/weights/.."}), {}),
         (400, "/etc/passwd", ("POST", "load_weights", work | {"path": "/etc/passwd"}), {}),
@@ -459,4 +462,4 @@ def test_others_need_a_token(folder: Path, tmp_path: Path) -> None:
     assert served(folder, tmp_path, ask, token="tml-secret") == [401, 401, 200, 200]
     for address in ("0.0.0.0", "::", "192.168.0.1", ""):
         with pytest.raises(ConfigError, match="BYTESCALE_SERVE_TOKEN"):
-            TinkerServer((address, 0), "", "small", 1, None)
+            TinkerServer((address, 0), "", tmp_path, "small", 1)

@@ -84,14 +84,15 @@ def serve_on_ranks(options: ServeOptions) -> None:
     parallel = ParallelConfig(ranks=options.ranks, capacity_tokens=options.capacity_tokens)
     config = Config(parallel=parallel, trainer=TrainerConfig(dtype=options.dtype, device=options.device))
     folder, token = typed_path(options.model), os.environ.pop("BYTESCALE_SERVE_TOKEN", "")
+    out = typed_path(options.out)
     with open_ranks(config) as ranks:
         hdp = {"capacity_tokens": options.capacity_tokens, "checkpointing": options.checkpointing}
-        trainers = Trainers(folder, typed_path(options.out), ranks.world, ranks.dtype, **hdp)
+        trainers = Trainers(folder, out, ranks.world, ranks.dtype, **hdp)
         server = None
         if ranks.is_first:
             tokenizer = str(folder.resolve()) if (folder / "tokenizer.json").exists() else None
             longest = options.capacity_tokens * ranks.world.size
-            server = TinkerServer((options.host, options.port), token, options.name, longest, tokenizer)
+            server = TinkerServer((options.host, options.port), token, out, options.name, longest, tokenizer)
             threading.Thread(target=server.serve_forever, daemon=True).start()
             print(f"serving {options.name} at http://{options.host}:{server.server_port}", flush=True)
         answer_requests(trainers, server)

@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import BytescaleError, ConfigError
@@ -33,19 +34,21 @@ _FLAGS = {"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False, "samp
 class TinkerServer(ThreadingHTTPServer):
     """Threads of it answer clients. ``take`` and ``finish`` are for the thread that runs the models.
 
-    ``name``: of the model; ``longest``: tokens that fit into one pass; ``tokenizer``: its folder, if it has one. Raises
-    ``ConfigError`` for an address that others reach without a token.
+    ``out``: the folder of checkpoints; ``name``: of the model; ``longest``: tokens that fit into one pass; ``tokenizer``: its folder, if it
+    has one. Raises ``ConfigError`` for an address that others reach without a token.
     """
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], token: str, name: str, longest: int, tokenizer: str | None) -> None:
+    def __init__(
+        self, address: tuple[str, int], token: str, out: Path, name: str, longest: int, tokenizer: str | None = None
+    ) -> None:
         if address[0] not in _HERE and not token:
             raise ConfigError(
                 f"the address {address[0]} is reached by others, and there is no token",
                 so="whoever reaches it could use the machine", fix="set the environment variable BYTESCALE_SERVE_TOKEN",
             )  # fmt: skip
-        self.token, self.name, self.longest, self.tokenizer = token, name, longest, tokenizer
+        self.token, self.out, self.name, self.longest, self.tokenizer = token, out, name, longest, tokenizer
         self.known: dict[str, Any] = {}  # sessions, models with their adapters, samplers with the path of their weights
         self.queue: deque[tuple[str, Body]] = deque()
         self.futures: OrderedDict[tuple[str, int], str] = OrderedDict()
@@ -67,6 +70,7 @@ class TinkerServer(ThreadingHTTPServer):
             "save_weights": lambda body: self._work(body, do="save", name=requests.name_of(body.get("path"))),
             "load_weights": self._load,
             "save_weights_for_sampler": self._snapshot,
+            "weights_info": self._weights_info,
             "create_sampling_session": self._new_sampler,
             "asample": self._sample,
             "retrieve_future": self._retrieve,
@@ -171,6 +175,18 @@ class TinkerServer(ThreadingHTTPServer):
         work = {"do": "load", "source": source, "name": name, "create": creates}
         work["optimizer"] = body.get("optimizer") is not False
         return self._new_model(body, work) if creates else self._work(body, **work)
+
+    def _weights_info(self, body: Body) -> Body:
+        source, name = requests.path_of(body.get("tinker_path"), "weights")
+        try:
+            lora = json.loads((self.out / source / "weights" / name / "tinker.json").read_text(encoding="utf-8"))[
+                "lora"
+            ]
+        except OSError as error:
+            raise RequestRefused(
+                f"there is no checkpoint {name} of {source}", fix="save it first", status=404
+            ) from error
+        return {"base_model": self.name, "is_lora": lora is not None, "lora_rank": lora and lora["rank"]}
 
     def _snapshot(self, body: Body) -> Body:
         if body.get("kind", "snapshot") != "snapshot":
