@@ -22,7 +22,7 @@ from typing import Any
 from bytescale.common.errors import BytescaleError, ConfigError
 from bytescale.integrations.tinker import requests
 from bytescale.integrations.tinker.requests import Body, RequestRefused
-from bytescale.integrations.tinker.wire import PROTOBUF, message_of, request_of
+from bytescale.integrations.tinker.wire import PROTOBUF, is_known, message_of, request_of
 
 POLL_SECONDS, SILENT_SECONDS = 20.0, 120.0
 MOST_BYTES, MOST_WAITING, MOST_READ, MOST_TOGETHER = 2**28, 1024, 256, 64
@@ -34,8 +34,8 @@ _FLAGS = {"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False, "samp
 class TinkerServer(ThreadingHTTPServer):
     """Threads of it answer clients. ``take`` and ``finish`` are for the thread that runs the models.
 
-    ``out``: the folder of checkpoints; ``name``: of the model; ``longest``: tokens that fit into one pass; ``tokenizer``: its folder, if it
-    has one. Raises ``ConfigError`` for an address that others reach without a token.
+    ``out``: the folder of checkpoints; ``name``: of the model; ``longest``: tokens that fit into one pass;
+    ``tokenizer``: its folder, if it has one. Raises ``ConfigError`` for an address that others reach without a token.
     """
 
     daemon_threads = True
@@ -251,8 +251,10 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:  # the client is gone, or silent
             self.close_connection = True
             return
-        is_message = PROTOBUF in self.headers.get("Accept", "") and ("sequences" in result or "metrics" in result)
-        self._reply(status, result, is_message=is_message and result.keys() != {"metrics"})
+        # Clients before 0.25 take both, and need no package here.
+        takes_message = PROTOBUF in self.headers.get("Accept", "") and is_known()
+        is_message = takes_message and ("sequences" in result or "loss_fn_outputs" in result)
+        self._reply(status, result, is_message=is_message)
 
     do_POST = do_DELETE = do_PUT = do_GET
 
@@ -285,10 +287,7 @@ class Handler(BaseHTTPRequestHandler):
         return route, body if isinstance(body, dict) else requests.section_of(body, "request")
 
     def _reply(self, status: int, result: Body, *, is_message: bool) -> None:
-        try:
-            content = message_of(result) if is_message else json.dumps(result).encode()
-        except BytescaleError as error:
-            status, is_message, content = 400, False, json.dumps({"detail": str(error)}).encode()
+        content = message_of(result) if is_message else json.dumps(result).encode()
         with suppress(OSError):
             self.send_response(status)
             self.send_header("Content-Type", PROTOBUF if is_message else "application/json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,11 @@ import numpy as np
 from bytescale.common.errors import ConfigError, DataError
 
 PROTOBUF = "application/x-protobuf"
+
+
+def is_known() -> bool:
+    """Whether the package that knows the messages is there."""
+    return find_spec("tinker") is not None
 
 
 def request_of(body: bytes) -> dict[str, Any]:
