@@ -165,7 +165,7 @@ def alone(folder: Path, lora: int) -> tuple[list[float], list[list[float]], dict
     return losses, rows, {name: own.detach() for name, own in trained.items()}
 
 
-def trained_by_client(client: Client, rank: int) -> tuple[list[float], list[list[float]], str, float]:
+def trained_by_client(client: Client, rank: int) -> tuple[list[float], list[list[float]], str]:
     """The same by requests, which are all sent before their results are asked for."""
     model = client.model(rank)
     losses, rows, numbers = [], [], {}
@@ -188,8 +188,14 @@ def trained_by_client(client: Client, rank: int) -> tuple[list[float], list[list
         rows += [own["logprobs"]["data"] for own in result["loss_fn_outputs"]]
     path = client.wait("save_weights_for_sampler", model_id=model, seq_id=6, path="end")["path"]
     given = {"data": STEPS[0][2], "loss_fn": "cross_entropy"}
-    last = client.wait("forward", model_id=model, seq_id=7, forward_input=given)["metrics"]["loss:sum"]
-    return losses, rows, path, last
+    last = client.wait("forward", model_id=model, seq_id=7, forward_input=given)["loss_fn_outputs"][-1]["logprobs"][
+        "data"
+    ]
+    prompt, params = {"chunks": given["data"][-1]["model_input"]["chunks"]}, {"max_tokens": 1}
+    sample = {"model_path": path, "prompt": prompt, "sampling_params": params, "prompt_logprobs": True}
+    scores = client.wait("asample", **sample)["prompt_logprobs"]
+    assert scores[1:] == pytest.approx(last[:-1], abs=1e-12)  # of the weights that were just written
+    return losses, rows, path
 
 
 @pytest.mark.parametrize(
@@ -205,7 +211,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop(num_ranks: int, rank: int,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{__name__}.STEPS", steps)
         losses, rows, weights = alone(folder, rank)
-        own_losses, own_rows, path, _ = served(folder, tmp_path, lambda c: trained_by_client(c, rank), num_ranks)
+        own_losses, own_rows, path = served(folder, tmp_path, lambda c: trained_by_client(c, rank), num_ranks)
     assert own_losses == pytest.approx(losses, rel=1e-11)
     for own, row in zip(own_rows, rows, strict=True):
         assert own == pytest.approx(row, abs=1e-10)

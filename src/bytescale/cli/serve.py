@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from bytescale.integrations.tinker.server import TinkerServer
     from bytescale.integrations.tinker.trainers import Trainers
 
+SILENT_SECONDS = 1800.0
+"""So long a rank may write weights, or draw its samples, while others wait."""
 IDLE_SECONDS = 30.0
 """Without requests, ranks hear from the first one so often, and do not take it for lost."""
 
@@ -81,7 +83,9 @@ def serve_on_ranks(options: ServeOptions) -> None:
     from bytescale.integrations.tinker.trainers import Trainers
     from bytescale.train.ranks import open_ranks
 
-    parallel = ParallelConfig(ranks=options.ranks, capacity_tokens=options.capacity_tokens)
+    parallel = ParallelConfig(
+        ranks=options.ranks, capacity_tokens=options.capacity_tokens, timeout_seconds=SILENT_SECONDS
+    )
     config = Config(parallel=parallel, trainer=TrainerConfig(dtype=options.dtype, device=options.device))
     folder, token = typed_path(options.model), os.environ.pop("BYTESCALE_SERVE_TOKEN", "")
     out = typed_path(options.out)
