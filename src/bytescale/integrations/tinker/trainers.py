@@ -105,15 +105,15 @@ class Trainers:
 
     def save(self, model_id: str, name: str) -> dict[str, Any]:
         tenant, folder = self._tenant(model_id), self.out / model_id / "weights" / name
-        self._on_first(lambda: folder.mkdir(parents=True))
+        self.told(lambda: folder.mkdir(parents=True))
         tenant.hdp.save(folder / "state")
-        self._on_first(lambda: _write_about(folder, tenant))
+        self.told(lambda: _write_about(folder, tenant))
         return {"path": f"tinker://{model_id}/weights/{name}", "type": "save_weights"}
 
     def load(self, model_id: str, source: str, name: str, optimizer: bool, create: bool) -> dict[str, Any]:
         """Go on from a checkpoint; without ``optimizer``, its states begin anew. ``create``: make the model first."""
         folder = self.out / source / "weights" / name
-        lora = self._lora(folder)
+        lora = self.told(lambda: lora_of(folder))
         if create:
             self.create(model_id, lora)
         hdp = self._tenant(model_id).hdp
@@ -135,7 +135,7 @@ class Trainers:
             tenant.module.save_pretrained(folder, **options)
             _write_about(folder, tenant)
 
-        self._on_first(write)
+        self.told(write)
         made = {"sampling_session_id": sampler} if sampler else {"path": f"tinker://{model_id}/sampler_weights/{name}"}
         return made | {"type": "save_weights_for_sampler"}
 
@@ -173,7 +173,7 @@ class Trainers:
             else:
                 source, _, name = path.removeprefix("tinker://").split("/")
                 folder = self.out / source / "sampler_weights" / name
-                if self._lora(folder) is None:
+                if self.told(lambda: lora_of(folder)) is None:
                     module = self._read(folder)
                 else:
                     from peft import PeftModel
@@ -193,13 +193,6 @@ class Trainers:
         if model_id not in self.tenants:
             raise ConfigError(f"the model {model_id} is not there", so="it was unloaded or not made", fix="make one")
         return self.tenants[model_id]
-
-    def _lora(self, folder: Path) -> dict[str, Any] | None:
-        found = self.told(lambda: json.loads((folder / "tinker.json").read_text(encoding="utf-8")))
-        return found["lora"]
-
-    def _on_first(self, work: Callable[[], Any]) -> None:
-        self.told(lambda: work() and None)
 
     def told(self, work: Callable[[], Any]) -> Any:
         """What rank 0 finds. Raises ``CheckpointError`` on all ranks for what the system refuses it."""
@@ -228,9 +221,14 @@ def objective(name: str, micro: Micro, logprobs: Tensor, config: dict[str, float
     return torch.minimum(ratio * micro.advantages, clipped * micro.advantages)  # ppo
 
 
+def lora_of(folder: Path) -> dict[str, Any] | None:
+    """Of a checkpoint or snapshot. Raises ``OSError`` where there is none, and ``ValueError``."""
+    return json.loads((folder / "tinker.json").read_text(encoding="utf-8"))
+
+
 def _write_about(folder: Path, tenant: Tenant) -> None:
     """Written last, so that what has it is whole."""
-    (folder / "tinker.json").write_text(json.dumps({"lora": tenant.lora}), encoding="utf-8")
+    (folder / "tinker.json").write_text(json.dumps(tenant.lora), encoding="utf-8")
 
 
 def _sharing(base: nn.Module) -> Any:
@@ -282,12 +280,9 @@ def _drawn(module: Any, request: dict[str, Any], given: dict[str, Any], ends: li
             value.batch_repeat_interleave(count)
     options = {key: request[key] for key in ("temperature", "top_k", "top_p")} if request["temperature"] else {}
     config = GenerationConfig(
-        max_new_tokens=request["max_tokens"],
-        do_sample=bool(options),
-        eos_token_id=ends or None,
-        pad_token_id=0,
+        max_new_tokens=request["max_tokens"], do_sample=bool(options), eos_token_id=ends or None, pad_token_id=0,
         **options,
-    )
+    )  # fmt: skip
     device = given["input_ids"].device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(request["seed"])

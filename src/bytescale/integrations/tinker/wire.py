@@ -25,13 +25,7 @@ def request_of(body: bytes) -> dict[str, Any]:
     try:
         message = messages.ForwardBackwardRequest.FromString(body)
         texts = {key: own.text for key, own in message.loss_fn_config_v2.items() if own.WhichOneof("value") == "text"}
-        data = [
-            {
-                "model_input": {"chunks": [_chunk(chunk) for chunk in datum.model_input]},
-                "loss_fn_inputs": {key: _tensor(own, messages) for key, own in datum.loss_fn_inputs.items()},
-            }
-            for datum in message.data
-        ]
+        data = [_datum(datum, messages) for datum in message.data]
     except (DecodeError, ValueError, KeyError) as error:
         raise DataError(f"the body is no ForwardBackwardRequest ({error})", fix="use a client of Tinker") from error
     given = {"data": data, "loss_fn": message.loss_fn, "loss_fn_config": {**message.loss_fn_config, **texts}}
@@ -43,16 +37,13 @@ def message_of(result: dict[str, Any]) -> bytes:
     """The result of a pass or of sampling. Log-probabilities are in fp32, None among them is NaN."""
     messages = _messages()
     if "sequences" in result:
-        sequences = [
-            messages.SampledSequence(
-                stop_reason=f"STOP_REASON_{own['stop_reason'].upper()}",
-                tokens=np.array(own["tokens"], "<i4").tobytes(),
-                logprobs=np.array(own["logprobs"], "<f4").tobytes(),
+        made = messages.SampleResponse(prompt_logprobs=np.array(result["prompt_logprobs"] or [], "<f4").tobytes())
+        for own in result["sequences"]:
+            tokens, logprobs = np.array(own["tokens"], "<i4").tobytes(), np.array(own["logprobs"], "<f4").tobytes()
+            made.sequences.add(
+                stop_reason=f"STOP_REASON_{own['stop_reason'].upper()}", tokens=tokens, logprobs=logprobs
             )
-            for own in result["sequences"]
-        ]
-        prompt = np.array(result["prompt_logprobs"] or [], "<f4").tobytes()
-        return messages.SampleResponse(sequences=sequences, prompt_logprobs=prompt).SerializeToString()
+        return made.SerializeToString()
     rows = [np.array(own["logprobs"]["data"], "<f4") for own in result["loss_fn_outputs"]]
     offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype("<i8").tobytes()
     tensor = messages.BatchedTensor(data=np.concatenate(rows).tobytes(), offsets=offsets, dtype="DTYPE_FLOAT32")
@@ -62,9 +53,13 @@ def message_of(result: dict[str, Any]) -> bytes:
     return made.SerializeToString()
 
 
-def _chunk(chunk: Any) -> dict[str, Any]:
-    kind = chunk.WhichOneof("chunk")
-    return {"type": kind, "tokens": np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist()}
+def _datum(datum: Any, messages: Any) -> dict[str, Any]:
+    chunks = [
+        {"type": own.WhichOneof("chunk"), "tokens": np.frombuffer(own.encoded_text.tokens, "<i4").tolist()}
+        for own in datum.model_input
+    ]
+    inputs = {key: _tensor(own, messages) for key, own in datum.loss_fn_inputs.items()}
+    return {"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs}
 
 
 def _tensor(tensor: Any, messages: Any) -> dict[str, Any]:
