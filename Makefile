@@ -62,7 +62,7 @@ check-trl:  ## TRL's trainers alone and over HDP, on one rank and on two: 3 GB o
 check-verl:  ## verl's worker and losses on our engine, on two ranks: 6 GB of downloads the first time, then two minutes
 	$(PYTHON) tests/verl/run.py
 
-check-tinker:  ## Tinker's client against bytescale serve, on one rank and on two: 3 GB of downloads the first time, then 3 minutes
+check-tinker:  ## Tinker's client against bytescale serve, on one rank and on two: 3 GB of downloads the first time, then some minutes
 	$(PYTHON) tests/tinker/run.py
 
 clean:  ## remove the environment and caches, keep runs
