@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import select
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "profile": ("profile", "ProfileOptions", "measure a model's layers and links on this machine, for planning"),
     "report": ("report", "ReportOptions", "write one HTML file about one or several runs"),
     "score": ("score", "ScoreOptions", "log-probabilities of documents under a model of Hugging Face"),
+    "serve": ("serve", "ServeOptions", "train and sample for clients of Tinker"),
     "convert": ("convert", "ConvertOptions", "turn a checkpoint into a Hugging Face folder"),
     "checkpoint list": ("checkpoint", "ListOptions", "the checkpoints of a run, and whether every file is there"),
     "checkpoint verify": ("checkpoint", "VerifyOptions", "read every byte of checkpoints and compare checksums"),
@@ -77,6 +79,17 @@ def run(command: str, arguments: Sequence[str]) -> int:
     from bytescale.cli.options import parse
 
     return int(parse(getattr(module, options), arguments, prog=f"bytescale {command}").run())
+
+
+def run_on_ranks(command: str, arguments: Sequence[str], ranks: int, *, modules: Sequence[str], go_on: str) -> int:
+    """Run the command again as each of so many ranks of this machine. ``modules, go_on``: see ``launch_ranks``."""
+    from bytescale.train.launch.forked import prepare_for_copies
+    from bytescale.train.launch.torchrun import launch_ranks
+
+    prepare_for_copies()
+    again = f"{go_on} with `{shlex.join(['bytescale', command, *arguments])}`"
+    launch_ranks(ranks, [command, *arguments], main=main, modules=modules, again=lambda: again)
+    return 0
 
 
 def report(command: str, error: BaseException) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,20 +57,10 @@ def run(arguments: Sequence[str]) -> int:
     temporary.touch()  # what cannot be written is told now, not when all is measured
     temporary.unlink()
     if ranks > 1 and ranks_of_torchrun() is None:
-        from bytescale.cli.main import main
-        from bytescale.train.launch.forked import prepare_for_copies
-        from bytescale.train.launch.torchrun import launch_ranks
+        from bytescale.cli.main import run_on_ranks
 
-        prepare_for_copies()
-        again = f"begin again with `{shlex.join(['bytescale', 'profile', *arguments])}`"
-        launch_ranks(
-            ranks,
-            ["profile", *arguments],
-            main=main,
-            modules=["bytescale.train.parts.describe", "bytescale.train.profiling.profiler"],
-            again=lambda: again,
-        )
-        return 0
+        modules = ["bytescale.train.parts.describe", "bytescale.train.profiling.profiler"]
+        return run_on_ranks("profile", arguments, ranks, modules=modules, go_on="begin again")
     profile_command(options)
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,19 +80,11 @@ def run(arguments: Sequence[str]) -> int:
     if options.ranks == 1:
         score_on_ranks(options)
         return 0
-    from bytescale.cli.main import main
-    from bytescale.train.launch.torchrun import launch_ranks
+    from bytescale.cli.main import run_on_ranks
 
     print(f"starting {options.ranks} ranks ...", flush=True)
-    again = f"continue with `{shlex.join(['bytescale', 'score', *arguments])}`"
-    launch_ranks(
-        options.ranks,
-        ["score", *arguments],
-        main=main,
-        modules=["bytescale.hf.loop.hdp", "bytescale.hf.scoring.score_file"],
-        again=lambda: again,
-    )
-    return 0
+    modules = ["bytescale.hf.loop.hdp", "bytescale.hf.scoring.score_file"]
+    return run_on_ranks("score", arguments, options.ranks, modules=modules, go_on="continue")
 
 
 def check_options(options: ScoreOptions) -> None:
