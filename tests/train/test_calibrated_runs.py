@@ -31,11 +31,15 @@ def lines_of(folder: Path) -> list[dict]:
 def test_losses_do_not_depend_on_calibration(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus")
     runs = [calibrated(on_ranks(small_run(corpus, tmp_path / str(on)), 2, 128), on) for on in (False, True)]
+    runs[1] = replace(runs[1], log=replace(runs[1].log, static_mesh=True))
     without, with_it = (run(config) for config in runs)
     assert with_it == pytest.approx(without, rel=1e-4)
     assert not (tmp_path / "False" / "calibration.jsonl").exists()
     assert all(line["predicted_seconds"] is None for line in metrics(tmp_path / "False"))
     assert all(line["predicted_seconds"] > 0 for line in metrics(tmp_path / "True"))
+    assert all(line["static_seconds"] is None for line in metrics(tmp_path / "False"))
+    assert all(line["static_seconds"] >= 0.999 * line["predicted_seconds"] for line in metrics(tmp_path / "True"))
+    assert any(line["static_seconds"] > 1.01 * line["predicted_seconds"] for line in metrics(tmp_path / "True"))
     lines = lines_of(tmp_path / "True")
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert lines[-1]["state"]["steps"] == 7

@@ -276,6 +276,9 @@ class LogConfig:
     trace_steps: tuple[int, ...] = ()
     """Steps of which a trace is written to the run folder's traces/: what every rank did and when, beside what was
     predicted. Open it in https://ui.perfetto.dev."""
+    static_mesh: bool = False
+    """Whether rows of metrics.jsonl have `static_seconds`: what the batch would have taken on a static mesh that holds
+    data.context_length, simulated by calibrated costs, as `predicted_seconds` is."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Who else gets the numbers of metrics.jsonl. tensorboard: events in the run folder (extra `tensorboard`). wandb:
     Weights & Biases (extra `wandb`), whose own variables say where: WANDB_MODE=offline writes into the run folder, for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.errors import RankFailure
@@ -74,14 +74,17 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
     with record.span("report"):
         all_ranks = figures_of_all(job, data, work)
     seconds = time.perf_counter() - began + data.times.wait_seconds
-    predicted = None
+    predicted = static = None
     if job.calibration is not None:
         if job.ranks.is_first:  # by what was known before this step
             predicted = job.calibration.predict(data.plan)
+            if job.config.log.static_mesh:
+                static = job.calibration.predict_static(data.plan, job.config.data.context_length)
         job.calibration.observe(data.step, data.rank_plan, work.busy_seconds())
         if job.ranks.is_first:
             job.calibration.took(data.plan, seconds)
-    return step_metrics(job, step, data, sums, all_ranks, rate=rate, seconds=seconds, predicted=predicted)
+    row = step_metrics(job, step, data, sums, all_ranks, rate=rate, seconds=seconds)
+    return replace(row, predicted_seconds=predicted, static_seconds=static)
 
 
 def sums_of_all(job: Job, result: StepResult, norm_share: float) -> StepSums:
@@ -126,7 +129,6 @@ def step_metrics(
     *,
     rate: float,
     seconds: float,
-    predicted: float | None = None,
 ) -> StepMetrics:
     summary, model_flops, peak = data.summary, job.training_flops(data), job.peak_flops_per_second
     return StepMetrics(
@@ -144,7 +146,6 @@ def step_metrics(
         mfu=None if peak is None else model_flops / seconds / (job.ranks.world.size * peak),
         imbalance=all_ranks.most_busy_seconds / all_ranks.busy_seconds,
         waiting_share=max(0.0, 1.0 - all_ranks.busy_seconds / seconds),
-        predicted_seconds=predicted,
         group_sizes={str(degree): count for degree, count in summary.group_sizes.items()},
     )
 

@@ -11,11 +11,13 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
+from bytescale.common.errors import PlanError
 from bytescale.common.parsing import parse_json
 from bytescale.cost.calibration import FIRST_STEPS, RankCounts, State
 from bytescale.cost.model import CostModel
 from bytescale.cost.visible import num_messages
 from bytescale.plan import Plan, RankPlan
+from bytescale.planner.baselines import static_plan
 from bytescale.planner.calibrated import LAG, CalibratedPlanner
 from bytescale.planner.evaluate import evaluate
 from bytescale.runtime.mesh import Mesh
@@ -70,6 +72,14 @@ class RunCalibration:
     def predict(self, plan: Plan) -> float:
         """Seconds of a step with ``plan``: its makespan by the current state, and what recent steps took beyond it."""
         return self._makespan(plan) + max(0.0, median(self._beyond) if self._beyond else 0.0)
+
+    def predict_static(self, plan: Plan, context: int) -> float | None:
+        """The same for the plan's sequences on a static mesh that holds ``context`` tokens; None: there is none."""
+        try:
+            static = static_plan(plan.lengths, cluster=self.planner.with_state(self.state).cluster, context=context)
+        except PlanError:  # no mesh of these ranks holds it, or they differ in memory
+            return None
+        return self.predict(static)
 
     def took(self, plan: Plan, seconds: float) -> None:
         if self.state.steps:

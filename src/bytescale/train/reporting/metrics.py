@@ -105,6 +105,7 @@ class StepMetrics(SharedFigures):
     imbalance: float  # compute time of the slowest rank over the mean
     waiting_share: float  # of all ranks' time, spent waiting for other ranks
     predicted_seconds: float | None = None  # step_seconds as calibration foresaw it; None: nothing is calibrated
+    static_seconds: float | None = None  # the same on a static mesh for the whole context (``log.static_mesh``)
     group_sizes: dict[str, int]  # degree -> slice groups ("1": ranks' local packs)
 
     def to_json(self) -> str:
