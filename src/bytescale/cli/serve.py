@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(ServeOptions, given, prog="bytescale serve")
     options = replace(options, name=options.name or options.model, model=local_folder(options.model))
     if not (typed_path(options.model) / "config.json").is_file():
-        raise ConfigError(f"{options.model or 'the model'} is no Hugging Face folder", fix="name the folder first")
+        raise ConfigError(f"the model {options.model!r} is no Hugging Face folder", fix="name the folder first")
     is_rank = ranks_of_torchrun() is not None
     if options.ranks > 1 and not is_rank:
         from bytescale.cli.main import run_on_ranks
