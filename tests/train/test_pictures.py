@@ -24,9 +24,11 @@ from bytescale.hf.model.encoders import Encoders
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.train.loop.trainer import train
 from bytescale.train.parts.job import Job
+from bytescale.train.run_folder import RunFolder
 from tests.helpers.effort import one_of
 from tests.helpers.forks import run_forked
 from tests.train.runs import interrupt, metrics, on_ranks, run, small_run, with_trainer
+from tests.train.test_traces import load_step_trace, of_kind
 from tests.train.vision import chats, draw, plain_document, vision_folder, write_chats
 
 LR, STEPS = 0.05, 2
@@ -172,7 +174,13 @@ def test_planted_faults_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.exhaustive
 def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     config = with_trainer(picture_run(tmp_path, "llava", 2), steps=4)
-    whole = run(config)
+    whole = run(with_trainer(config, trace_steps=(2,)))
+    trace = load_step_trace(RunFolder(Path(config.trainer.run_dir)).trace(2))
+    for track in of_kind(trace, "measured"):  # encoders run before text and behind it
+        spans = {span.name: span for span in track.spans}
+        first = min(span.start for span in track.spans if span.category == "forward")
+        last = max(span.end for span in track.spans if span.category == "backward")
+        assert spans["encode"].end <= first < last <= spans["encode: backward"].start
     stopped = with_trainer(config, run_dir=str(tmp_path / "stopped"))
     interrupt(stopped, after_step=2)
     assert run(with_trainer(on_ranks(stopped, 3, 48), resume=True)) == pytest.approx(whole, rel=1e-12)

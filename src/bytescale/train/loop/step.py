@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.errors import RankFailure
@@ -42,9 +44,18 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
 
     # 2. Forward and backward of this rank's micro-batches. Ranks wait only for members of a slice group and, in a
     # pipeline, for neighbouring stages.
-    work = RankWork(job.ranks.mesh)
-    beside, after_last_message = job.encode(data.items, data.rank_plan)
-    with work.passes():
+    work, passes = RankWork(job.ranks.mesh), ExitStack()
+    encoders = (lambda name: nullcontext()) if data.items is None else partial(record.span, "encode")
+    with encoders("encode"):
+        beside, begin_reduction = job.encode(data.items, data.rank_plan)
+
+    def after_last_message() -> None:
+        passes.close()  # encoders are no work of the plan's
+        with encoders("encode: backward"):
+            begin_reduction()
+
+    with passes:
+        passes.enter_context(work.passes())
         job.optimizer.begin_step(data.rank_plan, overlaps=data.items is None)
         result = job.executor.run(
             data.rank_plan,
