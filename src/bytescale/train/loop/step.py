@@ -44,27 +44,8 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
 
     # 2. Forward and backward of this rank's micro-batches. Ranks wait only for members of a slice group and, in a
     # pipeline, for neighbouring stages.
-    work, passes = RankWork(job.ranks.mesh), ExitStack()
-    encoders = (lambda name: nullcontext()) if data.items is None else partial(record.span, "encode")
-    with encoders("encode"):
-        beside, begin_reduction = job.encode(data.items, data.rank_plan)
-
-    def after_last_message() -> None:
-        passes.close()  # encoders are no work of the plan's
-        with encoders("encode: backward"):
-            begin_reduction()
-
-    with passes:
-        passes.enter_context(work.passes())
-        job.optimizer.begin_step(data.rank_plan, overlaps=data.items is None)
-        result = job.executor.run(
-            data.rank_plan,
-            data.micro_batches,
-            num_global_targets=data.loss_divisor,
-            after_last_message=after_last_message,
-            around=record.around(data.rank_plan),
-            beside=beside,
-        )
+    work = RankWork(job.ranks.mesh)
+    result = run_passes(job, data, work, record)
 
     # 3. The remaining reductions of gradients, and one exchange of sums.
     with record.span("reduction"), work.sync():
@@ -96,6 +77,30 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
             job.calibration.took(data.plan, seconds)
     row = step_metrics(job, step, data, sums, all_ranks, rate=rate, seconds=seconds)
     return replace(row, predicted_seconds=predicted, static_seconds=static)
+
+
+def run_passes(job: Job, data: StepData, work: RankWork, record: StepRecorder) -> StepResult:
+    """Forward and backward of this rank's micro-batches, and of encoders before and behind them."""
+    encoders = (lambda name: nullcontext()) if data.items is None else partial(record.span, "encode")
+    with encoders("encode"):
+        beside, begin_reduction = job.encode(data.items, data.rank_plan)
+
+    def after_last_message() -> None:
+        passes.close()  # encoders are no work of the plan's
+        with encoders("encode: backward"):
+            begin_reduction()
+
+    with ExitStack() as passes:
+        passes.enter_context(work.passes())
+        job.optimizer.begin_step(data.rank_plan, overlaps=data.items is None)
+        return job.executor.run(
+            data.rank_plan,
+            data.micro_batches,
+            num_global_targets=data.loss_divisor,
+            after_last_message=after_last_message,
+            around=record.around(data.rank_plan),
+            beside=beside,
+        )
 
 
 def sums_of_all(job: Job, result: StepResult, norm_share: float) -> StepSums:
