@@ -57,13 +57,13 @@ check-cuda:  ## GPU code against CUDA builds of torch, without a GPU: 6 GB of do
 	$(PYTHON) tests/cuda/run.py
 
 check-trl:  ## TRL's trainers alone and over HDP, on one rank and on two: 3 GB of downloads the first time, then some minutes
-	$(PYTHON) tests/trl/run.py
+	$(PYTHON) -m tests.trl.run
 
 check-verl:  ## verl's worker and losses on our engine, on two ranks: 6 GB of downloads the first time, then two minutes
-	$(PYTHON) tests/verl/run.py
+	$(PYTHON) -m tests.verl.run
 
 check-tinker:  ## Tinker's client against bytescale serve, on one rank and on two: 3 GB of downloads the first time, then some minutes
-	$(PYTHON) tests/tinker/run.py
+	$(PYTHON) -m tests.tinker.run
 
 clean:  ## remove the environment and caches, keep runs
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage* site

@@ -24,16 +24,13 @@ with its part of ``--cpus`` cores by a quota. One long document, and many short 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from benchmarks.grpo import measure
+from benchmarks.recurrent_cluster import report_steps, steps_in_turns
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -194,39 +191,16 @@ class Side:
 
 
 def worker(arguments: argparse.Namespace) -> None:
-    """One rank. The first one writes seconds and losses of each side to a file."""
+    """One rank. The first one writes seconds, losses and bytes of each side to a file."""
     dist.init_process_group("gloo")
     sides = {planner: Side(planner, arguments) for planner in ("adaptive", "static")}
-    found: dict[str, list[list[float]]] = {name: [] for name in sides}
-    for number in range(arguments.rounds + 1):
-        batch = mixture(arguments.tokens, number)
-        for name, side in sides.items():
-            dist.barrier()
-            started = time.perf_counter()
-            loss = torch.tensor([side.step(batch)], dtype=torch.float64)
-            worst = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            dist.all_reduce(loss)
-            found[name].append([*worst.tolist(), *loss.tolist()])
-            if dist.get_rank() == 0:
-                print(number, name, found[name][-1], flush=True)
-    if dist.get_rank() == 0:
-        Path(arguments.out).write_text(json.dumps(found), encoding="utf-8")
+    steps_in_turns(sides, mixture, arguments)
 
 
 def report_measured(arguments: argparse.Namespace) -> None:
-    """Both sides, and how many times as fast ours is. The first step warms up."""
     names = ("ranks", "mbit", "rounds", "tokens", "cpus", "ranks_per_node")
     given = argparse.Namespace(**{name: getattr(arguments, name) for name in names})
-    found = measure(given, "benchmarks.pictures")
-    pairs = list(zip(found["adaptive"][1:], found["static"][1:], strict=True))
-    apart = max(abs(ours[1] / other[1] - 1) for ours, other in pairs)
-    print(f"{arguments.ranks} ranks, {arguments.mbit:g} Mbit/s, {len(pairs)} steps of {arguments.tokens} tokens")
-    for name, rows in found.items():
-        seconds = sorted(row[0] for row in rows[1:])
-        print(f"{name:9} {statistics.median(seconds):.2f} s ({seconds[0]:.2f} to {seconds[-1]:.2f})")
-    ratio = statistics.median(other[0] / ours[0] for ours, other in pairs)
-    print(f"adaptive is {ratio:.2f} times as fast; losses within {apart:.0e}")
+    report_steps(measure(given, "benchmarks.pictures"), arguments, "in rings")
 
 
 def main() -> None:

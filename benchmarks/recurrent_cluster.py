@@ -335,9 +335,16 @@ class Side:
 def mixture_worker(arguments: argparse.Namespace) -> None:
     """One rank. The first one writes seconds, losses and bytes of each side to a file."""
     sides = {planner: Side(planner, arguments) for planner in ("adaptive", "static")}
+    steps_in_turns(sides, mixture, arguments)
+
+
+def steps_in_turns(
+    sides: dict[str, Any], batch_of: Callable[[int, int], list[dict[str, Any]]], arguments: argparse.Namespace
+) -> None:
+    """Steps of all sides on the same batches. Of each step, the slowest rank's seconds, the loss and rings' bytes."""
     found: dict[str, list[list[float]]] = {name: [] for name in sides}
     for number in range(arguments.rounds + 1):
-        batch = mixture(arguments.tokens, number)
+        batch = batch_of(arguments.tokens, number)
         for name, side in sides.items():
             dist.barrier()
             sent, started = side.hdp.group.exchange.bytes_sent, time.perf_counter()
@@ -353,8 +360,11 @@ def mixture_worker(arguments: argparse.Namespace) -> None:
 
 
 def report_mixture(arguments: argparse.Namespace) -> None:
+    report_steps(measure(arguments, int(arguments.ranks)), arguments, "between ranks beside gradients")
+
+
+def report_steps(found: dict[str, list[list[float]]], arguments: argparse.Namespace, of_bytes: str) -> None:
     """Both sides, and how many times as fast the adaptive one is. The first step warms up."""
-    found = measure(arguments, int(arguments.ranks))
     rounds = {name: rows[1:] for name, rows in found.items()}
     pairs = list(zip(rounds["adaptive"], rounds["static"], strict=False))
     apart = max(abs(ours[1] / other[1] - 1) for ours, other in pairs)
@@ -364,7 +374,7 @@ def report_mixture(arguments: argparse.Namespace) -> None:
         seconds = sorted(row[0] for row in rows)
         print(
             f"{name:9} {statistics.median(seconds):.2f} s ({seconds[0]:.2f} to {seconds[-1]:.2f}), "
-            f"{statistics.median(row[2] for row in rows) / 1e6:.1f} MB between ranks beside gradients"
+            f"{statistics.median(row[2] for row in rows) / 1e6:.1f} MB {of_bytes}"
         )
     print(f"adaptive is {ratio:.2f} times as fast; losses within {apart:.0e}")
 

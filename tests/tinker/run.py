@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import venv
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-ENVIRONMENT = ROOT / ".tinker"
+from tests.helpers.environments import ROOT, python_with
+
 PACKAGES = ("tinker==0.38.0", "peft>=0.15")
 
 
@@ -21,22 +19,10 @@ def main() -> int:
     """The exit code of the checks."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TINKER_TELEMETRY": "0"}
     environment["PYTHONPATH"] = str(ROOT / "src")  # a Python of PYTHON_OF_TINKER need not have bytescale
-    command = [prepared(), str(ROOT / "tests/tinker/check.py")]
+    command = [python_with("tinker", PACKAGES), str(ROOT / "tests/tinker/check.py")]
     return max(
         subprocess.run([*command, ranks], env=environment, timeout=900, check=False).returncode for ranks in ("1", "2")
     )
-
-
-def prepared() -> str:
-    """The Python with tinker. It is made at the first call."""
-    if "PYTHON_OF_TINKER" in os.environ:
-        return os.environ["PYTHON_OF_TINKER"]
-    python = ENVIRONMENT / "bin" / "python"
-    if not (ENVIRONMENT / ".ready").exists():
-        venv.create(ENVIRONMENT, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES, "--editable", str(ROOT)], check=True)
-        (ENVIRONMENT / ".ready").touch()
-    return str(python)
 
 
 if __name__ == "__main__":

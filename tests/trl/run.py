@@ -11,11 +11,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import venv
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-ENVIRONMENT = ROOT / ".trl"
+from tests.helpers.environments import ROOT, python_with
+
 KINDS = ("sft", "dft", "images", "dpo", "grpo", "resume")
 PACKAGES = ("trl==1.16.0", "peft>=0.15", "pillow")
 TOLERANCE = 2e-4
@@ -25,7 +24,7 @@ LEFT_OUT = ("runtime", "per_second", "step_time", "flos")
 
 def main() -> int:
     """Exit code 1 if a trainer over HDP differs from TRL's own under as many ranks."""
-    python = prepared()
+    python = python_with("trl", PACKAGES)
     failed = 0
     for kind in sys.argv[1:] or KINDS:
         if kind == "resume":
@@ -64,18 +63,6 @@ def resumed(python: str) -> int:
             result = "; ".join(differences[:6]) or f"{len(found)} updates are equal"
             print(f"sft stopped on {before} rank(s) and resumed on {after}: {result}", flush=True)
     return failed
-
-
-def prepared() -> str:
-    """The Python with TRL. It is made at the first call."""
-    if "PYTHON_OF_TRL" in os.environ:
-        return os.environ["PYTHON_OF_TRL"]
-    python = ENVIRONMENT / "bin" / "python"
-    if not (ENVIRONMENT / ".ready").exists():
-        venv.create(ENVIRONMENT, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES, "--editable", str(ROOT)], check=True)
-        (ENVIRONMENT / ".ready").touch()
-    return str(python)
 
 
 def run(python: str, kind: str, ranks: int, out: Path, *options: str) -> list[dict[str, float]]:

@@ -10,11 +10,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import venv
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-ENVIRONMENT = ROOT / ".verl"
+from tests.helpers.environments import ROOT, python_with
+
 PACKAGES = ("verl==0.9.1", "uvicorn", "fastapi", "peft>=0.15")
 
 
@@ -25,7 +23,7 @@ def main() -> int:
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests/verl'}",
         "VERL_USE_EXTERNAL_MODULES": "cpu_platform",
     }
-    python = prepared()
+    python = python_with("verl", PACKAGES)
     with tempfile.TemporaryDirectory() as out:
         command = [python, "-m", "torch.distributed.run", "--standalone"]
         runs = [(2, "check.py"), (2, "passes.py"), (1, "passes.py"), (2, "sft_trainer.py"), (2, "routes.py")]
@@ -37,18 +35,6 @@ def main() -> int:
             for ranks, name in runs
         ]  # fmt: skip
         return int(any(codes))
-
-
-def prepared() -> str:
-    """The Python with verl. It is made at the first call."""
-    if "PYTHON_OF_VERL" in os.environ:
-        return os.environ["PYTHON_OF_VERL"]
-    python = ENVIRONMENT / "bin" / "python"
-    if not (ENVIRONMENT / ".ready").exists():
-        venv.create(ENVIRONMENT, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES, "--editable", str(ROOT)], check=True)
-        (ENVIRONMENT / ".ready").touch()
-    return str(python)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 from bytescale.common.errors import BytescaleError, ConfigError
 from bytescale.integrations.tinker import requests
 from bytescale.integrations.tinker.requests import Body, RequestRefused
-from bytescale.integrations.tinker.trainers import lora_of
+from bytescale.integrations.tinker.trainers import saved_lora
 from bytescale.integrations.tinker.wire import PROTOBUF, is_known, message_of, request_of
 
 POLL_SECONDS, SILENT_SECONDS = 20.0, 120.0
@@ -180,7 +180,7 @@ class TinkerServer(ThreadingHTTPServer):
     def _weights_info(self, body: Body) -> Body:
         source, name = requests.path_of(body.get("tinker_path"), "weights")
         try:
-            lora = lora_of(self.out / source / "weights" / name)
+            lora = saved_lora(self.out / source / "weights" / name)
         except OSError as error:
             raise RequestRefused(
                 f"there is no checkpoint {name} of {source}", fix="save it first", status=404

@@ -113,7 +113,7 @@ class Trainers:
     def load(self, model_id: str, source: str, name: str, optimizer: bool, create: bool) -> dict[str, Any]:
         """Go on from a checkpoint; without ``optimizer``, its states begin anew. ``create``: make the model first."""
         folder = self.out / source / "weights" / name
-        lora = self.told(lambda: lora_of(folder))
+        lora = self.told(lambda: saved_lora(folder))
         if create:
             self.create(model_id, lora)
         hdp = self._tenant(model_id).hdp
@@ -173,7 +173,7 @@ class Trainers:
             else:
                 source, _, name = path.removeprefix("tinker://").split("/")
                 folder = self.out / source / "sampler_weights" / name
-                if self.told(lambda: lora_of(folder)) is None:
+                if self.told(lambda: saved_lora(folder)) is None:
                     module = self._read(folder)
                 else:
                     from peft import PeftModel
@@ -221,7 +221,7 @@ def objective(name: str, micro: Micro, logprobs: Tensor, config: dict[str, float
     return torch.minimum(ratio * micro.advantages, clipped * micro.advantages)  # ppo
 
 
-def lora_of(folder: Path) -> dict[str, Any] | None:
+def saved_lora(folder: Path) -> dict[str, Any] | None:
     """Of a checkpoint or snapshot. Raises ``OSError`` where there is none, and ``ValueError``."""
     return json.loads((folder / "tinker.json").read_text(encoding="utf-8"))
 

@@ -124,10 +124,11 @@ def _items_of(
         {ITEM_NAMES[0]: [known.setdefault(own.path, (own, {}))[1] for own in pictures.get(number, ())]}
         for number in range(num_documents)
     ]
-    found = Items.of(batch, lambda kind, item: [0.0])
+    rows = {id(item): picture.rows for picture, item in known.values()}
+    found = Items.of(batch, lambda kind, item: [work_of([rows[id(item)]], even)])
     assert found is not None, "there are pictures"
     own = [picture for picture, _ in known.values()]
-    return replace(found, work=[[work_of([one.rows], even)] for one in own], contents=[one.name for one in own]), own
+    return replace(found, contents=[one.name for one in own]), own
 
 
 class PictureLoader(Loader):
