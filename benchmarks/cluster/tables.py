@@ -74,6 +74,8 @@ class Setting:
     published: str
     out: Path
     layers: int = 2
+    megabits: float | None = None
+    """Of a node's link per second; None: by the rule of ``rates``."""
 
     @property
     def num_ranks(self) -> int:
@@ -128,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--lengths", choices=["code", *distribution_names()], default="github")
     parser.add_argument("--published", choices=list(PUBLISHED), default="case-study")
+    parser.add_argument("--megabits", type=float, help="per second of a node's link, in place of the rule's")
     parser.add_argument("--planners", default=",".join(PLANNERS))
     parser.add_argument("--stage", choices=["all", "profile", "train", "table", "simulate"], default="all")
     given = vars(parser.parse_args(arguments))
@@ -163,6 +166,8 @@ def take_profiles(setting: Setting) -> None:
         if rate == UNLIMITED:
             rate = link_rate(PUBLISHED[setting.published](), load_profile(path), setting.capacity)
             rate *= setting.ranks_per_node
+            if setting.megabits is not None:
+                rate = setting.megabits * 1e6 / 8
             (setting.out / "rate.json").write_text(json.dumps(rate))
     links = load_profile(setting.profile).links
     print(f"links {rate / 1e6:.2f} MB/s; profile {links.inter_node_bytes_per_second / 1e6:.2f} MB/s across", flush=True)

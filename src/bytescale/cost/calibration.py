@@ -12,8 +12,8 @@ coefficient over that of the first cost model is normally distributed: ``SAME_FA
 them have in common, and ``OWN_FACTOR`` of what each has for itself. So every coefficient stays above 0, and terms that
 the rows cannot tell apart keep their ratio.
 
-The speed of a rank is the median over some steps of its speed beside the middle rank of the step. Rates and latencies
-of links stay those of the first cost model.
+The speed of a rank is the median over some steps of its speed beside the middle rank of the step. The rates of links
+are those of the first cost model over one factor (``cost.slow_links``). Latencies stay.
 
 The state after each step is a function of sums that all ranks have with the same bits, and of the state before. So all
 ranks plan alike. A plan for step k uses the state after step ``k - LAG`` (``planner.calibrated``), which every loader
@@ -31,6 +31,7 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray
 from bytescale.cost.model import CostModel
+from bytescale.cost.slow_links import most_probable, with_slow_links
 
 TERMS = ("attention_seconds_per_pair", "token_seconds", "micro_batch_seconds", "ring_message_seconds")
 """The fields of ``CostModel`` that the rows give, in the order of their columns."""
@@ -84,6 +85,8 @@ class State:
     """Measured speeds of all ranks in each of the last steps."""
     terms: tuple[float, ...] = ()
     """Estimated ``TERMS``; empty: too few steps."""
+    slow_links: tuple[float, ...] = ()
+    """How probable each factor of ``cost.slow_links`` is; empty: no step has told."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -91,7 +94,7 @@ class State:
     @staticmethod
     def from_dict(stored: dict[str, Any]) -> State:
         """The inverse of ``as_dict`` after a detour through JSON."""
-        lists = {name: tuple(stored[name]) for name in ("matrix", "vector", "terms")}
+        lists = {name: tuple(stored.get(name, ())) for name in ("matrix", "vector", "terms", "slow_links")}
         rows = tuple(tuple(row) for row in stored["speeds"])
         return State(steps=stored["steps"], speeds=rows, **lists)
 
@@ -146,6 +149,7 @@ class Calibrator:
             vector=tuple(vector.tolist()),
             speeds=(*state.speeds, tuple(speeds))[-SPEED_STEPS:] if len(state.terms) else (),
             terms=terms,
+            slow_links=state.slow_links,
         )
 
     def cost(self, state: State) -> CostModel:
@@ -153,7 +157,7 @@ class Calibrator:
         if not len(state.terms):
             return self.first
         found: dict[str, Any] = dict(zip(TERMS, state.terms, strict=True))
-        return replace(self.first, **found)
+        return with_slow_links(replace(self.first, **found), most_probable(state.slow_links))
 
     def speeds(self, state: State) -> FloatArray:
         """``[R]`` relative speeds: measured ones after enough steps, else the first ones.

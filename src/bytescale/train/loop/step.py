@@ -72,7 +72,8 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
             predicted = job.calibration.predict(data.plan)
             if job.config.log.static_mesh:
                 static = job.calibration.predict_static(data.plan, job.config.data.context_length)
-        job.calibration.observe(data.step, data.rank_plan, work.busy_seconds())
+        busy = work.busy_seconds()
+        job.calibration.observe(data.step, data.plan, data.rank_plan, busy, busy + work.waiting_seconds())
         if job.ranks.is_first:
             job.calibration.took(data.plan, seconds)
     row = step_metrics(job, step, data, sums, all_ranks, rate=rate, seconds=seconds)

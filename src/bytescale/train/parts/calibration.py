@@ -15,6 +15,7 @@ from bytescale.common.errors import PlanError
 from bytescale.common.parsing import parse_json
 from bytescale.cost.calibration import FIRST_STEPS, RankCounts, State
 from bytescale.cost.model import CostModel
+from bytescale.cost.slow_links import FACTORS, after_step, with_slow_links
 from bytescale.cost.visible import num_messages
 from bytescale.plan import Plan, RankPlan
 from bytescale.planner.baselines import static_plan
@@ -85,8 +86,13 @@ class RunCalibration:
         if self.state.steps:
             self._beyond.append(seconds - self._makespan(plan))
 
-    def observe(self, step: int, rank_plan: RankPlan, busy_seconds: float) -> None:
-        """Agree with all other ranks on the state after ``step``, counted from 0. Every rank calls it once a step."""
+    def observe(self, step: int, plan: Plan, rank_plan: RankPlan, busy_seconds: float, passes_seconds: float) -> None:
+        """Agree with all other ranks on the state after ``step``, counted from 0. Every rank calls it once a step.
+
+        Args:
+            busy_seconds: for which this rank computed.
+            passes_seconds: from the start of its passes to their end.
+        """
         mesh, state = self._mesh, self.state
         self._waited += 1
         if self._waited > FIRST_STEPS:
@@ -94,17 +100,33 @@ class RunCalibration:
             counts = counts_of(rank_plan, calibrator.first)
             own = calibrator.normal_equations(state, counts, busy_seconds, mesh.hdp.rank).tolist()
             sums = mesh.world.sum_of(own)
-            speeds = [row[0] for row in mesh.world.share([calibrator.speed(state, counts, busy_seconds)])]
-            found = calibrator.after(state, sums, [round(speed, 4) for speed in speeds])
-            # Processors of different kinds round logarithms differently. What the first rank found holds for all.
-            terms = mesh.world.share(list(found.terms))[0] if found.terms else ()
-            self.state = replace(found, terms=tuple(terms))
+            rows = mesh.world.share([calibrator.speed(state, counts, busy_seconds), passes_seconds])
+            found = calibrator.after(state, sums, [round(speed, 4) for speed, _ in rows])
+            self.state = self._of_first_rank(found, plan, max(seconds for _, seconds in rows)) if found.terms else found
         self.planner.add({step: self.state})
         if self._file is not None:
             planner = self.planner.with_state(self.state)
             line = {"step": step + 1, "cost": asdict(planner.cost), "speeds": planner.cluster.speeds.tolist()}
             self._file.write(json.dumps({**line, "state": self.state.as_dict()}) + "\n")
             self._file.flush()
+
+    def _of_first_rank(self, found: State, plan: Plan, seconds: float) -> State:
+        """``found`` with what ``seconds``, the time of the passes, say of links, and with the first rank's estimates.
+
+        Processors of different kinds round logarithms differently. What the first rank found holds for all.
+        """
+        numbers = [0.0] * (len(found.terms) + len(FACTORS))
+        if self._mesh.world.rank == 0:
+            alike = self.planner.with_state(replace(found, slow_links=()))
+
+            def makespan(factor: float) -> float:
+                return evaluate(plan, cluster=alike.cluster, cost=with_slow_links(alike.cost, factor)).end_seconds
+
+            links = after_step(found.slow_links, makespan, seconds)
+            numbers = [*found.terms, *(links or numbers[len(found.terms) :])]
+        numbers = self._mesh.world.sum_of(numbers)
+        terms, links = tuple(numbers[: len(found.terms)]), tuple(numbers[len(found.terms) :])
+        return replace(found, terms=terms, slow_links=links if any(links) else ())
 
     def _makespan(self, plan: Plan) -> float:
         found = self.planner.with_state(self.state)
