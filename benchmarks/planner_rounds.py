@@ -1,12 +1,14 @@
 """The planner of rounds on mixed lengths: lockstep makespan over the lower bound, rounds, traffic and time to plan.
 
     python benchmarks/planner_rounds.py [--ranks 8,64,256,1024] [--seeds 50000:50003] [--random 90000:90300]
+        [--tokens 8192]
 
-Batches have 64K tokens a rank (1M on 8 ranks) of the length distributions, with 8K tokens a rank. The bound is all
-compute spread evenly. ``free`` is work s^2 + 24576 s and free links; ``counted`` the counted costs of the 7b model on
-an assumed GPU with 200 GB/s inside a node of 8 and 25 GB/s across; ``gathers`` these with the traffic of parameters
-that are sharded over a node. ``static`` is the mesh of the fewest ranks, in lockstep. ``--random`` compares with it on
-random batches, domains and gathers. Times are CPU time of one core, the best of three.
+Batches have ``--tokens`` for each rank (64K, and at least 1M together) of the length distributions, and a rank's
+micro-batch has room for 8K tokens. The bound is all compute spread evenly. ``free`` is work s^2 + 24576 s and free
+links; ``counted`` the counted costs of the 7b model on an assumed GPU with 200 GB/s inside a node of 8 and 25 GB/s
+across; ``gathers`` these with the traffic of parameters that are sharded over a node. ``static`` is the mesh of the
+fewest ranks, in lockstep. ``--random`` compares with it on random batches, domains and gathers. Times are CPU time of
+one core, the best of three.
 """
 
 from __future__ import annotations
@@ -43,19 +45,21 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,64,256,1024")
     parser.add_argument("--seeds", default="50000:50003", help="from:to")
     parser.add_argument("--random", default="", help="from:to")
+    parser.add_argument("--tokens", type=int, default=2**16, help="of a batch and rank")
     arguments = parser.parse_args()
     for name, cost in COSTS.items():
         for data in ("github", "byted"):
             for num_ranks in map(int, arguments.ranks.split(",")):
                 for seed in range(*map(int, arguments.seeds.split(":"))):
-                    mixed(name, cost, data, num_ranks, seed)
+                    mixed(name, cost, data, num_ranks, seed, arguments.tokens)
     if arguments.random:
         against_the_mesh(range(*map(int, arguments.random.split(":"))))
 
 
-def mixed(name: str, cost: CostModel, data: str, num_ranks: int, seed: int) -> None:
+def mixed(name: str, cost: CostModel, data: str, num_ranks: int, seed: int, tokens: int) -> None:
     """Print a line for one batch."""
-    lengths = sample(data, max(2**20, 2**16 * num_ranks), seed, min(num_ranks * CAPACITY, 2**21))
+    least = 2**20 if tokens == 2**16 else 0
+    lengths = sample(data, max(least, tokens * num_ranks), seed, min(num_ranks * CAPACITY, 2**21))
     cluster = Cluster.uniform(num_ranks, CAPACITY)
     domain = NODE if cost.gather_seconds else num_ranks
     seconds = []

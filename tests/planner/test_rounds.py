@@ -48,6 +48,16 @@ def test_mixed_lengths_take_few_rounds_close_to_the_bound(num_ranks: int, data: 
     assert outcome.traffic_tokens <= 2 * outcome.minimal_traffic_tokens
 
 
+@pytest.mark.parametrize("data", ["github", "byted"])
+def test_a_batch_of_hardly_more_than_one_round_is_shared_out_evenly(data: str) -> None:
+    """Its short sequences fill no round, so the long ones have to end together. 64 and 1024 ranks: the benchmark."""
+    lengths, cluster = sample_lengths(data, 2**13 * 256, 71_000, 2**21), Cluster.uniform(256, CAPACITY)
+    plan = rounds_plan(lengths, cluster=cluster, cost=COUNTED)
+    verify(plan)
+    assert evaluate(plan, cluster=cluster, cost=COUNTED).over_ideal <= 1.12
+    assert plan.rank_rounds.max() <= -(-int(lengths.sum()) // (256 * CAPACITY)) + 2
+
+
 @examples(20, 150)
 @given(
     case=cases(),

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost.cluster import Cluster
@@ -30,6 +31,8 @@ ALIKE = 1.3
 """Sequences that are tried in a run at first, over those whose excess work is alike."""
 SHRINK = 1.25
 """A run that wastes too much is tried again with so many times fewer sequences."""
+WIDE = 8
+"""Groups of more half nodes than this are wide."""
 SPARE = 16
 """One rank in so many is spare where ranks differ."""
 LONG = 0.5
@@ -99,10 +102,16 @@ class RoundBatch:
         num_ranks = self.cluster.num_ranks
         return num_ranks if self.cluster.is_uniform else max(1, num_ranks - max(1, num_ranks // SPARE))
 
-    @property
-    def step(self) -> int:
-        """Groups that do not fit into a node have a multiple of half a node."""
-        return max(1, self.node // 2)
+    @cached_property
+    def degrees(self) -> IntArray:
+        """Rising ranks that a group may have: any in a node, and then multiples of half a node. Wide groups have whole
+        nodes or multiples of three halves: 608 ranks are a grid of 8 columns, 604 of 4, which wait for messages."""
+        halves = np.arange(1, 2 * self.cluster.num_ranks // self.node + 1)
+        halves = halves[(halves > 2) & ((halves <= WIDE) | (halves % 2 == 0) | (halves % 3 == 0))]
+        wide = halves * self.node // 2
+        return np.concatenate(
+            (np.arange(1, self.node + 1), wide[wide < self.cluster.num_ranks], [self.cluster.num_ranks])
+        )
 
     def exposed(self, lengths: IntArray, degrees: IntArray) -> FloatArray:
         """Seconds that sequences take on ``degrees`` ranks besides their share of the work. Broadcasts."""
@@ -130,10 +139,9 @@ class RoundBatch:
         part, column = at - step, first + np.arange(degrees.shape[1])
         return (1 - part) * self.table[step, column] + part * self.table[step + 1, column]
 
-    def in_nodes(self, degrees: FloatArray) -> IntArray:
+    def in_nodes(self, degrees: ArrayLike) -> IntArray:
         """The next degrees that groups may have."""
-        wide = np.minimum(np.ceil(degrees / self.step) * self.step, self.cluster.num_ranks)
-        return np.where(degrees > self.node, wide, degrees).astype(np.int64)
+        return self.degrees[np.minimum(self.degrees.searchsorted(degrees), len(self.degrees) - 1)]
 
 
 class Round(NamedTuple):
@@ -153,18 +161,21 @@ class Tried(NamedTuple):
     is_long: bool  # whether ranks without a slice would wait
 
 
-def cut(batch: RoundBatch, waste: float, most: int, known: dict[tuple[int, int], Tried]) -> list[Round] | None:
+def cut(
+    batch: RoundBatch, waste: float, claim: float, most: int, known: dict[tuple[int, int], Tried]
+) -> list[Round] | None:
     """Cut the long sequences into runs, each as many as waste at most this share of the batch's time in their round.
 
     Where any number wastes more, those that waste least are taken. None if there would be more than ``most`` runs.
-    ``known`` keeps what was tried from call to call.
+    ``known`` keeps what was tried from call to call with one ``claim``: how many times its share of the short
+    sequences, by its work, a run may count on.
     """
     runs, first, allowed = list[Round](), 0, waste * float(batch.work.sum())
     while first < batch.num_long:
         run, count, tries = None, _most(batch, first), list[Tried]()
         while run is None:
             if (first, count) not in known:
-                known[first, count] = _tried(batch, first, count)
+                known[first, count] = _tried(batch, first, count, claim)
             tries.append(known[first, count])
             if tries[-1].wasted <= allowed or count == 1:
                 placed = (place(batch, first, tried) for tried in sorted(tries, key=lambda tried: tried.wasted))
@@ -187,9 +198,9 @@ def _most(batch: RoundBatch, first: int) -> int:
     return max(1, min(int(held.searchsorted(num_ranks, side="right")), int(ALIKE * count) + 1, len(held)))
 
 
-def _tried(batch: RoundBatch, first: int, count: int) -> Tried:
+def _tried(batch: RoundBatch, first: int, count: int, claim: float) -> Tried:
     lengths, work, fewest = (part[first : first + count] for part in (batch.lengths, batch.work, batch.fewest))
-    num_ranks, step, full = batch.slots, batch.step, batch.rate * batch.capacity
+    num_ranks, full, short = batch.slots, batch.rate * batch.capacity, float(batch.work[batch.num_long :].sum())
     excess = work - batch.rate * lengths
     share = max(float(excess.sum()), 1e-12 * float(work.sum())) / num_ranks
     least = max(float(work.sum()), float(work[0])) / num_ranks
@@ -202,13 +213,17 @@ def _tried(batch: RoundBatch, first: int, count: int) -> Tried:
     over = times - full - exposed
     at_most = np.where(over > 1e-9 * times, np.floor(excess / np.maximum(over, 1e-9 * times) + 1e-9), num_ranks)
     at_most = np.minimum(at_most, lengths)  # every member has a token
-    at_most = np.clip(np.where(at_most > batch.node, at_most // step * step, at_most), at_least, num_ranks)
+    at_most = batch.degrees[np.maximum(batch.degrees.searchsorted(at_most, side="right") - 1, 0)]
+    at_most = np.clip(at_most, at_least, num_ranks)
     room = batch.capacity - np.ceil(lengths / at_least)
     ends = work / at_least + exposed
     reach = ends + batch.rate * np.where(room >= batch.shortest, room, 0)
     wasted = (at_least * (np.maximum(times - reach, 0) + exposed)).sum(axis=1)
     wasted += np.maximum(num_ranks - at_most.sum(axis=1), 0) * np.maximum(times[:, 0] - full, 0)
     wasted += num_ranks * np.maximum(ends - times, 0).max(axis=1)
+    filled = num_ranks * times[:, 0] - (at_least * ends).sum(axis=1)  # by short sequences, as far as there are any
+    share = float(work.sum()) / float(batch.work[: batch.num_long].sum())
+    wasted += np.maximum(filled - min(1.0, claim * share) * short, 0)
     wasted[at_least.sum(axis=1) > num_ranks] = np.inf
     chosen = int(wasted.argmin())
     is_long = bool(times[chosen, 0] > (1 + 1e-9) * full)
@@ -230,7 +245,7 @@ def place(batch: RoundBatch, first: int, tried: Tried) -> Round | None:
     wide = [number for number, degree in enumerate(degrees) if degree > node]
     narrow = sorted((number for number, degree in enumerate(degrees) if degree <= node), key=lambda n: -degrees[n])
     free = num_ranks - sum(degrees) - (node if narrow and wide else 0)
-    _widen(wide, degrees, most, work, free if tried.is_long else 0, batch.step)
+    _widen(batch, wide, degrees, most, work, free=free if tried.is_long else 0)
     used = sum(degrees[number] for number in wide)
     firsts, nodes = dict[int, int](), list[tuple[int, int, list[int]]]()  # first rank, ranks, groups
     for number in wide:
@@ -251,22 +266,23 @@ def place(batch: RoundBatch, first: int, tried: Tried) -> Round | None:
         by_room[room - degrees[number]].append(at)
     for start, size, groups in nodes:
         if tried.is_long:
-            _widen(groups, degrees, most, work, size - sum(degrees[number] for number in groups), 1)
+            _widen(batch, groups, degrees, most, work, free=size - sum(degrees[number] for number in groups))
         for number in groups:
             firsts[number], start = start, start + degrees[number]
     order = np.array(sorted(firsts, key=firsts.__getitem__), dtype=np.int64)
     return Round(first + order, np.array(degrees)[order], np.array([firsts[number] for number in order.tolist()]))
 
 
-def _widen(groups: list[int], degrees: list[int], most: list[float], work: list[float], free: int, step: int) -> None:
-    """Give ``free`` ranks to the groups that end last, in steps."""
-    ends = [(-work[number] / degrees[number], number) for number in groups if degrees[number] + step <= most[number]]
+def _widen(
+    batch: RoundBatch, groups: list[int], degrees: list[int], most: list[float], work: list[float], *, free: int
+) -> None:
+    """Give ``free`` ranks to the groups that end last, up to the next degrees that they may have."""
+    ends = [(-work[number] / degrees[number], number) for number in groups]
     heapq.heapify(ends)
-    while ends and free >= step:
-        number = ends[0][1]
-        degrees[number] += step
-        free -= step
-        if degrees[number] + step <= most[number]:
-            heapq.heapreplace(ends, (-work[number] / degrees[number], number))
-        else:
-            heapq.heappop(ends)
+    while ends:
+        _, number = heapq.heappop(ends)
+        wider = int(batch.in_nodes(degrees[number] + 1))
+        if degrees[number] < wider <= min(most[number], degrees[number] + free):
+            free -= wider - degrees[number]
+            degrees[number] = wider
+            heapq.heappush(ends, (-work[number] / wider, number))

@@ -24,6 +24,7 @@ its gathers (``evaluate``). The plan is made as if all ranks were one domain, wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -50,10 +51,13 @@ from bytescale.planner.rounds.fill import fill, levels
 WASTES = (7e-4, 2e-3, 5e-3, 1e-2, 2e-2, 1.0)
 """Shares of all time that the ranks of a round may wait, from the best balance to the fewest rounds."""
 TRIALS = 3
-"""Trials that are filled: those that promise most."""
-CLOSE, SAME, FAR = 1.01, 1.003, 1.1
-"""A time within ``CLOSE`` of the bound ends the search. Of plans within ``SAME``, that of least traffic is taken.
-A plan within ``FAR`` of the bound is compared with static meshes alone."""
+"""Trials that are filled: those that promise most, and more where all of them end far from the bound."""
+CLAIMS = (math.inf, 1.0, 2.0, 4.0)
+"""How many times its share of the short sequences, by its work, a run may count on. A batch of few rounds has few."""
+CLOSE, GOOD, SAME, FAR = 1.01, 1.03, 1.003, 1.1
+"""A time within ``CLOSE`` of the bound ends the search. Of plans within ``SAME``, that of least traffic is taken. Other
+claims are tried while no trial promises a time within ``GOOD`` of the bound. A plan within ``FAR`` of it is compared
+with static meshes alone."""
 
 
 def rounds_plan(
@@ -85,8 +89,9 @@ def rounds_plan(
         return evaluate(plan, cluster=cluster, cost=cost, num_stages=num_stages).end_seconds, plan
 
     plans = list[tuple[float, Plan]]()
-    for trial in _trials(batch, fewest):
-        if len(plans) == TRIALS or (plans and len(trial.seconds) > fewest + 2):
+    for trial in _trials(batch, fewest, bound):
+        enough = TRIALS if min((end for end, _ in plans), default=math.inf) <= FAR * bound else 3 * TRIALS
+        if len(plans) >= enough or (plans and len(trial.seconds) > fewest + 2):
             break
         draft = _filled(batch, trial)
         if draft is not None:
@@ -115,21 +120,25 @@ class _Trial(NamedTuple):
     seconds: FloatArray  # [K] of each round
 
 
-def _trials(batch: RoundBatch, fewest: int) -> Iterator[_Trial]:
+def _trials(batch: RoundBatch, fewest: int, bound: float) -> Iterator[_Trial]:
     """Trials with up to two rounds more than the fewest, those that promise the shortest time first. Then others."""
     found, cost, num_long = list[tuple[float, int, _Trial]](), batch.cost, batch.num_long
-    known = dict[tuple[int, int], Tried]()
-    cuts = [cut(batch, waste, 2 * fewest + 8, known) for waste in WASTES]
-    all_runs = {
-        tuple(degree for run in runs for degree in run.degrees.tolist()): runs for runs in cuts if runs is not None
-    }
-    for runs in all_runs.values():
-        placed = _placed(batch, runs)
-        for count in range(fewest, max(fewest, len(runs)) + 3):
-            if placed is not None and count >= len(runs):
-                trial = _levelled(batch, placed, count)
-                promised = float(np.maximum(trial.seconds + cost.micro_batch_seconds, cost.gather_seconds).sum())
-                found.append((promised, len(found), trial))
+    known = set[tuple[int, ...]]()
+    for claim in CLAIMS:
+        if any(promised <= GOOD * bound and len(trial.seconds) <= fewest + 2 for promised, _, trial in found):
+            break
+        tried = dict[tuple[int, int], Tried]()
+        for runs in (cut(batch, waste, claim, 2 * fewest + 8, tried) for waste in WASTES):
+            degrees = tuple(degree for run in runs or () for degree in run.degrees.tolist())
+            if runs is None or degrees in known:
+                continue
+            known.add(degrees)
+            placed = _placed(batch, runs)
+            for count in range(fewest, max(fewest, len(runs)) + 3):
+                if placed is not None and count >= len(runs):
+                    trial = _levelled(batch, placed, count)
+                    promised = float(np.maximum(trial.seconds + cost.micro_batch_seconds, cost.gather_seconds).sum())
+                    found.append((promised, len(found), trial))
     found.sort(key=lambda trial: (len(trial[2].seconds) > fewest + 2, *trial[:2]))
     yield from (trial for _, _, trial in found)
     # Always room: every long sequence has a round of its own, on all ranks, and every rank one short one a round.
