@@ -262,3 +262,12 @@ def test_the_kubernetes_manifest_names_options_that_exist() -> None:
     assert int(options.nproc_per_node) == int(container["resources"]["limits"]["nvidia.com/gpu"])
     assert options.rdzv_endpoint == f"{job['metadata']['name']}-0.{service['metadata']['name']}:29500"
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_no_merge_was_left_half_done() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        path = ROOT / name
+        if path.is_file():
+            marked = re.search(rb"^(<{7}|>{7}) ", path.read_bytes(), re.MULTILINE)
+            assert marked is None, f"{name} has the marks of a merge"
