@@ -82,8 +82,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale plan``: plan, compare, print, and write the wanted files. Returns the exit code."""
     options = read_cost_options(PlanOptions, arguments, prog="bytescale plan")
     console = Console(soft_wrap=True, highlight=False, quiet=options.json)
-    lengths, origin, vocab_size, trajectories = read_batch(options.batch, options.config.data)
-    costs = costs_of(options, longest=int(lengths.max()), vocab_size=vocab_size)
+    lengths, origin, vocab_size, trajectories, pictures = read_batch(options.batch, options.config.data)
+    costs = costs_of(options, longest=int(lengths.max()), vocab_size=vocab_size, pictures=pictures)
     cluster = costs.cluster
     planned, refused = _plan_all(options, lengths, costs)
     ideal = float(costs.cost_model.work_seconds(lengths).sum()) / cluster.num_ranks
@@ -270,5 +270,10 @@ def memory_in_words(plan: Plan, costs: Costs) -> str:
     return (
         f"memory with {model.states.element_bytes}-byte numbers: {format_bytes(float(peaks[worst]))} per device at the "
         f"peak of the fullest micro-batch ({format_count(held)} tokens): {model.parts_in_words(held, shared)}"
+        + (
+            f"; {format_bytes(costs.encoding_bytes)} beside states while pictures are encoded"
+            if costs.encoding_bytes
+            else ""
+        )
         + (too_much if peaks[worst] > device_bytes else "")
     )

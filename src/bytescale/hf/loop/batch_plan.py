@@ -83,12 +83,25 @@ class BatchToPlan:
         self, labels: Sequence[Hashable] | None = None, planner: VerifiedPlanner | None = None
     ) -> tuple[Plan, Forest | None]:
         """A plan, and the trees that are its sequences; None: they are the documents. ``labels``: ``together``."""
-        planner = planner or self.hdp.planner
+        planner = self._beside_items(planner or self.hdp.planner)
         if self.per_document is None:
             return planner(np.array(self.lengths), labels), None
         from bytescale.hf.batch.prefixes import shared_plan  # with share_prefixes alone
 
         return shared_plan(self.all_documents, planner, labels=labels, per_document=self.per_document)
+
+    def _beside_items(self, planner: VerifiedPlanner) -> VerifiedPlanner:
+        memory, decoder = self.hdp.room.memory, self.hdp.engine.decoder
+        if self.items is None or memory is None or not memory.rows.encoder_row:
+            return planner
+        from bytescale.hf.model.encoders import frames_of
+
+        patches = memory.rows.encoder_patches
+        return planner.beside(*self.items.memory(
+            [[number / patches for number in frames_of(item)] for _, item in self.items.items],
+            self.hdp.mesh.hdp.size, sum(self.lengths), memory.rows,
+            keeps_graphs=self.hdp.engine.activations.keeps_graphs, by_frames=decoder.encoders.by_frames,
+        ))  # fmt: skip
 
     def part(self, plan: Plan, forest: Forest | None = None) -> PlannedBatch:
         """This rank's part of the batch under a plan. Raises as ``HDP.plan`` for a plan of other documents or ranks."""

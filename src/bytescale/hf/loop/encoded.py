@@ -35,6 +35,7 @@ from bytescale.runtime.group import RankGroup
 from bytescale.runtime.plain_data import all_gather_json
 
 if TYPE_CHECKING:
+    from bytescale.cost.memory.measured import MeasuredRows
     from bytescale.hf.model.decoder import HFDecoder
 
 
@@ -152,6 +153,29 @@ class Items:
             heapq.heappush(loads, (load + work[number], rank))
         return found
 
+    def memory(
+        self, sizes: Sequence[Sequence[float]], size: int, num_tokens: int, rows: MeasuredRows, *,
+        keeps_graphs: bool, by_frames: Collection[str] = (),
+    ) -> tuple[float, float]:  # fmt: skip
+        """Bytes of a rank of ``size``: what waits while micro-batches run, and the most that encoders need beside none.
+
+        ``sizes``: the rows that are made of each item's frames. ``num_tokens``: of the batch, of which ranks are taken
+        to have equally many. ``rows``, ``keeps_graphs``, ``by_frames``: of the model.
+        """
+        pieces, loads, largest = self.pieces(size, by_frames), [0.0] * size, 0.0
+        for (place, first, end), rank in zip(pieces, self.ranks(size, pieces), strict=True):
+            own = sum(sizes[place][first:end])
+            loads[rank], largest = loads[rank] + own, max(largest, own)
+        held = (places for number in self.of_documents.values() for places in self.lists[number].values())
+        stand_for = sum(sum(sizes[place]) for places in held for place in places)
+        kept, leaves = rows.encoder_row, rows.encoder_row * min(stand_for, num_tokens / size)
+        if rows.encoder_saved > rows.encoder_row:  # it is trained, and rows that were sent have gradients
+            kept, leaves = rows.encoder_saved if keeps_graphs else kept, 2 * leaves
+        waiting = leaves + kept * max(loads)
+        again = rows.encoder_peak - (rows.encoder_saved if keeps_graphs else 0.0)
+        moved = leaves + rows.encoder_row * max(loads)  # messages
+        return waiting, waiting + moved + rows.encoder_fixed + again * largest
+
     def require_total(self, number: int, of_kinds: Mapping[str, int], counts: Sequence[int]) -> None:
         """Raise ``DataError`` if a document has another number of placeholders than its items have rows."""
         for kind, total in of_kinds.items():
@@ -192,7 +216,8 @@ class EncodedItems:
         try:
             for number in () if error else self._own:
                 encoded, forms[items.items[self._pieces[number].item][0]] = self._encode(number)
-                self._encoded.append(encoded if self._keeps_graphs else encoded.detach())
+                encoded = encoded if self._keeps_graphs else encoded.detach()  # the graph ends before the next one's
+                self._encoded.append(encoded)
         except DataError as found:
             error = str(found)
         looked_at = self._own, shares[self._group.rank + 1 - len(shares)]

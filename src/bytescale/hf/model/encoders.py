@@ -115,6 +115,36 @@ class Encoders:
         even = even_frame(getattr(self.root, "config", None), kind)
         return [work_of([patches], even) for patches in frames_of(item)]
 
+    def sample(self, kind: str, number: int) -> Item | None:
+        """Ones that the encoder of images or videos takes, of so many equal parts. None: no form of them."""
+        function, dtype = self._call(kind), next(self.root.parameters()).dtype
+        names = [] if function is None else list(inspect.signature(function).parameters)
+        config, pixels = getattr(self.root.config, "vision_config", None), [name for name in names if "pixel" in name]
+        if config is None or not pixels:
+            return None
+        if grid := [name for name in names if name.endswith("grid_thw")]:
+            side = 4 * getattr(config, "spatial_merge_size", 1)
+            forms = [(number * side * side, config.in_channels * config.temporal_patch_size * config.patch_size**2)]
+            beside = {grid[0]: torch.tensor([[1, number * side, side]])}
+        else:
+            size = [config.image_size] * 2 if isinstance(config.image_size, int) else config.image_size
+            forms = [(number, 3, *size), (number, 2, 3, *size), (1, number, 3, *size)]  # an image may be several tiles
+            beside = {"image_sizes": torch.tensor([list(size)] * number)} if "image_sizes" in names else {}
+        for form in forms:
+            item = {pixels[0]: torch.ones(form, dtype=dtype), **beside}
+            try:
+                with torch.no_grad():
+                    self.encode(kind, item)
+            except DataError:
+                continue
+            return item
+        return None
+
+    @property
+    def by_frames(self) -> set[str]:
+        """Kinds of items that were seen to be encoded frame by frame."""
+        return {kind for kind, is_so in self._takes_frames.items() if is_so}
+
     def takes_frames(self, kind: str, item: Item) -> bool:
         """Whether the encoder makes of an item's frames what it makes of each by itself. It runs on two small ones.
 

@@ -27,7 +27,7 @@ from bytescale.plan import MicroBatch, RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.train.parts.job import Job
 from bytescale.train.parts.loader import documents_of, micro_batches_of_trees
-from bytescale.train.parts.pictures import read_pictures
+from bytescale.train.parts.pictures import memory_of_pictures, read_pictures
 from bytescale.train.reporting.metrics import EvaluationMetrics
 
 _COLUMNS = 3  # of a bucket: sum of weighted losses, sum of absolute weights, labels that are counted
@@ -94,7 +94,8 @@ class Evaluation:
 def _planned(job: Job, planner: VerifiedPlanner, corpus: Corpus, batch: GlobalBatch) -> PlannedBatch:
     rank = job.ranks.mesh.hdp.rank
     if not job.config.data.share_prefixes:
-        return batch, RankPlan.of(planner(batch.lengths), rank), ()
+        needed = memory_of_pictures(corpus, batch, job.memory.model.rows, job.ranks.mesh.hdp.size, keeps_graphs=False)
+        return batch, RankPlan.of(planner.beside(*needed)(batch.lengths), rank), ()
     documents = documents_of(corpus, batch, "token")
     # A loss is counted with the weight of each of its documents, so rows whose weights differ stay apart.
     plan, forest = shared_plan(

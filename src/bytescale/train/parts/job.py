@@ -34,7 +34,7 @@ from bytescale.train.changing import ChangingRanks
 from bytescale.train.parts.budget import MemoryBudget, kind_of, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices, RankDevice
-from bytescale.train.parts.pictures import PicturesOfRank
+from bytescale.train.parts.pictures import PictureLoader, PicturesOfRank
 from bytescale.train.parts.rank_model import build_rank_model
 from bytescale.train.profiling.peak import known_peak
 from bytescale.train.ranks import Ranks
@@ -124,6 +124,8 @@ def build_job(
     if model.units is None:
         optimizer.zeros[0].overlap_with(model.layers)
     model.load(config, optimizer, ranks)
+    if isinstance(loader, PictureLoader):
+        loader.model = model
 
     # 2. Plans: from numbers that are the same on all ranks.
     spec, hdp = model.spec, ranks.mesh.hdp.size

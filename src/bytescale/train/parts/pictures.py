@@ -17,6 +17,7 @@ import torch
 
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
+from bytescale.cost.memory.measured import MeasuredRows
 from bytescale.data.loading.corpus import Corpus, place_of_document
 from bytescale.data.loading.loader import Loader, StepData
 from bytescale.data.order.batches import GlobalBatch
@@ -27,8 +28,12 @@ from bytescale.hf.loop.encoded import EncodedItems, Items, require_use
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.encoders import even_frame, work_of
 from bytescale.plan import RankPlan
+from bytescale.plan.plan import Planner
+from bytescale.planner.calibrated import CalibratedPlanner
+from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.executor import Executor
 from bytescale.runtime.plain_data import all_gather_json
+from bytescale.train.parts.rank_model import RankModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +136,32 @@ def _items_of(
     return replace(found, contents=[one.name for one in own]), own
 
 
+def memory_of_pictures(
+    corpus: Corpus, batch: GlobalBatch, rows: MeasuredRows, size: int, *, keeps_graphs: bool
+) -> tuple[float, float]:
+    """``Items.memory`` of a batch on ``size`` ranks; zeros where it has no pictures, or their encoder is not known."""
+    pictures = corpus.pictures_of(batch.samples)
+    if not pictures or not rows.encoder_row:
+        return 0.0, 0.0
+    tokenizer = "" if corpus.tokenizer is None else corpus.tokenizer.name
+    items, known = _items_of(pictures, len(batch.lengths), _even_rows(tokenizer))
+    sizes, num_tokens = [[float(own.rows)] for own in known], int(batch.lengths.sum())
+    return items.memory(sizes, size, num_tokens, rows, keeps_graphs=keeps_graphs)
+
+
 class PictureLoader(Loader):
-    """The loader of a run. It also reads pictures, where there are any."""
+    """The loader of a run. It also reads pictures, where there are any, and plans with the memory that they leave."""
 
     dtype = torch.float32
+    model: RankModel | None = None
+
+    def _planner_of(self, planner: Planner, batch: GlobalBatch) -> Planner:
+        if self.model is None or not isinstance(planner, VerifiedPlanner | CalibratedPlanner):
+            return planner
+        ranks = planner if isinstance(planner, VerifiedPlanner) else planner.planner
+        size, keeps_graphs = ranks.cluster.num_ranks, self.model.activations.keeps_graphs
+        needed = memory_of_pictures(self.corpus, batch, self.model.rows, size, keeps_graphs=keeps_graphs)
+        return planner.beside(*needed)
 
     def _with_tokens(self, batch: GlobalBatch, data: StepData) -> StepData:
         data, rank = super()._with_tokens(batch, data), (self._rank, data.plan.num_ranks)
