@@ -10,8 +10,8 @@ import pytest
 
 from bytescale.cli.main import main
 from bytescale.config.load import config_to_toml
-from bytescale.train.parts import pictures
-from bytescale.train.parts.pictures import PictureLoader
+from bytescale.hf.loop import pictures
+from bytescale.hf.loop.pictures import PictureLoader
 from tests.train.runs import with_trainer
 from tests.train.test_pictures import difference, picture_run, said_of
 from tests.train.vision import chats, draw
@@ -43,6 +43,6 @@ def test_the_command_plan_knows_pictures(
         return int(re.findall(r"on 1 ranks of (\d+) tokens", text)[0]), text
 
     beside, text = said()
-    assert re.search(r"pictures 1.* MiB, .* beside states while pictures are encoded", text)
+    assert re.search(r"of the fullest micro-batch .* pictures 1.* MiB", text)
     monkeypatch.setattr(pictures, "memory_of_pictures", lambda *args, **options: (0.0, 0.0))
     assert said()[0] > beside

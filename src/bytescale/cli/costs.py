@@ -141,7 +141,7 @@ def read_batch(source: BatchConfig, data: DataConfig) -> SourceBatch:
         corpus, (batch,) = corpus_batches(data, first=source.seed, number=1)
         origin, pictures = f"step {source.seed} of {', '.join(data.sources)}", None
         if corpus.pictures_of(batch.samples):
-            from bytescale.train.parts.pictures import memory_of_pictures
+            from bytescale.hf.loop.pictures import memory_of_pictures
 
             pictures = partial(memory_of_pictures, corpus, batch)
         return SourceBatch(batch.lengths, origin, corpus.metadata.vocab_size, pictures=pictures)
@@ -217,8 +217,6 @@ class Costs:
     """The memory of the first stage of a pipeline, with that of the others."""
     device: tuple[DeviceKind, int]
     """The kind of device, and the bytes of a number in the compute dtype."""
-    encoding_bytes: float = 0.0
-    """What a device needs while pictures are encoded, beside its states."""
 
     @property
     def config(self) -> Config:
@@ -272,10 +270,9 @@ class Costs:
     def capacity_tokens(self) -> int:
         """The capacity in tokens; for "auto" as many as fit. Raises ``ConfigError`` if none fits."""
         wanted = self.config.parallel.capacity_tokens
-        if wanted != AUTO_CAPACITY and not self.stages.picture_bytes:
-            return wanted
-        fits = fitting_capacity(self.memory, AUTO_CAPACITY, self.usable_bytes)
-        return fits if wanted == AUTO_CAPACITY else min(fits, wanted)
+        if wanted != AUTO_CAPACITY and self.stages.picture_bytes:
+            return min(wanted, self.memory.capacity_tokens(self.usable_bytes))
+        return wanted if wanted != AUTO_CAPACITY else fitting_capacity(self.memory, wanted, self.usable_bytes)
 
     @cached_property
     def checkpointed_profile(self) -> Profile:
@@ -292,7 +289,7 @@ def costs_of(
     ``vocab_size``: that of the tokenizer, if it is known. ``pictures``: of the batch, which leave less room.
 
     Raises ``ConfigError`` if the model cannot be attached, does not fit into this machine or lacks what is asked for,
-    or if its layers cannot be cut into so many stages.
+    if its layers cannot be cut into so many stages, or if there is no room for pictures.
     """
     config, parallel = options.config, options.config.parallel
     cluster = ClusterConfig(
@@ -327,8 +324,9 @@ def costs_of(
         costs = replace(costs, profile=profile.with_parallel_experts(domain=domain, ranks_per_node=per_node))
     if pictures is not None:
         keeps_graphs = config.memory.checkpointing == "none"
-        waiting, alone = pictures(memory.rows, cluster.num_ranks, keeps_graphs=keeps_graphs)
-        costs = replace(costs, stages=replace(memory, picture_bytes=waiting), encoding_bytes=alone)
+        waiting, alone = pictures(memory.rows, parallel.ranks, keeps_graphs=keeps_graphs)
+        costs.memory.limits(device_bytes=costs.usable_bytes).beside(waiting, alone)
+        costs = replace(costs, stages=replace(memory, picture_bytes=waiting))
     return costs
 
 

@@ -270,10 +270,5 @@ def memory_in_words(plan: Plan, costs: Costs) -> str:
     return (
         f"memory with {model.states.element_bytes}-byte numbers: {format_bytes(float(peaks[worst]))} per device at the "
         f"peak of the fullest micro-batch ({format_count(held)} tokens): {model.parts_in_words(held, shared)}"
-        + (
-            f"; {format_bytes(costs.encoding_bytes)} beside states while pictures are encoded"
-            if costs.encoding_bytes
-            else ""
-        )
         + (too_much if peaks[worst] > device_bytes else "")
     )

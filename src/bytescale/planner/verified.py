@@ -9,8 +9,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bytescale.common.errors import ConfigError
-from bytescale.common.units import format_bytes
 from bytescale.config.schema import PlannerConfig
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
@@ -93,24 +91,10 @@ class VerifiedPlanner:
         return plan
 
     def beside(self, waiting: float, alone: float) -> VerifiedPlanner:
-        """The same where pictures take memory of each device: bytes that wait beside a micro-batch, and ``alone``.
-
-        Raises ``ConfigError`` where ``alone`` does not fit, or no token beside those that wait.
-        """
+        """The same for a batch with pictures. Raises as ``MemoryLimits.beside``."""
         if self.limits is None or not alone:
             return self
-        limits, rooms = replace(self.limits, states_bytes=self.limits.states_bytes + waiting), self.limits.device_bytes
-        room = min(rooms) if isinstance(rooms, tuple) else rooms
-        fits = limits.most_tokens(room)
-        if not fits or self.limits.states_bytes + alone > room:
-            raise ConfigError(
-                f"the pictures of a batch need {format_bytes(alone)} a rank while they are encoded and "
-                f"{format_bytes(waiting)} meanwhile, beside {format_bytes(self.limits.states_bytes)} for parameters, "
-                f"gradients and optimizer, of {format_bytes(room)} that a rank may use",
-                so="training would run out of memory",
-                fix="use checkpointing, with which an encoder keeps one picture's activations at a time, smaller "
-                "pictures, fewer in a batch, more ranks, or a larger device_gib; or freeze the encoder",
-            )
+        limits, fits = self.limits.beside(waiting, alone)
         capacity = np.minimum(self.cluster.capacity_tokens, fits)
         return replace(self, limits=limits, cluster=replace(self.cluster, capacity_tokens=capacity))
 

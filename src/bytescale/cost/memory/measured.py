@@ -322,8 +322,8 @@ def fitting_capacity(model: MeasuredMemory, wanted: int, usable_bytes: float, wh
     fits = model.capacity_tokens(usable_bytes)
     if fits == 0:
         raise ConfigError(
-            f"{'NCCL, ' if model.nccl_bytes else ''}{'pictures, ' if model.picture_bytes else ''}parameters, gradients "
-            f"and optimizer need {format_bytes(model.limits().states_bytes)} a rank, of "
+            f"{'NCCL, ' if model.nccl_bytes else ''}parameters, gradients and optimizer need "
+            f"{format_bytes(model.states.device_bytes + model.nccl_bytes)} a rank, of "
             f"{format_bytes(usable_bytes)} that {who} may use",
             so="not one token would fit beside them",
             fix="use more ranks (the optimizer is sharded over them), more devices per rank (tp, pp), "

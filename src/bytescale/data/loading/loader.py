@@ -55,7 +55,7 @@ class StepData:
     pictures: Mapping[int, Sequence[Picture]] = field(default_factory=dict)
     """By the number of their sequence in the GLOBAL batch."""
     items: Any = None
-    """What the trainer's loader has made of them (``train.parts.pictures``)."""
+    """What a loader of pictures has made of them (``hf.loop.pictures``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,10 @@ and by another one, and both have to have the same. All is told in one exchange:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +28,10 @@ from bytescale.runtime.plain_data import all_gather_json
 
 if TYPE_CHECKING:
     from bytescale.hf.loop.encoded import Items
-    from bytescale.hf.loop.planned_batch import ItemsOfRank
     from bytescale.runtime.mesh import Mesh
+
+    ItemsOfRank = tuple[Items, Mapping[int, Mapping[str, int]]]
+    """Of a batch, and of this rank's documents how many tokens stand for each kind of items."""
 
 ALL_DOCUMENTS = 256
 """So many documents, every rank looks at in full."""
@@ -57,7 +60,7 @@ class BatchToPlan:
             from bytescale.hf.loop.encoded import Items, require_use  # few batches have them
 
             if items := Items.of(batch, hdp.engine.decoder.encoders.work):
-                require_use(items, hdp.engine.decoder, hdp.mesh.tp.size, hdp.engine.others)
+                require_use(items, hdp.engine.decoder, hdp.engine.others)
                 given = replace(given, items=items)
         is_split = hdp.group.size > 1 and hdp.mesh.tp.size == 1 and len(batch) > ALL_DOCUMENTS
         if per_document is None and not whole and is_split:
@@ -99,7 +102,7 @@ class BatchToPlan:
         patches = memory.rows.encoder_patches
         return planner.beside(*self.items.memory(
             [[number / patches for number in frames_of(item)] for _, item in self.items.items],
-            self.hdp.mesh.hdp.size, sum(self.lengths), memory.rows,
+            self.hdp.group.size, sum(self.lengths), memory.rows,
             keeps_graphs=self.hdp.engine.activations.keeps_graphs, by_frames=decoder.encoders.by_frames,
         ))  # fmt: skip
 
@@ -186,7 +189,13 @@ class CutBatch:
         if self.digests is not None:
             self._require_same_documents(self.digests)
         assert not isinstance(self.part, DataError), "all ranks have raised it"
-        return PlannedBatch(self.hdp, self.part, last=last, items=self.items)
+        encode = None
+        if self.items is not None:
+            from bytescale.hf.loop.encoded import EncodedItems
+
+            items, totals = self.items
+            encode = partial(EncodedItems, items=items, rows=self.part.rows, totals=totals)
+        return PlannedBatch(self.hdp, self.part, last=last, encode=encode)
 
     def _require_same_documents(self, digests: tuple[int, int]) -> None:
         group, error = self.hdp.group, self.part if isinstance(self.part, DataError) else None

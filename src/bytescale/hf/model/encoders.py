@@ -70,7 +70,7 @@ class Encoders:
         rotary = (module for module in self.root.modules() if hasattr(type(module), "get_rope_index"))
         self._rotary: Any = next(rotary, None)
         self._is_causal = False  # it is not known
-        self._takes_frames = dict[str, bool]()  # of kinds that were tried
+        self.by_frames = dict[str, bool]()  # whether frames are encoded by themselves, of kinds that were tried
 
     def _call(self, kind: str) -> Callable[..., Any] | None:
         return getattr(self.root, f"get_{kind}_features", None)
@@ -140,17 +140,12 @@ class Encoders:
             return item
         return None
 
-    @property
-    def by_frames(self) -> set[str]:
-        """Kinds of items that were seen to be encoded frame by frame."""
-        return {kind for kind, is_so in self._takes_frames.items() if is_so}
-
     def takes_frames(self, kind: str, item: Item) -> bool:
         """Whether the encoder makes of an item's frames what it makes of each by itself. It runs on two small ones.
 
         ``item``: rows of patches, ``[P, W]``, and their grid. All ranks get the same answer.
         """
-        if kind not in self._takes_frames:
+        if kind not in self.by_frames:
             name, pixels = next((name, torch.as_tensor(value)) for name, value in item.items() if "pixel" in name)
             grid = next((name for name in item if name.endswith("grid_thw")), None)
             if grid is None or len(torch.as_tensor(item[grid])) > 1 or pixels.dim() != 2:
@@ -167,8 +162,8 @@ class Encoders:
                 (seen,) = torch.autograd.grad(rows[: len(alone)].float().square().sum(), small)
             apart = (rows[len(alone) :].detach() - alone).abs().max() if len(rows) == 2 * len(alone) else torch.inf
             is_near = bool(apart <= torch.finfo(rows.dtype).eps ** 0.5 * alone.abs().max())
-            self._takes_frames[kind] = is_near and not bool(seen[side * side :].any())
-        return self._takes_frames[kind]
+            self.by_frames[kind] = is_near and not bool(seen[side * side :].any())
+        return self.by_frames[kind]
 
     def shared_out(self, documents: Sequence[Tensor], images: Mapping[str, Tensor]) -> list[list[Item]]:
         """The images of each document, from what a processor makes of those of all of them together.
@@ -233,14 +228,17 @@ class Encoders:
         types = self.kinds_of(tokens)[None].to(torch.int32)
         return {_DOOR: outputs, **{name: types for name in _TYPES if name in self._names}}
 
-    def require_causal(self, model: nn.Module, kind: str, form: Form) -> None:
-        """Raise ``ConfigError`` if a token of an item sees later ones of it. The model runs once, on a few tokens."""
+    def require_causal(self, model: nn.Module, kind: str, form: Form, own: Callable[[Tensor], Tensor]) -> None:
+        """Raise ``ConfigError`` if a token of an item sees later ones of it. The model runs once, on a few tokens.
+
+        ``own``: of tokens ``[T]``, those that a rank's model is given.
+        """
         if self._is_causal:
             return
         word = self.kinds[kind]
         device, look = next(self.root.parameters()).device, _Look()
-        tokens = torch.tensor([0, 0, word, word, word, word, 0, 0], device=device)
-        rows = torch.zeros(4, form.width, dtype=getattr(torch, form.dtype), device=device)
+        tokens = own(torch.tensor([0, 0, word, word, word, word, 0, 0], device=device))
+        rows = torch.zeros(int((tokens == word).sum()), form.width, dtype=getattr(torch, form.dtype), device=device)
         given = {"input_ids": tokens[None], "position_ids": torch.arange(8, device=device)[None], "use_cache": False}
         with torch.no_grad():
             model(**given, **self.inputs(tokens, {kind: rows}, {kind: form}), **{KEYWORD: look})

@@ -87,7 +87,7 @@ def _measured(
 ) -> MeasuredRows:
     device = alone.device
 
-    def run(number: int, ratio: float = 0.0) -> _Bytes:
+    def run(number: int, ratio: float) -> _Bytes:
         micro_batch = MicroBatch.of_documents(0, [length] * number)
         micro_batch = replace(micro_batch, offload_ratios=((micro_batch.num_tokens, ratio),))
         attention = PackedAttention(micro_batch, kernel, alone.exchange, activations.attention_memory)
@@ -138,7 +138,7 @@ def measure_encoder(decoder: HFDecoder) -> dict[str, float]:
         encoders.takes_frames("video", video)
     num_rows, num_patches = list[int](), 0
 
-    def run(number: int, ratio: float = 0.0) -> _Bytes:
+    def run(number: int, ratio: float) -> _Bytes:
         nonlocal num_patches
         item = encoders.sample("image", number)
         assert item is not None, "it was made before"
@@ -149,8 +149,7 @@ def measure_encoder(decoder: HFDecoder) -> dict[str, float]:
             if rows.requires_grad:
                 rows.backward(torch.ones_like(rows))
         num_rows.append(len(rows))
-        of_row = float(rows.shape[1] * rows.element_size())
-        return saved, live.peak, of_row * len(rows)
+        return saved, live.peak, rows.nbytes
 
     (saved, peak, of_row), fixed = _slopes(run, 0.0, 1)
     per = (num_rows[1] - num_rows[0]) / (NUM_DOCUMENTS[1] - NUM_DOCUMENTS[0])  # rows of a part

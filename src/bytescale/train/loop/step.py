@@ -83,7 +83,7 @@ def run_passes(job: Job, data: StepData, work: RankWork, record: StepRecorder) -
     """Forward and backward of this rank's micro-batches, and of encoders before and behind them."""
     encoders = (lambda name: nullcontext()) if data.items is None else partial(record.span, "encode")
     with encoders("encode"):
-        beside, begin_reduction = job.encode(data.items, data.rank_plan)
+        beside, begin_reduction = job.encode(data.items)
 
     def after_last_message() -> None:
         passes.close()  # encoders are no work of the plan's
