@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from bytescale.hf.model.decoder import HFDecoder
 
 
-NEVER: Mapping[str, bool] = {}
-
-
 class StandingFor(NamedTuple):
     """What stands for items of one kind in a micro-batch: of each placeholder the piece and its row."""
 
@@ -131,13 +128,13 @@ class Items:
         fields = {**documents.fields, PLACEHOLDERS: own} | ({POSITIONS: positions} if positions else {})
         return replace(documents, fields=fields)
 
-    def pieces(self, size: int, by_frames: Mapping[str, bool] = NEVER) -> list[ItemPart]:
+    def pieces(self, size: int, by_frames: Mapping[str, bool] | None = None) -> list[ItemPart]:
         """In the order of items; those of kinds that go ``by_frames`` in runs of at most an eighth of a rank's work."""
         most, found = sum(map(sum, self.work)) / size / 8, list[ItemPart]()
-        for place, frames in enumerate(self.work):
+        for place, (frames, (kind, _)) in enumerate(zip(self.work, self.items, strict=True)):
             first, sum_of = 0, 0.0
             for number, own in enumerate(frames):
-                if number > first and sum_of + own > most and by_frames.get(self.items[place][0]):
+                if number > first and sum_of + own > most and (by_frames or {}).get(kind):
                     found.append(ItemPart(place, first, number))
                     first, sum_of = number, 0.0
                 sum_of += own
@@ -157,7 +154,7 @@ class Items:
 
     def memory(
         self, sizes: Sequence[Sequence[float]], size: int, num_tokens: int, rows: MeasuredRows, *,
-        keeps_graphs: bool, by_frames: Mapping[str, bool] = NEVER,
+        keeps_graphs: bool, by_frames: Mapping[str, bool] | None = None,
     ) -> tuple[float, float]:  # fmt: skip
         """Bytes of a rank of ``size``: what waits while micro-batches run, and the most that encoders need beside none.
 

@@ -128,11 +128,8 @@ def measure_encoder(decoder: HFDecoder) -> dict[str, float]:
     if not encoders.kinds or decoder.stage is not None:
         return {}
     if "image" not in encoders.kinds or encoders.sample("image", 1) is None:
-        warnings.warn(
-            f"what the encoders of {type(encoders.root).__name__} need could not be measured: pictures are not part of "
-            "memory's estimates, so leave room for them by device_gib",
-            stacklevel=2,
-        )
+        what = f"what the encoders of {type(encoders.root).__name__} need could not be measured"
+        warnings.warn(f"{what}: leave room for pictures by device_gib", stacklevel=2)
         return {}
     if "video" in encoders.kinds and (video := encoders.sample("video", 2)) is not None:
         encoders.takes_frames("video", video)
