@@ -11,10 +11,12 @@ from torch import nn
 
 from bytescale import HDP
 from bytescale.common.errors import ConfigError
+from bytescale.cost.memory.measured import MeasuredRows
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.encoded import Items
 from bytescale.hf.model.encoders import Encoders
 from bytescale.hf.model.measure import LiveBytes, measure_encoder
+from bytescale.plan.limits import MemoryLimits, Phase
 from tests.helpers.effort import one_of
 
 from .support import on_ranks
@@ -91,6 +93,28 @@ def test_plans_leave_room_for_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Items, "memory", lambda *args, **options: (0.0, 0.0))  # a planted fault
     (text, beside), _ = on_ranks(2, model, largest)
     assert beside >= text
+
+
+def test_what_pictures_leave_too_little_for_is_named() -> None:
+    """A document that would fit without them, and the frames of a video that ranks share out."""
+    limits = MemoryLimits(
+        states_bytes=100, saved_bytes_per_token=1, movable_bytes_per_token=0, phases=(Phase(name="layer"),),
+        device_bytes=200,
+    )  # fmt: skip
+    planner = replace(HDP(model_of("llava"), capacity_tokens=100).planner, limits=limits)
+    assert planner.beside(40, 50, 60).cluster.capacity_tokens.tolist() == [60]
+    with pytest.raises(
+        ConfigError, match=r"need 50 B a rank .* and 40 B meanwhile, .* a micro-batch of 61 tokens or more"
+    ):
+        planner.beside(40, 50, 61)
+    with pytest.raises(ConfigError, match="need 101 B a rank while they are encoded"):
+        planner.beside(0, 101, 1)
+    items = Items([("video", {})], [{}, {"video": [0]}], {0: 1}, [[1.0] * 8])
+    rows = MeasuredRows(saved_per_token=0, peak_per_token=0, fixed=0, encoder_saved=8, encoder_peak=9, encoder_row=1)
+    whole, shared = (
+        items.memory([[1.0] * 8], 4, 8, rows, keeps_graphs=True, by_frames=by) for by in (None, {"video": True})
+    )
+    assert (whole[0], shared[0]) == (2 * 2 + 8 * 8, 2 * 2 + 8 * 2)
 
 
 @pytest.mark.parametrize("family", one_of([name for name in FAMILIES if name != "gemma3"], "idefics3"))

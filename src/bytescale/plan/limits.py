@@ -88,19 +88,19 @@ class MemoryLimits:
                 too_many = tokens
         return fits
 
-    def beside(self, waiting: float, alone: float) -> tuple[MemoryLimits, int]:
+    def beside(self, waiting: float, alone: float, least: int = 1) -> tuple[MemoryLimits, int]:
         """The same where pictures hold ``waiting`` bytes of a device while text runs; and how many tokens then fit.
 
-        Raises ``ConfigError`` where no token fits, or not the bytes that encoders need ``alone``.
+        Raises ``ConfigError`` where fewer tokens fit than ``least``, or not the bytes that encoders need ``alone``.
         """
         rooms, there = self.device_bytes, self.states_bytes
         room, limits = min(rooms) if isinstance(rooms, tuple) else rooms, replace(self, states_bytes=there + waiting)
         fits = limits.most_tokens(room)
-        if not fits or there + alone > room:
+        if fits < least or there + alone > room:
             raise ConfigError(
                 f"the pictures of a batch need {format_bytes(alone)} a rank while they are encoded and "
                 f"{format_bytes(waiting)} meanwhile, beside {format_bytes(there)} for parameters, gradients and "
-                f"optimizer, of {format_bytes(room)} that a rank may use",
+                f"optimizer and a micro-batch of {least} tokens or more, of {format_bytes(room)} that a rank may use",
                 so="training would run out of memory",
                 fix="use checkpointing, with which an encoder keeps one picture's activations at a time, smaller "
                 "pictures, fewer in a batch, more ranks, or a larger device_gib; or freeze the encoder",

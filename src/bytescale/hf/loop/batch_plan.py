@@ -96,11 +96,12 @@ class BatchToPlan:
             return planner
         from bytescale.hf.model.encoders import frames_of
 
-        return planner.beside(*self.items.memory(
+        needed = self.items.memory(
             [[number / patches for number in frames_of(item)] for _, item in self.items.items],
             self.hdp.group.size, sum(self.lengths), memory.rows,
             keeps_graphs=engine.activations.keeps_graphs, by_frames=engine.decoder.encoders.by_frames,
-        ))  # fmt: skip
+        )  # fmt: skip
+        return planner.beside(*needed, max(self.lengths))
 
     def part(self, plan: Plan, forest: Forest | None = None) -> PlannedBatch:
         """This rank's part of the batch under a plan. Raises as ``HDP.plan`` for a plan of other documents or ranks."""

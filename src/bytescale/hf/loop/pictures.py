@@ -163,7 +163,8 @@ class PictureLoader(Loader):
         if self.memory is None or not isinstance(planner, VerifiedPlanner | CalibratedPlanner):
             return planner
         rows, keeps_graphs = self.memory
-        return planner.beside(*memory_of_pictures(self.corpus, batch, rows, self.ranks[1], keeps_graphs=keeps_graphs))
+        needed = memory_of_pictures(self.corpus, batch, rows, self.ranks[1], keeps_graphs=keeps_graphs)
+        return planner.beside(*needed, int(batch.lengths.max()))
 
     def _with_tokens(self, batch: GlobalBatch, data: StepData) -> StepData:
         data = super()._with_tokens(batch, data)

@@ -95,7 +95,7 @@ def _planned(job: Job, planner: VerifiedPlanner, corpus: Corpus, batch: GlobalBa
     rank = job.ranks.mesh.hdp.rank
     if not job.config.data.share_prefixes:
         needed = memory_of_pictures(corpus, batch, job.memory.model.rows, job.ranks.world.size, keeps_graphs=False)
-        return batch, RankPlan.of(planner.beside(*needed)(batch.lengths), rank), ()
+        return batch, RankPlan.of(planner.beside(*needed, int(batch.lengths.max()))(batch.lengths), rank), ()
     documents = documents_of(corpus, batch, "token")
     # A loss is counted with the weight of each of its documents, so rows whose weights differ stay apart.
     plan, forest = shared_plan(
