@@ -68,10 +68,25 @@ def page_of(*runs: RunRecord) -> Page:
 
 def test_parts_of_a_step_add_up_to_it() -> None:
     parts = step_parts(metrics_line(1, data_wait_seconds=0.05))
-    assert parts == pytest.approx({"compute": 1.5, "waiting": 0.3, "sync": 0.1, "data": 0.05, "other": 0.05})
+    assert parts == pytest.approx(
+        {"compute": 1.5, "encode": 0.0, "waiting": 0.3, "sync": 0.1, "data": 0.05, "other": 0.05}
+    )
     late = step_parts(metrics_line(1, data_wait_seconds=1.9))  # of the slowest rank: more than what is left
     assert sum(late.values()) == pytest.approx(2.0)
     assert late["other"] == 0.0
+
+
+def test_pictures_have_a_part_of_their_own(tmp_path: Path) -> None:
+    """With a colour; text has none of it, and a line that was written before has no such column."""
+    seen = lines(6, encode_seconds=0.4, waiting_share=0.5)
+    assert step_parts(seen[0])["encode"] == pytest.approx(0.4)
+    page, text = (
+        report_page([read_run(write_run(tmp_path / name, own), name)])
+        for name, own in (("seen", seen), ("text", lines(6)))
+    )
+    assert 'class="p-encode"' in page
+    assert "encoding pictures 400 ms, 20%" in page
+    assert "encoding pictures" not in text
 
 
 def test_predictions_come_from_metrics(tmp_path: Path) -> None:

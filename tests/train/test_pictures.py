@@ -181,6 +181,8 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
         first = min(span.start for span in track.spans if span.category == "forward")
         last = max(span.end for span in track.spans if span.category == "backward")
         assert spans["encode"].end <= first < last <= spans["encode: backward"].start
+    line = metrics(Path(config.trainer.run_dir))[1]
+    assert 0 < line["encode_seconds"] < line["step_seconds"]
     stopped = with_trainer(config, run_dir=str(tmp_path / "stopped"))
     interrupt(stopped, after_step=2)
     assert run(with_trainer(on_ranks(stopped, 3, 48), resume=True)) == pytest.approx(whole, rel=1e-12)
@@ -251,9 +253,15 @@ def test_a_picture_that_is_damaged_behind_its_header(tmp_path: Path) -> None:
     assert re.search(r"chats.jsonl:[56]: Picture pictures/4.png cannot be read \(.*truncated", first)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"), [({"tp": 2}, "tp = 2"), ({"pp": 2}, "he data has pictures, and parallel.pp = 2 knows")]
-)
-def test_meshes_that_pictures_cannot_have(tmp_path: Path, changes: dict[str, int], said: str) -> None:
-    config = with_trainer(picture_run(tmp_path, "llava", 2), capacity_tokens=256, **changes)
-    assert all(said in own for own in said_of(config))
+def test_pipelines_cannot_have_pictures(tmp_path: Path) -> None:
+    config = with_trainer(picture_run(tmp_path, "llava", 2), capacity_tokens=256, pp=2)
+    assert all("he data has pictures, and parallel.pp = 2 knows" in own for own in said_of(config))
+
+
+TP = [(family, num_ranks, tp) for family in ("llava", "qwen2_vl") for num_ranks, tp in ((2, 2), (4, 2))]
+
+
+@pytest.mark.parametrize(("family", "num_ranks", "tp"), one_of(TP, ("qwen2_vl", 2, 2)))
+def test_tensor_parallelism(tmp_path: Path, family: str, num_ranks: int, tp: int) -> None:
+    config = with_trainer(picture_run(tmp_path, family, num_ranks), capacity_tokens=100, tp=tp)
+    assert difference(config, chats(draw(tmp_path / "pictures"))) < 1e-10

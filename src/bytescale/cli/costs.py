@@ -7,11 +7,11 @@ kind on which the profile was measured, or GPUs in bf16 if nothing was measured.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -47,6 +47,10 @@ from bytescale.cost.spec import ModelSpec
 from bytescale.plan import Planner
 from bytescale.planner.make import make_planner
 from bytescale.simulator import ClusterConfig, step_seconds
+
+if TYPE_CHECKING:
+    from bytescale.data.loading.corpus import Corpus
+    from bytescale.data.order.batches import GlobalBatch
 
 ASSUMED_GIB = 80.0  # memory of a GPU that this machine does not have
 MOST_SEQUENCES = 2**20  # of a batch that a file gives
@@ -111,6 +115,9 @@ def read_cost_options(kind: type[Kind], arguments: Sequence[str], *, prog: str) 
     return options
 
 
+Pictures = Callable[..., tuple[float, float]]
+
+
 class SourceBatch(NamedTuple):
     """A batch of sequences, and where it comes from."""
 
@@ -118,6 +125,7 @@ class SourceBatch(NamedTuple):
     origin: str
     vocab_size: int | None = None  # of the tokenizer of the corpus; None without a corpus
     trajectories: Sequence[IntArray] = ()  # their tokens
+    pictures: Pictures | None = None  # ``memory_of_pictures`` of it
 
 
 def read_batch(source: BatchConfig, data: DataConfig) -> SourceBatch:
@@ -130,8 +138,13 @@ def read_batch(source: BatchConfig, data: DataConfig) -> SourceBatch:
     if source.lengths is not None:
         return SourceBatch(read_lengths(source.lengths), str(source.lengths))
     if data.sources:
-        batches, vocab_size = corpus_batches(data, first=source.seed, number=1)
-        return SourceBatch(batches[0], f"step {source.seed} of {', '.join(data.sources)}", vocab_size)
+        corpus, (batch,) = corpus_batches(data, first=source.seed, number=1)
+        origin, pictures = f"step {source.seed} of {', '.join(data.sources)}", None
+        if corpus.pictures_of(batch.samples):
+            from bytescale.hf.loop.pictures import memory_of_pictures
+
+            pictures = partial(memory_of_pictures, corpus, batch)
+        return SourceBatch(batch.lengths, origin, corpus.metadata.vocab_size, pictures=pictures)
     from bytescale.data.length_distributions import sample_lengths
 
     if data.batch_tokens > MOST_DRAWN_TOKENS:
@@ -150,14 +163,14 @@ def read_batch(source: BatchConfig, data: DataConfig) -> SourceBatch:
     return SourceBatch(lengths, f"{source.distribution}, seed {source.seed}")
 
 
-def corpus_batches(data: DataConfig, *, first: int, number: int) -> tuple[list[IntArray], int | None]:
-    """Return the lengths of batches ``first`` to ``first + number - 1`` of a corpus, and the tokenizer's vocabulary."""
+def corpus_batches(data: DataConfig, *, first: int, number: int) -> tuple[Corpus, list[GlobalBatch]]:
+    """Return a corpus, and its batches ``first`` to ``first + number - 1``."""
     from bytescale.data.loading.corpus import prepare_corpus
     from bytescale.data.order.batches import BatchSampler
 
     corpus = prepare_corpus(data, text_later=True)
     sampler = BatchSampler(corpus.index, data)
-    return [sampler.next_batch().lengths for _ in range(first + number)][first:], corpus.metadata.vocab_size
+    return corpus, [sampler.next_batch() for _ in range(first + number)][first:]
 
 
 def read_lengths(path: Path) -> IntArray:
@@ -257,6 +270,8 @@ class Costs:
     def capacity_tokens(self) -> int:
         """The capacity in tokens; for "auto" as many as fit. Raises ``ConfigError`` if none fits."""
         wanted = self.config.parallel.capacity_tokens
+        if wanted != AUTO_CAPACITY and self.stages.picture_bytes:
+            return min(wanted, self.memory.capacity_tokens(self.usable_bytes))
         return wanted if wanted != AUTO_CAPACITY else fitting_capacity(self.memory, wanted, self.usable_bytes)
 
     @cached_property
@@ -265,14 +280,16 @@ class Costs:
         return self.memory.with_activations(self.profile, self.config.memory.checkpointing)
 
 
-def costs_of(options: CostOptions, *, longest: int, vocab_size: int | None = None) -> Costs:
+def costs_of(
+    options: CostOptions, *, longest: int, vocab_size: int | None = None, pictures: Pictures | None = None
+) -> Costs:
     """Return the costs of a model for sequences of at most ``longest`` tokens.
 
     A profile has a model of its own. If ``options`` name a model as well, its layers must have the same shape.
-    ``vocab_size``: that of the tokenizer, if it is known.
+    ``vocab_size``: that of the tokenizer, if it is known. ``pictures``: of the batch, which leave less room.
 
     Raises ``ConfigError`` if the model cannot be attached, does not fit into this machine or lacks what is asked for,
-    or if its layers cannot be cut into so many stages.
+    if its layers cannot be cut into so many stages, or if there is no room for pictures.
     """
     config, parallel = options.config, options.config.parallel
     cluster = ClusterConfig(
@@ -305,6 +322,11 @@ def costs_of(options: CostOptions, *, longest: int, vocab_size: int | None = Non
     if parallel.experts == "parallel":
         domain, per_node = costs.domain, cluster.ranks_per_node
         costs = replace(costs, profile=profile.with_parallel_experts(domain=domain, ranks_per_node=per_node))
+    if pictures is not None:
+        keeps_graphs = config.memory.checkpointing == "none"
+        waiting, alone = pictures(memory.rows, parallel.ranks, keeps_graphs=keeps_graphs)
+        costs.memory.limits(device_bytes=costs.usable_bytes).beside(waiting, alone)
+        costs = replace(costs, stages=replace(memory, picture_bytes=waiting))
     return costs
 
 

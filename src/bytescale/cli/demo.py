@@ -69,10 +69,10 @@ def simulate_at_scale(config: Config) -> None:
     console = Console(soft_wrap=True, highlight=False)
     context = GPUS[0] * CAPACITY_TOKENS
     times = -(-context // config.data.context_length)
-    batches, vocab_size = corpus_batches(config.data, first=config.trainer.steps, number=GPUS[-1] // GPUS[0])
+    corpus, batches = corpus_batches(config.data, first=config.trainer.steps, number=GPUS[-1] // GPUS[0])
     from bytescale.train.parts.describe import spec_of_content  # imports torch
 
-    model = resolve_model(ModelConfig(preset=_MODEL), tokenizer_vocab_size=vocab_size)
+    model = resolve_model(ModelConfig(preset=_MODEL), tokenizer_vocab_size=corpus.metadata.vocab_size)
     profile = Rates().profile(spec_of_content(model.content))
     console.print(
         f"scale   simulated: the same documents, but {times} times as long (the longest of {format_count(context)} "
@@ -82,7 +82,7 @@ def simulate_at_scale(config: Config) -> None:
     for name in ("GPUs", "tokens", *PLANNERS, "adaptive over static"):
         table.add_column(name, justify="right", no_wrap=True)
     for num_gpus in GPUS:
-        lengths = times * np.concatenate(batches[: num_gpus // GPUS[0]])
+        lengths = times * np.concatenate([batch.lengths for batch in batches[: num_gpus // GPUS[0]]])
         steps = simulated_steps(lengths, num_gpus, profile, context=times * config.data.context_length)
         seconds = [step.step_seconds for step in steps.values()]
         cells = [format_seconds(one) for one in seconds]

@@ -82,8 +82,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale plan``: plan, compare, print, and write the wanted files. Returns the exit code."""
     options = read_cost_options(PlanOptions, arguments, prog="bytescale plan")
     console = Console(soft_wrap=True, highlight=False, quiet=options.json)
-    lengths, origin, vocab_size, trajectories = read_batch(options.batch, options.config.data)
-    costs = costs_of(options, longest=int(lengths.max()), vocab_size=vocab_size)
+    lengths, origin, vocab_size, trajectories, pictures = read_batch(options.batch, options.config.data)
+    costs = costs_of(options, longest=int(lengths.max()), vocab_size=vocab_size, pictures=pictures)
     cluster = costs.cluster
     planned, refused = _plan_all(options, lengths, costs)
     ideal = float(costs.cost_model.work_seconds(lengths).sum()) / cluster.num_ranks

@@ -50,7 +50,8 @@ def run(arguments: Sequence[str]) -> int:
         costs = costs_of(options, longest=int(plan.lengths.max()))
     else:
         batch = read_batch(options.batch, options.config.data)
-        costs = costs_of(options, longest=int(batch.lengths.max()), vocab_size=batch.vocab_size)
+        longest, pictures = int(batch.lengths.max()), batch.pictures
+        costs = costs_of(options, longest=longest, vocab_size=batch.vocab_size, pictures=pictures)
         plan, origin = costs.planner(options.config.planner.name)(batch.lengths), batch.origin
     profile, cluster = costs.checkpointed_profile, costs.cluster
     began = time.perf_counter()

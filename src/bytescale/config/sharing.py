@@ -12,7 +12,6 @@ REFUSED_WITH_TP = {
     'experts = "parallel"': ("experts would be cut twice", "leave experts out"),
     "hdp.prefill": ("a cache would have the keys of this rank's heads alone", "prefill with an HDP without tp"),
     "hdp.run": ("ranks that were given different rows would wait for each other", "call hdp.plan(batch, plan=plan)"),
-    "images, videos or audios in documents": ("a rank has some rows of them alone", "train on text with tp"),
     "micro.segments": ("a run of this rank's rows is not a document", "take whole ones, micro.documents(values)"),
     "layer.compile()": ("the compiler cannot follow rows that travel beside products", "leave layers as they are"),
     "indexer_loss": ("a rank would see the probabilities of its own heads alone", "train indexers without tp"),

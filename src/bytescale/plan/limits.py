@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import FloatArray, IntArray
+from bytescale.common.errors import ConfigError
+from bytescale.common.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,25 @@ class MemoryLimits:
             else:
                 too_many = tokens
         return fits
+
+    def beside(self, waiting: float, alone: float, least: int = 1) -> tuple[MemoryLimits, int]:
+        """The same where pictures hold ``waiting`` bytes of a device while text runs; and how many tokens then fit.
+
+        Raises ``ConfigError`` where fewer tokens fit than ``least``, or not the bytes that encoders need ``alone``.
+        """
+        rooms, there = self.device_bytes, self.states_bytes
+        room, limits = min(rooms) if isinstance(rooms, tuple) else rooms, replace(self, states_bytes=there + waiting)
+        fits = limits.most_tokens(room)
+        if fits < least or there + alone > room:
+            raise ConfigError(
+                f"the pictures of a batch need {format_bytes(alone)} a rank while they are encoded and "
+                f"{format_bytes(waiting)} meanwhile, beside {format_bytes(there)} for parameters, gradients and "
+                f"optimizer and a micro-batch of {least} tokens or more, of {format_bytes(room)} that a rank may use",
+                so="training would run out of memory",
+                fix="use checkpointing, with which an encoder keeps one picture's activations at a time, smaller "
+                "pictures, fewer in a batch, more ranks, or a larger device_gib; or freeze the encoder",
+            )
+        return limits, fits
 
     def worst_phase(self, tokens: int, shared: int) -> Phase:
         """The phase that needs the most memory."""

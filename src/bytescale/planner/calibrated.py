@@ -53,6 +53,10 @@ class CalibratedPlanner:
         fits = int(lengths.max()) <= planner.cluster.room
         return planner(lengths) if fits else replace(planner, cluster=self.planner.cluster)(lengths)
 
+    def beside(self, waiting: float, alone: float, longest: int) -> CalibratedPlanner:
+        """See ``VerifiedPlanner.beside``."""
+        return replace(self, planner=self.planner.beside(waiting, alone, longest))
+
     def with_state(self, state: State) -> VerifiedPlanner:
         """The planner with the costs and speeds of ``state``."""
         return replace(self.planner, cost=self.calibrator.cost(state), cluster=self.cluster(state))

@@ -90,6 +90,17 @@ class VerifiedPlanner:
         self.check(plan)
         return plan
 
+    def beside(self, waiting: float, alone: float, longest: int) -> VerifiedPlanner:
+        """The same for a batch with pictures. ``longest``: of its documents. Raises as ``MemoryLimits.beside``."""
+        if self.limits is None or not alone:
+            return self
+        is_shared_evenly = self.cluster.is_uniform and self.cluster.offload is None and longest <= self.cluster.room
+        limits, fits = self.limits.beside(
+            waiting, alone, -(-longest // self.cluster.num_ranks) if is_shared_evenly else 1
+        )
+        capacity = np.minimum(self.cluster.capacity_tokens, fits)
+        return replace(self, limits=limits, cluster=replace(self.cluster, capacity_tokens=capacity))
+
     def check(self, plan: Plan) -> None:
         """Raise ``PlanError`` if a plan breaks a rule."""
         verify(plan, num_stages=self.num_stages, limits=self.limits)

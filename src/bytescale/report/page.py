@@ -27,6 +27,7 @@ HTML: Any = _TEMPLATES.get_template("pieces.html").module
 LAST = 5  # steps over which the last loss is averaged: one batch's loss depends on its documents
 PART_NAMES = {
     "compute": "compute",
+    "encode": "encoding pictures",
     "waiting": "waiting for other ranks",
     "sync": "reducing gradients",
     "data": "waiting for data",
@@ -101,9 +102,9 @@ def time_section(runs: Sequence[RunRecord]) -> str:
         if not run.steps:
             continue
         steps, means = [step_parts(line) for line in run.steps], mean_parts(run)
-        total = sum(means.values())
-        texts = {part: f"{PART_NAMES[part]} {format_seconds(means[part])}, {means[part] / total:.0%}" for part in PARTS}
-        series = [Series(part, f"p-{part}", run.step_numbers, [parts[part] for parts in steps]) for part in PARTS]
+        total, shown = sum(means.values()), [part for part in PARTS if part != "encode" or means[part]]
+        texts = {part: f"{PART_NAMES[part]} {format_seconds(means[part])}, {means[part] / total:.0%}" for part in shown}
+        series = [Series(part, f"p-{part}", run.step_numbers, [parts[part] for parts in steps]) for part in shown]
         chart = stacked_columns(series, highest=highest, label=format_seconds)
         keys = [(f"p-{part}", text) for part, text in texts.items()]
         blocks.append((run.name, HTML.plot(chart._replace(keys=keys))))

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from bytescale.report.runs import RunRecord
 
-PARTS = ("compute", "waiting", "sync", "data", "other")
-"""Compute: forward and backward. Waiting: for other ranks, inside these. Sync: from the last backward until gradients
-are reduced, with the wait for slower ranks. Data: for the loader. Other: the update, and agreement of the ranks."""
+PARTS = ("compute", "encode", "waiting", "sync", "data", "other")
+"""Compute: forward and backward. Encode: pictures, around these. Waiting: for other ranks, inside these. Sync: from the
+last backward until gradients are reduced, with the wait for slower ranks. Data: for the loader. Other: the rest."""
 WARM_UP = 2
 """First steps that do not count for medians, if there are more: they load libraries and fill caches."""
 Item = TypeVar("Item")
@@ -21,6 +21,7 @@ def step_parts(line: dict[str, Any]) -> dict[str, float]:
     left, seconds = float(line["step_seconds"]), {}
     found = {
         "compute": left * (1.0 - float(line["waiting_share"])),
+        "encode": float(line.get("encode_seconds", 0.0)),  # runs of before did not tell
         "waiting": float(line["waiting_seconds"]),
         "sync": float(line["sync_seconds"]),
         "data": float(line["data_wait_seconds"]),

@@ -34,6 +34,9 @@ class MeasuredRows:
         movable_per_token: of ``saved_per_token``, what left the device when all of it that may move was offloaded.
         moved_per_token: what host memory held then. More than the former where something else keeps memory alive.
         chunked_per_token: what row-wise parts add to the peak, of the rows that they process at a time.
+        encoder_saved, encoder_peak, encoder_fixed: the same as the first three of an encoder, for each row it makes.
+        encoder_row: of such a row; 0: there is no encoder, or none that could be measured.
+        encoder_patches: how many patches make a row (``encoders.frames_of``). No bytes.
     """
 
     saved_per_token: float
@@ -42,6 +45,11 @@ class MeasuredRows:
     movable_per_token: float = 0.0
     moved_per_token: float = 0.0
     chunked_per_token: float = 0.0
+    encoder_saved: float = 0.0
+    encoder_peak: float = 0.0
+    encoder_fixed: float = 0.0
+    encoder_row: float = 0.0
+    encoder_patches: float = 0.0
 
     def of_all(self, smallest: Callable[[Sequence[float]], Sequence[float]]) -> MeasuredRows:
         """What holds on all ranks. ``smallest``: the minimum over ranks of each of these numbers."""
@@ -101,6 +109,8 @@ class MeasuredMemory:
     has_head: bool = True
     embedding_numbers: int = 0
     """Weights of the embedding that are trained here. Its gradient exists at once before it is added to the others."""
+    picture_bytes: float = 0.0
+    """What a batch's pictures hold while its text runs (``Items.memory``)."""
     other_stages: tuple[MeasuredMemory, ...] = ()
     """Of the pipeline that this stage belongs to."""
 
@@ -139,7 +149,8 @@ class MeasuredMemory:
         that it has to add up over ranks.
         """
         gathered = 3.0 * self.num_layers * self.hidden_size * self.states.element_bytes
-        of_part = {name: value / num_parts for name, value in asdict(self.rows).items()} | {"fixed": self.rows.fixed}
+        rows = asdict(self.rows)
+        of_part = {name: value / (num_parts if "token" in name else 1) for name, value in rows.items()}
         of_part |= {name: of_part[name] + gathered for name in ("saved_per_token", "peak_per_token")}
         states = self.states
         numbers: dict[str, Any] = {
@@ -200,7 +211,7 @@ class MeasuredMemory:
         """The same as plain numbers, for ``plan.verify``. What else keeps moved bytes alive takes host memory, too."""
         freed = self.rows.movable_per_token / (self.rows.moved_per_token or math.inf)
         return MemoryLimits(
-            states_bytes=self.states.device_bytes + self.nccl_bytes,
+            states_bytes=self.states.device_bytes + self.nccl_bytes + self.picture_bytes,
             saved_bytes_per_token=self.saved_bytes_per_token,
             movable_bytes_per_token=self.movable_bytes_per_token,
             phases=self.phases(),
@@ -224,6 +235,7 @@ class MeasuredMemory:
             "gradients": states.gradient_bytes,
             **({} if states.on_host else {"optimizer": states.optimizer_bytes}),
             **({"NCCL": self.nccl_bytes} if self.nccl_bytes else {}),
+            **({"pictures": self.picture_bytes} if self.picture_bytes else {}),
             "activations": self.saved_bytes_per_token * tokens,
             phase.name: float(phase.bytes(tokens, shared)),
         }

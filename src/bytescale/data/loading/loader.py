@@ -55,7 +55,7 @@ class StepData:
     pictures: Mapping[int, Sequence[Picture]] = field(default_factory=dict)
     """By the number of their sequence in the GLOBAL batch."""
     items: Any = None
-    """What the trainer's loader has made of them (``train.parts.pictures``)."""
+    """What a loader of pictures has made of them (``hf.loop.pictures``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +147,16 @@ class Loader:
         sampler = self._started()
         while stop_step is None or sampler.next_step < stop_step:
             batch, started = sampler.next_batch(), time.perf_counter()
-            if isinstance(planner, StepPlanner):
-                plan = planner.plan_step(batch.lengths, batch.step)
+            own = self._planner_of(planner, batch)
+            if isinstance(own, StepPlanner):
+                plan = own.plan_step(batch.lengths, batch.step)
             else:
-                plan = planner(batch.lengths)
+                plan = own(batch.lengths)
             yield self._with_tokens(batch, self._part_of(batch, plan, started))
+
+    def _planner_of(self, planner: Planner, batch: GlobalBatch) -> Planner:
+        """The planner of a batch, of whose documents a loader may know more than their lengths."""
+        return planner
 
     def _started(self) -> BatchSampler:
         self._sampler = self._sampler or BatchSampler(self.corpus.index, self._config)

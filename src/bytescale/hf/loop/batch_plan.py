@@ -7,9 +7,10 @@ and by another one, and both have to have the same. All is told in one exchange:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,8 +27,7 @@ from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.plain_data import all_gather_json
 
 if TYPE_CHECKING:
-    from bytescale.hf.loop.encoded import Items
-    from bytescale.hf.loop.planned_batch import ItemsOfRank
+    from bytescale.hf.loop.encoded import EncodedItems, Items
     from bytescale.runtime.mesh import Mesh
 
 ALL_DOCUMENTS = 256
@@ -57,7 +57,7 @@ class BatchToPlan:
             from bytescale.hf.loop.encoded import Items, require_use  # few batches have them
 
             if items := Items.of(batch, hdp.engine.decoder.encoders.work):
-                require_use(items, hdp.engine.decoder, hdp.mesh.tp.size, hdp.engine.others)
+                require_use(items, hdp.engine.decoder, hdp.engine.others)
                 given = replace(given, items=items)
         is_split = hdp.group.size > 1 and hdp.mesh.tp.size == 1 and len(batch) > ALL_DOCUMENTS
         if per_document is None and not whole and is_split:
@@ -83,12 +83,25 @@ class BatchToPlan:
         self, labels: Sequence[Hashable] | None = None, planner: VerifiedPlanner | None = None
     ) -> tuple[Plan, Forest | None]:
         """A plan, and the trees that are its sequences; None: they are the documents. ``labels``: ``together``."""
-        planner = planner or self.hdp.planner
+        planner = self._beside_items(planner or self.hdp.planner)
         if self.per_document is None:
             return planner(np.array(self.lengths), labels), None
         from bytescale.hf.batch.prefixes import shared_plan  # with share_prefixes alone
 
         return shared_plan(self.all_documents, planner, labels=labels, per_document=self.per_document)
+
+    def _beside_items(self, planner: VerifiedPlanner) -> VerifiedPlanner:
+        memory, engine = self.hdp.room.memory, self.hdp.engine
+        if self.items is None or memory is None or not (patches := memory.rows.encoder_patches):
+            return planner
+        from bytescale.hf.model.encoders import frames_of
+
+        needed = self.items.memory(
+            [[number / patches for number in frames_of(item)] for _, item in self.items.items],
+            self.hdp.group.size, sum(self.lengths), memory.rows,
+            keeps_graphs=engine.activations.keeps_graphs, by_frames=engine.decoder.encoders.by_frames,
+        )  # fmt: skip
+        return planner.beside(*needed, max(self.lengths))
 
     def part(self, plan: Plan, forest: Forest | None = None) -> PlannedBatch:
         """This rank's part of the batch under a plan. Raises as ``HDP.plan`` for a plan of other documents or ranks."""
@@ -111,14 +124,15 @@ class BatchToPlan:
             return self._cut_of_own(rank_plan, _numbers(RankPlan.of(plan, (hdp.group.rank + 1) % ranks, digest=0)))
         value = rank_plan.digest ^ self.documents.digest(range(len(self.lengths))) ^ digest_of(self.items)
         if forest is None:
-            part, items = RankBatch.of(rank_plan, self.documents), self._items_of(self.documents, _numbers(rank_plan))
-            return CutBatch(hdp=hdp, batch=self.batch, value=value, part=part, items=items)
+            part = RankBatch.of(rank_plan, self.documents)
+            encode = self._encode(part, self.documents, _numbers(rank_plan))
+            return CutBatch(hdp=hdp, batch=self.batch, value=value, part=part, encode=encode)
         from bytescale.hf.batch.prefixes import part_of_trees  # with share_prefixes alone
 
         dtype = next(hdp.model.parameters()).dtype
         part = part_of_trees(rank_plan, self.documents, forest, self.per_document or (), dtype)
-        items = self._items_of(self.documents, range(len(self.lengths)))
-        return CutBatch(hdp=hdp, batch=self.batch, value=value, part=part, items=items)
+        encode = self._encode(part, self.documents, range(len(self.lengths)))
+        return CutBatch(hdp=hdp, batch=self.batch, value=value, part=part, encode=encode)
 
     def _cut_of_own(self, rank_plan: RankPlan, following: list[int]) -> CutBatch:
         """Look at this rank's documents and the ``following`` ones, which are the next rank's."""
@@ -132,17 +146,22 @@ class BatchToPlan:
             return CutBatch(hdp=self.hdp, batch=self.batch, value=value, part=error, digests=(0, 0))
         part, digests = RankBatch.of(rank_plan, documents), (documents.digest(own), documents.digest(following))
         totals = documents.totals(_counted(rank_plan))
-        items = self._items_of(documents, own)
+        encode = self._encode(part, documents, own)
         return CutBatch(
-            hdp=self.hdp, batch=self.batch, value=value, part=part, digests=digests, totals=totals, items=items
+            hdp=self.hdp, batch=self.batch, value=value, part=part, digests=digests, totals=totals, encode=encode
         )
 
-    def _items_of(self, documents: Documents, numbers: Sequence[int]) -> ItemsOfRank | None:
-        """The items, and of some documents how many tokens stand for each kind."""
+    def _encode(
+        self, part: RankBatch, documents: Documents, numbers: Sequence[int]
+    ) -> Callable[..., EncodedItems] | None:
+        """What encodes the items for a part. Of documents with these ``numbers``, placeholders are counted."""
         if self.items is None:
             return None
+        from bytescale.hf.loop.encoded import EncodedItems
+
         tokens, encoders = documents.fields["tokens"], self.hdp.engine.decoder.encoders
-        return self.items, {number: encoders.counts(tokens[number]) for number in numbers}
+        totals = {number: encoders.counts(tokens[number]) for number in numbers}
+        return partial(EncodedItems, items=self.items, rows=part.rows, totals=totals)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +174,7 @@ class CutBatch:
     part: RankBatch | DataError  # or what was wrong with this rank's documents
     digests: tuple[int, int] | None = None  # of this rank's documents and the next one's; None: the value has all
     totals: Sequence[float] = (0.0,) * 4  # of those that this rank counts
-    items: ItemsOfRank | None = None
+    encode: Callable[..., EncodedItems] | None = None
     mesh: Mesh = field(init=False)
 
     def __post_init__(self) -> None:
@@ -173,7 +192,7 @@ class CutBatch:
         if self.digests is not None:
             self._require_same_documents(self.digests)
         assert not isinstance(self.part, DataError), "all ranks have raised it"
-        return PlannedBatch(self.hdp, self.part, last=last, items=self.items)
+        return PlannedBatch(self.hdp, self.part, last=last, encode=self.encode)
 
     def _require_same_documents(self, digests: tuple[int, int]) -> None:
         group, error = self.hdp.group, self.part if isinstance(self.part, DataError) else None

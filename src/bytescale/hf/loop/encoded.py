@@ -17,7 +17,7 @@ Shape letters: n rows of an item, N rows that a rank asks for, W numbers of a ro
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from bytescale.attention.copies import to_device
 from bytescale.common.errors import ConfigError, DataError, RankFailure
-from bytescale.config.sharing import require_beside_tp
 from bytescale.hf.batch.documents import ITEM_NAMES, PLACEHOLDERS, POSITIONS, Batch, Documents, add_numbers
 from bytescale.hf.model.encoders import Encoders, Form, Item, some_frames
 from bytescale.hf.model.head import KINDS
@@ -35,6 +34,7 @@ from bytescale.runtime.group import RankGroup
 from bytescale.runtime.plain_data import all_gather_json
 
 if TYPE_CHECKING:
+    from bytescale.cost.memory.measured import MeasuredRows
     from bytescale.hf.model.decoder import HFDecoder
 
 
@@ -128,13 +128,13 @@ class Items:
         fields = {**documents.fields, PLACEHOLDERS: own} | ({POSITIONS: positions} if positions else {})
         return replace(documents, fields=fields)
 
-    def pieces(self, size: int, by_frames: Collection[str] = ()) -> list[ItemPart]:
-        """In the order of items; those of the kinds ``by_frames`` in runs of at most an eighth of a rank's work."""
+    def pieces(self, size: int, by_frames: Mapping[str, bool] | None = None) -> list[ItemPart]:
+        """In the order of items; those of kinds that go ``by_frames`` in runs of at most an eighth of a rank's work."""
         most, found = sum(map(sum, self.work)) / size / 8, list[ItemPart]()
-        for place, frames in enumerate(self.work):
+        for place, (frames, (kind, _)) in enumerate(zip(self.work, self.items, strict=True)):
             first, sum_of = 0, 0.0
             for number, own in enumerate(frames):
-                if number > first and sum_of + own > most and self.items[place][0] in by_frames:
+                if number > first and sum_of + own > most and (by_frames or {}).get(kind):
                     found.append(ItemPart(place, first, number))
                     first, sum_of = number, 0.0
                 sum_of += own
@@ -151,6 +151,29 @@ class Items:
             found[number] = rank
             heapq.heappush(loads, (load + work[number], rank))
         return found
+
+    def memory(
+        self, sizes: Sequence[Sequence[float]], size: int, num_tokens: int, rows: MeasuredRows, *,
+        keeps_graphs: bool, by_frames: Mapping[str, bool] | None = None,
+    ) -> tuple[float, float]:  # fmt: skip
+        """Bytes of a rank of ``size``: what waits while micro-batches run, and the most that encoders need beside none.
+
+        ``sizes``: the rows that are made of each item's frames. ``num_tokens``: of the batch, of which ranks are taken
+        to have equally many. ``rows``, ``keeps_graphs``, ``by_frames``: of the model.
+        """
+        pieces, loads, largest = self.pieces(size, by_frames), [0.0] * size, 0.0
+        for (place, first, end), rank in zip(pieces, self.ranks(size, pieces), strict=True):
+            own = sum(sizes[place][first:end])
+            loads[rank], largest = loads[rank] + own, max(largest, own)
+        held = (places for number in self.of_documents.values() for places in self.lists[number].values())
+        stand_for = sum(sum(sizes[place]) for places in held for place in places)
+        kept, leaves = rows.encoder_row, rows.encoder_row * min(stand_for, num_tokens / size)
+        if rows.encoder_saved > rows.encoder_row:  # it is trained, and rows that were sent have gradients
+            kept, leaves = rows.encoder_saved if keeps_graphs else kept, 2 * leaves
+        waiting = leaves + kept * max(loads)
+        again = rows.encoder_peak - (rows.encoder_saved if keeps_graphs else 0.0)
+        moved = leaves + rows.encoder_row * max(loads)  # messages
+        return waiting, waiting + moved + rows.encoder_fixed + again * largest
 
     def require_total(self, number: int, of_kinds: Mapping[str, int], counts: Sequence[int]) -> None:
         """Raise ``DataError`` if a document has another number of placeholders than its items have rows."""
@@ -181,8 +204,12 @@ class EncodedItems:
         """
         self._items, self._group, self._rows = items, group, rows
         self._encoders: Encoders = decoder.encoders
+        self._token_rows = decoder.token_rows
         self._attachment, self._keeps_graphs = decoder.attachment, keeps_graphs
-        self._pieces = items.pieces(group.size, self._by_frames())
+        for (kind, item), frames in zip(items.items, items.work, strict=True):  # all ranks see the same items
+            if kind == "video" and len(frames) > 1:
+                self._encoders.takes_frames(kind, item)
+        self._pieces = items.pieces(group.size, self._encoders.by_frames)
         ranks = items.ranks(group.size, self._pieces)
         shares: list[list[int]] = [[] for _ in range(group.size)]
         for number, rank in enumerate(ranks):
@@ -192,7 +219,8 @@ class EncodedItems:
         try:
             for number in () if error else self._own:
                 encoded, forms[items.items[self._pieces[number].item][0]] = self._encode(number)
-                self._encoded.append(encoded if self._keeps_graphs else encoded.detach())
+                encoded = encoded if self._keeps_graphs else encoded.detach()  # the graph ends before the next one's
+                self._encoded.append(encoded)
         except DataError as found:
             error = str(found)
         looked_at = self._own, shares[self._group.rank + 1 - len(shares)]
@@ -201,7 +229,7 @@ class EncodedItems:
         self._require_same([one[3] for one in told])
         self._forms = {kind: Form(*form) for _, known, *_ in told for kind, form in known.items()}
         self._trains = any(form.has_gradient for form in self._forms.values())
-        self._encoders.require_causal(decoder.model, *min(self._forms.items()))
+        self._encoders.require_causal(decoder.model, *min(self._forms.items()), self._of_rank)
         of_pieces, counts = [0] * len(ranks), [0] * len(items.items)
         for numbers, (_, _, lengths, _) in zip(shares, told, strict=True):
             for number, length in zip(numbers, lengths, strict=True):
@@ -238,12 +266,6 @@ class EncodedItems:
                     fix="give every rank the same pictures; seed what changes them at random alike",
                 )
 
-    def _by_frames(self) -> set[str]:
-        """Kinds of which a frame may be encoded by itself. All ranks see the same items."""
-        items = zip(self._items.items, self._items.work, strict=True)
-        videos = {kind: item for (kind, item), frames in items if kind == "video" and len(frames) > 1}
-        return {kind for kind, item in videos.items() if self._encoders.takes_frames(kind, item)}
-
     def _encode(self, number: int) -> tuple[Tensor, Form]:
         place, first, end = self._pieces[number]
         kind, item = self._items.items[place]
@@ -252,9 +274,10 @@ class EncodedItems:
 
     def _of_micro_batch(self, fields: Mapping[str, Tensor]) -> list[StandingFor]:
         """By kind, in the order of rows."""
-        kinds, found = self._encoders.kinds_of(fields["tokens"]), []
+        own_rows, found = self._of_rank(torch.arange(len(fields["tokens"]))), []
+        kinds, stands = self._encoders.kinds_of(fields["tokens"][own_rows]), fields[PLACEHOLDERS][own_rows]
         for kind in self._encoders.kinds:
-            placeholders = fields[PLACEHOLDERS][kinds == 1 + KINDS.index(kind)].tolist()
+            placeholders = stands[kinds == 1 + KINDS.index(kind)].tolist()
             tables = {
                 own: [pair for place in self._items.lists[own].get(kind, ()) for pair in self._rows_of[place]]
                 for own in {own for own, _ in placeholders}
@@ -262,6 +285,10 @@ class EncodedItems:
             if placeholders:
                 found.append(StandingFor(kind, [tables[own][row] for own, row in placeholders]))
         return found
+
+    def _of_rank(self, tokens: Tensor) -> Tensor:
+        """Of a micro-batch's ``tokens [T]``, or their numbers, those that this rank's model is given."""
+        return tokens if self._token_rows is None or not len(tokens) else self._token_rows.tokens(tokens)
 
     def _exchange(self, ranks: Sequence[int]) -> None:
         """Ask each rank for rows of the items that it has encoded, and get them."""
@@ -302,7 +329,8 @@ class EncodedItems:
         if own := self._wanted[index] if fields else []:
             first = sum(len(before) for before in self._wanted[:index])
             rows = {one.kind: self._leaves[first + place] for place, one in enumerate(own)}
-            given |= self._encoders.inputs(to_device(fields["tokens"], self._group.device), rows, self._forms)
+            tokens = to_device(self._of_rank(fields["tokens"]), self._group.device)
+            given |= self._encoders.inputs(tokens, rows, self._forms)
         return given
 
     @torch.enable_grad()
@@ -327,9 +355,8 @@ class EncodedItems:
         self._leaves, self._encoded = [], []
 
 
-def require_use(items: Items, decoder: HFDecoder, tp: int, others: Sequence[HFDecoder] = ()) -> None:
+def require_use(items: Items, decoder: HFDecoder, others: Sequence[HFDecoder] = ()) -> None:
     """Raise ``ConfigError`` where such items cannot be used. ``others``: further models."""
-    require_beside_tp("images, videos or audios in documents", tp)
     if missing := {kind for kind, _ in items.items} - decoder.encoders.kinds.keys():
         raise ConfigError(
             f"documents have {', '.join(sorted(missing))} items, and {type(decoder.encoders.root).__name__} takes none "

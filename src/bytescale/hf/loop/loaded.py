@@ -19,8 +19,8 @@ from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Reader, StepData
 from bytescale.data.open import opened_loader
 from bytescale.data.order.batches import SamplerState
-from bytescale.data.tokens.shards import require_text
 from bytescale.hf.batch.documents import RankBatch
+from bytescale.hf.loop.pictures import PictureLoader
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.session import Session
 from bytescale.hf.model.head import embeddings_of
@@ -42,7 +42,8 @@ class LoadedBatch(PlannedBatch):
     """
 
     def __init__(self, hdp: Session, data: StepData, fields: Sequence[str], *, last: bool = False) -> None:
-        super().__init__(hdp, _rank_batch(data, fields, next(hdp.model.parameters()).dtype), last=last)
+        part = _rank_batch(data, fields, next(hdp.model.parameters()).dtype)
+        super().__init__(hdp, part, last=last, encode=data.items and data.items.encoded)
         self.step = data.step
         self.num_targets = data.num_targets
         self.loss_divisor = data.loss_divisor
@@ -60,7 +61,6 @@ class LoadedBatches:
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         for data in self.steps:
-            require_text(len(data.pictures), "hdp.batches")
             require_short_enough(data.plan.lengths.tolist(), self.hdp.engine.decoder.longest_document)
             self.hdp.agree(f"the plan of step {data.step}", data.rank_plan.digest)
             self.state = data.sampler_state_after
@@ -85,7 +85,11 @@ def loaded_batches(
         items[:] = broadcast_json(items, group.group, device=group.device)
 
     reader = Reader(hdp_rank=hdp.mesh.hdp.rank, num_processes=group.size, is_first=group.rank == 0, broadcast=broadcast)
-    with opened_loader(data, reader) as loader:
+    with opened_loader(data, reader, kind=PictureLoader) as loader:
+        assert isinstance(loader, PictureLoader), "it was asked for"
+        loader.dtype, loader.ranks = next(hdp.model.parameters()).dtype, (group.rank, group.size)
+        if (memory := hdp.room.memory) is not None:
+            loader.memory = memory.rows, hdp.engine.activations.keeps_graphs
         check_vocabulary(loader.metadata, len(embeddings_of(hdp.model)[0].weight))
         if state is not None:
             loader.load_state_dict(state)

@@ -9,7 +9,7 @@ reductions when its loop over the batch ends. Nothing else may use the gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,10 +24,7 @@ from bytescale.plan import MicroBatch
 from bytescale.plan.last_message import last_backward_is_silent
 
 if TYPE_CHECKING:
-    from bytescale.hf.loop.encoded import Items
-
-    ItemsOfRank = tuple[Items, Mapping[int, Mapping[str, int]]]
-    """Of a batch, and of this rank's documents how many tokens stand for each kind of items."""
+    from bytescale.hf.loop.encoded import EncodedItems
 
 
 class PlannedBatch(Collector):
@@ -36,11 +33,11 @@ class PlannedBatch(Collector):
     batch: Batch = ()  # the global batch, where ``HDP.planned`` has taken it
 
     def __init__(
-        self, hdp: Session, part: RankBatch, *, last: bool = False, items: ItemsOfRank | None = None
+        self, hdp: Session, part: RankBatch, *, last: bool = False, encode: Callable[..., EncodedItems] | None = None
     ) -> None:  # fmt: skip
-        """``items``: images, videos and sounds."""
+        """``encode``: images, videos and sounds, by the model on the ranks of the group."""
         super().__init__(hdp.group, part)
-        self._items = items
+        self._encode = encode
         self.hdp, hdp.looped, self._mesh = hdp, None, hdp.mesh
         self.number = next(hdp.pending.numbers)
         self.rank_plan, self.forest = part.rank_plan, part.forest
@@ -74,13 +71,8 @@ class PlannedBatch(Collector):
         hdp.require_ranks_of(self._mesh)
         hdp.begin_batch(self)
         buffers, encoded = RingBuffers(), None
-        if self._items is not None:
-            from bytescale.hf.loop.encoded import EncodedItems  # few batches have items
-
-            encoded = EncodedItems(
-                hdp.engine.decoder, hdp.mesh.hdp, self._items[0], self.part.rows, self._items[1],
-                keeps_graphs=hdp.engine.activations.keeps_graphs,
-            )  # fmt: skip
+        if self._encode is not None:
+            encoded = self._encode(hdp.engine.decoder, hdp.group, keeps_graphs=hdp.engine.activations.keeps_graphs)
             hdp.encoders_backward = encoded.backward
         for index, plan in enumerate(self.micro_batches):
             rows = self.part.rows[index] if index < len(self.part.rows) else self.part.no_rows

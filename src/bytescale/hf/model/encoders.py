@@ -70,7 +70,7 @@ class Encoders:
         rotary = (module for module in self.root.modules() if hasattr(type(module), "get_rope_index"))
         self._rotary: Any = next(rotary, None)
         self._is_causal = False  # it is not known
-        self._takes_frames = dict[str, bool]()  # of kinds that were tried
+        self.by_frames = dict[str, bool]()  # whether frames are encoded by themselves, of kinds that were tried
 
     def _call(self, kind: str) -> Callable[..., Any] | None:
         return getattr(self.root, f"get_{kind}_features", None)
@@ -115,12 +115,37 @@ class Encoders:
         even = even_frame(getattr(self.root, "config", None), kind)
         return [work_of([patches], even) for patches in frames_of(item)]
 
+    def sample(self, kind: str, number: int) -> Item | None:
+        """Ones that the encoder of images or videos takes, of so many equal parts. None: no form of them."""
+        function, dtype = self._call(kind), next(self.root.parameters()).dtype
+        names = [] if function is None else list(inspect.signature(function).parameters)
+        config, pixels = getattr(self.root.config, "vision_config", None), [name for name in names if "pixel" in name]
+        if config is None or not pixels:
+            return None
+        if grid := [name for name in names if name.endswith("grid_thw")]:
+            side = 4 * getattr(config, "spatial_merge_size", 1)
+            forms = [(number * side * side, config.in_channels * config.temporal_patch_size * config.patch_size**2)]
+            beside = {grid[0]: torch.tensor([[1, number * side, side]])}
+        else:
+            size = [config.image_size] * 2 if isinstance(config.image_size, int) else config.image_size
+            forms = [(number, 3, *size), (number, 2, 3, *size), (1, number, 3, *size)]  # an image may be several tiles
+            beside = {"image_sizes": torch.tensor([list(size)] * number)} if "image_sizes" in names else {}
+        for form in forms:
+            item = {pixels[0]: torch.ones(form, dtype=dtype), **beside}
+            try:
+                with torch.no_grad():
+                    self.encode(kind, item)
+            except DataError:
+                continue
+            return item
+        return None
+
     def takes_frames(self, kind: str, item: Item) -> bool:
         """Whether the encoder makes of an item's frames what it makes of each by itself. It runs on two small ones.
 
         ``item``: rows of patches, ``[P, W]``, and their grid. All ranks get the same answer.
         """
-        if kind not in self._takes_frames:
+        if kind not in self.by_frames:
             name, pixels = next((name, torch.as_tensor(value)) for name, value in item.items() if "pixel" in name)
             grid = next((name for name in item if name.endswith("grid_thw")), None)
             if grid is None or len(torch.as_tensor(item[grid])) > 1 or pixels.dim() != 2:
@@ -137,8 +162,8 @@ class Encoders:
                 (seen,) = torch.autograd.grad(rows[: len(alone)].float().square().sum(), small)
             apart = (rows[len(alone) :].detach() - alone).abs().max() if len(rows) == 2 * len(alone) else torch.inf
             is_near = bool(apart <= torch.finfo(rows.dtype).eps ** 0.5 * alone.abs().max())
-            self._takes_frames[kind] = is_near and not bool(seen[side * side :].any())
-        return self._takes_frames[kind]
+            self.by_frames[kind] = is_near and not bool(seen[side * side :].any())
+        return self.by_frames[kind]
 
     def shared_out(self, documents: Sequence[Tensor], images: Mapping[str, Tensor]) -> list[list[Item]]:
         """The images of each document, from what a processor makes of those of all of them together.
@@ -203,14 +228,17 @@ class Encoders:
         types = self.kinds_of(tokens)[None].to(torch.int32)
         return {_DOOR: outputs, **{name: types for name in _TYPES if name in self._names}}
 
-    def require_causal(self, model: nn.Module, kind: str, form: Form) -> None:
-        """Raise ``ConfigError`` if a token of an item sees later ones of it. The model runs once, on a few tokens."""
+    def require_causal(self, model: nn.Module, kind: str, form: Form, own: Callable[[Tensor], Tensor]) -> None:
+        """Raise ``ConfigError`` if a token of an item sees later ones of it. The model runs once, on a few tokens.
+
+        ``own``: of tokens ``[T]``, those that a rank's model is given.
+        """
         if self._is_causal:
             return
         word = self.kinds[kind]
         device, look = next(self.root.parameters()).device, _Look()
-        tokens = torch.tensor([0, 0, word, word, word, word, 0, 0], device=device)
-        rows = torch.zeros(4, form.width, dtype=getattr(torch, form.dtype), device=device)
+        tokens = own(torch.tensor([0, 0, word, word, word, word, 0, 0], device=device))
+        rows = torch.zeros(int((tokens == word).sum()), form.width, dtype=getattr(torch, form.dtype), device=device)
         given = {"input_ids": tokens[None], "position_ids": torch.arange(8, device=device)[None], "use_cache": False}
         with torch.no_grad():
             model(**given, **self.inputs(tokens, {kind: rows}, {kind: form}), **{KEYWORD: look})

@@ -6,6 +6,7 @@ frees is measured in the same way. All ranks have the same weights and get the s
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from bytescale.cost.memory.device_kernels import DeviceKind, nccl_reserve_bytes
 from bytescale.cost.memory.device_memory import States
 from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows, RingWidths
 from bytescale.hf.model.decoder import HFDecoder
+from bytescale.hf.model.encoders import frames_of
 from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.interface import while_set
 from bytescale.hf.model.probe import LayerAttention
@@ -51,7 +53,7 @@ def measure_rows(
     # Recurrences fill up a chunk for each document: short ones need most.
     is_free = device.type == "meta" and not decoder.mixers
     alone, length = RankGroup(device=device), SHAPE_TOKENS if is_free else DOCUMENT_TOKENS
-    embedding = embeddings_of(decoder.model)[0]
+    embedding, of_encoder = embeddings_of(decoder.model)[0], measure_encoder(decoder)
     with ExitStack() as after:
         if isinstance(weight := getattr(embedding, "weight", None), nn.Parameter) and weight.requires_grad:
             after.callback(weight.requires_grad_, True)
@@ -59,7 +61,7 @@ def measure_rows(
             after.callback(embedding.register_forward_hook(lambda _, args, out: _End.apply(out, anchor)).remove)
             weight.requires_grad_(False)
         if device.type != "meta" or len(decoder.layers) <= _MANY or len(set(map(decoder.kind_of, decoder.layers))) > 1:
-            return _measured(decoder, kernel, activations, alone, length)
+            return replace(_measured(decoder, kernel, activations, alone, length), **of_encoder)
         # Equal layers: a line through two numbers of them. The first layer, of more of them, shows what one returns.
         found, parts = list[dict[str, float]](), list[int]()
         shows = decoder.layers[0].register_forward_hook(lambda _, args, out: parts.append(parts_of(out)))
@@ -74,7 +76,7 @@ def measure_rows(
         rows = MeasuredRows(**{name: own + steps * (own - few[name]) for name, own in more.items()})
         of_one = {name: more[name] for name in ("fixed", "chunked_per_token")}  # of the layer that needs most
         movable = min(rows.movable_per_token, rows.moved_per_token)
-        rows = replace(rows, movable_per_token=movable, **of_one)
+        rows = replace(rows, movable_per_token=movable, **of_one, **of_encoder)
         if activations.offload is not None:
             activations.offload.pool.token_bytes = rows.moved_per_token
         return rows
@@ -118,6 +120,38 @@ def _measured(
     movable = max(0.0, min(kept[0] - left[0], kept[1] - left[1]))
     activations.offload.pool.token_bytes = left[2]
     return replace(rows, movable_per_token=movable, moved_per_token=left[2])
+
+
+def measure_encoder(decoder: HFDecoder) -> dict[str, float]:
+    """What the encoder of images needs, which sees videos, too: fields of ``MeasuredRows``. Nothing: there is none."""
+    encoders = decoder.encoders
+    if not encoders.kinds or decoder.stage is not None:
+        return {}
+    if "image" not in encoders.kinds or encoders.sample("image", 1) is None:
+        what = f"what the encoders of {type(encoders.root).__name__} need could not be measured"
+        warnings.warn(f"{what}: leave room for pictures by device_gib", stacklevel=2)
+        return {}
+    if "video" in encoders.kinds and (video := encoders.sample("video", 2)) is not None:
+        encoders.takes_frames("video", video)
+    num_rows, num_patches = list[int](), 0
+
+    def run(number: int, ratio: float) -> _Bytes:
+        nonlocal num_patches
+        item = encoders.sample("image", number)
+        assert item is not None, "it was made before"
+        num_patches = sum(frames_of(item))
+        with LiveBytes() as live:
+            rows, _ = encoders.encode("image", item)
+            saved = live.now
+            if rows.requires_grad:
+                rows.backward(torch.ones_like(rows))
+        num_rows.append(len(rows))
+        return saved, live.peak, rows.nbytes
+
+    (saved, peak, of_row), fixed = _slopes(run, 0.0, 1)
+    per = (num_rows[1] - num_rows[0]) / (NUM_DOCUMENTS[1] - NUM_DOCUMENTS[0])  # rows of a part
+    own = {"saved": saved, "peak": peak, "row": of_row, "patches": num_patches / NUM_DOCUMENTS[1]}
+    return {f"encoder_{name}": value / per for name, value in own.items()} | {"encoder_fixed": fixed}
 
 
 class _End(torch.autograd.Function):

@@ -27,11 +27,12 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.parsing import parse_json, read_input
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus, place_of_document
-from bytescale.data.order.batches import batches_once
+from bytescale.data.order.batches import GlobalBatch, batches_once
 from bytescale.data.tokens.indexed import WEIGHTS
-from bytescale.data.tokens.shards import require_text
-from bytescale.hf.batch.documents import ITEM_NAMES, TOKEN_NAMES
+from bytescale.hf.batch.documents import ITEM_NAMES, TOKEN_NAMES, Documents, RankBatch
 from bytescale.hf.loop.hdp import HDP
+from bytescale.hf.loop.planned_batch import PlannedBatch
+from bytescale.plan import RankPlan
 
 _NEEDED = (*TOKEN_NAMES, *ITEM_NAMES, "labels")
 
@@ -68,6 +69,25 @@ def score_batch(hdp: HDP, documents: Sequence[Mapping[str, Any]]) -> list[Tensor
     # Other fields are not read: weights, for example, may sum to zero, which a loss could not be divided by.
     needed = [{name: document[name] for name in _NEEDED if name in document} for document in documents]
     for micro in hdp.plan(needed, share_prefixes=True):
+        hdp.collect(micro, micro.logprobs(hdp.model))
+    return hdp.collected()
+
+
+@torch.no_grad()
+def score_pictures(
+    hdp: HDP, corpus: Corpus, data: DataConfig, batch: GlobalBatch, documents: Sequence[Mapping[str, Any]]
+) -> list[Tensor]:
+    """The same of a corpus' batch, some of whose ``documents`` have pictures; each rank reads those that it encodes."""
+    from bytescale.hf.loop.pictures import read_pictures  # few corpora have them
+
+    given = [{name: document[name] for name in ("tokens", "labels")} for document in documents]
+    rank_plan = RankPlan.of(hdp.planner(batch.lengths), hdp.mesh.hdp.rank)
+    ranks, dtype = (hdp.group.rank, hdp.group.size), next(hdp.model.parameters()).dtype
+    pictures = read_pictures(corpus, data, batch, rank_plan, ranks, dtype)
+    assert pictures is not None, "it was asked"
+    hdp.agree("the plan of a batch", rank_plan.digest)
+    part = RankBatch.of(rank_plan, Documents.of(given))
+    for micro in PlannedBatch(hdp, part, encode=pictures.encoded):
         hdp.collect(micro, micro.logprobs(hdp.model))
     return hdp.collected()
 
@@ -185,7 +205,11 @@ def score_corpus(
     first = sum(len(batch.samples) for batch in batches[:done])
     for batch in batches[done:]:
         documents = corpus.documents(batch.samples)
-        scores = [values.cpu().numpy() for values in score_batch(hdp, documents)]
+        if corpus.pictures_of(batch.samples):
+            found = score_pictures(hdp, corpus, data, batch, documents)
+        else:
+            found = score_batch(hdp, documents)
+        scores = [values.cpu().numpy() for values in found]
         if hdp.group.rank == 0:
             output.write(batch.step, _rows(first, documents, scores, corpus.index.has_weights))
             log(f"{batch.step + 1}/{len(batches)} batches, {batch.num_tokens} tokens")
@@ -196,7 +220,6 @@ def score_corpus(
 
 def check_documents(corpus: Corpus, num_ranks: int, capacity_tokens: int, data: DataConfig) -> None:
     """Raise ``DataError`` for documents that cannot be scored: longer than the ranks hold, or without a token."""
-    require_text(corpus.metadata.num_pictures, "bytescale score")
     counts = corpus.metadata.counts
     left_out = counts.num_empty_documents + len(corpus.metadata.skipped_files)
     if left_out:

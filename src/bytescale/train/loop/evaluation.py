@@ -23,11 +23,11 @@ from bytescale.data.order.batches import GlobalBatch, batches_once
 from bytescale.data.stats import BUCKET_EDGES
 from bytescale.data.tokens.indexed import WEIGHTS
 from bytescale.hf.batch.prefixes import part_of_trees, shared_plan
+from bytescale.hf.loop.pictures import memory_of_pictures, read_pictures
 from bytescale.plan import MicroBatch, RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.train.parts.job import Job
 from bytescale.train.parts.loader import documents_of, micro_batches_of_trees
-from bytescale.train.parts.pictures import read_pictures
 from bytescale.train.reporting.metrics import EvaluationMetrics
 
 _COLUMNS = 3  # of a bucket: sum of weighted losses, sum of absolute weights, labels that are counted
@@ -78,11 +78,11 @@ class Evaluation:
             mesh.world.agree(f"the plan of evaluation batch {number} after step {step}", rank_plan.digest)
             data = rows or self.corpus.micro_batches(rank_plan, Segments.of(batch, rank_plan, "token"))
             pictures = read_pictures(
-                self.corpus, settings_of(self.job.config), batch, rank_plan, (mesh.hdp.rank, mesh.hdp.size),
+                self.corpus, settings_of(self.job.config), batch, rank_plan, (mesh.world.rank, mesh.world.size),
                 self.job.ranks.dtype,
             )  # fmt: skip
             with torch.no_grad():
-                beside, _ = self.job.encode(pictures, rank_plan)
+                beside, _ = self.job.encode(pictures)
             losses = self.job.executor.evaluate(rank_plan, data, beside)
             if losses and mesh.tp.rank == 0:  # those of the last stage; all ranks of a TP group have the same
                 for part, own, values in zip(rank_plan.micro_batches, data, losses, strict=True):
@@ -94,7 +94,8 @@ class Evaluation:
 def _planned(job: Job, planner: VerifiedPlanner, corpus: Corpus, batch: GlobalBatch) -> PlannedBatch:
     rank = job.ranks.mesh.hdp.rank
     if not job.config.data.share_prefixes:
-        return batch, RankPlan.of(planner(batch.lengths), rank), ()
+        needed = memory_of_pictures(corpus, batch, job.memory.model.rows, job.ranks.world.size, keeps_graphs=False)
+        return batch, RankPlan.of(planner.beside(*needed, int(batch.lengths.max()))(batch.lengths), rank), ()
     documents = documents_of(corpus, batch, "token")
     # A loss is counted with the weight of each of its documents, so rows whose weights differ stay apart.
     plan, forest = shared_plan(

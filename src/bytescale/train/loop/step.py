@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import fields, replace
-from functools import partial
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.errors import RankFailure
@@ -82,9 +81,15 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
 
 def run_passes(job: Job, data: StepData, work: RankWork, record: StepRecorder) -> StepResult:
     """Forward and backward of this rank's micro-batches, and of encoders before and behind them."""
-    encoders = (lambda name: nullcontext()) if data.items is None else partial(record.span, "encode")
+
+    def encoders(name: str) -> ExitStack:
+        spans = ExitStack()
+        for span in (record.span("encode", name), work.encoding.span()) if data.items is not None else ():
+            spans.enter_context(span)
+        return spans
+
     with encoders("encode"):
-        beside, begin_reduction = job.encode(data.items, data.rank_plan)
+        beside, begin_reduction = job.encode(data.items)
 
     def after_last_message() -> None:
         passes.close()  # encoders are no work of the plan's
@@ -126,6 +131,7 @@ def figures_of_all(job: Job, data: StepData, work: RankWork) -> RankFigures:
         most_busy_seconds=busy,
         waiting_seconds=work.waiting_seconds(),
         sync_seconds=work.sync_seconds(),
+        encode_seconds=work.encoding.take()(),
         attention_bytes_sent=work.bytes_sent(),
         memory_bytes=memory_bytes(job.ranks.device),
         data_wait_seconds=times.wait_seconds,

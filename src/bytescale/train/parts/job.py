@@ -23,7 +23,9 @@ from bytescale.cost.profile_file import load_profile, require_device, warn_of_ba
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Loader, StepData
-from bytescale.plan import RankPlan
+from bytescale.data.tokens.shards import require_text
+from bytescale.hf.loop.pictures import PictureLoader, PicturesOfRank
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.executor import Beside, Executor
@@ -34,7 +36,6 @@ from bytescale.train.changing import ChangingRanks
 from bytescale.train.parts.budget import MemoryBudget, kind_of, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices, RankDevice
-from bytescale.train.parts.pictures import PicturesOfRank
 from bytescale.train.parts.rank_model import build_rank_model
 from bytescale.train.profiling.peak import known_peak
 from bytescale.train.ranks import Ranks
@@ -73,7 +74,7 @@ class Job:
             squares = self.spec.squares_of(data.plan.lengths)
         return self.spec.training_flops(num_tokens=data.summary.num_tokens, sum_of_squares=squares)
 
-    def encode(self, pictures: PicturesOfRank | None, rank_plan: RankPlan) -> tuple[Beside, Callable[[], None]]:
+    def encode(self, pictures: PicturesOfRank | None) -> tuple[Beside, Callable[[], None]]:
         """Encode the pictures of a batch before its text; every rank calls it. Raises as ``EncodedItems``.
 
         Returns what is beside text, and what follows the last message of its passes.
@@ -83,7 +84,10 @@ class Job:
         self.optimizer.wait_for_parameters()
         if self.executor.units is not None:
             self.executor.units.begin()
-        encoded = pictures.encoded(self.executor, rank_plan)
+        part, mesh = self.executor.part, self.executor.mesh
+        assert isinstance(part.module, HFDecoder), "the trainer has no others"
+        require_text(mesh.shape.pp - 1, f"parallel.pp = {mesh.shape.pp}")
+        encoded = pictures.encoded(part.module, mesh.world, keeps_graphs=part.activations.keeps_graphs)
 
         def after_last_message() -> None:
             encoded.backward()
@@ -124,6 +128,8 @@ def build_job(
     if model.units is None:
         optimizer.zeros[0].overlap_with(model.layers)
     model.load(config, optimizer, ranks)
+    if isinstance(loader, PictureLoader):
+        loader.memory = model.rows, model.activations.keeps_graphs
 
     # 2. Plans: from numbers that are the same on all ranks.
     spec, hdp = model.spec, ranks.mesh.hdp.size

@@ -23,11 +23,11 @@ from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.tokens.indexed import LABELS, WEIGHTS
 from bytescale.hf.batch.documents import Documents, RankBatch
 from bytescale.hf.batch.prefixes import part_of_trees, shared_plan
+from bytescale.hf.loop.pictures import PictureLoader
 from bytescale.plan.plan import Planner
 from bytescale.plan.trees import Forest
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.plain_data import broadcast_json
-from bytescale.train.parts.pictures import PictureLoader
 from bytescale.train.ranks import Ranks
 from bytescale.train.run_folder import RunFolder
 
@@ -45,7 +45,7 @@ def loader_of_run(config: Config, ranks: Ranks, log: Callable[[str], None] = lam
     kind = PrefixLoader if config.data.share_prefixes else PictureLoader
     with opened_loader(config.data, reader, log, kind=kind) as loader:
         if isinstance(loader, PictureLoader):
-            loader.dtype = ranks.dtype
+            loader.dtype, loader.ranks = ranks.dtype, (ranks.world.rank, ranks.world.size)
         folder = RunFolder(Path(config.trainer.run_dir)).data
         about = {"num_ranks": ranks.hdp.size, "batch_tokens": config.data.batch_tokens}
         if config.data.record:

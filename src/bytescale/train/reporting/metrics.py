@@ -71,6 +71,7 @@ class SharedFigures:
     memory_bytes: int = field(metadata=_MAX)  # peak allocated on GPU, peak resident on CPU
     waiting_seconds: float = field(metadata=_MEAN)  # for other ranks, inside forward and backward
     sync_seconds: float = field(metadata=_MEAN)  # from the last backward until gradients are reduced, with all waits
+    encode_seconds: float = field(default=0.0, metadata=_MEAN)  # of encoders, before and behind the text
     attention_bytes_sent: int = field(metadata=_SUM)
     data_wait_seconds: float = field(metadata=_MAX)  # for the loader
     planning_seconds: float = field(metadata=_MAX)  # off the critical path

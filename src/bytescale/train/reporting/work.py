@@ -24,7 +24,7 @@ class RankWork:
     def __init__(self, mesh: Mesh) -> None:
         self._rings = [group.exchange for group in mesh.ring_groups()]
         self._waits = [clock for clocks in named_clocks(mesh).values() for clock in clocks]
-        self._passes, self._sync = make_clock(mesh.world.device), make_clock(mesh.world.device)
+        self._passes, self._sync, self.encoding = (make_clock(mesh.world.device) for _ in range(3))
         self._seconds: list[Callable[[], float]] = []  # of the passes, then of the waits inside
         self._sent_before = sum(ring.bytes_sent for ring in self._rings)
 

@@ -1,4 +1,4 @@
-"""Pictures of a run: a rank reads those that it encodes ahead of training, and ``hf.loop.encoded`` does the rest.
+"""Pictures of a corpus: a rank reads those that it encodes ahead of training, and ``hf.loop.encoded`` does the rest.
 
 All ranks know the pictures of a global batch, and how many tokens stand for each, so that they agree on who encodes
 which. A rank reads no other pixels.
@@ -17,17 +17,20 @@ import torch
 
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
+from bytescale.cost.memory.measured import MeasuredRows
 from bytescale.data.loading.corpus import Corpus, place_of_document
 from bytescale.data.loading.loader import Loader, StepData
 from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.tokens.pictures import Picture, folder_of, pixels_of
-from bytescale.data.tokens.shards import require_text
 from bytescale.hf.batch.documents import ITEM_NAMES, Documents
 from bytescale.hf.loop.encoded import EncodedItems, Items, require_use
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.encoders import even_frame, work_of
 from bytescale.plan import RankPlan
-from bytescale.runtime.executor import Executor
+from bytescale.plan.plan import Planner
+from bytescale.planner.calibrated import CalibratedPlanner
+from bytescale.planner.verified import VerifiedPlanner
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.plain_data import all_gather_json
 
 
@@ -37,17 +40,15 @@ class PicturesOfRank:
 
     items: Items  # all of them, with what the processor returns where this rank encodes
     told: dict[int, dict[str, Any]]  # of its own ones, what there is beside pixels, by the item's place
+    rank_plan: RankPlan
     documents: Documents  # this rank's, whole: their tokens alone
     error: str = ""  # what is wrong with a picture that this rank has read
 
-    def encoded(self, executor: Executor, rank_plan: RankPlan) -> EncodedItems:
-        """Encode, and exchange rows. Every rank calls it; raises on all of them where one has found something wrong."""
-        decoder, mesh, error = executor.part.module, executor.mesh, self.error
-        assert isinstance(decoder, HFDecoder), "the trainer has no others"
-        require_use(self.items, decoder, mesh.tp.size)
-        require_text(mesh.shape.pp - 1, f"parallel.pp = {mesh.shape.pp}")
-        documents, encoders = self.documents, decoder.encoders
-        told = all_gather_json([error, list(self.told.items())], mesh.hdp.group, mesh.hdp.device)
+    def encoded(self, decoder: HFDecoder, group: RankGroup, *, keeps_graphs: bool) -> EncodedItems:
+        """Encode, and exchange rows. Every rank of the ``group`` calls it, and it raises on all of them."""
+        require_use(self.items, decoder)
+        error, documents, encoders = self.error, self.documents, decoder.encoders
+        told = all_gather_json([error, list(self.told.items())], group.group, group.device)
         if wrong := [one for one, _ in told if one]:
             raise DataError(wrong[0])
         for place, given in (one for _, of_rank in told for one in of_rank):  # positions of documents need it
@@ -59,11 +60,11 @@ class PicturesOfRank:
             error = str(found)
         return EncodedItems(
             decoder,
-            mesh.hdp,
+            group,
             self.items,
-            [] if error else [documents.rows(own) for own in rank_plan.micro_batches],
+            [] if error else [documents.rows(own) for own in self.rank_plan.micro_batches],
             {number: encoders.counts(tokens) for number, tokens in documents.fields["tokens"].items()},
-            keeps_graphs=executor.part.activations.keeps_graphs,
+            keeps_graphs=keeps_graphs,
             error=error,
         )
 
@@ -100,6 +101,7 @@ def read_pictures(
     return PicturesOfRank(
         items=items,
         told=told,
+        rank_plan=rank_plan,
         documents=Documents(fields={"tokens": tokens}, lengths=batch.lengths.tolist()),
         error=error,
     )
@@ -131,11 +133,40 @@ def _items_of(
     return replace(found, contents=[one.name for one in own]), own
 
 
+def memory_of_pictures(
+    corpus: Corpus, batch: GlobalBatch, rows: MeasuredRows, size: int, *, keeps_graphs: bool
+) -> tuple[float, float]:
+    """``Items.memory`` of a batch on ``size`` ranks; zeros where it has no pictures, or their encoder is not known."""
+    pictures = corpus.pictures_of(batch.samples)
+    if not pictures or not rows.encoder_row:
+        return 0.0, 0.0
+    tokenizer = "" if corpus.tokenizer is None else corpus.tokenizer.name
+    items, known = _items_of(pictures, len(batch.lengths), _even_rows(tokenizer))
+    sizes, num_tokens = [[float(own.rows)] for own in known], int(batch.lengths.sum())
+    return items.memory(sizes, size, num_tokens, rows, keeps_graphs=keeps_graphs)
+
+
 class PictureLoader(Loader):
-    """The loader of a run. It also reads pictures, where there are any."""
+    """A loader that also reads pictures, where there are any, and plans with the memory that they leave.
+
+    Attributes:
+        dtype: of pixels.
+        ranks: this rank and the number of all that encode.
+        memory: what the model needs, and whether graphs of encoders are kept; None: plans do not keep to a memory.
+    """
 
     dtype = torch.float32
+    ranks = (0, 1)
+    memory: tuple[MeasuredRows, bool] | None = None
+
+    def _planner_of(self, planner: Planner, batch: GlobalBatch) -> Planner:
+        if self.memory is None or not isinstance(planner, VerifiedPlanner | CalibratedPlanner):
+            return planner
+        rows, keeps_graphs = self.memory
+        needed = memory_of_pictures(self.corpus, batch, rows, self.ranks[1], keeps_graphs=keeps_graphs)
+        return planner.beside(*needed, int(batch.lengths.max()))
 
     def _with_tokens(self, batch: GlobalBatch, data: StepData) -> StepData:
-        data, rank = super()._with_tokens(batch, data), (self._rank, data.plan.num_ranks)
-        return replace(data, items=read_pictures(self.corpus, self._config, batch, data.rank_plan, rank, self.dtype))
+        data = super()._with_tokens(batch, data)
+        items = read_pictures(self.corpus, self._config, batch, data.rank_plan, self.ranks, self.dtype)
+        return replace(data, items=items)
