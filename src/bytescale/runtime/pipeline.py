@@ -52,11 +52,12 @@ def run_stage(
             held[index] = received, output if trains else None
             return None if links.mesh.is_last_stage else output.detach()
         given, kept = held.pop(index)
-        if kept is None:
-            return None if given is None else torch.zeros_like(given)
-        kept.backward(received)
-        behind_backward()
-        return None if given is None else given.grad
+        if kept is not None:
+            kept.backward(received)
+            behind_backward()
+        if given is None:
+            return None
+        return torch.zeros_like(given) if given.grad is None else given.grad
 
     links.exchange(0)
     for place, action in enumerate(links.actions):

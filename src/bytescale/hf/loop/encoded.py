@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bytescale.attention.copies import to_device
 from bytescale.common.errors import ConfigError, DataError, RankFailure
-from bytescale.config.sharing import require_beside_tp
+from bytescale.config.sharing import require_beside
 from bytescale.hf.batch.documents import ITEM_NAMES, PLACEHOLDERS, POSITIONS, Batch, Documents, add_numbers
 from bytescale.hf.model.encoders import Encoders, Form, Item, some_frames
 from bytescale.hf.model.head import KINDS
@@ -329,7 +329,7 @@ class EncodedItems:
 
 def require_use(items: Items, decoder: HFDecoder, tp: int, others: Sequence[HFDecoder] = ()) -> None:
     """Raise ``ConfigError`` where such items cannot be used. ``others``: further models."""
-    require_beside_tp("images, videos or audios in documents", tp)
+    require_beside("images, videos or audios in documents", tp)
     if missing := {kind for kind, _ in items.items} - decoder.encoders.kinds.keys():
         raise ConfigError(
             f"documents have {', '.join(sorted(missing))} items, and {type(decoder.encoders.root).__name__} takes none "

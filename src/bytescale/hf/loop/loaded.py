@@ -23,7 +23,6 @@ from bytescale.data.tokens.shards import require_text
 from bytescale.hf.batch.documents import RankBatch
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.session import Session
-from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.long_rope import require_short_enough
 from bytescale.runtime.plain_data import broadcast_json
 
@@ -86,7 +85,7 @@ def loaded_batches(
 
     reader = Reader(hdp_rank=hdp.mesh.hdp.rank, num_processes=group.size, is_first=group.rank == 0, broadcast=broadcast)
     with opened_loader(data, reader) as loader:
-        check_vocabulary(loader.metadata, len(embeddings_of(hdp.model)[0].weight))
+        check_vocabulary(loader.metadata, hdp.engine.decoder.words[0] or 0)
         if state is not None:
             loader.load_state_dict(state)
         start = loader.state_dict()

@@ -9,7 +9,8 @@ reductions when its loop over the batch ends. Nothing else may use the gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
     ItemsOfRank = tuple[Items, Mapping[int, Mapping[str, int]]]
     """Of a batch, and of this rank's documents how many tokens stand for each kind of items."""
+
+
+LossOfMicro = Callable[[Micro], torch.Tensor]
+"""From a micro-batch to a scalar."""
 
 
 class PlannedBatch(Collector):
@@ -68,11 +73,70 @@ class PlannedBatch(Collector):
         own = self.rank_plan.micro_batches
         return [*own, *(MicroBatch.of_documents(index, []) for index in range(len(own), self.rank_plan.num_rounds))]
 
+    def forward_backward(self, loss: LossOfMicro) -> float:
+        """Run every micro-batch forward, and backward from ``loss(micro)``. Every rank calls it; ``step`` follows.
+
+        It is a loop whose body is a function, as pipelines need: ``loss`` is called for each micro-batch in the plan's
+        order, on the last stage alone, and runs the model on it once (``micro.loss_sum``, ``micro.logprobs`` or
+        ``model(**micro.inputs)``). It returns a scalar: a sum over rows, divided by a number of the global batch. Under
+        ``torch.no_grad()`` there is no backward.
+
+        Returns the sum over all micro-batches of all ranks, the same on every rank. Raises as a loop does.
+        """
+        losses = list[torch.Tensor]()
+        if self.hdp.mesh.shape.pp > 1:
+            self._run_stage(loss, losses)
+        for micro in self if self.hdp.mesh.shape.pp == 1 else ():
+            total = loss(micro)
+            if torch.is_grad_enabled():
+                total.backward()
+            losses.append(total.detach())
+        return self.hdp.group.sum_of([float(sum(one.double() for one in losses))])[0]
+
+    def _run_stage(self, loss: LossOfMicro, losses: list[torch.Tensor]) -> None:
+        """Run the micro-batches on this stage of a pipeline, and on the last one note their ``losses``."""
+        from bytescale.runtime.pipeline import StageLinks, run_stage  # few loops have stages
+
+        hdp, trains, buffers = self.hdp, torch.is_grad_enabled(), RingBuffers()
+        decoder, is_last = hdp.engine.decoder, hdp.mesh.is_last_stage
+        if torch.is_autocast_enabled(hdp.group.device.type):
+            hdp.require("torch.autocast")
+        if trains:
+            hdp.sharded()  # adds up what ranks have, also of a tied embedding on two stages
+
+        def forward(index: int, received: torch.Tensor | None) -> torch.Tensor:
+            micro = self._micro(index, self.micro_batches[index], buffers)
+            with decoder.receiving(received, micro.inputs["input_ids"].shape[1]):
+                output = loss(micro) if is_last else decoder.output(micro.inputs, micro.plan.num_tokens)
+            buffers.release()
+            if trains and not micro.target.trained:
+                raise ConfigError(
+                    f"the loss of micro-batch {index} did not run the model",
+                    so="the stages in front of it would wait for its gradient",
+                    fix="call micro.loss_sum(model), micro.logprobs(model) or model(**micro.inputs) in it, once",
+                )
+            if is_last:
+                losses.append(output.detach())
+            return output
+
+        self._begin()
+        if hdp.tied is not None:
+            hdp.tied.send_weights()
+        links = StageLinks(hdp.mesh, self.rank_plan, decoder.hidden_size, next(decoder.parameters()).dtype)
+        run_stage(links, forward, lambda _: nullcontext(), buffers.release)
+        self._end()
+        if trains and hdp.tied is not None:
+            hdp.tied.add_gradient()
+
+    def _begin(self) -> None:
+        self._kept = []
+        self.hdp.require_ranks_of(self._mesh)
+        self.hdp.begin_batch(self)
+
     def __iter__(self) -> Iterator[Micro]:
         hdp = self.hdp
-        self._kept = []
-        hdp.require_ranks_of(self._mesh)
-        hdp.begin_batch(self)
+        hdp.require("a loop over micro-batches")
+        self._begin()
         buffers, encoded = RingBuffers(), None
         if self._items is not None:
             from bytescale.hf.loop.encoded import EncodedItems  # few batches have items
@@ -83,20 +147,32 @@ class PlannedBatch(Collector):
             )  # fmt: skip
             hdp.encoders_backward = encoded.backward
         for index, plan in enumerate(self.micro_batches):
-            rows = self.part.rows[index] if index < len(self.part.rows) else self.part.no_rows
-            micro = hdp.engine.micro(plan, rows, buffers)
-            if encoded is not None:
-                micro.inputs |= encoded.beside(index)
             if self._last and index + 1 == len(self):
                 hdp.pending.require_backwards("gradients are reduced (last=True)")
-                # Behind the last backward comes that of encoders, whose rows travel.
-                silent = encoded is None and last_backward_is_silent(self.rank_plan)
-                hdp.sharded().expect_last_backward(silent)
-            hdp.pending.add(self.number, len(self), index, micro.target)
+            micro = self._micro(index, plan, buffers)
+            if encoded is not None:
+                micro.inputs |= encoded.beside(index)
             yield micro
             micro.target.require_finished()
             buffers.release()
         hdp.finish_items()
+        self._end()
+
+    def _micro(self, index: int, plan: MicroBatch, buffers: RingBuffers) -> Micro:
+        """The micro-batch of this number, which is run now."""
+        hdp = self.hdp
+        rows = self.part.rows[index] if index < len(self.part.rows) else self.part.no_rows
+        micro = hdp.engine.micro(plan, rows, buffers)
+        if self._last and index + 1 == len(self):
+            # Behind the last backward comes that of encoders, whose rows travel.
+            silent = self._items is None and last_backward_is_silent(self.rank_plan, hdp.mesh.stage)
+            hdp.sharded().expect_last_backward(silent)
+        hdp.pending.add(self.number, len(self), index, micro.target)
+        return micro
+
+    def _end(self) -> None:
+        """All micro-batches have been run: gradients may be reduced, if no others follow."""
+        hdp = self.hdp
         if self._last:
             hdp.pending.require_backwards("gradients are reduced (last=True)")
             hdp.pending.require_trained(self.number)

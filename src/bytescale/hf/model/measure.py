@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,7 +29,9 @@ from bytescale.hf.model.stages import hand_on, parts_of
 from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import PlainHead
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.lockstep import units_of
+from bytescale.runtime.plain_data import all_gather_json
 from bytescale.runtime.saved.activations import Activations
 
 DOCUMENT_TOKENS = 32
@@ -310,6 +313,14 @@ class OnMeta(TorchDispatchMode):
             if all(own.is_meta and own.untyped_storage()._cdata != place for own in _tensors(given)):
                 self.made[key] = result.shape, result.stride(), result.dtype
         return result
+
+
+def of_all_stages(own: MeasuredMemory, mesh: Mesh, group: dist.ProcessGroup | None) -> MeasuredMemory:
+    """That of all pipeline stages, from each rank's. Every rank of ``group``, which are all of the mesh, calls it."""
+    if mesh.shape.pp == 1:
+        return own
+    told = all_gather_json(asdict(own), group, mesh.world.device if group is mesh.world.group else torch.device("cpu"))
+    return MeasuredMemory.of_stages([told[mesh.shape.rank(stage, 0, 0)] for stage in range(mesh.shape.pp)])
 
 
 def _shapes(value: Any) -> Any:
