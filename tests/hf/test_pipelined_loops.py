@@ -150,14 +150,10 @@ def loss_and_scores(
             return (micro.weights * (values.square() - scores.logprobs)).sum()
         return micro.loss_sum(model)
 
-    def score(micro: Micro) -> Tensor:
-        hdp.collect(micro, scores := micro.logprobs(model))
-        return scores.sum()
-
     total = hdp.plan(batch, **options).forward_backward(loss)
     gradients = hdp.gradients()
     with torch.no_grad():
-        hdp.plan(batch, **options).forward_backward(score)
+        hdp.plan(batch, **options).forward_backward(lambda micro: hdp.collect(micro, micro.logprobs(model)))
     return total, gradients, hdp.collected()
 
 
@@ -289,6 +285,8 @@ def wrong_on_the_last_stage(what: str) -> Callable[[dist.ProcessGroup, nn.Module
         def loss(micro: Micro) -> Tensor:
             if what == "not run":
                 return model.get_output_embeddings().weight.sum()  # type: ignore[operator]
+            if what == "nothing":
+                return micro.loss_sum(model).backward()  # type: ignore[no-untyped-call, no-any-return]
             if what == "routes":
                 micro.record_routes()
             if what == "keys":
@@ -303,7 +301,8 @@ def wrong_on_the_last_stage(what: str) -> Callable[[dist.ProcessGroup, nn.Module
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("not run", "did not run the model"),
+        ("not run", "did not run the model, or returned Tensor"),
+        ("nothing", "or returned NoneType"),
         ("run twice", r"run outside of a plan, or twice.*forward_backward"),
         ("routes", r"outes and chosen keys with pp = 2.*the last stage's layers alone"),
         ("keys", r"outes and chosen keys with pp = 2"),
@@ -354,3 +353,24 @@ def test_ranks_with_other_weights_are_told(when: str) -> None:
     told = "anks disagree on the weights of the model" if when == "before" else "ank 1 of 2 has other weights"
     with pytest.raises(AssertionError, match=told):
         on_ranks(4, small_model("llama"), differ)
+
+
+def test_the_loop_runs_as_it_is_printed() -> None:
+    """The one of docs/own_loop.md, on two HDP ranks x two stages."""
+    page = (Path(__file__).parents[2] / "docs" / "own_loop.md").read_text(encoding="utf-8")
+    (block,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "pp=2)" in code)
+    whole, loader = small_model("llama"), [documents(LENGTHS)] * 2
+
+    def printed(code: str) -> tuple[list[float], list[Any]]:
+        dist.init_process_group("gloo")
+        names = {"bytescale": bytescale, "torch": torch, "model": copy.deepcopy(whole), "loader": loader}
+        exec(compile(code, "own_loop.md", "exec"), names)
+        dist.destroy_process_group()
+        return names["losses"], [scores.numpy() for scores in names["scores"]]  # type: ignore[return-value, attr-defined]
+
+    (wanted,) = run_forked(1, lambda _: printed(block.replace("pp=2", "pp=1")))
+    assert wanted[0][1] < wanted[0][0]
+    for losses, scores in run_forked(4, lambda _: printed(block)):
+        assert losses == pytest.approx(wanted[0], rel=1e-7)
+        for own, other in zip(scores, wanted[1], strict=True):
+            assert abs(own - other).max() < 1e-7

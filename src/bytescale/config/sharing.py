@@ -18,7 +18,6 @@ REFUSED_WITH_TP = {
     "indexer_loss": ("a rank would see the probabilities of its own heads alone", "train indexers without tp"),
 }  # fmt: skip
 """What a loop of one's own cannot do yet with tensor parallelism, the consequence, and what to do."""
-_LAST_ALONE = "the loss sees the last stage's layers alone"
 REFUSED_WITH_PP = {
     "a loop over micro-batches": (
         "a stage has no output before the one in front of it has run, and no gradient before the one behind it",
@@ -28,9 +27,9 @@ REFUSED_WITH_PP = {
     "hdp.attach": ("the second model would need stages of its own", "score with it in an HDP of its own"),
     "hdp.prefill": ("a rank would have the caches of its own layers alone", "prefill with an HDP without pp"),
     "hdp.run": ("a plan from elsewhere may let stages wait for each other", "call hdp.plan(batch, plan=plan)"),
-    "hdp.keep_copies": ("ranks with copies would be of another stage", "leave it out, and use hdp.save, hdp.load"),
+    "hdp.keep_copies": ("a pipeline without one of its stages could not go on", "leave it out, and use hdp.save"),
     "images, videos or audios in documents": ("encoders lie on the first stage alone", "train on text with pp"),
-    "routes and chosen keys": (_LAST_ALONE, "record and replay without pp"),
+    "routes and chosen keys": ("the loss sees the last stage's layers alone", "record and replay without pp"),
     "torch.autocast": ("messages between stages have the weights' dtype", "load the model in bf16"),
     "layer.compile()": ("the compiler cannot follow where a stage ends", "leave layers as they are"),
 }  # fmt: skip

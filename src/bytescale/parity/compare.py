@@ -148,16 +148,13 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
             losses = F.cross_entropy(logits, micro.labels, reduction="none", ignore_index=IGNORE_INDEX)
             return (micro.weights.to(losses.dtype) * losses).sum() / total
 
-        def score(micro: Micro) -> Tensor:
-            hdp.collect(micro, scores := micro.logprobs(own, rows_at_a_time=7))
-            return scores.sum()
-
         with WideCasts():
             loss = hdp.plan(documents, plan=plan).forward_backward(loss_of)
         gradients = hdp.gradients()
         hdp.zero_grad()
         with WideCasts(), torch.no_grad():
-            hdp.plan(documents, plan=plan).forward_backward(score)
+            planned = hdp.plan(documents, plan=plan)
+            planned.forward_backward(lambda micro: hdp.collect(micro, micro.logprobs(own, rows_at_a_time=7)))
         return StepNumbers(loss=loss, logprobs=hdp.collected(), gradients=gradients)
 
     try:

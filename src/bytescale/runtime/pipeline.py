@@ -64,9 +64,7 @@ def run_stage(
         received = links.receive(place)
         with around(action):
             made = made_by(action, received)
-        del received
         links.exchange(place + 1, made)
-        del made
     links.finish()
 
 

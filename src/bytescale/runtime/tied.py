@@ -39,8 +39,8 @@ class TiedHead:
         """What keeps a tied ``weight`` one. None where it is None, or not trained. ``zeros``: all that is trained."""
         if weight is None or not weight.requires_grad:
             return None
-        owners = [zero for zero in zeros if any(own is weight for own in zero.parameters.parameters)]
-        owner = (owners or zeros)[0]  # the last stage has a copy alone
+        holds = (zero for zero in zeros if any(own is weight for own in zero.parameters.parameters))
+        owner = next(holds, zeros[0])  # the last stage has a copy alone
         return TiedHead(mesh, weight, owner.parameters, owner.collectives.wait_for_parameters)
 
     def send_weights(self) -> None:

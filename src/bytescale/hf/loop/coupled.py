@@ -67,7 +67,7 @@ def backward_of(
     hdp = given.hdp
     planned, passes = _cheaper(given, labels, passes)
     of_rows: Values = values or (lambda micro: micro.logprobs(hdp.model))
-    result, wrong = LossOfBatch(passes=passes), list[int]()
+    result, counted, wrong = LossOfBatch(passes=passes), LossOfBatch(passes=1), list[int]()
 
     def loss_of(numbers: list[int], value_of: Callable[[int], Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
         """Loss and metrics of the label of these documents, which are ``wrong`` if the loss is no number."""
@@ -77,13 +77,8 @@ def backward_of(
         return part, metrics
 
     if passes == 2:
-
-        def keep(micro: Micro) -> Tensor:
-            planned.collect(micro, rows := of_rows(micro))
-            return rows.sum()
-
         with torch.no_grad():
-            planned.forward_backward(keep)
+            planned.forward_backward(lambda micro: planned.collect(micro, of_rows(micro)))
         wholes = [whole.requires_grad_() for whole in planned.collected()]
         for numbers in of_labels.values():
             part, metrics = loss_of(numbers, wholes.__getitem__)
@@ -94,7 +89,6 @@ def backward_of(
         gradients = [torch.zeros_like(whole) if whole.grad is None else whole.grad for whole in wholes]
         backward_from(planned, [sums_of_rows(own, gradients) for own in planned.micro_batches], of_rows)
         return result
-    counted = LossOfBatch(passes=1)
 
     def of_micro(micro: Micro) -> Tensor:
         rows = of_rows(micro)

@@ -379,7 +379,7 @@ class Engine:
         rows = rows.of_all(self.mesh.smallest_of_stage)
         kind: DeviceKind = "cuda" if self.group.device.type == "cuda" else "cpu"
         own = measured_memory(self.decoder, rows, kind=kind, num_ranks=self.mesh.hdp.size)
-        return of_all_stages(own, self.mesh, self.group.group)
+        return of_all_stages(own, self.mesh)
 
 
 def _foreign_model(name: str) -> ConfigError:

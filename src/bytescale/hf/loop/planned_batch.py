@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     """Of a batch, and of this rank's documents how many tokens stand for each kind of items."""
 
 
-LossOfMicro = Callable[[Micro], torch.Tensor]
-"""From a micro-batch to a scalar."""
+LossOfMicro = Callable[[Micro], Any]
+"""From a micro-batch to a scalar; without gradients to anything."""
 
 
 class PlannedBatch(Collector):
@@ -76,47 +76,50 @@ class PlannedBatch(Collector):
     def forward_backward(self, loss: LossOfMicro) -> float:
         """Run every micro-batch forward, and backward from ``loss(micro)``. Every rank calls it; ``step`` follows.
 
-        It is a loop whose body is a function, as pipelines need: ``loss`` is called for each micro-batch in the plan's
-        order, on the last stage alone, and runs the model on it once (``micro.loss_sum``, ``micro.logprobs`` or
-        ``model(**micro.inputs)``). It returns a scalar: a sum over rows, divided by a number of the global batch. Under
-        ``torch.no_grad()`` there is no backward.
+        It is a loop whose body is a function, as pipelines need: on the last stage alone, ``loss`` runs the model on a
+        micro-batch, once, and returns a scalar: a sum over rows, divided by a number of the global batch. Under
+        ``torch.no_grad()`` there is no backward, and it need not return anything.
 
         Returns the sum over all micro-batches of all ranks, the same on every rank. Raises as a loop does.
         """
         losses = list[torch.Tensor]()
-        if self.hdp.mesh.shape.pp > 1:
-            self._run_stage(loss, losses)
-        for micro in self if self.hdp.mesh.shape.pp == 1 else ():
+
+        def noted(micro: Micro) -> Any:
             total = loss(micro)
+            if torch.is_grad_enabled() and not (micro.target.trained and isinstance(total, torch.Tensor)):
+                raise ConfigError(
+                    f"the loss of micro-batch {micro.index} did not run the model, or returned {type(total).__name__}",
+                    so="ranks would wait for a gradient that does not come",
+                    fix="return a scalar made by micro.loss_sum(model), micro.logprobs(model) or model(**micro.inputs)",
+                )
+            if isinstance(total, torch.Tensor):
+                losses.append(total.detach().double())
+            return total
+
+        if self.hdp.mesh.shape.pp > 1:
+            self._run_stage(noted)
+        for micro in self if self.hdp.mesh.shape.pp == 1 else ():
+            total = noted(micro)
             if torch.is_grad_enabled():
                 total.backward()
-            losses.append(total.detach())
-        return self.hdp.group.sum_of([float(sum(one.double() for one in losses))])[0]
+        return self.hdp.group.sum_of([float(sum(losses))])[0]
 
-    def _run_stage(self, loss: LossOfMicro, losses: list[torch.Tensor]) -> None:
-        """Run the micro-batches on this stage of a pipeline, and on the last one note their ``losses``."""
+    def _run_stage(self, loss: LossOfMicro) -> None:
+        """Run the micro-batches on this stage of a pipeline."""
         from bytescale.runtime.pipeline import StageLinks, run_stage  # few loops have stages
 
-        hdp, trains, buffers = self.hdp, torch.is_grad_enabled(), RingBuffers()
-        decoder, is_last = hdp.engine.decoder, hdp.mesh.is_last_stage
+        hdp, decoder, buffers = self.hdp, self.hdp.engine.decoder, RingBuffers()
         if torch.is_autocast_enabled(hdp.group.device.type):
             hdp.require("torch.autocast")
-        if trains:
+        if torch.is_grad_enabled():
             hdp.sharded()  # adds up what ranks have, also of a tied embedding on two stages
 
-        def forward(index: int, received: torch.Tensor | None) -> torch.Tensor:
+        def forward(index: int, received: torch.Tensor | None) -> Any:
             micro = self._micro(index, self.micro_batches[index], buffers)
             with decoder.receiving(received, micro.inputs["input_ids"].shape[1]):
+                is_last = hdp.mesh.is_last_stage
                 output = loss(micro) if is_last else decoder.output(micro.inputs, micro.plan.num_tokens)
             buffers.release()
-            if trains and not micro.target.trained:
-                raise ConfigError(
-                    f"the loss of micro-batch {index} did not run the model",
-                    so="the stages in front of it would wait for its gradient",
-                    fix="call micro.loss_sum(model), micro.logprobs(model) or model(**micro.inputs) in it, once",
-                )
-            if is_last:
-                losses.append(output.detach())
             return output
 
         self._begin()
@@ -124,9 +127,9 @@ class PlannedBatch(Collector):
             hdp.tied.send_weights()
         links = StageLinks(hdp.mesh, self.rank_plan, decoder.hidden_size, next(decoder.parameters()).dtype)
         run_stage(links, forward, lambda _: nullcontext(), buffers.release)
-        self._end()
-        if trains and hdp.tied is not None:
+        if torch.is_grad_enabled() and hdp.tied is not None:
             hdp.tied.add_gradient()
+        self._end()
 
     def _begin(self) -> None:
         self._kept = []

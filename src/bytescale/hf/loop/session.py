@@ -229,12 +229,7 @@ def mesh_of(
         raise ConfigError(
             f"tp is {tp}, pp is {pp}, and there are {world.size} ranks", fix="let tp * pp divide their number"
         )
-    for what, is_asked in {
-        "equal_counts = True": equal_counts,
-        'experts = "parallel"': experts == "parallel",
-        'shard = "parameters"': shard == "parameters",
-    }.items():
-        if is_asked:
-            require_beside(what, tp, pp)
+    for what in (f"equal_counts = {equal_counts}", f'experts = "{experts}"', f'shard = "{shard}"'):
+        require_beside(what, tp, pp)
     per_node = max(1, ranks_here(world.size) // tp)
     return Mesh.of_hdp(world, sharing_domain(shard, domain or 0, world.size // parts, per_node), tp, pp)

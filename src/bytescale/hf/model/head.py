@@ -198,11 +198,8 @@ def words_of(model: nn.Module) -> list[int | None]:
 def require_words(fields: Mapping[str, Mapping[int, Tensor]], model: nn.Module, num_words: list[int | None]) -> None:
     """Raise ``DataError`` for tokens outside of the model's embedding, and labels outside of its head.
 
-    A token that stands for an image is refused, too: towers take no part.
-
-    Args:
-        fields: ``tokens`` and ``labels``, each ``[S]`` by the number of the document.
-        num_words: ``words_of`` the whole model.
+    ``fields``: ``tokens`` and ``labels``, each ``[S]`` by the number of the document. A token that stands for an image
+    is refused, too: towers take no part. ``num_words``: ``words_of`` the whole model.
     """
     root = causal_model(model)
     towers = [name for name, _ in root.named_modules() if re.search("vis(ion|ual)|audio", name.rpartition(".")[2])]

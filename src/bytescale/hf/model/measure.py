@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -315,12 +314,10 @@ class OnMeta(TorchDispatchMode):
         return result
 
 
-def of_all_stages(own: MeasuredMemory, mesh: Mesh, group: dist.ProcessGroup | None) -> MeasuredMemory:
-    """That of all pipeline stages, from each rank's. Every rank of ``group``, which are all of the mesh, calls it."""
-    if mesh.shape.pp == 1:
-        return own
-    told = all_gather_json(asdict(own), group, mesh.world.device if group is mesh.world.group else torch.device("cpu"))
-    return MeasuredMemory.of_stages([told[mesh.shape.rank(stage, 0, 0)] for stage in range(mesh.shape.pp)])
+def of_all_stages(own: MeasuredMemory, mesh: Mesh) -> MeasuredMemory:
+    """That of all stages of a pipeline, from each one's. All of them call it."""
+    told = all_gather_json(asdict(own), mesh.pipeline.group, mesh.world.device)
+    return own if len(told) == 1 else MeasuredMemory.of_stages(told)
 
 
 def _shapes(value: Any) -> Any:

@@ -116,8 +116,7 @@ def _absent(
 ) -> list[nn.Parameter]:
     """The parameters of other stages. Sets ``stage.names``.
 
-    Those that no pass uses belong to the first stage, and those of a module around the model to the last one, whose
-    loss may use them.
+    Those that no pass uses belong to the first stage; those of a module around the model, for the loss, to the last.
     """
     embedding, head = (getattr(module, "weight", None) for module in embeddings_of(decoder.model))
     tied = embedding if embedding is head else None
@@ -125,9 +124,8 @@ def _absent(
     others = {id(p): name for layer in layers if layer not in own for name, p in layer.named_parameters()}
     if shared := kept & others.keys():
         raise _refusal(others[shared.pop()], "layers of several stages have it in common")
-    inside = {id(p) for p in causal_model(decoder.model).parameters()}
     behind = {id(p) for module in seen.behind for p in module.parameters()}
-    behind |= {id(p) for p in decoder.model.parameters()} - inside
+    behind |= set(map(id, decoder.model.parameters())) - set(map(id, causal_model(decoder.model).parameters()))
     ends: set[int] = set()  # not on this stage
     for parameter in decoder.model.parameters():
         key = id(parameter)

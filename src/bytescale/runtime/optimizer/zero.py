@@ -133,7 +133,6 @@ def whole_of(part: Tensor, cut: Cut, mesh: Mesh, *, is_sum: bool = False, is_her
     """A whole parameter from the tensor-parallel ranks' parts. They call it in the same order; a copy if they are many.
 
     Of what several ranks hold alike, one counts; with ``is_sum`` they hold summands, which are added up.
-
     ``is_here``: whether this stage has the parameter, where all stages of a pipeline call it; None: this one alone.
     """
     if mesh.tp.size == 1 and (is_here is None or mesh.shape.pp == 1):
@@ -148,16 +147,11 @@ def whole_of(part: Tensor, cut: Cut, mesh: Mesh, *, is_sum: bool = False, is_her
 def of_all_stages(own: Mapping[str, Tensor], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """What each stage of a pipeline has under its own names, one tensor at a time, on all of them, which call it."""
     pipeline = mesh.pipeline
-    if pipeline.size == 1:
-        yield from own.items()
-        return
     mine = [(name, list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in own.items()]
     for stage, told in enumerate(all_gather_json(mine, pipeline.group, pipeline.device)):
         for name, shape, dtype in told:
-            whole = torch.zeros(shape, dtype=getattr(torch, dtype), device=pipeline.device)
-            if stage == mesh.stage:
-                whole.copy_(own[name])
-            yield name, pipeline.all_reduce(whole)
+            whole = own[name] if stage == mesh.stage else torch.zeros(shape, dtype=getattr(torch, dtype))
+            yield name, whole if pipeline.size == 1 else pipeline.all_reduce(whole.to(pipeline.device))
 
 
 def sum_replicas(parameters: FlatParameters, tp: RankGroup) -> None:

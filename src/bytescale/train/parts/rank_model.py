@@ -68,7 +68,7 @@ class RankModel:
         """
         own, (parts, share) = measured_memory(self.part, self.rows, kind=kind, num_ranks=num_ranks), self.planned
         own = own.of_part(parts, share) if parts > 1 else own
-        return own if ranks is None else of_all_stages(own, ranks.mesh, ranks.checkpoint_group)
+        return own if ranks is None else of_all_stages(own, ranks.mesh)
 
     def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
         """Give the optimizer the initial weights in full precision."""
