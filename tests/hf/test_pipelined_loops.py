@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import bytescale
@@ -67,7 +68,7 @@ CHAINS: list[list[tuple[int, dict[str, Any]]]] = [
 
 @pytest.mark.parametrize(
     ("name", "chain", "last"),
-    one_in(7, [(name, chain, last) for last in (True, False) for chain in (0, 1) for name in NAMES]),
+    one_in(13, [(name, chain, last) for last in (True, False) for chain in (0, 1) for name in NAMES]),
 )
 def test_any_mesh_continues_what_another_has_begun(
     name: str, chain: int, last: bool, monkeypatch: pytest.MonkeyPatch
@@ -157,8 +158,14 @@ def loss_and_scores(
     return total, gradients, hdp.collected()
 
 
+def adapted(model: nn.Module) -> nn.Module:
+    adapters = LoraConfig(r=2, lora_dropout=0.0, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    return get_peft_model(model, adapters)  # type: ignore[arg-type, return-value]
+
+
 FEATURES: list[dict[str, Any]] = [
     {"wrapper": WithValues},
+    {"wrapper": adapted},
     {"checkpointing": "attention", "host_gib": 0.01, "capacity_tokens": 40},
     {"capacity_tokens": "auto", "device_gib": 0.01},
     {"share_prefixes": True},
@@ -170,7 +177,7 @@ FEATURES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", one_of(FEATURES, FEATURES[0]))
 def test_what_a_loop_may_have_besides(options: dict[str, Any]) -> None:
-    """A head around the model, activations in host memory, a measured capacity, prefixes, indexers, and fixed bits."""
+    """A head around the model, adapters, host memory, a measured capacity, prefixes, indexers, and fixed bits."""
     options, tp = dict(options), options.get("tp", 1)
     everywhere = options.pop("everywhere", {})
     model = small_model(options.pop("name", "qwen3"), num_hidden_layers=8)
@@ -247,12 +254,15 @@ def asked(hdp: bytescale.HDP, model: nn.Module, group: dist.ProcessGroup, what: 
             return hdp.plan(batch).forward_backward(loss)
 
     if what == "layer.compile()":
-        vars(model.model.layers[-1])["_compiled_call_impl"] = print  # as compile() does, which takes four seconds
+        vars(model.get_base_model().model.layers[-1])["_compiled_call_impl"] = (
+            print  # as compile() does, which takes four seconds
+        )
     return {
         "a loop over micro-batches": lambda: next(iter(hdp.plan(batch))),
         'shard = "parameters"': lambda: bytescale.HDP(model, group, shard="parameters", **options),
         "equal_counts = True": lambda: bytescale.HDP(model, group, equal_counts=True, **options),
         "hdp.attach": lambda: hdp.attach(copy.deepcopy(SECOND)),
+        "hdp.weights() of adapters": lambda: hdp.weights(),
         "hdp.prefill": lambda: hdp.prefill([[3, 4, 5]]),
         "hdp.run": lambda: hdp.run(hdp.plan(batch).part),
         "hdp.keep_copies": lambda: hdp.keep_copies(),
@@ -274,7 +284,7 @@ def test_what_does_not_go_together_is_refused_by_name() -> None:
             told = str(caught.value).lower()
             assert all(text.lower() in told for text in (f"{what} with pp = 2", so, fix, "or leave pp at 1")), what
 
-    on_ranks(2, small_model("llama"), refused)
+    on_ranks(2, adapted(small_model("llama")), refused)
 
 
 def wrong_on_the_last_stage(what: str) -> Callable[[dist.ProcessGroup, nn.Module], None]:

@@ -25,6 +25,7 @@ REFUSED_WITH_PP = {
     'shard = "parameters"': ("stages would gather layers for each micro-batch in flight", "leave shard out"),
     "equal_counts = True": ("FSDP would shard the layers that a stage lacks", "leave equal_counts out"),
     "hdp.attach": ("the second model would need stages of its own", "score with it in an HDP of its own"),
+    "hdp.weights() of adapters": ("a stage lacks those of the others", "take weights and adapters from hdp.state()"),
     "hdp.prefill": ("a rank would have the caches of its own layers alone", "prefill with an HDP without pp"),
     "hdp.run": ("a plan from elsewhere may let stages wait for each other", "call hdp.plan(batch, plan=plan)"),
     "hdp.keep_copies": ("a pipeline without one of its stages could not go on", "leave it out, and use hdp.save"),

@@ -312,6 +312,8 @@ class Updates(Session):
         from bytescale.runtime.optimizer.zero import whole_of
 
         self.require_at_home("weights")
+        if any(".lora_" in name for name, _ in self.model.named_parameters()):
+            self.require("hdp.weights() of adapters")
         names, stage = {id(p): name for name, p in self.model.named_parameters()}, self.engine.decoder.stage
 
         def whole(parameter: nn.Parameter) -> Tensor:

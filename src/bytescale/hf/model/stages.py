@@ -106,7 +106,8 @@ def _whole_pass(decoder: HFDecoder, layers: Sequence[nn.Module]) -> _Pass:
         raise _refusal(names[layers[0]], "the layers do not run in the order of their numbers")
     for module in seen.before.keys() & seen.behind:
         raise _refusal(names[module], "it runs before the layers and behind them")
-    if any(given.shape != (1, len(given[0]), decoder.hidden_size) for given in seen.given.values()):
+    width, dtype = decoder.hidden_size, next(decoder.model.parameters()).dtype
+    if any(given.shape != (1, len(given[0]), width) or given.dtype != dtype for given in seen.given.values()):
         raise _refusal(names[layers[0]], "what layers hand on is not one row of hidden states for each token")
     return seen
 
