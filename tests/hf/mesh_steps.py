@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,15 +13,12 @@ from torch import Tensor, nn
 
 from bytescale.attention import AttentionKernel, select_kernel
 from bytescale.common.cut import Cut
-from bytescale.cost.cluster import Cluster
-from bytescale.cost.model import CostModel
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.parallelize import parallelize
 from bytescale.parity import Comparison
 from bytescale.parity.compare import Document, StepNumbers, WideCasts, difference, plain_step, random_plan
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.verify import verify
-from bytescale.planner.adaptive.aligned import align
 from bytescale.runtime.executor import Decoder, Executor, StepResult
 from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.buckets import Chunk
@@ -157,11 +154,8 @@ def rank_model(
 
 def plan_of(lengths: list[int], shape: MeshShape, seed: int) -> Plan:
     """A random plan; with stages one that the check for deadlock accepts."""
-    plan = random_plan(lengths, shape.hdp, seed, weighted=shape.pp == 1)
-    if shape.pp > 1:
-        cluster = Cluster.uniform(shape.hdp, sum(lengths))
-        plan = replace(align(plan, cluster=cluster, cost=CostModel.from_work(linear_per_square=40)), planner="random")
-        verify(plan, num_stages=shape.pp)
+    plan = random_plan(lengths, shape.hdp, seed, weighted=shape.pp == 1, num_stages=shape.pp)
+    verify(plan, num_stages=shape.pp)
     return plan
 
 

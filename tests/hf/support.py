@@ -79,10 +79,16 @@ def printed_loop(hdp: HDP, model: nn.Module, batch: list[dict[str, Any]], **opti
     """The loop of the documentation, without the step. Returns this rank's share of the loss."""
     total = sum(float(d["weights"].sum()) for d in batch)
     loss_sum = 0.0
-    for micro in hdp.plan(batch, **options):
+
+    def loss_of(micro: Micro) -> Tensor:
         logits = model(**micro.inputs).logits[0, : micro.num_rows]
         losses = F.cross_entropy(logits, micro.labels, reduction="none", ignore_index=-100)
-        loss = (micro.weights * losses).sum() / total
+        return (micro.weights * losses).sum() / total
+
+    if hdp.mesh.shape.pp > 1:
+        return hdp.plan(batch, **options).forward_backward(loss_of) / hdp.group.size
+    for micro in hdp.plan(batch, **options):
+        loss = loss_of(micro)
         loss.backward()
         loss_sum += float(loss.detach())
     return loss_sum

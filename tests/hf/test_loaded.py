@@ -80,14 +80,13 @@ def train(
     losses = []
     with hdp.batches(config, state=state, stop_step=steps) as batches:
         for batch in batches:
-            total = torch.zeros((), dtype=torch.float64)
-            for micro in batch:
-                loss = objective(micro, model) / batch.loss_divisor
-                loss.backward()
-                total += loss.detach()
+
+            def loss(micro: Any, divisor: float = batch.loss_divisor) -> torch.Tensor:
                 hdp.collect(micro, torch.stack([micro.advantages, micro.old_logprobs, micro.labels.float()], dim=1))
+                return objective(micro, model) / divisor
+
+            losses.append(batch.forward_backward(loss))
             seen = [rows.tolist() for rows in hdp.collected()]
-            losses.append(float(hdp.group.all_reduce(total)))
             hdp.step()
         return losses, batches.state_dict(), seen
 
@@ -105,7 +104,7 @@ def test_every_rank_count_gives_the_same_losses_and_fields(tmp_path: Path) -> No
     config = settings(tmp_path, write_jsonl(tmp_path / "a.jsonl", records()))
     losses, state, seen = trained(tmp_path, 1, config)
     assert len(losses) == 4
-    for num_ranks, options in ((2, {}), (3, {"equal_counts": True}), (4, {"tp": 2})):
+    for num_ranks, options in ((2, {}), (3, {"equal_counts": True}), (4, {"tp": 2}), (4, {"pp": 2})):
         found, where, other = trained(tmp_path, num_ranks, config, **options)
         assert found == pytest.approx(losses, rel=1e-10)
         assert where == state

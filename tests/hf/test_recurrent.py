@@ -21,7 +21,7 @@ import bytescale
 from bytescale.attention import PackedAttention
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.units import format_bytes
-from bytescale.hf.model.head import require_words
+from bytescale.hf.model.head import require_words, words_of
 from bytescale.parity import Setup, compare, small_model
 from bytescale.parity.compare import StepNumbers, WideCasts, difference, plain_step, random_documents
 from bytescale.recurrence.cuts import GroupCuts
@@ -226,9 +226,11 @@ def test_an_image_in_a_run_on_text_is_refused() -> None:
     with torch.device("meta"):
         model = Qwen3_5ForConditionalGeneration(config)
     short, long = torch.arange(2, 6), torch.arange(2, 9)
-    require_words({"tokens": {0: short}, "labels": {0: long}}, model)
-    require_words({"tokens": {0: long}, "labels": {0: long}}, model.model.language_model)
+    require_words({"tokens": {0: short}, "labels": {0: long}}, model, words_of(model))
+    require_words(
+        {"tokens": {0: long}, "labels": {0: long}}, (text_model := model.model.language_model), words_of(text_model)
+    )
     with pytest.raises(
         DataError, match=r"Document 1 has a token of an image \(7\), and there is no image in the batch"
     ):
-        require_words({"tokens": {0: short, 1: long}, "labels": {}}, model)
+        require_words({"tokens": {0: short, 1: long}, "labels": {}}, model, words_of(model))

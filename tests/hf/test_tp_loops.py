@@ -17,7 +17,7 @@ from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.config.sharing import REFUSED_WITH_TP
 from bytescale.parity.compare import Setup, WideCasts, compare
 from bytescale.parity.families import FAMILIES
-from bytescale.runtime.optimizer import sharded_optimizer, take_over, zero
+from bytescale.runtime.optimizer import take_over, zero
 from tests.helpers.effort import one_in, one_of
 
 from .support import documents, on_ranks, plain_update, printed_loop, small_model
@@ -55,7 +55,8 @@ def trained(
 ) -> dict[str, Any]:
     """One update of a loop that goes on from ``state``, and what there is to be told of it afterwards."""
     with WideCasts():
-        hdp = bytescale.HDP(model, group, capacity_tokens=12 if options["tp"] < group.size() else 40, **options)
+        num_parts = options.get("tp", 1) * options.get("pp", 1)
+        hdp = bytescale.HDP(model, group, capacity_tokens=12 if num_parts < group.size() else 40, **options)
         hdp.adamw(lr=1e-2)
         if state is not None:
             hdp.load_state(state)
@@ -110,7 +111,8 @@ def norms_of_one_rank(patch: pytest.MonkeyPatch) -> None:
 
 def all_rows_on_every_rank(patch: pytest.MonkeyPatch) -> None:
     """A part of the gradient is added up that every rank has in full."""
-    patch.setattr(sharded_optimizer, "whole_of", lambda part, cut, tp, **_: zero.whole_of(part, cut, tp, is_sum=True))
+    plain = zero.whole_of
+    patch.setattr(zero, "whole_of", lambda part, cut, mesh, **_: plain(part, cut, mesh, is_sum=True))
 
 
 @pytest.mark.parametrize("fault", one_of([norms_of_one_rank, all_rows_on_every_rank], norms_of_one_rank))
@@ -206,7 +208,7 @@ def test_what_does_not_go_together_is_refused_by_name() -> None:
 def test_a_part_of_a_model_is_used_in_plans_alone() -> None:
     def misused(group: dist.ProcessGroup, model: nn.Module) -> None:
         for tp in (0, 3):
-            with pytest.raises(ConfigError, match=f"p is {tp}, and there are 2 ranks"):
+            with pytest.raises(ConfigError, match=f"p is {tp}, pp is 1, and there are 2 ranks"):
                 bytescale.HDP(model, group, tp=tp, capacity_tokens=60)
         hdp = bytescale.HDP(model, group, tp=2, capacity_tokens=60)
         with pytest.raises(ConfigError, match="was run outside of a plan"):
@@ -215,7 +217,7 @@ def test_a_part_of_a_model_is_used_in_plans_alone() -> None:
             with pytest.raises(ConfigError, match=r"no rank has all of them.*hdp.weights\(\)"):
                 call()
         hdp.detach()
-        with pytest.raises(ConfigError, match="a tensor-parallel rank's part of itself"):
+        with pytest.raises(ConfigError, match="a rank's part of itself"):
             bytescale.HDP(model, group, capacity_tokens=60)
 
     on_ranks(2, small_model("llama"), misused)
@@ -279,4 +281,4 @@ def test_ranks_that_are_given_other_meshes_are_told_before_they_make_groups(othe
 
     with pytest.raises(AssertionError) as caught:
         on_ranks(4, small_model("llama"), differ)
-    assert re.search("anks disagree on tp, shard, domain or experts", str(caught.value.__cause__))
+    assert re.search("anks disagree on tp, pp, shard, domain or experts", str(caught.value.__cause__))

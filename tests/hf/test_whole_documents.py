@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import bytescale
 from bytescale.common.errors import DataError, NonFiniteError, PlanError
+from bytescale.hf.loop.micro_batch import Micro
 from bytescale.parity.compare import WideCasts, random_plan
 from tests.helpers.effort import REST, one_of, pairs
 
@@ -100,17 +101,17 @@ def assert_gradients(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-10 * max(1.0, largest))
 
 
-MESHES = [(4, 1), (3, 1), (2, 1), (1, 1), (4, 2)]
-"""Ranks, and tensor-parallel ranks among them."""
+MESHES = [(4, 1, 1), (3, 1, 1), (4, 1, 2), (1, 1, 1), (4, 2, 1), (2, 1, 1), (8, 2, 2)]
+"""Ranks, and among them tensor-parallel ranks and pipeline stages."""
 SEEDS = range(4 if REST else 2)
 """Of random plans: with ranks that weigh alike, and with others."""
 COUPLED = [(dpo, PAIRS), (group_advantages, [0, 1, 0, 1, 1, 0])]
 
 
 @pytest.mark.parametrize(("loss", "mesh"), pairs([gspo, length_normalised], MESHES))
-def test_a_loss_per_document(llama: nn.Module, loss: Any, mesh: tuple[int, int]) -> None:
+def test_a_loss_per_document(llama: nn.Module, loss: Any, mesh: tuple[int, int, int]) -> None:
     """Under random plans, in which any ranks share any documents in grids of any shape."""
-    batch, (num_ranks, tp) = rollouts(), mesh
+    batch, (num_ranks, tp, pp) = rollouts(), mesh
 
     def of_all(values: list[Tensor]) -> Any:
         losses = [loss(v, d) for v, d in zip(values, batch, strict=True)]
@@ -119,43 +120,47 @@ def test_a_loss_per_document(llama: nn.Module, loss: Any, mesh: tuple[int, int])
     wanted, gradients, _ = one_process(llama, batch, of_all)
 
     def work(group: Any, model: nn.Module) -> tuple[list[float], list[dict[str, Tensor]]]:
-        hdp = bytescale.HDP(model, group, capacity_tokens=60, tp=tp)
+        hdp = bytescale.HDP(model, group, capacity_tokens=60, tp=tp, pp=pp)
         hdp.adamw(lr=0.0)
         found: tuple[list[float], list[dict[str, Tensor]]] = ([], [])
+
+        def of_micro(micro: Micro) -> Tensor:
+            whole = micro.documents(micro.logprobs(model))
+            return whole.sum([loss(v, batch[n]) for n, v in zip(whole.numbers, whole, strict=True)])
+
         for seed in SEEDS:
-            plan = random_plan(LENGTHS, num_ranks // tp, seed, weighted=seed % 2 == 1)
-            share = 0.0
-            for micro in hdp.plan(batch, plan=plan):
-                whole = micro.documents(micro.logprobs(model))
-                total = whole.sum([loss(v, batch[n]) for n, v in zip(whole.numbers, whole, strict=True)])
-                total.backward()
-                share += float(total.detach())
-            found[0].append(share)
+            weighted = seed % 2 == 1 and pp == 1
+            plan = random_plan(LENGTHS, num_ranks // (tp * pp), seed, weighted=weighted, num_stages=pp)
+            found[0].append(hdp.plan(batch, plan=plan).forward_backward(of_micro))
             found[1].append(hdp.gradients())
             hdp.step()
         return found
 
     results = on_ranks(num_ranks, llama, work)
     for seed in SEEDS:
-        assert sum(shares[seed] for shares, _ in results) == pytest.approx(wanted, rel=1e-10)
+        assert results[0][0][seed] == pytest.approx(wanted, rel=1e-10)
         assert_gradients(results[-1][1][seed], gradients)
 
 
 @pytest.mark.parametrize(
     ("loss_and_labels", "mesh"),
     [
-        *pairs(COUPLED, MESHES[1::3]),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in product(COUPLED, [*MESHES[:1], *MESHES[2:4]])),
+        *pairs(COUPLED, MESHES[1:5:3]),
+        *pairs(COUPLED, MESHES[2:7:4]),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in product(COUPLED, [*MESHES[:1], *MESHES[3:6:2]])
+        ),
     ],
 )
-def test_a_loss_that_couples_documents(llama: nn.Module, loss_and_labels: tuple, mesh: tuple[int, int]) -> None:
+def test_a_loss_that_couples_documents(llama: nn.Module, loss_and_labels: tuple, mesh: tuple[int, int, int]) -> None:
     """In one pass and in two, loss, gradients and metrics are those of one process."""
-    (loss, labels), (num_ranks, tp) = loss_and_labels, mesh
+    (loss, labels), (num_ranks, tp, pp) = loss_and_labels, mesh
     batch = rollouts()
     wanted, gradients, metrics = one_process(llama, batch, by_labels(batch, labels, loss))
 
     def work(group: Any, model: nn.Module) -> list[Any]:
-        hdp = bytescale.HDP(model, group, capacity_tokens=160 * tp // num_ranks, tp=tp)
+        hdp = bytescale.HDP(model, group, capacity_tokens=160 * tp * pp // num_ranks, tp=tp, pp=pp)
         hdp.adamw(lr=0.0)
         found = []
         for passes in (1, 2, None):

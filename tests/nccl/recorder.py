@@ -7,7 +7,8 @@ all ranks' records meet under NCCL's rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bytescale.attention import AttentionRules
 from bytescale.attention.blocks import BlockSet
 from bytescale.attention.kernels import OfQueries, lse_dtype
-from bytescale.runtime.executor import _Run
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.pipeline import Action, StageLinks, run_stage
 
 SEND, RECEIVE = "send", "receive"
 
@@ -218,20 +219,21 @@ def _record_rank(rank: int, shape: MeshShape, step: Callable[[Mesh], object], op
         if group.group is not None:
             group.exchange = group.make_exchange(batched=True)
 
-    def labelled(method: Callable) -> Callable:
-        def run(self: _Run, action: tuple[int, int], received: Tensor | None) -> Tensor | None:
+    def labelled(links: StageLinks, forward: Any, around: Any, behind_backward: Any) -> None:
+        @contextmanager
+        def noted(action: Action) -> Iterator[None]:
             direction = "backward" if action[0] else "forward"
             log.during = f"{direction} of micro-batch {action[1]} on stage {mesh.stage}"
             try:
-                return method(self, action, received)
+                with around(action):
+                    yield
             finally:
                 log.during = f"after the {log.during}"
 
-        return run
+        run_stage(links, forward, noted, behind_backward)
 
     with (
-        patch.object(_Run, "forward", labelled(_Run.forward)),
-        patch.object(_Run, "backward", labelled(_Run.backward)),
+        patch("bytescale.runtime.executor.run_stage", labelled),
         patch("bytescale.attention.rings.exchange.dist", batching()),
         _Launches(log),
     ):

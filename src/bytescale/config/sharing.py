@@ -17,6 +17,23 @@ REFUSED_WITH_TP = {
     "indexer_loss": ("a rank would see the probabilities of its own heads alone", "train indexers without tp"),
 }  # fmt: skip
 """What a loop of one's own cannot do yet with tensor parallelism, the consequence, and what to do."""
+REFUSED_WITH_PP = {
+    "a loop over micro-batches": (
+        "a stage has no output before the one in front of it has run, and no gradient before the one behind it",
+        "give the body of the loop as a function: hdp.plan(batch).forward_backward(loss)"),
+    'shard = "parameters"': ("stages would gather layers for each micro-batch in flight", "leave shard out"),
+    "equal_counts = True": ("FSDP would shard the layers that a stage lacks", "leave equal_counts out"),
+    "hdp.attach": ("the second model would need stages of its own", "score with it in an HDP of its own"),
+    "hdp.weights() of adapters": ("a stage lacks those of the others", "take weights and adapters from hdp.state()"),
+    "hdp.prefill": ("a rank would have the caches of its own layers alone", "prefill with an HDP without pp"),
+    "hdp.run": ("a plan from elsewhere may let stages wait for each other", "call hdp.plan(batch, plan=plan)"),
+    "hdp.keep_copies": ("a pipeline without one of its stages could not go on", "leave it out, and use hdp.save"),
+    "images, videos or audios in documents": ("encoders lie on the first stage alone", "train on text with pp"),
+    "routes and chosen keys": ("the loss sees the last stage's layers alone", "record and replay without pp"),
+    "torch.autocast": ("messages between stages have the weights' dtype", "load the model in bf16"),
+    "layer.compile()": ("the compiler cannot follow where a stage ends", "leave layers as they are"),
+}  # fmt: skip
+"""The same with pipelines."""
 
 
 def sharing_domain(shard: str, domain: int, num_ranks: int, ranks_per_node: int) -> int:
@@ -63,8 +80,9 @@ def check_invariant(*, invariant: bool, tp: int, experts: str) -> None:
         )  # fmt: skip
 
 
-def require_beside_tp(what: str, tp: int) -> None:
-    """Raise ``ConfigError`` where ``tp`` ranks share a model."""
-    so, fix = REFUSED_WITH_TP[what]
-    if tp > 1:
-        raise ConfigError(f"{what} with tp = {tp}", so=so, fix=f"{fix}, or leave tp at 1")
+def require_beside(what: str, tp: int, pp: int = 1) -> None:
+    """Raise ``ConfigError`` where ``tp`` ranks share matrices, or ``pp`` stages the layers, and ``what`` needs all."""
+    for name, size, refused in (("tp", tp, REFUSED_WITH_TP), ("pp", pp, REFUSED_WITH_PP)):
+        if size > 1 and what in refused:
+            so, fix = refused[what]
+            raise ConfigError(f"{what} with {name} = {size}", so=so, fix=f"{fix}, or leave {name} at 1")

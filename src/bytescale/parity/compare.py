@@ -22,6 +22,7 @@ from bytescale.config.schema import Experts
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
 from bytescale.hf.loop.hdp import HDP
+from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.blind import INDEXED
 from bytescale.hf.model.interface import names_in
 from bytescale.hf.model.selectors import LowestFirst
@@ -39,6 +40,7 @@ class Setup:
 
     num_ranks: int = 3
     tp: int = 1
+    pp: int = 1
     lengths: tuple[int, ...] = (37, 1, 8, 3, 24)
     seed: int = 0
     planner: str = "random"
@@ -119,9 +121,10 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
     """The same step by ``HDP``, on ranks that are threads of this process."""
     lengths = [len(document["tokens"]) for document in documents]
     total = float(sum(document["weights"].sum() for document in documents))
-    plan, num_hdp = None, setup.num_ranks // setup.tp
+    plan, num_hdp = None, setup.num_ranks // (setup.tp * setup.pp)
     if setup.planner == "random":
-        plan = random_plan(lengths, num_hdp, setup.seed, weighted=setup.domain == 1, domain=setup.domain)
+        alike = {"domain": setup.domain, "num_stages": setup.pp}
+        plan = random_plan(lengths, num_hdp, setup.seed, weighted=max(alike.values()) == 1, **alike)
     capacity = max(-(-sum(lengths) // 3), -(-max(lengths) // num_hdp) + 1)
 
     def one_rank(group: dist.ProcessGroup) -> StepNumbers:
@@ -131,6 +134,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
             group,
             capacity_tokens=capacity,
             tp=setup.tp,
+            pp=setup.pp,
             planner="adaptive" if setup.planner == "random" else setup.planner,  # type: ignore[arg-type]
             equal_counts=setup.equal_counts,
             shard="parameters" if setup.domain > 1 else "optimizer",
@@ -138,20 +142,20 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
             experts=setup.experts,
         )
         hdp.optimizer(torch.optim.SGD, lr=0.0)
-        loss_sum = 0.0
+
+        def loss_of(micro: Micro) -> Tensor:
+            logits = own(**micro.inputs).logits[0, : micro.num_rows]
+            losses = F.cross_entropy(logits, micro.labels, reduction="none", ignore_index=IGNORE_INDEX)
+            return (micro.weights.to(losses.dtype) * losses).sum() / total
+
         with WideCasts():
-            for micro in hdp.plan(documents, plan=plan):
-                logits = own(**micro.inputs).logits[0, : micro.num_rows]
-                losses = F.cross_entropy(logits, micro.labels, reduction="none", ignore_index=IGNORE_INDEX)
-                loss = (micro.weights.to(losses.dtype) * losses).sum() / total
-                loss.backward()
-                loss_sum += float(loss.detach())
+            loss = hdp.plan(documents, plan=plan).forward_backward(loss_of)
         gradients = hdp.gradients()
         hdp.zero_grad()
         with WideCasts(), torch.no_grad():
-            for micro in hdp.plan(documents, plan=plan):
-                hdp.collect(micro, micro.logprobs(own, rows_at_a_time=7))
-        return StepNumbers(loss=loss_sum, logprobs=hdp.collected(), gradients=gradients)
+            planned = hdp.plan(documents, plan=plan)
+            planned.forward_backward(lambda micro: hdp.collect(micro, micro.logprobs(own, rows_at_a_time=7)))
+        return StepNumbers(loss=loss, logprobs=hdp.collected(), gradients=gradients)
 
     try:
         results = run_ranks(setup.num_ranks, one_rank)
@@ -159,7 +163,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise
-    return replace(results[-1], loss=sum(own.loss for own in results))
+    return results[-1]
 
 
 def difference(reference: StepNumbers, ours: StepNumbers) -> Comparison:
@@ -180,12 +184,14 @@ def difference(reference: StepNumbers, ours: StepNumbers) -> Comparison:
     )
 
 
-def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: bool = False, domain: int = 1) -> Plan:
+def random_plan(
+    lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: bool = False, domain: int = 1, num_stages: int = 1
+) -> Plan:
     """A plan that respects every rule except that capacity is whatever it takes.
 
     Sequences are thrown together into groups of random ranks in random member order, with a random shape. Local groups
-    join the micro-batches of shared ones or get their own, wherever they fall. For lockstep domains, which equal shares
-    are needed for, the plan is aligned.
+    join the micro-batches of shared ones or get their own, wherever they fall. For lockstep domains and for pipelines,
+    which equal shares are needed for, the plan is aligned.
     """
     random = np.random.default_rng(seed)
     sequences = random.permutation(len(lengths))
@@ -222,7 +228,7 @@ def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: 
     plan = Plan.build(
         lengths=lengths, capacity_tokens=[capacity] * num_ranks, groups=groups, schedule=schedule, planner="random"
     )
-    if domain > 1:
+    if domain > 1 or num_stages > 1:
         plan = align(plan, cluster=Cluster.uniform(num_ranks, capacity), cost=CostModel.from_work())
     return replace(plan, domain=domain)
 

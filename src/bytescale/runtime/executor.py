@@ -19,7 +19,7 @@ from bytescale.plan import MicroBatch, RankPlan
 from bytescale.runtime.loss import IGNORE_INDEX, Head, PlainHead, loss_sum, token_losses
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.lockstep import Units
-from bytescale.runtime.pipeline import Action, StageLinks
+from bytescale.runtime.pipeline import Action, StageLinks, run_stage
 from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.tied import TiedHead
 from bytescale.runtime.token_shards import TokenShards, own_rows
@@ -160,11 +160,10 @@ class Executor:
         if self.part.batch_loss is not None:
             self.part.batch_loss.reset(rank_plan.num_tokens)
 
-        def step(action: Action, received: Tensor | None) -> Tensor | None:
-            with around(action) if action[1] < count else nullcontext():
-                return run.backward(action, received) if action[0] else run.forward(action, received)
+        def own_around(action: Action) -> AbstractContextManager[None]:
+            return around(action) if action[1] < count else nullcontext()
 
-        self._walk(rank_plan, run, step, backward=True)
+        self._walk(rank_plan, run, run.forward, own_around, backward=True)
         after_last_message()
         if self.part.tied is not None:
             self.part.tied.add_gradient()
@@ -176,19 +175,12 @@ class Executor:
     ) -> list[Tensor]:
         """Run forward only. Returns the losses ``[T]`` of each micro-batch's tokens; 0 for a token without a target.
 
-        On ranks that are not on the last stage the result is empty. The order is that of a training step, which cannot
-        hang; messages of backward carry zeros.
+        On ranks that are not on the last stage the result is empty.
         """
         run = self._begin(rank_plan, micro_batches, 1.0, beside)
         losses: dict[int, Tensor] = {}
-        inputs: dict[int, Tensor | None] = {}
 
-        def step(action: Action, received: Tensor | None) -> Tensor | None:
-            backward, index = action
-            if backward:
-                given = inputs.pop(index)
-                return None if given is None else torch.zeros_like(given)
-            inputs[index] = received
+        def forward(index: int, received: Tensor | None) -> Tensor:
             output = run.output(index, received)
             if not self.mesh.is_last_stage:
                 return output
@@ -199,9 +191,9 @@ class Executor:
                 shards.begin(len(labels))
                 own = shards.gather_for_loss(own)
             losses[index] = own
-            return None
+            return own
 
-        self._walk(rank_plan, run, step, backward=False)
+        self._walk(rank_plan, run, forward, lambda _: nullcontext(), backward=False)
         return [losses[index] for index in sorted(losses)][: len(micro_batches)]
 
     def _begin(
@@ -216,12 +208,15 @@ class Executor:
         return _Run(self, plan, data, num_global_targets, beside, RingBuffers())
 
     def _walk(
-        self, rank_plan: RankPlan, run: _Run, step: Callable[[Action, Tensor | None], Tensor | None], *, backward: bool
+        self,
+        rank_plan: RankPlan,
+        run: _Run,
+        forward: Callable[[int, Tensor | None], Tensor],
+        around: Callable[[Action], AbstractContextManager[None]],
+        *,
+        backward: bool,
     ) -> None:
-        """Run ``step`` for every forward and backward, from what it receives to what it sends to the next stage.
-
-        Then take part in the rounds of the lockstep domain in which this rank has no micro-batch: its last ones.
-        """
+        """Run the stage. Then take part in the rounds of the lockstep domain in which this rank has no micro-batch."""
         module = self.part.module
         dtype = next(iter(module.parameters())).dtype
         if self.units is not None:
@@ -230,10 +225,7 @@ class Executor:
         if self.part.tied is not None:
             self.part.tied.send_weights()
         links = StageLinks(self.mesh, rank_plan, module.hidden_size, dtype)
-        links.exchange(0)
-        for place, action in enumerate(links.actions):
-            links.exchange(place + 1, step(action, links.receive(place)))
-        links.finish()
+        run_stage(links, forward, around, run.buffers.release)
         if self.units is not None:
             for _ in range(len(rank_plan.micro_batches), rank_plan.num_rounds):
                 self.units.pass_without_work(backward=backward)
@@ -267,19 +259,12 @@ class _Run:
     buffers: RingBuffers
     losses: list[Tensor] = field(default_factory=list)
     num_targets: int = 0
-    held: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    """micro-batch -> input and output of its forward, kept until its backward."""
 
-    def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        """Run one forward. Returns the input ``[t, C]`` of the next stage; None on the last one, which has the loss."""
-        _, index = action
-        is_last = self.executor.mesh.is_last_stage
+    def forward(self, index: int, received: Tensor | None) -> Tensor:
+        """Run one forward. Returns the input ``[t, C]`` of the next stage, and on the last one the loss."""
         with self.executor.part.activations.forward(self.plan[index]):
-            output = self.output(index, None if received is None else received.requires_grad_())
-            if is_last:
-                output = self._loss(output, self.data[index])
-        self.held[index] = received, output
-        return None if is_last else output.detach()
+            output = self.output(index, received)
+            return self._loss(output, self.data[index]) if self.executor.mesh.is_last_stage else output
 
     def output(self, index: int, received: Tensor | None) -> Tensor:
         """``[t, C]`` output of the stage for a micro-batch; ``received``: None on the first stage."""
@@ -293,14 +278,6 @@ class _Run:
         hidden = executor.part.module(inputs, positions, attention, **more)
         self.buffers.release()
         return hidden
-
-    def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        """Run one backward from the gradient of the output. Returns that of the input; None on the first stage."""
-        _, index = action
-        inputs, output = self.held.pop(index)
-        output.backward(received)
-        self.buffers.release()
-        return None if inputs is None else inputs.grad
 
     def result(self) -> StepResult:
         # All ranks of a TP group have the same loss, or each has its rows'.

@@ -106,6 +106,11 @@ class Mesh:
     def is_last_stage(self) -> bool:
         return self.stage == self.shape.pp - 1
 
+    @property
+    def pipeline(self) -> RankGroup:
+        """The stages of this rank's pipeline, for what is no message between two of them."""
+        return self.forward[0] if self.forward else RankGroup(device=self.world.device)
+
     def ring_exchange(self, shared: SharedGroup | None) -> Exchange:
         """Return the exchange for a slice group: on all members the node's, if all of them are on this node.
 
@@ -193,9 +198,15 @@ class Mesh:
         )
 
     @staticmethod
-    def of_hdp(world: RankGroup, domain: int = 1, tp: int = 1) -> Mesh:
-        """The mesh without pipelines of all ranks of ``world``, which call it together."""
-        return Mesh.of(world, MeshShape(hdp=world.size // tp, tp=tp), world.make_part, domain=domain)
+    def of_hdp(world: RankGroup, domain: int = 1, tp: int = 1, pp: int = 1) -> Mesh:
+        """The mesh of all ranks of ``world``, which call it together."""
+        mesh = Mesh.of(world, MeshShape(hdp=world.size // (tp * pp), tp=tp, pp=pp), world.make_part, domain=domain)
+        mesh.connect()
+        return mesh
+
+    def smallest_of_stage(self, own: Sequence[float]) -> list[float]:
+        """The minimum over the ranks of this pipeline stage of each of these numbers. All of them call it."""
+        return self.tp.min_of(self.hdp.min_of(own))
 
 
 def node_group(

@@ -8,6 +8,8 @@ work that its device has been given, including messages. ``plan.schedule.message
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -21,6 +23,49 @@ from bytescale.runtime.token_shards import own_rows
 
 Action = tuple[int, int]
 """(1 for a backward or 0 for a forward, micro-batch): a row of ``plan.schedule.stage_actions``."""
+
+
+def run_stage(
+    links: StageLinks,
+    forward: Callable[[int, Tensor | None], Tensor],
+    around: Callable[[Action], AbstractContextManager[None]],
+    behind_backward: Callable[[], None],
+) -> None:
+    """Run the forwards and backwards of a step on this stage, and exchange with its neighbours what they make.
+
+    Without gradients the order is that of a training step, which cannot hang; messages of backward carry zeros.
+
+    Args:
+        links: of the step.
+        forward: from the number of a micro-batch, and the output ``[t, C]`` of the stage before (None: it is the first
+            one), to this stage's output; on the last stage to the loss, a scalar.
+        around: makes the context of each forward and backward. A wait for another stage is outside.
+        behind_backward: called behind each backward.
+    """
+    held: dict[int, tuple[Tensor | None, Tensor | None]] = {}  # input and output of each forward, until its backward
+    trains = torch.is_grad_enabled()
+
+    def made_by(action: Action, received: Tensor | None) -> Tensor | None:
+        is_backward, index = action
+        if not is_backward:
+            output = forward(index, None if received is None else received.requires_grad_(trains))
+            held[index] = received, output if trains else None
+            return None if links.mesh.is_last_stage else output.detach()
+        given, kept = held.pop(index)
+        if kept is not None:
+            kept.backward(received)
+            behind_backward()
+        if given is None:
+            return None
+        return torch.zeros_like(given) if given.grad is None else given.grad
+
+    links.exchange(0)
+    for place, action in enumerate(links.actions):
+        received = links.receive(place)
+        with around(action):
+            made = made_by(action, received)
+        links.exchange(place + 1, made)
+    links.finish()
 
 
 class StageLinks:

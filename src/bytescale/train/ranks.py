@@ -79,12 +79,6 @@ class Ranks:
         nodes = nodes_of(self.world)
         return max(1, min(nodes.count(node) for node in nodes) // self.mesh.shape.tp)
 
-    def smallest_of_stage(self, own: Sequence[float]) -> list[float]:
-        """The minimum over the ranks of this pipeline stage of each of these numbers. Every rank calls it."""
-        everyone = self.world.share([float(self.mesh.stage), *own])
-        of_stage = (rest for stage, *rest in everyone if stage == self.mesh.stage)
-        return [min(column) for column in zip(*of_stage, strict=True)]
-
     @property
     def is_first(self) -> bool:
         """Whether this rank prints and keeps the run folder."""

@@ -25,6 +25,7 @@ def make_planner(
     domain: int = 1,
     offload: OffloadRule | None = None,
     limits: MemoryLimits | None = None,
+    num_stages: int = 1,
 ) -> VerifiedPlanner:
     """A function from the lengths of a global batch's documents to a plan, which can be pickled.
 
@@ -38,6 +39,7 @@ def make_planner(
         domain: otherwise, consecutive ranks that run in lockstep.
         offload: what a micro-batch may offload, so that it holds more than ``capacity_tokens``; None: nothing.
         limits: memory that plans are checked against; None: they are not.
+        num_stages: of a pipeline, in which plans let no stages wait for each other for ever.
 
     Raises ``ConfigError`` for a planner that does not exist, or numbers that are not positive.
     """
@@ -48,5 +50,6 @@ def make_planner(
         Cluster.uniform(num_ranks, capacity_tokens, offload=offload),
         CostModel.from_work() if cost is None else cost,
         limits,
+        num_stages,
         domain=num_ranks if equal_counts else domain,
     )

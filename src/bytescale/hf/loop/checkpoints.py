@@ -60,10 +60,7 @@ def load(session: Session, path: Path) -> dict[str, Any]:
 
 
 def _architecture(session: Session) -> dict[str, Any]:
-    shapes = {
-        entry.name: list(entry.cut.shape) for zero in session.sharded().zeros for entry in zero.parameters.entries
-    }
-    return {"model": type(session.model).__name__, "parameters": shapes}
+    return {"model": type(session.model).__name__, "parameters": session.sharded().shapes()}
 
 
 def _checkpoints(session: Session, folder: Path, keep: int) -> tuple[Checkpointer, dist.ProcessGroup]:

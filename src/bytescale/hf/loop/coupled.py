@@ -67,7 +67,7 @@ def backward_of(
     hdp = given.hdp
     planned, passes = _cheaper(given, labels, passes)
     of_rows: Values = values or (lambda micro: micro.logprobs(hdp.model))
-    result, wrong = LossOfBatch(passes=passes), list[int]()
+    result, counted, wrong = LossOfBatch(passes=passes), LossOfBatch(passes=1), list[int]()
 
     def loss_of(numbers: list[int], value_of: Callable[[int], Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
         """Loss and metrics of the label of these documents, which are ``wrong`` if the loss is no number."""
@@ -78,8 +78,7 @@ def backward_of(
 
     if passes == 2:
         with torch.no_grad():
-            for micro in planned:
-                planned.collect(micro, of_rows(micro))
+            planned.forward_backward(lambda micro: planned.collect(micro, of_rows(micro)))
         wholes = [whole.requires_grad_() for whole in planned.collected()]
         for numbers in of_labels.values():
             part, metrics = loss_of(numbers, wholes.__getitem__)
@@ -90,18 +89,19 @@ def backward_of(
         gradients = [torch.zeros_like(whole) if whole.grad is None else whole.grad for whole in wholes]
         backward_from(planned, [sums_of_rows(own, gradients) for own in planned.micro_batches], of_rows)
         return result
-    counted = LossOfBatch(passes=1)
-    for micro in planned:
+
+    def of_micro(micro: Micro) -> Tensor:
         rows = of_rows(micro)
-        documents = micro.documents(rows)
-        total = rows[:0].sum()
+        documents, total = micro.documents(rows), rows[:0].sum()
         for numbers in of_labels.values():
             if numbers[0] in documents.numbers:
                 part, metrics = loss_of(numbers, documents.of)
                 total = total + part
                 if documents.counted[documents.numbers.index(numbers[0])]:
                     counted.add(float(part.detach()), metrics)
-        total.backward()
+        return total
+
+    planned.forward_backward(of_micro)
     told, wrong = all_gather_json([counted.loss, counted.metrics, wrong], hdp.group.group, hdp.group.device), []
     for own_loss, own_metrics, own_wrong in told:
         result.add(own_loss, own_metrics)
@@ -126,9 +126,12 @@ def sums_of_rows(plan: MicroBatch, values: Sequence[Tensor] | Mapping[int, Tenso
 
 def backward_from(planned: PlannedBatch, gradients: Sequence[Tensor], of_rows: Values) -> None:
     """Run a batch and go backward from ``gradients [T, ...]`` of each micro-batch's rows ``of_rows``."""
-    for micro, gradient in zip(planned, gradients, strict=True):
+
+    def with_gradient(micro: Micro) -> Tensor:
         rows = of_rows(micro)
-        rows.backward(gradient=gradient[micro.rows].to(rows).reshape(rows.shape))
+        return (rows * gradients[micro.index][micro.rows].to(rows).reshape(rows.shape)).sum()
+
+    planned.forward_backward(with_gradient)
 
 
 def _scalar(returned: Any, numbers: list[int]) -> tuple[Tensor, Mapping[str, Any]]:
@@ -172,7 +175,8 @@ def _cheaper(given: BatchToPlan, labels: Sequence[Hashable], passes: int | None)
 
         def seconds_of(number: int, cost: CostModel) -> float:
             plan, forest = plans[number]
-            return evaluate(plan, cluster=hdp.planner.cluster, cost=cost_of_trees(cost, forest)).end_seconds
+            own = cost_of_trees(cost, forest)
+            return evaluate(plan, cluster=hdp.planner.cluster, cost=own, num_stages=hdp.planner.num_stages).end_seconds
 
         seconds = {number: seconds_of(number, hdp.cost) for number in plans}
         seconds[2] += seconds_of(2, hdp.forward_cost())

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bytescale.common.environment import ranks_here
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.config.schema import DataConfig, Experts, PlannerName, Shard
-from bytescale.config.sharing import check_experts, check_invariant, require_beside_tp, sharing_domain
+from bytescale.config.sharing import check_invariant
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.model import CostModel
@@ -29,11 +28,10 @@ from bytescale.hf.loop.batch_plan import BatchToPlan, CutBatch, planned_ahead
 from bytescale.hf.loop.micro_batch import Engine, Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.room import Capacity, Room, require_use_of_memory
+from bytescale.hf.loop.session import mesh_of
 from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.decoder import HFDecoder, second_model
 from bytescale.plan import Plan
-from bytescale.runtime.group import RankGroup
-from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.saved.checkpointing import Checkpointing
 
 if TYPE_CHECKING:
@@ -60,6 +58,7 @@ class HDP(Updates):
         *,
         capacity_tokens: Capacity,
         tp: int = 1,
+        pp: int = 1,
         device_gib: float | None = None,
         planner: PlannerName = "adaptive",
         equal_counts: bool = False,
@@ -82,7 +81,7 @@ class HDP(Updates):
             model: a causal decoder of transformers, or a module around one (peft). Outside of plans it stays as it is.
             group: the ranks; None: all ranks, or this one alone where torch.distributed has not been initialised.
             capacity_tokens: of a micro-batch of a rank; ``auto``: see ``hf.loop.room``. Several share longer documents.
-            tp: consecutive ranks that share matrices and rows, one rank for plans. The model is cut for good.
+            tp: consecutive ranks that share matrices and rows, one rank for plans; ``pp``: stages. They cut the model.
             device_gib: what plans may use of a rank's device; None: most of it with ``auto``, else they are unchecked.
             planner: see ``make_planner``; ``cost``: what it believes of training; None: counted from the model.
             equal_counts: whether all ranks get equally many micro-batches, as FSDP needs; some have a row of no token.
@@ -100,15 +99,14 @@ class HDP(Updates):
         Raises ``ConfigError`` where a plan would not give the results of one process; ``RankFailure`` if ranks differ.
         """
         self.attach_anew = partial(HDP.__init__, **{name: own for name, own in locals().items() if name != "__class__"})
-        super().__init__(model, _mesh_of(group, model, tp, shard, domain, experts, equal_counts=equal_counts), experts)
-        self.domain = self.mesh.hdp.size if equal_counts else self.mesh.domain.size
+        super().__init__(model, mesh_of(group, model, (tp, pp), shard, domain, experts, equal_counts), experts)
         require_use_of_memory(capacity_tokens, device_gib, host_gib, equal_counts, forward_only)
         check_invariant(invariant=invariant, tp=tp, experts=experts)
         learned = (indexer_loss, indexer_loss_coefficient) if indexer_loss else None
         decoder = HFDecoder(model, longest_document=longest_document, indexer_loss=learned, invariant=invariant)
         with ExitStack() as undo:
             undo.callback(decoder.undo)
-            self._make_part(decoder)
+            self._make_part(decoder, equal_counts)
             self.engine = Engine(decoder, self.mesh, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
             undo.callback(self.engine.close)
             self._prepare(capacity_tokens, device_gib, planner, cost, forward_only)
@@ -119,23 +117,25 @@ class HDP(Updates):
         """Tokens that one micro-batch of a rank may hold."""
         return self.room.capacity_tokens
 
-    def _make_part(self, decoder: HFDecoder) -> None:
+    def _make_part(self, decoder: HFDecoder, equal_counts: bool) -> None:
         """Reduce the model to this rank's part, once all ranks have been seen to have the same one."""
-        self._weights = {} if self.recovery is not None else weight_sums(self.model)  # of copies, in a moment
-        if self.mesh.tp.size > 1:
-            self.group.agree("the weights of the model", self._fingerprint(decoder.structure))
+        self.domain = self.mesh.hdp.size if equal_counts else self.mesh.domain.size
+        weights = {} if self.recovery is not None else weight_sums(self.model)  # of copies, in a moment
+        shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
+        self._fingerprint = digest_of(decoder.structure, shapes, weights)
+        if self.mesh.hdp.size < self.group.size:
+            self.group.agree("the weights of the model", self._fingerprint)
         self.cuts = self._cut(decoder)
 
     def _cut(self, decoder: HFDecoder) -> dict[str, Cut] | None:
-        if self.mesh.tp.size == 1:
+        if self.mesh.tp.size == self.mesh.shape.pp == 1:
             return None
         from bytescale.hf.model.parallelize import parallelize  # where no rank has a whole model
         from bytescale.runtime.optimizer.lockstep import refuse_state_dicts
 
-        cuts = parallelize(decoder, self.mesh, cuts_words=False).cuts
         for layer in decoder.layers:
             refuse_state_dicts(layer)
-        return cuts
+        return parallelize(decoder, self.mesh, cuts_words=False).cuts
 
     def _prepare(
         self,
@@ -162,11 +162,12 @@ class HDP(Updates):
             domain=self.domain,
             offload=self.room.offload,
             limits=self.room.limits,
+            num_stages=self.mesh.shape.pp,
         )
         decoder = self.engine.decoder
         sharing = self.domain, self.mesh.domain.size, self.experts, decoder.learned, decoder.is_invariant
-        settings = (self.structure, self.cost, self.capacity_tokens, sharing, self.planner.config)
-        self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint(settings))
+        settings = digest_of(self._fingerprint, self.cost, self.capacity_tokens, sharing, self.planner.config)
+        self.group.agree("the weights of the model, its attention or the settings of HDP", settings)
 
     def attach(self, model: nn.Module, *, same_tokenizer: bool = False) -> None:
         """Let a second model run the micro-batches of this object, without gradients: a reference, or a teacher.
@@ -179,6 +180,7 @@ class HDP(Updates):
 
         Raises ``ConfigError`` as ``HDP(...)``, and for another vocabulary; ``RankFailure`` for different weights.
         """
+        self.require("hdp.attach")
         decoder = second_model(model, self.engine.decoder, same_tokenizer=same_tokenizer)
         self.group.agree("the weights of a second model", digest_of(decoder.structure, weight_sums(model)))
         self._cut(decoder)
@@ -236,6 +238,8 @@ class HDP(Updates):
             )
         shared = tuple(per_document) if share_prefixes else None
         given = BatchToPlan.of(self, batch, shift_labels=shift_labels, per_document=shared)
+        if plan is not None and self.mesh.shape.pp > 1:  # or stages could wait for each other
+            self.planner.check(plan)
         cut = given.cut(*(given.plan(together, self.planner_of(capacity_tokens)) if plan is None else (plan, None)))
         return cut.agreed(last=last)
 
@@ -310,7 +314,7 @@ class HDP(Updates):
 
     def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
         """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``); ``last``: see ``plan``."""
-        require_beside_tp("hdp.run", self.mesh.tp.size)
+        self.require("hdp.run")
         for rows in part.rows:
             fields = {name: {0: values} for name, values in rows.items()}
             self.engine.decoder.require_fitting(fields, part.lengths)
@@ -358,34 +362,5 @@ class HDP(Updates):
         """
         from bytescale.hf.loop.prefill import prefill  # few loops generate
 
-        require_beside_tp("hdp.prefill", self.mesh.tp.size)
+        self.require("hdp.prefill")
         return prefill(self, prompts, ready)
-
-    def _fingerprint(self, settings: object) -> int:
-        """63 bits of what has to be equal on all ranks: of the model, its weights when they were whole, and more."""
-        shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
-        return digest_of(settings, shapes, self._weights)
-
-
-def _mesh_of(
-    group: dist.ProcessGroup | None, model: nn.Module, tp: int, shard: Shard, domain: int | None, experts: Experts, *,
-    equal_counts: bool,
-) -> Mesh:  # fmt: skip
-    check_experts(experts, shard)
-    if equal_counts and shard == "parameters":
-        raise ConfigError(
-            'equal_counts = True with shard = "parameters"',
-            so="two engines would shard the same parameters",
-            fix="leave equal_counts out: ranks that share parameters run in lockstep",
-        )
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    world = RankGroup(None if group is None or group.size() == 1 else group, device=next(model.parameters()).device)
-    world.agree("tp, shard, domain or experts of HDP", digest_of(tp, shard, domain or 0, experts))
-    if tp < 1 or world.size % tp:
-        raise ConfigError(f"tp is {tp}, and there are {world.size} ranks", fix="give a tp that divides their number")
-    for what, is_asked in (("equal_counts = True", equal_counts), ('experts = "parallel"', experts == "parallel")):
-        if is_asked:
-            require_beside_tp(what, tp)
-    per_node = max(1, ranks_here(world.size) // tp)
-    return Mesh.of_hdp(world, sharing_domain(shard, domain or 0, world.size // tp, per_node), tp)

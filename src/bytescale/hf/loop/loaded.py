@@ -23,7 +23,6 @@ from bytescale.hf.batch.documents import RankBatch
 from bytescale.hf.loop.pictures import PictureLoader
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.session import Session
-from bytescale.hf.model.head import embeddings_of
 from bytescale.hf.model.long_rope import require_short_enough
 from bytescale.runtime.plain_data import broadcast_json
 
@@ -61,6 +60,8 @@ class LoadedBatches:
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         for data in self.steps:
+            if data.items is not None:
+                self.hdp.require("images, videos or audios in documents")
             require_short_enough(data.plan.lengths.tolist(), self.hdp.engine.decoder.longest_document)
             self.hdp.agree(f"the plan of step {data.step}", data.rank_plan.digest)
             self.state = data.sampler_state_after
@@ -90,7 +91,7 @@ def loaded_batches(
         loader.dtype, loader.ranks = next(hdp.model.parameters()).dtype, (group.rank, group.size)
         if (memory := hdp.room.memory) is not None:
             loader.memory = memory.rows, hdp.engine.activations.keeps_graphs
-        check_vocabulary(loader.metadata, len(embeddings_of(hdp.model)[0].weight))
+        check_vocabulary(loader.metadata, hdp.engine.decoder.words[0] or 0)
         if state is not None:
             loader.load_state_dict(state)
         start = loader.state_dict()

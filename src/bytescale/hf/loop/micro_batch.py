@@ -16,7 +16,7 @@ from bytescale.attention.flash import open_attention
 from bytescale.common.errors import ConfigError, DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.units import GIBI
-from bytescale.config.sharing import require_beside_tp
+from bytescale.config.sharing import require_beside
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
@@ -101,7 +101,7 @@ class Micro:
 
         Raises ``PlanError`` where ranks share documents: a sum or mean over such a run is not the document's.
         """
-        require_beside_tp("micro.segments", 1 if self._token_rows is None else self._token_rows.shards.tp.size)
+        require_beside("micro.segments", self._engine.mesh.shape.tp)
         if self.plan.trees is not None:
             raise PlanError(
                 f"micro-batch {self.index} has rows that several documents share",
@@ -172,6 +172,7 @@ class Micro:
     def _choices(self) -> Choices:
         from bytescale.hf.model.routes import Choices  # few loops look at routes
 
+        require_beside("routes and chosen keys", 1, self._engine.mesh.shape.pp)
         _ = self._engine.routers  # watched from now on
         if self.target.choices is None:
             self.target.choices = Choices(self.num_rows)
@@ -203,6 +204,7 @@ class Micro:
     def _key_choices(self) -> KeyChoices:
         from bytescale.hf.model.chosen_keys import KeyChoices  # few loops look at them
 
+        require_beside("routes and chosen keys", 1, self._engine.mesh.shape.pp)
         if self.target.key_choices is None:
             names = self.target.decoder.choosers
             self.target.key_choices = KeyChoices(list(names), max(names.values(), default=0))
@@ -310,7 +312,7 @@ class Engine:
         """While it is open, the process has the flash implementation that was chosen for the model."""
         tried = torch.float16 if next(decoder.parameters()).dtype == torch.float16 else torch.bfloat16  # or by autocast
         if heads := heads_of(decoder.structure):
-            self.attention.enter_context(open_attention(kernel, group.device, tried, heads, group.min_of))
+            self.attention.enter_context(open_attention(kernel, group.device, tried, heads, mesh.smallest_of_stage))
         name = "math" if kernel == "math" else "flash"
         self._kernel = cache(lambda dtype: select_kernel(name, group.device, dtype))
         self.others: list[HFDecoder] = []
@@ -364,7 +366,7 @@ class Engine:
 
         Every rank calls it, and gets the same.
         """
-        from bytescale.hf.model.measure import measure_rows, measured_memory  # where memory is limited
+        from bytescale.hf.model.measure import measure_rows, measured_memory, of_all_stages  # where memory is limited
 
         parameters = list(self.decoder.parameters())
         gradients = [parameter.grad for parameter in parameters]
@@ -374,9 +376,10 @@ class Engine:
             rows = measure_rows(self.decoder, self._kernel(parameters[0].dtype), self.activations, self.group.device)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        rows = rows.of_all(self.group.min_of)
+        rows = rows.of_all(self.mesh.smallest_of_stage)
         kind: DeviceKind = "cuda" if self.group.device.type == "cuda" else "cpu"
-        return measured_memory(self.decoder, rows, kind=kind, num_ranks=self.mesh.hdp.size)
+        own = measured_memory(self.decoder, rows, kind=kind, num_ranks=self.mesh.hdp.size)
+        return of_all_stages(own, self.mesh)
 
 
 def _foreign_model(name: str) -> ConfigError:

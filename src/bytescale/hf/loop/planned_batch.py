@@ -10,7 +10,8 @@ reductions when its loop over the batch ends. Nothing else may use the gradients
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +26,10 @@ from bytescale.plan.last_message import last_backward_is_silent
 
 if TYPE_CHECKING:
     from bytescale.hf.loop.encoded import EncodedItems
+
+
+LossOfMicro = Callable[[Micro], Any]
+"""From a micro-batch to a scalar; without gradients to anything."""
 
 
 class PlannedBatch(Collector):
@@ -65,30 +70,104 @@ class PlannedBatch(Collector):
         own = self.rank_plan.micro_batches
         return [*own, *(MicroBatch.of_documents(index, []) for index in range(len(own), self.rank_plan.num_rounds))]
 
+    def forward_backward(self, loss: LossOfMicro) -> float:
+        """Run every micro-batch forward, and backward from ``loss(micro)``. Every rank calls it; ``step`` follows.
+
+        It is a loop whose body is a function, as pipelines need: on the last stage alone, ``loss`` runs the model on a
+        micro-batch, once, and returns a scalar: a sum over rows, divided by a number of the global batch. Under
+        ``torch.no_grad()`` there is no backward, and it need not return anything.
+
+        Returns the sum over all micro-batches of all ranks, the same on every rank. Raises as a loop does.
+        """
+        losses = list[torch.Tensor]()
+
+        def noted(micro: Micro) -> Any:
+            total = loss(micro)
+            if torch.is_grad_enabled() and not (micro.target.trained and isinstance(total, torch.Tensor)):
+                raise ConfigError(
+                    f"the loss of micro-batch {micro.index} did not run the model, or returned {type(total).__name__}",
+                    so="ranks would wait for a gradient that does not come",
+                    fix="return a scalar made by micro.loss_sum(model), micro.logprobs(model) or model(**micro.inputs)",
+                )
+            if isinstance(total, torch.Tensor):
+                losses.append(total.detach().double())
+            return total
+
+        if self.hdp.mesh.shape.pp > 1:
+            self._run_stage(noted)
+        for micro in self if self.hdp.mesh.shape.pp == 1 else ():
+            total = noted(micro)
+            if torch.is_grad_enabled():
+                total.backward()
+        return self.hdp.group.sum_of([float(sum(losses))])[0]
+
+    def _run_stage(self, loss: LossOfMicro) -> None:
+        """Run the micro-batches on this stage of a pipeline."""
+        from bytescale.runtime.pipeline import StageLinks, run_stage  # few loops have stages
+
+        hdp, decoder, buffers = self.hdp, self.hdp.engine.decoder, RingBuffers()
+        if torch.is_autocast_enabled(hdp.group.device.type):
+            hdp.require("torch.autocast")
+        if torch.is_grad_enabled():
+            hdp.sharded()  # adds up what ranks have, also of a tied embedding on two stages
+
+        def forward(index: int, received: torch.Tensor | None) -> Any:
+            micro = self._micro(index, self.micro_batches[index], buffers)
+            with decoder.receiving(received, micro.inputs["input_ids"].shape[1]):
+                is_last = hdp.mesh.is_last_stage
+                output = loss(micro) if is_last else decoder.output(micro.inputs, micro.plan.num_tokens)
+            buffers.release()
+            return output
+
+        self._begin()
+        if hdp.tied is not None:
+            hdp.tied.send_weights()
+        links = StageLinks(hdp.mesh, self.rank_plan, decoder.hidden_size, next(decoder.parameters()).dtype)
+        run_stage(links, forward, lambda _: nullcontext(), buffers.release)
+        if torch.is_grad_enabled() and hdp.tied is not None:
+            hdp.tied.add_gradient()
+        self._end()
+
+    def _begin(self) -> None:
+        self._kept = []
+        self.hdp.require_ranks_of(self._mesh)
+        self.hdp.begin_batch(self)
+
     def __iter__(self) -> Iterator[Micro]:
         hdp = self.hdp
-        self._kept = []
-        hdp.require_ranks_of(self._mesh)
-        hdp.begin_batch(self)
+        hdp.require("a loop over micro-batches")
+        self._begin()
         buffers, encoded = RingBuffers(), None
         if self._encode is not None:
             encoded = self._encode(hdp.engine.decoder, hdp.group, keeps_graphs=hdp.engine.activations.keeps_graphs)
             hdp.encoders_backward = encoded.backward
         for index, plan in enumerate(self.micro_batches):
-            rows = self.part.rows[index] if index < len(self.part.rows) else self.part.no_rows
-            micro = hdp.engine.micro(plan, rows, buffers)
-            if encoded is not None:
-                micro.inputs |= encoded.beside(index)
             if self._last and index + 1 == len(self):
                 hdp.pending.require_backwards("gradients are reduced (last=True)")
-                # Behind the last backward comes that of encoders, whose rows travel.
-                silent = encoded is None and last_backward_is_silent(self.rank_plan)
-                hdp.sharded().expect_last_backward(silent)
-            hdp.pending.add(self.number, len(self), index, micro.target)
+            micro = self._micro(index, plan, buffers)
+            if encoded is not None:
+                micro.inputs |= encoded.beside(index)
             yield micro
             micro.target.require_finished()
             buffers.release()
         hdp.finish_items()
+        self._end()
+
+    def _micro(self, index: int, plan: MicroBatch, buffers: RingBuffers) -> Micro:
+        """The micro-batch of this number, which is run now."""
+        hdp = self.hdp
+        rows = self.part.rows[index] if index < len(self.part.rows) else self.part.no_rows
+        micro = hdp.engine.micro(plan, rows, buffers)
+        if self._last and index + 1 == len(self):
+            # Behind the last backward comes that of encoders, whose rows travel.
+            silent = self._encode is None and last_backward_is_silent(self.rank_plan, hdp.mesh.stage)
+            hdp.sharded().expect_last_backward(silent)
+        hdp.pending.add(self.number, len(self), index, micro.target)
+        return micro
+
+    def _end(self) -> None:
+        """All micro-batches have been run: gradients may be reduced, if no others follow."""
+        hdp = self.hdp
         if self._last:
             hdp.pending.require_backwards("gradients are reduced (last=True)")
             hdp.pending.require_trained(self.number)

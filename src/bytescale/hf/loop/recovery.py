@@ -21,6 +21,7 @@ class Recovery:
     def __init__(self, hdp: Session, store: dist.Store | None, make_optimizer: Callable[[], object]) -> None:
         """``HDP.keep_copies``. ``make_optimizer``: as it was made."""
         mesh, world = hdp.mesh, hdp.group.group
+        hdp.require("hdp.keep_copies")
         _require(mesh.tp.size == mesh.domain.size == 1, "ranks share parameters or matrices")
         _require(not hdp.engine.others, "a second model is attached")
         _require(world is dist.group.WORLD, "the ranks are not those of WORLD, or there is one")

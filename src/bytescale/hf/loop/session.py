@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,24 +11,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bytescale.common.environment import ranks_here
 from bytescale.common.errors import ConfigError
-from bytescale.config.schema import Experts
-from bytescale.config.sharing import require_beside_tp
+from bytescale.config.schema import Experts, Shard
+from bytescale.config.sharing import check_experts, require_beside, sharing_domain
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
-from bytescale.hf.loop.alike import WEIGHTS_EVERY, require_alike, weight_sums
+from bytescale.hf.loop.alike import WEIGHTS_EVERY, digest_of, require_alike, weight_sums
 from bytescale.hf.loop.micro_batch import Engine
 from bytescale.hf.loop.pending import Collector, PendingPasses
 from bytescale.hf.loop.room import Room
 from bytescale.hf.model.probe import ModelStructure
 from bytescale.planner.verified import VerifiedPlanner
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.parking import Parking
 
 if TYPE_CHECKING:
     from bytescale.common.cut import Cut
-    from bytescale.runtime.mesh import Mesh
     from bytescale.runtime.optimizer.lockstep import Units
     from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+    from bytescale.runtime.tied import TiedHead
 
 
 class Session:
@@ -36,7 +40,8 @@ class Session:
     Attributes:
         planner, room, cost: see ``HDP``.
         mesh, group: the ranks as a mesh, in which those of ``mesh.domain`` share parameters, and all of them.
-        cuts: with tensor parallelism, by name which part of a parameter this rank has; None: it has whole ones.
+        cuts: where ranks have parts of the model, by name which part of a parameter; None: they have whole ones.
+        tied: keeps an embedding one that is the head, too, where they lie on two stages; None: they do not.
         domain: ranks that run in lockstep.
         looped: takes the results of the loop that ran last; None: a batch was planned since.
         encoders_backward: what the loop over a batch with images still owes; None: nothing.
@@ -54,6 +59,7 @@ class Session:
     looped: Collector | None = None
     encoders_backward: Callable[[], None] | None = None
     is_reducing = False
+    tied: TiedHead | None = None
     attach_anew: Callable[[], None]
     recovery: Callable[[], list[int]] | None = None
     _num_agreed = 0
@@ -126,7 +132,7 @@ class Session:
         self.require_no_reduction("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
         if self.cuts and any(module._compiled_call_impl for module in self.model.modules()):
-            require_beside_tp("layer.compile()", self.mesh.tp.size)
+            self.require("layer.compile()")
         for decoder in (self.engine.decoder, *self.engine.others):
             decoder.require_unchanged(with_training=self.has_optimizer)
         self.require_at_home("weights")
@@ -143,6 +149,10 @@ class Session:
             loss.reset(looped.part.rank_plan.num_tokens)
         self.looped = looped
 
+    def require(self, what: str) -> None:
+        """Raise ``ConfigError`` if ``what`` cannot be had on this mesh (``config.sharing``)."""
+        require_beside(what, self.mesh.shape.tp, self.mesh.shape.pp)
+
     def agree(self, what: str, value: int) -> None:
         """Raise ``RankFailure`` unless all ranks hold the same ``value``, and in some batches the same weights.
 
@@ -151,7 +161,8 @@ class Session:
         """
         is_due, self._num_agreed = self._num_agreed % WEIGHTS_EVERY == 0, self._num_agreed + 1
         sums = weight_sums(self.model) if is_due and self.units is None else {}
-        parts = {name: sums.pop(name) for name, cut in (self.cuts or {}).items() if cut.count > 1 and name in sums}
+        is_part = {name: cut.count > 1 or self.mesh.shape.pp > 1 for name, cut in (self.cuts or {}).items()}
+        parts = {name: sums.pop(name) for name in [*sums] if is_part.get(name)}
         require_alike(self.group, what, value, sums)
         if parts:
             require_alike(self.mesh.hdp, "their parts of the weights", 0, parts)
@@ -195,3 +206,30 @@ class Session:
             raise ConfigError("this HDP has no optimizer", fix="call hdp.adamw(lr=...) or hdp.optimizer(...) first")
         self._optimizer.require_not_replaced(self.model)
         return self._optimizer
+
+
+def mesh_of(
+    group: dist.ProcessGroup | None, model: nn.Module, degrees: tuple[int, int], shard: Shard, domain: int | None,
+    experts: Experts, equal_counts: bool,
+) -> Mesh:  # fmt: skip
+    """The mesh of an ``HDP``, whose arguments these are; ``degrees``: tp and pp. Raises ``ConfigError``."""
+    (tp, pp), parts = degrees, math.prod(degrees)
+    check_experts(experts, shard)
+    if equal_counts and shard == "parameters":
+        raise ConfigError(
+            'equal_counts = True with shard = "parameters"',
+            so="two engines would shard the same parameters",
+            fix="leave equal_counts out: ranks that share parameters run in lockstep",
+        )
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    world = RankGroup(None if group is None or group.size() == 1 else group, device=next(model.parameters()).device)
+    world.agree("tp, pp, shard, domain or experts of HDP", digest_of(degrees, shard, domain or 0, experts))
+    if min(degrees) < 1 or world.size % parts:
+        raise ConfigError(
+            f"tp is {tp}, pp is {pp}, and there are {world.size} ranks", fix="let tp * pp divide their number"
+        )
+    for what in (f"equal_counts = {equal_counts}", f'experts = "{experts}"', f'shard = "{shard}"'):
+        require_beside(what, tp, pp)
+    per_node = max(1, ranks_here(world.size) // tp)
+    return Mesh.of_hdp(world, sharing_domain(shard, domain or 0, world.size // parts, per_node), tp, pp)

@@ -67,6 +67,7 @@ class Updates(Session):
         """
         from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
         from bytescale.runtime.optimizer.take_over import take_over  # scoring has no optimizer
+        from bytescale.runtime.tied import TiedHead
 
         if self._optimizer is not None:
             raise ConfigError(
@@ -78,8 +79,8 @@ class Updates(Session):
             former.leave(self.model)
         decoder = self.engine.decoder
         decoder.require_unchanged(with_training=False)
-        named = list(self.model.named_parameters())
-        parts = decoder.layers
+        stage, parts = decoder.stage, decoder.layers
+        named = [(name, p) for name, p in self.model.named_parameters() if stage is None or name in stage.names]
         if self.mesh.domain.size > 1:
             _, parts = decoder.head, decoder.parts  # the head is found by a pass
         self._optimizer = take_over(
@@ -95,6 +96,7 @@ class Updates(Session):
             late=decoder.late_parameters(),
         )
         self._optimizer.join(self.model)
+        self.tied = TiedHead.of(self.mesh, None if stage is None else stage.tied, self._optimizer.zeros)
         self._optimizer_of = {"cls": cls, "group_options": group_options, "offload": offload, **options}
         decoder.begin_training()
         decoder.attachment.ran_plain_backward = False
@@ -303,18 +305,23 @@ class Updates(Session):
 
         For inference engines: adapters are merged into what is yielded, and tied weights come once. ``dtype``: of the
         tensors; None: the model's. Without it a tensor may be the model's own memory. Every rank may call it alone,
-        unless ranks share the parameters (``shard``, ``tp``): all of them go through it to its end then. Raises
+        unless ranks share the parameters (``shard``, ``tp``, ``pp``): all of them go through it to its end then. Raises
         ``ConfigError`` for adapters that are not added to a weight.
         """
         from bytescale.hf.files.weight_stream import named_weights  # for inference engines
         from bytescale.runtime.optimizer.zero import whole_of
 
         self.require_at_home("weights")
-        cuts = None if self.cuts is None else {id(p): self.cuts[name] for name, p in self.model.named_parameters()}
+        if any(".lora_" in name for name, _ in self.model.named_parameters()):
+            self.require("hdp.weights() of adapters")
+        names, stage = {id(p): name for name, p in self.model.named_parameters()}, self.engine.decoder.stage
 
         def whole(parameter: nn.Parameter) -> Tensor:
             value = parameter.detach() if self.units is None else self.units.whole(parameter)
-            return value if cuts is None else whole_of(value, cuts[id(parameter)], self.mesh.tp)
+            if self.cuts is None:
+                return value
+            is_here = stage is None or names[id(parameter)] in stage.names
+            return whole_of(value, self.cuts[names[id(parameter)]], self.mesh, is_here=is_here)
 
         return named_weights(self.model, dtype, whole, self.units)
 
@@ -332,7 +339,7 @@ class Updates(Session):
 
         self.require_at_home("weights")
         is_whole = convert is not None or any(".lora_" in name for name, _ in self.model.named_parameters())
-        if share and not is_whole and (self.units is not None or self.cuts):
+        if share and not is_whole and (self.units is not None or self.cuts) and self.mesh.shape.pp == 1:
             return held_parts(self.model, dtype, self.mesh, self.units, self.cuts or {})
         rank, size = (self.group.rank, self.group.size) if share else (0, 1)
         return parts_of(self.weights(dtype), rank, size, convert)

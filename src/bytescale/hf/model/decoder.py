@@ -24,7 +24,7 @@ from bytescale.cost.spec import ModelSpec
 from bytescale.hf.model.blind import INDEXED, NUM_ROWS, Blind, LayerRecurrence
 from bytescale.hf.model.changes import Snapshot
 from bytescale.hf.model.costs import experts_of, spec_of
-from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states, require_words
+from bytescale.hf.model.head import ModelHead, embeddings_of, has_plain_head, hidden_states, require_words, words_of
 from bytescale.hf.model.interface import KEYWORD, Attachment, names_in, refusal, while_set
 from bytescale.hf.model.long_rope import fix_rope, longest_document_of, require_short_enough, unfix_rope
 from bytescale.hf.model.passes import MicroBatchPass
@@ -47,6 +47,7 @@ class HFDecoder(nn.Module):
         structure: every layer's attention, as the probe has found it.
         attachment: of the model to our attention.
         attentions, mixers: the layers by module.
+        words: see ``head.words_of``.
         stage: which pipeline stage it is; None: the whole model.
         frozen: names of parameters that are not trained since they choose keys (``selectors``).
         is_frozen: whether it is a second model, which runs without gradients.
@@ -70,12 +71,12 @@ class HFDecoder(nn.Module):
         super().__init__()
         if any("is_cut" in vars(module) for module in model.modules()):
             raise ConfigError(
-                "the model is a tensor-parallel rank's part of itself, which HDP(..., tp=...) has made",
-                so="it has some heads and columns alone, and could not be attached again",
+                "the model is a rank's part of itself, which HDP(..., tp=..., pp=...) has made",
+                so="it has some heads, columns or layers alone, and could not be attached again",
                 fix="make the model anew",
             )
         self.model = model
-        self.frozen: list[str] = []
+        self.frozen, self.words = list[str](), words_of(model)
         with ExitStack() as undo:
             self.attachment = Attachment(model)
             undo.callback(self.attachment.detach)
@@ -123,7 +124,7 @@ class HFDecoder(nn.Module):
 
     def require_fitting(self, fields: Mapping[str, Mapping[int, Tensor]], lengths: Sequence[int]) -> None:
         """Raise ``DataError`` for words (``require_words``) or ``lengths`` of documents that the model lacks."""
-        require_words(fields, self.model)
+        require_words(fields, self.model, self.words)
         require_short_enough(lengths, self.longest_document)
 
     def require_unchanged(self, *, with_training: bool) -> None:
@@ -318,6 +319,8 @@ class HFDecoder(nn.Module):
             mixers=tuple(mixer for mixer in mixers if mixer.name in names),
         )
         self.num_calls = len(self.structure.names)
+        vars(self.model)["is_cut"] = True
+        self.begin_training()
 
     def input_of(self, tokens: Tensor) -> Tensor:
         """What ``forward`` takes for ``tokens [T]``: themselves, or zeros ``[T, C]`` from the stage before."""
@@ -350,15 +353,23 @@ class HFDecoder(nn.Module):
             inputs, position_ids = inputs.new_zeros(1), position_ids.new_zeros(1)
         if self.token_rows is not None:
             inputs = self.token_rows.tokens(inputs)
-        if received is not None:
-            received = nn.functional.pad(received, (0, 0, 0, len(inputs) - len(received)))[None]
         target = MicroBatchPass(self, lambda dtype: attention, num_rows)
         given: dict[str, Any] = {"input_ids": inputs[None], "position_ids": position_ids[None], "use_cache": False}
+        with self.receiving(received, len(inputs)):
+            return self.output({**given, **(beside or {}), KEYWORD: target}, num_rows)
+
+    def receiving(self, received: Tensor | None, num_inputs: int) -> AbstractContextManager[None]:
+        """Makes the context of a pass on ``num_inputs`` rows, from the ``[t, C]`` of the stage before, if there is."""
+        if received is not None:
+            received = nn.functional.pad(received, (0, 0, 0, num_inputs - len(received)))[None]
+        return while_set(filter(None, [self.stage]), "received", received)
+
+    def output(self, inputs: dict[str, Any], num_rows: int) -> Tensor:
+        """What ``forward`` returns, from the model's own inputs, in a context of ``receiving``."""
         try:
-            with while_set(filter(None, [self.stage]), "received", received):
-                hidden, _ = hidden_states(self.model, {**given, **(beside or {}), KEYWORD: target})
+            hidden, _ = hidden_states(self.model, inputs)
         except StageEnd as end:
-            target.require_all_calls()
+            inputs[KEYWORD].require_all_calls()
             return self.own_rows(end.hidden[0], num_rows)
         return hidden[0, :num_rows] if self.token_rows is None else self.token_rows.output(hidden[0], num_rows)
 

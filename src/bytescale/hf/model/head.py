@@ -189,11 +189,17 @@ def embeddings_of(model: Any) -> tuple[Any, Any]:
     return given, output
 
 
-def require_words(fields: Mapping[str, Mapping[int, Tensor]], model: nn.Module) -> None:
+def words_of(model: nn.Module) -> list[int | None]:
+    """Words of the whole model's embedding and of its head; None where it has none."""
+    weights = [getattr(module, "weight", None) for module in embeddings_of(model)]
+    return [None if weight is None else len(weight) for weight in weights]
+
+
+def require_words(fields: Mapping[str, Mapping[int, Tensor]], model: nn.Module, num_words: list[int | None]) -> None:
     """Raise ``DataError`` for tokens outside of the model's embedding, and labels outside of its head.
 
     ``fields``: ``tokens`` and ``labels``, each ``[S]`` by the number of the document. A token that stands for an image
-    is refused, too: towers take no part.
+    is refused, too: towers take no part. ``num_words``: ``words_of`` the whole model.
     """
     root = causal_model(model)
     towers = [name for name, _ in root.named_modules() if re.search("vis(ion|ual)|audio", name.rpartition(".")[2])]
@@ -206,11 +212,10 @@ def require_words(fields: Mapping[str, Mapping[int, Tensor]], model: nn.Module) 
                 so="the model would see a word without meaning in its place",
                 fix="give the images with their document (images=[...]), or train on text alone",
             )
-    for name, module in zip(("tokens", "labels"), embeddings_of(model), strict=True):
-        weight = getattr(module, "weight", None)
-        if weight is None:
+    for name, words in zip(("tokens", "labels"), num_words, strict=True):
+        if words is None:
             continue
-        words, ignored = weight.shape[0], IGNORE_INDEX if name == "labels" else 0
+        ignored = IGNORE_INDEX if name == "labels" else 0
 
         def wrong(values: Tensor, words: int = words, ignored: int = ignored) -> Tensor:
             return ((values < 0) | (values >= words)) & (values != ignored)

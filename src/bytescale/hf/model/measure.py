@@ -30,7 +30,9 @@ from bytescale.hf.model.stages import hand_on, parts_of
 from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import PlainHead
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.lockstep import units_of
+from bytescale.runtime.plain_data import all_gather_json
 from bytescale.runtime.saved.activations import Activations
 
 DOCUMENT_TOKENS = 32
@@ -344,6 +346,12 @@ class OnMeta(TorchDispatchMode):
             if all(own.is_meta and own.untyped_storage()._cdata != place for own in _tensors(given)):
                 self.made[key] = result.shape, result.stride(), result.dtype
         return result
+
+
+def of_all_stages(own: MeasuredMemory, mesh: Mesh) -> MeasuredMemory:
+    """That of all stages of a pipeline, from each one's. All of them call it."""
+    told = all_gather_json(asdict(own), mesh.pipeline.group, mesh.world.device)
+    return own if len(told) == 1 else MeasuredMemory.of_stages(told)
 
 
 def _shapes(value: Any) -> Any:

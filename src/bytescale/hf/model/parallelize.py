@@ -16,7 +16,7 @@ from torch import nn
 
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
-from bytescale.config.sharing import require_beside_tp
+from bytescale.config.sharing import require_beside
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.stages import cut_to_stage
 from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism, planned_cuts
@@ -56,7 +56,7 @@ def parallelize(
     Raises ``ConfigError`` for a model that cannot be cut so, by name, and for a stage that has nothing to train.
     """
     if mesh is not None and decoder.indexer_loss is not None:
-        require_beside_tp("indexer_loss", mesh.tp.size)
+        require_beside("indexer_loss", mesh.tp.size)
     number, count = stage or ((0, 1) if mesh is None else (mesh.stage, mesh.shape.pp))
     named = list(decoder.model.named_parameters())
     cuts = {name: Cut(shape=tuple(parameter.shape)) for name, parameter in named}
@@ -71,7 +71,7 @@ def parallelize(
         raise ConfigError(
             f"pipeline stage {number} of {count} has no parameter that is trained",
             so="its ranks would have nothing to update",
-            fix="use fewer stages (parallel.pp), or train more of the model",
+            fix="use fewer stages (pp), or train more of the model",
         )
     whole, parts = (
         sum(math.prod(size) for size in sizes)

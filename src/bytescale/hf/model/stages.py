@@ -23,8 +23,8 @@ from bytescale.common.errors import ConfigError
 from bytescale.cost.profile import stages_of
 from bytescale.hf.model.costs import layers_of
 from bytescale.hf.model.decoder import HFDecoder
-from bytescale.hf.model.head import embeddings_of
-from bytescale.hf.model.interface import refusal
+from bytescale.hf.model.head import causal_model, embeddings_of
+from bytescale.hf.model.interface import refusal, running_pass
 from bytescale.hf.model.passes import documents_alone
 from bytescale.hf.model.stage import Stage, StageEnd
 
@@ -106,7 +106,8 @@ def _whole_pass(decoder: HFDecoder, layers: Sequence[nn.Module]) -> _Pass:
         raise _refusal(names[layers[0]], "the layers do not run in the order of their numbers")
     for module in seen.before.keys() & seen.behind:
         raise _refusal(names[module], "it runs before the layers and behind them")
-    if any(given.shape != (1, len(given[0]), decoder.hidden_size) for given in seen.given.values()):
+    width, dtype = decoder.hidden_size, next(decoder.model.parameters()).dtype
+    if any(given.shape != (1, len(given[0]), width) or given.dtype != dtype for given in seen.given.values()):
         raise _refusal(names[layers[0]], "what layers hand on is not one row of hidden states for each token")
     return seen
 
@@ -114,7 +115,10 @@ def _whole_pass(decoder: HFDecoder, layers: Sequence[nn.Module]) -> _Pass:
 def _absent(
     decoder: HFDecoder, layers: Sequence[nn.Module], own: Sequence[nn.Module], seen: _Pass, stage: Stage
 ) -> list[nn.Parameter]:
-    """The parameters of other stages. Those that no pass uses belong to the first stage. Sets ``stage.names``."""
+    """The parameters of other stages. Sets ``stage.names``.
+
+    Those that no pass uses belong to the first stage; those of a module around the model, for the loss, to the last.
+    """
     embedding, head = (getattr(module, "weight", None) for module in embeddings_of(decoder.model))
     tied = embedding if embedding is head else None
     kept = {id(p) for layer in own for p in layer.parameters()}
@@ -122,6 +126,7 @@ def _absent(
     if shared := kept & others.keys():
         raise _refusal(others[shared.pop()], "layers of several stages have it in common")
     behind = {id(p) for module in seen.behind for p in module.parameters()}
+    behind |= set(map(id, decoder.model.parameters())) - set(map(id, causal_model(decoder.model).parameters()))
     ends: set[int] = set()  # not on this stage
     for parameter in decoder.model.parameters():
         key = id(parameter)
@@ -200,7 +205,18 @@ def hand_on(parts: int, *args: Any, **kwargs: Any) -> Any:
 
 
 def _end(*args: Any, **kwargs: Any) -> Any:
+    if running_pass() is None:
+        raise _not_a_pass()
     raise StageEnd(_stream(args, kwargs))
+
+
+def _not_a_pass() -> ConfigError:
+    return ConfigError(
+        "a model that is cut to a pipeline stage was run outside of a plan, or twice for one micro-batch",
+        so="the layers of other stages would be missing",
+        fix="run it once in the loss of hdp.plan(batch).forward_backward(loss); a second pass, such as one without "
+        "adapters, is a forward_backward() of its own under torch.no_grad()",
+    )
 
 
 def _nothing(dtype: torch.dtype, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Tensor:
@@ -211,11 +227,14 @@ def _nothing(dtype: torch.dtype, shape: tuple[int, ...], *args: Any, **kwargs: A
 
 
 def _receive(stage: Stage, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    received, stage.received = stage.received, None
+    if received is None:
+        raise _not_a_pass()
     if args:
-        return (stage.received, *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": stage.received}
+        return (received, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": received}
 
 
 def _refusal(name: str, what: str) -> ConfigError:
     so = "pipeline stages would not give the results of one process"
-    return refusal(name, what, so=so, fix="set parallel.pp to 1")
+    return refusal(name, what, so=so, fix="set pp (parallel.pp) to 1")

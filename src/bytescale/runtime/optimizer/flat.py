@@ -260,6 +260,12 @@ class FlatParameters:
                 fix="leave clipping to hdp.step(max_grad_norm=...), and multiply the loss by a factor instead of them",
             )
 
+    def add_gradient(self, parameter: nn.Parameter, rows: Tensor) -> None:
+        """Add what another rank has summed for a parameter, as if it were a backward of this one's."""
+        entry = next(entry for entry, own in self.held_entries() if own is parameter)
+        for total in (self.gradient_of(entry), *(copy for own, _, copy in self._copies if own is parameter)):
+            total.add_(rows)
+
     def zero_gradients(self) -> None:
         self.gradients.zero_()
         for *_, copy in self._copies:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,8 @@ from bytescale.runtime.optimizer.flat import FlatParameters, Range, values_of
 from bytescale.runtime.optimizer.host_states import HostTransfers
 from bytescale.runtime.optimizer.lockstep import Units
 from bytescale.runtime.optimizer.optimizers import LR_RATIO, GroupOptions, named_optimizer
-from bytescale.runtime.optimizer.zero import OptimizerShard, ZeroShards, whole_of
+from bytescale.runtime.optimizer.zero import OptimizerShard, ZeroShards, of_all_stages
+from bytescale.runtime.plain_data import all_gather_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,6 @@ class ShardedOptimizer:
             for zero in self.zeros
             for entry, parameter in zip(zero.parameters.entries, zero.parameters.parameters, strict=True)
         }
-        self._cuts = {entry.name: entry.cut for zero in self.zeros for entry in zero.parameters.entries}
         self._made_with = cls, options
         self.torch_optimizer = cls(self._parameter_groups(), **options)
         shards = [shard for zero in self.zeros for shard in zero.shards]
@@ -252,26 +253,22 @@ class ShardedOptimizer:
         """Sums over ranks of all parameters' gradients, by name. Copies."""
         found: dict[str, Tensor] = {}
         for zero in self.zeros:
-            flat = zero.parameters
-            flat.collect_gradients()
-            total = self.group.all_reduce(flat.whole(flat.gradients))
-            for name, part in flat.by_name(total).items():
-                found[name] = whole_of(part, self._cuts[name], self.mesh.tp, is_sum=True)
-        return found
+            zero.parameters.collect_gradients()
+            found.update(zero.whole_values(zero.parameters.whole(zero.parameters.gradients), is_sum=True))
+        return dict(of_all_stages(found, self.mesh))
 
     def state(self) -> dict[str, Any]:
         """``{"num_updates", "numbers", "tensors": {parameter: {state: whole CPU tensor}}}``, the same on all ranks."""
-        tensors: dict[str, dict[str, Tensor]] = {}
+        found, tensors = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
         for zero in self.zeros:
             for name, ranges in sorted(self.states(zero).items()):
-                flat = zero.parameters
-                whole = flat.gradients.new_zeros(flat.buckets[-1].stop)
+                whole = zero.parameters.gradients.new_zeros(zero.parameters.buckets[-1].stop)
                 for own in ranges:
                     whole[own.start : own.start + len(own.values)] = own.values
-                self.group.all_reduce(whole)
-                for parameter, part in flat.by_name(whole).items():
-                    values = whole_of(part, self._cuts[parameter], self.mesh.tp)
-                    tensors.setdefault(parameter, {})[name] = values.cpu()
+                found |= {f"{parameter} {name}": value.cpu() for parameter, value in zero.whole_values(whole)}
+        for key, value in of_all_stages(found, self.mesh):
+            parameter, name = key.split(" ")
+            tensors.setdefault(parameter, {})[name] = value.cpu()
         return {"num_updates": self.num_updates, "numbers": self.state_numbers(), "tensors": tensors}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -348,9 +345,13 @@ class ShardedOptimizer:
         for call in (*self.before_norm, *self.behind_update):
             call()
 
+    def shapes(self) -> dict[str, list[int]]:
+        """Of all whole parameters that are trained, by name. All stages of a pipeline call it."""
+        own = {entry.name: list(entry.cut.shape) for zero in self.zeros for entry in zero.parameters.entries}
+        return dict(ChainMap(*all_gather_json(own, self.mesh.pipeline.group, self.group.device)))
+
     def _require_fitting(self, tensors: dict[str, dict[str, Tensor]]) -> None:
-        ours = {entry.name: entry.cut.shape for zero in self.zeros for entry in zero.parameters.entries}
-        theirs = {name: tuple(states["master"].shape) for name, states in tensors.items()}
+        ours, theirs = self.shapes(), {name: list(states["master"].shape) for name, states in tensors.items()}
         if ours != theirs:
             different = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
             raise CheckpointError(

@@ -8,7 +8,7 @@ numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import BucketCollectives, Chunk, Overlap
 from bytescale.runtime.optimizer.flat import Bucket, FlatParameters
+from bytescale.runtime.plain_data import all_gather_json
 
 _SQUARES_AT_A_TIME = 2**22  # all at once, their fp64 copies would be as large as the optimizer's states
 
@@ -102,6 +103,12 @@ class ZeroShards:
                     own = piece.inside(place)
                     shard.master.data[own].copy_(shard.value[own])
 
+    def whole_values(self, own: Tensor, *, is_sum: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters' values by name, from flat buffers of which ranks have parts, and zeros elsewhere."""
+        parts = self.parameters.by_name(self.mesh.hdp.all_reduce(own))
+        for entry in self.parameters.entries:
+            yield entry.name, whole_of(parts[entry.name], entry.cut, self.mesh, is_sum=is_sum)
+
     def clip(self, grad_norm: float, largest: float) -> None:
         """Scale the reduced gradients so that their global norm, now ``grad_norm``, is at most ``largest`` (0: any)."""
         for shard in self.shards if 0 < largest < grad_norm else ():
@@ -122,17 +129,29 @@ class ZeroShards:
             self.collectives.wait_for_parameters()
 
 
-def whole_of(part: Tensor, cut: Cut, tp: RankGroup, *, is_sum: bool = False) -> Tensor:
+def whole_of(part: Tensor, cut: Cut, mesh: Mesh, *, is_sum: bool = False, is_here: bool | None = None) -> Tensor:
     """A whole parameter from the tensor-parallel ranks' parts. They call it in the same order; a copy if they are many.
 
     Of what several ranks hold alike, one counts; with ``is_sum`` they hold summands, which are added up.
+    ``is_here``: whether this stage has the parameter, where all stages of a pipeline call it; None: this one alone.
     """
-    if tp.size == 1:
+    if mesh.tp.size == 1 and (is_here is None or mesh.shape.pp == 1):
         return part
     whole = part.new_zeros(cut.shape)
-    if is_sum or cut.replica == 0:
+    if is_here is not False and (is_sum or cut.replica == 0):
         cut.put(part, whole)
-    return tp.all_reduce(whole)
+    mesh.tp.all_reduce(whole)
+    return whole if is_here is None else mesh.pipeline.all_reduce(whole)
+
+
+def of_all_stages(own: Mapping[str, Tensor], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """What each stage of a pipeline has under its own names, one tensor at a time, on all of them, which call it."""
+    pipeline = mesh.pipeline
+    mine = [(name, list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in own.items()]
+    for stage, told in enumerate(all_gather_json(mine, pipeline.group, pipeline.device)):
+        for name, shape, dtype in told:
+            whole = own[name] if stage == mesh.stage else torch.zeros(shape, dtype=getattr(torch, dtype))
+            yield name, whole if pipeline.size == 1 else pipeline.all_reduce(whole.to(pipeline.device))
 
 
 def sum_replicas(parameters: FlatParameters, tp: RankGroup) -> None:

@@ -120,7 +120,7 @@ def build_job(
     # 1. Model: this rank's part of it, with its initial weights, and the optimizer.
     model = build_rank_model(
         config, architecture, kernels.kernel, device=ranks.device, dtype=ranks.dtype,
-        smallest=ranks.smallest_of_stage, mesh=ranks.mesh,
+        smallest=ranks.mesh.smallest_of_stage, mesh=ranks.mesh,
     )  # fmt: skip
     optimizer = ShardedOptimizer.of_config(
         model.parameters, config.optimizer, ranks.mesh, more=model.more, units=model.units

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from bytescale.hf.files.folder import constants_of, empty_model, load_model, mak
 from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.model.balance import BalanceLoss
 from bytescale.hf.model.decoder import HFDecoder
-from bytescale.hf.model.measure import measure_rows, measured_memory
+from bytescale.hf.model.measure import measure_rows, measured_memory, of_all_stages
 from bytescale.hf.model.parallelize import RankPart, parallelize
 from bytescale.hf.model.probe import check_widths
 from bytescale.runtime.executor import Decoder
@@ -32,7 +32,6 @@ from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.runtime.optimizer.flat import Entry, FlatParameters
 from bytescale.runtime.optimizer.lockstep import Units, shard_parts
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
-from bytescale.runtime.plain_data import all_gather_json
 from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.tied import TiedHead
 from bytescale.train.parts.activations import activations_of
@@ -69,11 +68,7 @@ class RankModel:
         """
         own, (parts, share) = measured_memory(self.part, self.rows, kind=kind, num_ranks=num_ranks), self.planned
         own = own.of_part(parts, share) if parts > 1 else own
-        if ranks is None or ranks.mesh.shape.pp == 1:
-            return own
-        shape = ranks.mesh.shape
-        told = all_gather_json(asdict(own), ranks.checkpoint_group)
-        return MeasuredMemory.of_stages([told[shape.rank(stage, 0, 0)] for stage in range(shape.pp)])
+        return own if ranks is None else of_all_stages(own, ranks.mesh)
 
     def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
         """Give the optimizer the initial weights in full precision."""
@@ -95,15 +90,8 @@ class RankModel:
             head=part.head,
             splits_loss=part.splits_loss,
             batch_loss=part.balance or part.indexer_loss,
-            tied=self._tied(optimizer, mesh),
+            tied=TiedHead.of(mesh, None if part.stage is None else part.stage.tied, optimizer.zeros),
         )
-
-    def _tied(self, optimizer: ShardedOptimizer, mesh: Mesh) -> TiedHead | None:
-        """What keeps a tied embedding one, if its two places are on two stages, and this is one of them."""
-        weight = None if self.part.stage is None else self.part.stage.tied
-        if weight is None or not weight.requires_grad:
-            return None
-        return TiedHead(mesh, weight, self.parameters, optimizer.zeros[0].collectives.wait_for_parameters)
 
 
 def build_rank_model(
