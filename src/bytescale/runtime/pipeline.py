@@ -36,11 +36,9 @@ def run_stage(
     Without gradients the order is that of a training step, which cannot hang; messages of backward carry zeros.
 
     Args:
-        links: of the step.
         forward: from the number of a micro-batch, and the output ``[t, C]`` of the stage before (None: it is the first
             one), to this stage's output; on the last stage to the loss, a scalar.
         around: makes the context of each forward and backward. A wait for another stage is outside.
-        behind_backward: called behind each backward.
     """
     held: dict[int, tuple[Tensor | None, Tensor | None]] = {}  # input and output of each forward, until its backward
     trains = torch.is_grad_enabled()

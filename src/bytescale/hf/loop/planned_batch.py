@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from bytescale.hf.loop.encoded import EncodedItems
 
 
-LossOfMicro = Callable[[Micro], Any]
-"""From a micro-batch to a scalar; without gradients to anything."""
-
-
 class PlannedBatch(Collector):
     """This rank's micro-batches of one global batch; iterating runs through them once, in the plan's order."""
 
@@ -70,7 +66,7 @@ class PlannedBatch(Collector):
         own = self.rank_plan.micro_batches
         return [*own, *(MicroBatch.of_documents(index, []) for index in range(len(own), self.rank_plan.num_rounds))]
 
-    def forward_backward(self, loss: LossOfMicro) -> float:
+    def forward_backward(self, loss: Callable[[Micro], Any]) -> float:
         """Run every micro-batch forward, and backward from ``loss(micro)``. Every rank calls it; ``step`` follows.
 
         It is a loop whose body is a function, as pipelines need: on the last stage alone, ``loss`` runs the model on a
@@ -101,7 +97,7 @@ class PlannedBatch(Collector):
                 total.backward()
         return self.hdp.group.sum_of([float(sum(losses))])[0]
 
-    def _run_stage(self, loss: LossOfMicro) -> None:
+    def _run_stage(self, loss: Callable[[Micro], Any]) -> None:
         """Run the micro-batches on this stage of a pipeline."""
         from bytescale.runtime.pipeline import StageLinks, run_stage  # few loops have stages
 

@@ -214,8 +214,7 @@ def _not_a_pass() -> ConfigError:
     return ConfigError(
         "a model that is cut to a pipeline stage was run outside of a plan, or twice for one micro-batch",
         so="the layers of other stages would be missing",
-        fix="run it once in the loss of hdp.plan(batch).forward_backward(loss); a second pass, such as one without "
-        "adapters, is a forward_backward() of its own under torch.no_grad()",
+        fix="run it once in the loss of hdp.plan(batch).forward_backward(loss), and a second time in another such call",
     )
 
 
