@@ -26,6 +26,8 @@ from tests.hf.support import on_ranks
 
 pytest.importorskip("transformers")
 LENGTHS = (5, 200, 3, 90, 2, 150, 40, 40, 7)
+SHORT = (5, 100, 3, 90, 2)
+"""One rank holds each."""
 
 
 @pytest.fixture
@@ -64,10 +66,13 @@ def rows_of(path: Path) -> list[dict]:
     return pyarrow.parquet.read_table(path).to_pylist()
 
 
-@pytest.mark.parametrize("num_ranks", one_of([2, 3], 3))
-def test_scores_are_those_of_transformers(tmp_path: Path, folder: Path, num_ranks: int) -> None:
-    records = token_records()
-    wanted = options(folder, write_jsonl(tmp_path / "a.jsonl", records), tmp_path / "out.parquet", ranks=num_ranks)
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh"), [*one_of([(2, {}), (3, {}), (2, {"tp": 2})], (3, {})), (4, {"tp": 2, "pp": 2})]
+)
+def test_scores_are_those_of_transformers(tmp_path: Path, folder: Path, num_ranks: int, mesh: dict[str, int]) -> None:
+    records = token_records(SHORT if mesh else LENGTHS)
+    source = write_jsonl(tmp_path / "a.jsonl", records)
+    wanted = options(folder, source, tmp_path / "out.parquet", ranks=num_ranks, **mesh)
     run_forked(num_ranks, lambda _: score_on_ranks(wanted))
     rows = rows_of(wanted.out)
     assert [row["document"] for row in rows] == list(range(len(records)))
@@ -213,6 +218,8 @@ def test_what_cannot_be_scored(tmp_path: Path, folder: Path) -> None:
         score_on_ranks(options(folder, texts, out, content="text"))
     with pytest.raises(ConfigError, match="is not a Hugging Face folder"):
         check_options(options(tmp_path, source, out))
+    with pytest.raises(ConfigError, match=r"tp is 2, pp is 1, and there are 3 ranks.*--ranks a multiple of 2"):
+        prepare(options(folder, source, out, ranks=3, tp=2))
     with pytest.raises(ConfigError, match="--capacity_tokens is 0"):
         run([str(folder), str(source), "--out", str(out), "--capacity-tokens", "0"])
     small_model("gpt2", vocab_size=400).save_pretrained(folder)

@@ -31,6 +31,10 @@ class ScoreOptions(CorpusOptions):
     """`bytes`, or the path of a tokenizer.json or its folder; empty: the model's."""
     ranks: int = field(default=1, metadata=limits(least=1))
     """Processes on this node. Under torchrun, those that are there are joined."""
+    tp: int = field(default=1, metadata=limits(least=1))
+    """Ranks that share each layer's matrices, as `parallel.tp`."""
+    pp: int = field(default=1, metadata=limits(least=1))
+    """Pipeline stages, as `parallel.pp`."""
     capacity_tokens: int = field(default=8192, metadata=limits(least=1))
     """Tokens that one rank holds at once. Longer documents are shared by several ranks."""
     batch_tokens: int = field(default=2**18, metadata=limits(least=1))
@@ -110,9 +114,15 @@ def prepare(options: ScoreOptions) -> None:
     from bytescale.hf.files.folder import require_positions
     from bytescale.hf.scoring.score_file import check_documents
 
+    num_hdp, left = divmod(options.ranks, options.tp * options.pp)
+    if left:
+        raise ConfigError(
+            f"tp is {options.tp}, pp is {options.pp}, and there are {options.ranks} ranks",
+            fix=f"give --ranks a multiple of {options.tp * options.pp}",
+        )
     with progress_bar() as progress:
         corpus = prepare_corpus(options.corpus_config(), progress)
-    check_documents(corpus, options.ranks, options.capacity_tokens, options.corpus_config())
+    check_documents(corpus, num_hdp, options.capacity_tokens, options.corpus_config())
     longest, content = int(corpus.samples.length.max()), read_hf_config(typed_path(options.model))
     require_positions(content, longest, what="a document has", fix="split or truncate documents to {} tokens")
 
@@ -130,7 +140,14 @@ def score_on_ranks(options: ScoreOptions) -> None:
         corpus = prepare_corpus(options.corpus_config())
         model = read_model(folder, read_hf_config(folder), ranks.dtype).eval().to(ranks.device)
         check_vocabulary(corpus.metadata, len(model.get_input_embeddings().weight))
-        hdp = HDP(model, capacity_tokens=options.capacity_tokens, forward_only=True, invariant=options.invariant)
+        hdp = HDP(
+            model,
+            capacity_tokens=options.capacity_tokens,
+            tp=options.tp,
+            pp=options.pp,
+            forward_only=True,
+            invariant=options.invariant,
+        )
         score_corpus(
             hdp,
             corpus,

@@ -68,8 +68,11 @@ def score_batch(hdp: HDP, documents: Sequence[Mapping[str, Any]]) -> list[Tensor
     """The log-probabilities of one global batch; see ``score``."""
     # Other fields are not read: weights, for example, may sum to zero, which a loss could not be divided by.
     needed = [{name: document[name] for name in _NEEDED if name in document} for document in documents]
-    for micro in hdp.plan(needed, share_prefixes=True):
-        hdp.collect(micro, micro.logprobs(hdp.model))
+    return _scored(hdp, hdp.plan(needed, share_prefixes=True))
+
+
+def _scored(hdp: HDP, planned: PlannedBatch) -> list[Tensor]:
+    planned.forward_backward(lambda micro: hdp.collect(micro, micro.logprobs(hdp.model)))  # forward, for stages, too
     return hdp.collected()
 
 
@@ -87,9 +90,7 @@ def score_pictures(
     assert pictures is not None, "it was asked"
     hdp.agree("the plan of a batch", rank_plan.digest)
     part = RankBatch.of(rank_plan, Documents.of(given))
-    for micro in PlannedBatch(hdp, part, encode=pictures.encoded):
-        hdp.collect(micro, micro.logprobs(hdp.model))
-    return hdp.collected()
+    return _scored(hdp, PlannedBatch(hdp, part, encode=pictures.encoded))
 
 
 @dataclass(frozen=True)
