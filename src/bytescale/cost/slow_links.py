@@ -1,13 +1,13 @@
 """How many times as slow as the first cost model's the links of a run are, found from how long its passes take.
 
-A host sees no message of a GPU. What it sees, on every device, is when the passes of a step have ended. The makespan of
-the step's plan says the same for links of any speed: the longer messages take, the more of them no compute hides. So
-every step makes one out of the ``FACTORS`` more or less probable, by the error of the makespan that it gives::
+A host sees no message of a GPU. What it sees, on every device, is when the passes of a step have ended, on average over
+the ranks. The cost model says the same of the step's plan for links of any speed: the longer messages take, the more of
+them no compute hides. So every step makes each of the ``FACTORS`` more or less probable, by the error that it gives::
 
     log weight of a factor after a step = FORGET  log weight before  -  log(1 + (error / NOISE)^2 / 2)
 
 The last term, of a Cauchy distribution, lets no single disturbed step decide. Steps without messages to wait for say
-nothing. Before any step, the logarithm of the factor is normally distributed, as those of other costs are.
+nothing. Before any step, the logarithm of the factor is normally distributed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from bytescale.cost.model import CostModel
 FACTORS: FloatArray = np.exp2(np.arange(-20, 21) / 4.0)
 """The factors that are told apart: 32 times as fast to 32 times as slow, each a fifth above the one before."""
 EVALUATED: FloatArray = FACTORS[::4]
-"""The factors for which a makespan is evaluated. It grows almost linearly between them."""
+"""The factors for which a plan is evaluated. Its seconds grow almost linearly between them."""
 FORGET = 0.85
-NOISE = 0.05
-"""Relative error of a makespan by the right costs."""
-DEVIATION = math.log(10.0)
+NOISE = 0.15
+"""Relative error of the seconds by the right costs. With a third of it, right links seemed up to 2.8 times as slow."""
+DEVIATION = math.log(3.0)
 NEAR = 3
 """Factors on each side of the largest that count. All are as probable as it is where compute hides all messages: then
 the first cost model's links are kept."""
@@ -43,13 +43,13 @@ def with_slow_links(cost: CostModel, factor: float) -> CostModel:
     )
 
 
-def after_step(weights: tuple[float, ...], makespan: Callable[[float], float], seconds: float) -> tuple[float, ...]:
+def after_step(weights: tuple[float, ...], seconds_at: Callable[[float], float], seconds: float) -> tuple[float, ...]:
     """The log weights ``[FACTORS]`` after a step whose passes took ``seconds``; empty weights: nothing is known.
 
     Args:
-        makespan: gives the seconds of the step's plan if links are so many times as slow as the first cost model's.
+        seconds_at: gives those of the step's plan if links are so many times as slow as the first cost model's.
     """
-    seconds_of = np.array([makespan(factor) for factor in EVALUATED.tolist()])
+    seconds_of = np.array([seconds_at(factor) for factor in EVALUATED.tolist()])
     if seconds_of[-1] <= seconds_of[0] * (1 + NOISE):  # links make no difference
         return weights
     error = np.log(np.interp(FACTORS, EVALUATED, seconds_of) / seconds) / NOISE

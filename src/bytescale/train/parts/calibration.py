@@ -6,7 +6,7 @@ import json
 from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, TextIO
 
 import torch.distributed as dist
@@ -102,7 +102,9 @@ class RunCalibration:
             sums = mesh.world.sum_of(own)
             rows = mesh.world.share([calibrator.speed(state, counts, busy_seconds), passes_seconds])
             found = calibrator.after(state, sums, [round(speed, 4) for speed, _ in rows])
-            self.state = self._of_first_rank(found, plan, max(seconds for _, seconds in rows)) if found.terms else found
+            self.state = (
+                self._of_first_rank(found, plan, mean(seconds for _, seconds in rows)) if found.terms else found
+            )
         self.planner.add({step: self.state})
         if self._file is not None:
             planner = self.planner.with_state(self.state)
@@ -111,7 +113,7 @@ class RunCalibration:
             self._file.flush()
 
     def _of_first_rank(self, found: State, plan: Plan, seconds: float) -> State:
-        """``found`` with what ``seconds``, the time of the passes, say of links, and with the first rank's estimates.
+        """``found`` with what ``seconds``, the mean of the ranks' passes, say of links, and the first rank's estimates.
 
         Processors of different kinds round logarithms differently. What the first rank found holds for all.
         """
@@ -119,10 +121,11 @@ class RunCalibration:
         if self._mesh.world.rank == 0:
             alike = self.planner.with_state(replace(found, slow_links=()))
 
-            def makespan(factor: float) -> float:
-                return evaluate(plan, cluster=alike.cluster, cost=with_slow_links(alike.cost, factor)).end_seconds
+            def seconds_at(factor: float) -> float:
+                outcome = evaluate(plan, cluster=alike.cluster, cost=with_slow_links(alike.cost, factor))
+                return float(outcome.rank_end_seconds.mean())
 
-            links = after_step(found.slow_links, makespan, seconds)
+            links = after_step(found.slow_links, seconds_at, seconds)
             numbers = [*found.terms, *(links or numbers[len(found.terms) :])]
         numbers = self._mesh.world.sum_of(numbers)
         terms, links = tuple(numbers[: len(found.terms)]), tuple(numbers[len(found.terms) :])
