@@ -218,7 +218,7 @@ def test_what_cannot_be_scored(tmp_path: Path, folder: Path) -> None:
         score_on_ranks(options(folder, texts, out, content="text"))
     with pytest.raises(ConfigError, match="is not a Hugging Face folder"):
         check_options(options(tmp_path, source, out))
-    with pytest.raises(ConfigError, match=r"tp is 2, pp is 1, and there are 3 ranks.*--ranks a multiple of 2"):
+    with pytest.raises(ConfigError, match=r"3 ranks are no whole number of --tp 2 x --pp 1.*--ranks a multiple of 2"):
         prepare(options(folder, source, out, ranks=3, tp=2))
     with pytest.raises(ConfigError, match="--capacity_tokens is 0"):
         run([str(folder), str(source), "--out", str(out), "--capacity-tokens", "0"])

@@ -117,7 +117,7 @@ def prepare(options: ScoreOptions) -> None:
     num_hdp, left = divmod(options.ranks, options.tp * options.pp)
     if left:
         raise ConfigError(
-            f"tp is {options.tp}, pp is {options.pp}, and there are {options.ranks} ranks",
+            f"{options.ranks} ranks are no whole number of --tp {options.tp} x --pp {options.pp} ranks",
             fix=f"give --ranks a multiple of {options.tp * options.pp}",
         )
     with progress_bar() as progress:
