@@ -28,7 +28,7 @@ from tests.helpers.effort import one_in, one_of
 from tests.helpers.forks import run_forked
 
 from .support import documents, on_ranks, plain_update, small_model
-from .test_tp_loops import LENGTHS, NAMES, TOLERANCE, TREE, assert_same_weights, trained
+from .test_tp_loops import LENGTHS, NAMES, TOLERANCE, TREE, assert_same_weights, require_use_in_plans_alone, trained
 
 MESHES = [(4, 1, 2), (4, 2, 2), (2, 1, 2), (6, 1, 3), (8, 2, 2)]
 """Ranks, tensor-parallel ranks and stages among them."""
@@ -331,14 +331,7 @@ def test_a_stage_is_used_in_plans_alone() -> None:
         hdp = bytescale.HDP(model, group, pp=2, capacity_tokens=60)
         with pytest.raises(ConfigError, match="no optimizer"):
             hdp.plan(documents(LENGTHS)).forward_backward(lambda micro: micro.loss_sum(model))
-        with pytest.raises(ConfigError, match="was run outside of a plan"):
-            model(input_ids=torch.arange(5)[None])
-        for call in (model.state_dict, model.model.state_dict, lambda: model.load_state_dict({})):
-            with pytest.raises(ConfigError, match=r"no rank has all of them.*hdp.weights\(\)"):
-                call()
-        hdp.detach()
-        with pytest.raises(ConfigError, match="a rank's part of itself"):
-            bytescale.HDP(model, group, capacity_tokens=60)
+        require_use_in_plans_alone(hdp, model, group)
 
     on_ranks(2, small_model("llama"), misused)
 

@@ -205,20 +205,25 @@ def test_what_does_not_go_together_is_refused_by_name() -> None:
     on_ranks(2, small_model("llama"), refused)
 
 
+def require_use_in_plans_alone(hdp: bytescale.HDP, model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Of a model that ``hdp`` has cut to a rank's part."""
+    with pytest.raises(ConfigError, match="was run outside of a plan"):
+        model(input_ids=torch.arange(5)[None])
+    for call in (model.state_dict, model.model.state_dict, lambda: model.load_state_dict({})):
+        with pytest.raises(ConfigError, match=r"no rank has all of them.*hdp.weights\(\)"):
+            call()
+    hdp.detach()
+    with pytest.raises(ConfigError, match="a rank's part of itself"):
+        bytescale.HDP(model, group, capacity_tokens=60)
+
+
 def test_a_part_of_a_model_is_used_in_plans_alone() -> None:
     def misused(group: dist.ProcessGroup, model: nn.Module) -> None:
         for tp in (0, 3):
             with pytest.raises(ConfigError, match=f"p is {tp}, pp is 1, and there are 2 ranks"):
                 bytescale.HDP(model, group, tp=tp, capacity_tokens=60)
         hdp = bytescale.HDP(model, group, tp=2, capacity_tokens=60)
-        with pytest.raises(ConfigError, match="was run outside of a plan"):
-            model(input_ids=torch.arange(5)[None])
-        for call in (model.state_dict, model.model.state_dict, lambda: model.load_state_dict({})):
-            with pytest.raises(ConfigError, match=r"no rank has all of them.*hdp.weights\(\)"):
-                call()
-        hdp.detach()
-        with pytest.raises(ConfigError, match="a rank's part of itself"):
-            bytescale.HDP(model, group, capacity_tokens=60)
+        require_use_in_plans_alone(hdp, model, group)
 
     on_ranks(2, small_model("llama"), misused)
 

@@ -49,12 +49,12 @@ def after_step(weights: tuple[float, ...], seconds_at: Callable[[float], float],
     Args:
         seconds_at: gives those of the step's plan if links are so many times as slow as the first cost model's.
     """
-    seconds_of = np.array([seconds_at(factor) for factor in EVALUATED.tolist()])
-    if seconds_of[-1] <= seconds_of[0] * (1 + NOISE):  # links make no difference
+    shortest, longest = seconds_at(float(EVALUATED[0])), seconds_at(float(EVALUATED[-1]))
+    if longest <= shortest * (1 + NOISE):  # links make no difference
         return weights
+    seconds_of = [shortest, *map(seconds_at, EVALUATED[1:-1].tolist()), longest]
     error = np.log(np.interp(FACTORS, EVALUATED, seconds_of) / seconds) / NOISE
-    before = np.array(weights) if weights else np.zeros(len(FACTORS))
-    after: FloatArray = FORGET * before - np.log1p(error**2 / 2)
+    after: FloatArray = FORGET * np.array(weights or [0.0] * len(FACTORS)) - np.log1p(error**2 / 2)
     return tuple((after - after.max()).tolist())
 
 
