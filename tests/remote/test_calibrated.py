@@ -12,7 +12,7 @@ import pytest
 
 from bytescale.config.schema import Config, CostConfig, PlannerConfig
 from bytescale.cost.calibration import TERMS
-from bytescale.plan import RankPlan
+from bytescale.plan import Plan, RankPlan
 from bytescale.plan.io import load_plan
 from bytescale.train.parts.calibration import RunCalibration, counts_of
 from tests.train.runs import interrupt, on_ranks, run, small_run, with_trainer, write_corpus
@@ -26,11 +26,13 @@ def measured(monkeypatch: pytest.MonkeyPatch, ray_address: str) -> None:
     """Ranks measure what their counts say, at a speed of its own each. They join the tests' Ray."""
     observe = RunCalibration.observe
 
-    def observe_counts(self: RunCalibration, step: int, rank_plan: RankPlan, busy_seconds: float) -> None:
+    def observe_counts(
+        self: RunCalibration, step: int, plan: Plan, rank_plan: RankPlan, busy_seconds: float, passes_seconds: float
+    ) -> None:
         row = counts_of(rank_plan, self.planner.calibrator.first).row()
         first = [getattr(self.planner.calibrator.first, name) for name in TERMS]
         busy = float(row @ first) * (3.0 + 0.01 * (step % 3)) / SPEEDS[rank_plan.rank]
-        observe(self, step, rank_plan, busy)
+        observe(self, step, plan, rank_plan, busy, busy)  # compute hides all messages
 
     monkeypatch.setattr(RunCalibration, "observe", observe_counts)
     monkeypatch.setenv("RAY_ADDRESS", ray_address)
