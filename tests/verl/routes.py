@@ -1,8 +1,9 @@
-"""What ``make check-verl`` runs on two ranks: routes of rollouts, played back as verl hands them on, in fp32.
+"""What ``make check-verl`` runs on two ranks: routes, played back as verl hands them on, in fp32.
 
 torchrun --nproc-per-node 2 routes.py OUT
 
-Log-probabilities equal those of plain transformers whose routers are written out by hand.
+Log-probabilities equal those of plain transformers whose routers are written out by hand: with the routes of rollouts
+(R3), and with those that the engine has recorded when it scored the rollouts, after its routers have changed (R2).
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verl.workers.config import EngineRouterReplayConfig
 
-from bytescale.common.errors import ConfigError
-
 LAYERS, EXPERTS, CHOSEN = 3, 8, 2
 
 
@@ -34,6 +33,13 @@ def make_model(folder: Path) -> None:
         mlp_only_layers=[0], norm_topk_prob=True, pad_token_id=0,
     )  # fmt: skip
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
+
+def move_routers(folder: Path, moved: Path) -> None:
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.weight.data = layer.mlp.gate.weight.data.flip(0)
+    model.save_pretrained(moved)
 
 
 def batch() -> tuple[TensorDict, list[Tensor]]:
@@ -78,41 +84,53 @@ def alone(folder: Path, data: TensorDict, routes: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def scored(folder: Path, mode: str, data: TensorDict) -> list[Tensor]:
+def scored(folder: Path, mode: str, data: TensorDict) -> dict[str, Any]:
+    """What the engine gives for a batch in ``eval_mode``."""
     config = dataclasses.replace(
         our_engine(), router_replay=EngineRouterReplayConfig(mode=mode), max_token_len_per_gpu=32
     )
     engine = worker(folder, "ppo", config).engine
     with engine.eval_mode():
-        output = engine.forward_backward_batch(data.clone(), None, forward_only=True)["model_output"]
-    return [own[:-1] for own in output["log_probs"].unbind()]
+        return engine.forward_backward_batch(data.clone(), None, forward_only=True)["model_output"]  # type: ignore[no-any-return]
+
+
+def difference(output: dict[str, Any], expected: list[Tensor]) -> float:
+    pairs = zip(output["log_probs"].unbind(), expected, strict=True)
+    return max(float((ours[:-1] - theirs).abs().max()) for ours, theirs in pairs)
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) / "experts"
+    folder, moved = Path(sys.argv[1]) / "experts", Path(sys.argv[1]) / "moved"
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         make_model(folder)
+        move_routers(folder, moved)
     dist.barrier()
     data, routes = batch()
     expected = alone(folder, data, routes)
-
-    def difference(mode: str) -> float:
-        pairs = zip(scored(folder, mode, data), expected, strict=True)
-        return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
-
-    replayed, own = difference("R3"), difference("disabled")
+    replayed, own = (
+        difference(scored(folder, "R3", data), expected),
+        difference(scored(folder, "disabled", data), expected),
+    )
     assert replayed < 1e-5, f"replayed routes differ by {replayed}"
     assert own > 1e-4, f"without replay they differ by {own} alone"
-    refused = ""
-    try:
-        scored(folder, "R2", data)
-    except ConfigError as error:
-        refused = str(error)
-    assert "engine.router_replay.mode = 'R2'" in refused
+
+    without = data.exclude("routed_experts")
+    found = scored(folder, "R2", without)
+    recorded = [own.long() for own in found["routed_experts"].unbind()]  # of the layers that have experts
+    whole = [torch.cat([own[:, :1], own], dim=1) for own in recorded]
+    assert difference(found, alone(folder, data, whole)) < 1e-5, "the recorded routes are not those of the pass"
+    without["routed_experts"] = found["routed_experts"]
+    expected = alone(moved, data, whole)
+    again, own = (
+        difference(scored(moved, "R2", without), expected),
+        difference(scored(moved, "disabled", data), expected),
+    )
+    assert again < 1e-5, f"recorded routes that are played back differ by {again}"
+    assert own > 1e-4, f"without them they differ by {own} alone"
     if dist.get_rank() == 0:
-        print(f"routes of rollouts: within {replayed:.1e} of plain transformers, {own:.1e} without them", flush=True)
+        print(f"routes of rollouts and of scoring: within {max(replayed, again):.1e} of plain transformers", flush=True)
     dist.destroy_process_group()
 
 

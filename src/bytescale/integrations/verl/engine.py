@@ -165,13 +165,16 @@ class BytescaleEngine(BaseEngine):
         capacity = self.engine_config.infer_max_token_len_per_gpu if forward_only else None
         with torch.no_grad() if forward_only else contextlib.nullcontext():
             columns, num_trained = self._columns(data)
-            batch = WholeBatch(self.hdp, columns, num_trained=num_trained)
+            records = forward_only and self._replay_mode == "R2" and ROUTES not in data.keys()  # noqa: SIM118
+            batch = WholeBatch(self.hdp, _with_routes(columns) if records else columns, num_trained=num_trained)
             # Sequences that a loss looks at together may be in several micro-batches.
             apart = tu.get_non_tensor_data(data=data, key="force_group_size", default=1) == 1
             one_pass = apart and self._one_pass
             of_documents = self._loss(loss_function, data) if one_pass and loss_function is not None else None
-            values, _ = batch.run(self._fields(data), loss=of_documents, capacity_tokens=capacity)
+            values, rest = batch.run(self._fields(data), loss=of_documents, capacity_tokens=capacity)
             output = self._model_output(values, data)
+            if records:
+                output[ROUTES] = _nested(rest.to(torch.int16).unflatten(1, (len(self.hdp.routers), -1)), data)
             loss, metrics = torch.ones((), device=values.device), dict[str, Any]()
             if loss_function is not None:
                 loss, metrics = loss_function(model_output=output, data=data, dp_group=group)
@@ -224,9 +227,13 @@ class BytescaleEngine(BaseEngine):
 
         return (replayed if self._replays(data) else columns), count
 
+    @property
+    def _replay_mode(self) -> str:
+        """ "R3": routers choose what the rollouts' did; "R2": what they did when the engine scored the rollouts."""
+        return str(self.engine_config.router_replay.mode)
+
     def _replays(self, data: TensorDict) -> bool:
-        """Whether routers choose what the rollouts' did (``engine.router_replay.mode``)."""
-        return bool(self.engine_config.router_replay.mode == "R3" and ROUTES in data.keys())  # noqa: SIM118  # no mapping
+        return self._replay_mode != "disabled" and ROUTES in data.keys()  # noqa: SIM118  # no mapping
 
     def _fields(self, data: TensorDict) -> Fields:
         """Tokens, labels, the temperature of each sequence, and all tensors of the batch."""
@@ -244,7 +251,7 @@ class BytescaleEngine(BaseEngine):
         }
         routes = rest.pop(ROUTES, [])
         if self._replays(data):
-            rest[ROUTES] = [known_routes(own) for own in routes]
+            rest[ROUTES] = [own.long() if self._replay_mode == "R2" else known_routes(own) for own in routes]
         return {**rest, "tokens": tokens, "labels": labels, "number": number}
 
     def _model_output(self, values: Tensor, data: TensorDict) -> dict[str, Tensor]:
@@ -344,6 +351,17 @@ class BytescaleValueEngine(BytescaleEngine):
 
     def _model_output(self, values: Tensor, data: TensorDict) -> dict[str, Tensor]:
         return {"values": _nested(values[:, 0], data)}
+
+
+def _with_routes(columns: Values) -> Values:
+    """``columns [T, D]`` with the choices of routers behind them: ``[T, D + L K]``, L routers, K experts of a row."""
+
+    def both(micro: Any) -> Tensor:
+        micro.record_routes()
+        found = columns(micro)
+        return torch.cat([found, micro.routes().flatten(1).to(found)], dim=1)
+
+    return both
 
 
 def _warn(what: str) -> None:

@@ -32,7 +32,7 @@ def require_known(model: Any, engine: Any, optimizer: Any, checkpoint: Any) -> N
         "model.local_hf_config_path": (None, getattr(model, "local_path", None)),
         "engine.use_dynamic_bsz": (True,),
         "engine.full_determinism": (False,),
-        "engine.router_replay.mode": ("disabled", "R3"),
+        "engine.router_replay.mode": ("disabled", "R2", "R3"),
         "engine.dtype": tuple(DTYPES),
         "optim.optimizer": ("AdamW", "adamw"),
         "optim.optimizer_impl": ("torch.optim",),
