@@ -65,13 +65,20 @@ class CpuFlashKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
         width = v.shape[2]
         q, k, v = _same_width(q, k, v)
+
+        def of_block(queries: slice, keys: slice) -> tuple[Tensor, Tensor]:
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _heads_first(q[queries]), _heads_first(k[keys]), _heads_first(v[keys]), 0.0, blocks.causal, scale=scale
+            )
+            return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+        if len(blocks) == 1:
+            out, lse = of_block(*blocks.only)
+            return _narrowed(out, width), lse
         out = q.new_empty(blocks.num_query_rows, *q.shape[1:])
         lse = q.new_empty(blocks.num_query_rows, q.shape[1], dtype=lse_dtype(q.dtype))
         for queries, keys, rows, _ in blocks.places():
-            block_out, block_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _heads_first(q[queries]), _heads_first(k[keys]), _heads_first(v[keys]), 0.0, blocks.causal, scale=scale
-            )
-            out[rows], lse[rows] = block_out[0].transpose(0, 1), block_lse[0].transpose(0, 1)
+            out[rows], lse[rows] = of_block(queries, keys)
         return _narrowed(out, width), lse
 
     def backward(
@@ -80,22 +87,29 @@ class CpuFlashKernel:
         dout, q, out, lse = queries
         width, value_width = q.shape[2], v.shape[2]
         dout, q, k, v, out = _same_width(dout, q, k, v, out)
-        dq = q.new_empty(blocks.num_query_rows, *q.shape[1:])
-        dk = k.new_empty(blocks.num_key_rows, *k.shape[1:])
-        dv = torch.empty_like(dk)
-        for own, keys, rows, key_rows in blocks.places():
+
+        def of_block(own: slice, keys: slice) -> tuple[Tensor, ...]:
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 _heads_first(dout[own]),
                 _heads_first(q[own]),
                 _heads_first(k[keys]),
                 _heads_first(v[keys]),
                 _heads_first(out[own]),
-                lse[own].transpose(0, 1)[None],
+                _heads_first(lse[own]),
                 0.0,
                 blocks.causal,
                 scale=scale,
             )
-            dq[rows], dk[key_rows], dv[key_rows] = (part[0].transpose(0, 1) for part in gradients)
+            return tuple(part[0].transpose(0, 1) for part in gradients)
+
+        if len(blocks) == 1:
+            dq, dk, dv = of_block(*blocks.only)
+        else:
+            dq = q.new_empty(blocks.num_query_rows, *q.shape[1:])
+            dk = k.new_empty(blocks.num_key_rows, *k.shape[1:])
+            dv = torch.empty_like(dk)
+            for own, keys, rows, key_rows in blocks.places():
+                dq[rows], dk[key_rows], dv[key_rows] = of_block(own, keys)
         return _narrowed(dq, width), _narrowed(dk, width), _narrowed(dv, value_width)
 
 
@@ -278,8 +292,8 @@ def _window_of(blocks: BlockSet) -> dict[str, int]:
 
 
 def _heads_first(rows: Tensor) -> Tensor:
-    """Return ``[T, H, D]`` rows as a ``[1, H, T, D]`` view."""
-    return rows.transpose(0, 1)[None]
+    """Return ``[T, H, ...]`` rows as a ``[1, H, T, ...]`` view."""
+    return rows.transpose(0, 1).unsqueeze(0)
 
 
 def _repeat_heads(rows: Tensor, num_heads: int) -> Tensor:

@@ -120,7 +120,7 @@ class HFDecoder(nn.Module):
 
     def is_in(self, model: nn.Module) -> bool:
         """Whether ``model`` is the attached model or a module around it."""
-        return self.attentions.keys() | self.mixers.keys() <= set(model.modules())
+        return model is self.model or self.attentions.keys() | self.mixers.keys() <= set(model.modules())
 
     def require_fitting(self, fields: Mapping[str, Mapping[int, Tensor]], lengths: Sequence[int]) -> None:
         """Raise ``DataError`` for words (``require_words``) or ``lengths`` of documents that the model lacks."""
