@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 benchmarks/own_loop.py padded [--batches 3]
     torchrun --nproc-per-node 2 benchmarks/own_loop.py window [--tokens 8192 16384]
     torchrun --nproc-per-node 1 benchmarks/own_loop.py invariant [--steps 12] [--batch-tokens 8192]
+    torchrun --nproc-per-node 1 benchmarks/own_loop.py host [--steps 12] [--tokens 64 256]
 
     trainer   The same Llama of transformers and the same documents: the runtime under our trainer, and HDP's loop, with
               the loss by `micro.loss_sum`, by `micro.logprobs` and by all logits at once. The four take turns, step by
@@ -13,6 +14,8 @@
     window    One document shared by all ranks: a layer of attention with a window against one without, forward and
               backward: time, and bytes that a rank sends.
     invariant Log-probabilities, and a training step, with HDP(..., invariant=True) and without it, in turns.
+    host      What HDP's loop costs the host beside plain transformers with PyTorch's attention: a Llama of 16 layers so
+              narrow that its products cost little, 40 documents of so many tokens, each a micro-batch. In turns.
 
 Times are medians over steps of the slowest rank. With a single rank they are the process's CPU time.
 """
@@ -50,14 +53,14 @@ VOCABULARY, HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 4096, 256, 4, 8, 4, 768
 CPU = torch.device("cpu")
 
 
-def llama() -> nn.Module:
+def llama(**other: int) -> nn.Module:
     """transformers' Llama, the same on every rank."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, max_position_embeddings=65536,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config).train()
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "max_position_embeddings": 65536,
+    }  # fmt: skip
+    return AutoModelForCausalLM.from_config(LlamaConfig(**(sizes | other))).train()
 
 
 def documents(num_tokens: int, longest: int, seed: int) -> list[dict[str, Any]]:
@@ -297,6 +300,36 @@ def with_and_without_invariance(group: RankGroup, rounds: int, num_tokens: int) 
                 )
 
 
+def host_time(group: RankGroup, rounds: int, lengths: list[int]) -> None:
+    """Forward and backward of every document."""
+    narrow = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    for length in lengths:
+        plain: Any = llama(**narrow, **heads)
+        ours = llama(**narrow, **heads)
+        batch = [{"tokens": torch.randint(0, 256, (length,))} for _ in range(40)]
+        hdp = bytescale.HDP(ours, capacity_tokens=length)
+
+        def hdp_loop(hdp: Any = hdp, ours: nn.Module = ours, batch: list[dict[str, Any]] = batch) -> None:
+            for micro in hdp.plan(batch):
+                micro.loss_sum(ours).backward()
+
+        def plain_loop(plain: Any = plain, batch: list[dict[str, Any]] = batch) -> None:
+            for document in batch:
+                tokens = document["tokens"][None]
+                hidden = plain.model(input_ids=tokens, use_cache=False).last_hidden_state
+                F.cross_entropy(plain.lm_head(hidden[0, :-1]), tokens[0, 1:], reduction="sum").backward()
+
+        times = [(seconds_of(plain_loop, group), seconds_of(hdp_loop, group)) for _ in range(rounds + 1)][1:]
+        ratios = sorted(held / alone for alone, held in times)
+        alone, held = (statistics.median(column) / len(batch) * 1e3 for column in zip(*times, strict=True))
+        least, least_held = (min(column) / len(batch) * 1e3 for column in zip(*times, strict=True))
+        _say(
+            f"{length:6} tokens a document: plain {alone:.2f} ms, HDP {held:.2f} ms, {statistics.median(ratios):.3f}x "
+            f"({ratios[0]:.3f} to {ratios[-1]:.3f}); least {least:.2f} and {least_held:.2f}, {least_held / least:.3f}x"
+        )
+
+
 def _say(line: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(line, flush=True)
@@ -304,7 +337,7 @@ def _say(line: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["trainer", "padded", "window", "invariant"])
+    parser.add_argument("what", choices=["trainer", "padded", "window", "invariant", "host"])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--batches", type=int, default=3)
@@ -321,6 +354,8 @@ def main() -> None:
         against_padding(group, given.batches, given.batch_tokens)
     elif given.what == "invariant":
         with_and_without_invariance(group, given.steps, given.batch_tokens)
+    elif given.what == "host":
+        host_time(group, given.steps, given.tokens)
     else:
         window_against_full(group, given.tokens, given.windows)
     dist.destroy_process_group()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bytescale.attention.autocast import without_autocast
 from bytescale.attention.choose import kernel_for
-from bytescale.attention.kernels import AttentionKernel, OfQueries
+from bytescale.attention.kernels import AttentionKernel, CpuFlashKernel, OfQueries
 from bytescale.attention.rings.exchange import Exchange
 from bytescale.attention.rings.grid import BlockWork, grid_backward, grid_forward
 from bytescale.attention.rings.grid_messages import Grid
@@ -87,12 +87,20 @@ class PackedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None, *,
         forward: Forward | None = None,
     ) -> Tensor:  # fmt: skip
-        """``forward`` takes the place of the method of this name, for the same results up to rounding."""
-        if q.shape[0] != self.num_tokens:
+        """``forward`` takes the place of the method of this name, for the same results up to rounding.
+
+        Models have heads first: ``[1, H, T, D]``, ``[1, G, T, D]`` and ``[1, G, T, Dv]`` give ``[1, T, H, Dv]``.
+        """
+        num_rows = q.shape[0 if q.dim() == 3 else 2]
+        if num_rows != self.num_tokens:
             raise ValueError(
-                f"attention got {q.shape[0]} rows but its micro-batch has {self.num_tokens}: "
+                f"attention got {num_rows} rows but its micro-batch has {self.num_tokens}: "
                 "the model must keep one row per token, in order"
             )
+        if q.dim() == 4 and self._is_one_document and sinks is None and forward is None:
+            kernel = kernel_for(self.kernel, rules)
+            if isinstance(kernel, CpuFlashKernel):  # which needs no help in backward
+                return kernel.of_document(q, k, v, rules.scale_of(q))
         return _PackedAttentionFunction.apply(q, k, v, sinks, self, (rules, forward or self.forward))
 
     def forward(
@@ -138,6 +146,11 @@ class PackedAttention:
         if self.nodes:
             gradients = add_node_gradients(gradients, queries, (k, v), self.nodes, work)
         return gradients
+
+    @cached_property
+    def _is_one_document(self) -> bool:
+        """Whether all rows are one document, and no result is kept for a layer that runs again."""
+        return self.grid is None and self.memory is None and not self.nodes and len(self.triangles) == 1
 
     def _cuts_others_alone(self, window: int) -> bool:
         """Whether a window reaches over all documents that the group shares, but not over all others.
@@ -189,17 +202,21 @@ class _PackedAttentionFunction(torch.autograd.Function):
         way: tuple[AttentionRules, Forward],
     ) -> Tensor:
         rules, compute = way
+        ctx.attention, ctx.rules, ctx.heads_first = attention, rules, q.dim() == 4
+        if ctx.heads_first:
+            q, k, v = (of_model[0].transpose(0, 1) for of_model in (q, k, v))
         with without_autocast(q.device):
             out, lse = attention.remembered(lambda: compute(q, k, v, rules, sinks))
-        ctx.attention, ctx.rules = attention, rules
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        return out
+        return out.unsqueeze(0) if ctx.heads_first else out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        (dout,) = gradients
+        dout = gradients[0][0] if ctx.heads_first else gradients[0]
         with without_autocast(q.device):
             of_sinks = sinks_gradient(dout, out, lse, sinks) if ctx.needs_input_grad[3] else None
-            dq, dk, dv = ctx.attention.backward(dout, q, k, v, out, lse, ctx.rules)
-        return dq, dk, dv, of_sinks, None, None
+            of_rows = ctx.attention.backward(dout, q, k, v, out, lse, ctx.rules)
+        if ctx.heads_first:
+            of_rows = tuple(gradient.transpose(0, 1).unsqueeze(0) for gradient in of_rows)
+        return *of_rows, of_sinks, None, None

@@ -132,21 +132,20 @@ class MicroBatchPass(Target):
                 so="the pass would compute with what was found then",
                 fix="change the model before HDP(...)",
             )
-        q, k, v = (in_autocast(tensor[0].transpose(0, 1)) for tensor in (call.query, call.key, call.value))
+        q, k, v = in_autocast(call.query), in_autocast(call.key), in_autocast(call.value)
         attention = self._attention_of(q.dtype)
         if layer.selection is not None:
-            return self._counted(self._attend_to_chosen(call, (q, k, v), layer, attention))[None]
+            return self._counted(self._attend_to_chosen(call, _rows_of(q, k, v), layer, attention))[None]
         sinks, forward = call.options.get("s_aux"), None
         if self.decoder.is_invariant:
             from bytescale.attention import fixed_tiles  # few loops ask for it
 
             forward = partial(fixed_tiles.forward, self._earlier(attention))
         if self.num_rows == 0 and self.has_ring:
-            out = attention(q[:0], k[:0], v[:0], layer.rules, sinks, forward=forward)
-            out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
-        else:
-            out = attention(q, k, v, layer.rules, sinks, forward=forward)
-        return self._counted(out)[None]
+            q, k, v = (rows[:0] for rows in _rows_of(q, k, v))
+            out = torch.nn.functional.pad(attention(q, k, v, layer.rules, sinks, forward=forward), (0, 0, 0, 0, 0, 1))
+            return self._counted(out)[None]
+        return self._counted(attention(q, k, v, layer.rules, sinks, forward=forward))
 
     def _attend_to_chosen(
         self, call: Call, qkv: tuple[Tensor, Tensor, Tensor], layer: LayerAttention, attention: PackedAttention
@@ -247,6 +246,11 @@ class MicroBatchPass(Target):
 
     def _one_backward_less(self, gradient: Tensor) -> None:
         self._backwards_to_come -= 1
+
+
+def _rows_of(*heads_first: Tensor) -> tuple[Tensor, ...]:
+    """``[T, H, D]`` of each ``[1, H, T, D]``."""
+    return tuple(tensor.squeeze(0).transpose(0, 1) for tensor in heads_first)
 
 
 def documents_alone(lengths: Sequence[int], like: Tensor) -> tuple[Tensor, PackedAttention]:
