@@ -60,12 +60,6 @@ class BlockSet:
     def __len__(self) -> int:
         return len(self.queries)
 
-    @property
-    def only(self) -> tuple[slice, slice]:
-        """The rows of queries and of keys where there is one block."""
-        (queries,), (keys,) = self.queries, self.keys
-        return slice(*queries), slice(*keys)
-
     def places(self) -> Iterator[tuple[slice, slice, slice, slice]]:
         """Of each block: the rows of its queries and of its keys, and their places among those of all blocks."""
         row = key_row = 0

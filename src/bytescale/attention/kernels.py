@@ -76,20 +76,13 @@ class CpuFlashKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
         width = v.shape[2]
         q, k, v = _same_width(q, k, v)
-
-        def of_block(queries: slice, keys: slice) -> tuple[Tensor, Tensor]:
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _heads_first(q[queries]), _heads_first(k[keys]), _heads_first(v[keys]), 0.0, blocks.causal, scale=scale
-            )
-            return out[0].transpose(0, 1), lse[0].transpose(0, 1)
-
-        if len(blocks) == 1:
-            out, lse = of_block(*blocks.only)
-            return _narrowed(out, width), lse
         out = q.new_empty(blocks.num_query_rows, *q.shape[1:])
         lse = q.new_empty(blocks.num_query_rows, q.shape[1], dtype=lse_dtype(q.dtype))
         for queries, keys, rows, _ in blocks.places():
-            out[rows], lse[rows] = of_block(queries, keys)
+            block_out, block_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *map(_heads_first, (q[queries], k[keys], v[keys])), 0.0, blocks.causal, scale=scale
+            )
+            out[rows], lse[rows] = block_out[0].transpose(0, 1), block_lse[0].transpose(0, 1)
         return _narrowed(out, width), lse
 
     def backward(
@@ -98,29 +91,15 @@ class CpuFlashKernel:
         dout, q, out, lse = queries
         width, value_width = q.shape[2], v.shape[2]
         dout, q, k, v, out = _same_width(dout, q, k, v, out)
-
-        def of_block(own: slice, keys: slice) -> tuple[Tensor, ...]:
+        dq = q.new_empty(blocks.num_query_rows, *q.shape[1:])
+        dk = k.new_empty(blocks.num_key_rows, *k.shape[1:])
+        dv = torch.empty_like(dk)
+        for own, keys, rows, key_rows in blocks.places():
+            given = (dout[own], q[own], k[keys], v[keys], out[own], lse[own])
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _heads_first(dout[own]),
-                _heads_first(q[own]),
-                _heads_first(k[keys]),
-                _heads_first(v[keys]),
-                _heads_first(out[own]),
-                _heads_first(lse[own]),
-                0.0,
-                blocks.causal,
-                scale=scale,
+                *map(_heads_first, given), 0.0, blocks.causal, scale=scale
             )
-            return tuple(part[0].transpose(0, 1) for part in gradients)
-
-        if len(blocks) == 1:
-            dq, dk, dv = of_block(*blocks.only)
-        else:
-            dq = q.new_empty(blocks.num_query_rows, *q.shape[1:])
-            dk = k.new_empty(blocks.num_key_rows, *k.shape[1:])
-            dv = torch.empty_like(dk)
-            for own, keys, rows, key_rows in blocks.places():
-                dq[rows], dk[key_rows], dv[key_rows] = of_block(own, keys)
+            dq[rows], dk[key_rows], dv[key_rows] = (part[0].transpose(0, 1) for part in gradients)
         return _narrowed(dq, width), _narrowed(dk, width), _narrowed(dv, value_width)
 
 
