@@ -43,11 +43,11 @@ def of_batch(documents: list[dict[str, Tensor]], values: list[Tensor]) -> Tensor
     return of_sequences(documents, values) / len(documents)
 
 
-def run(loss: Any, given: Any) -> tuple[list[float], list[dict[str, Tensor]], list[bool]]:
+def run(loss: Any, given: Any, tp: int = 1) -> tuple[list[float], list[dict[str, Tensor]], list[bool]]:
     """Losses of the ranks, their gradients, and whether a second pass ran."""
 
     def work(group: dist.ProcessGroup, model: nn.Module) -> tuple[float, dict[str, Tensor], bool]:
-        hdp = bytescale.HDP(model, group, capacity_tokens=40)
+        hdp = bytescale.HDP(model, group, capacity_tokens=40 * tp, tp=tp)
         hdp.adamw(lr=0.0)
         own = fields_of(group.rank())
         batch = WholeBatch(hdp, word_columns(model, count=2), num_trained=2)
@@ -81,8 +81,10 @@ def test_one_pass_is_two_passes(loss: Any, again: bool) -> None:
         torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-10, atol=1e-7 if again else 1e-12)
 
 
-def test_a_loss_of_sequences_is_that_of_one_process() -> None:
-    losses, gradients, _ = run(of_sequences, of_sequences)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_loss_of_sequences_is_that_of_one_process(tp: int) -> None:
+    """With tp, each rank has sequences of its own all the same."""
+    losses, gradients, _ = run(of_sequences, of_sequences, tp)
     model = small_model("llama")
     documents, values = [], []
     for rank in range(2):

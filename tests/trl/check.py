@@ -1,9 +1,10 @@
 """What ``make check-trl`` runs in an environment of its own: TRL's trainers alone, under DDP, and over HDP.
 
-torchrun --nproc-per-node N check.py KIND OUT [--plain] [--stop] [--resume]
+torchrun --nproc-per-node N check.py KIND OUT [--plain] [--stop] [--resume] [--tp]
 
-Writes the log of every update, and the trained weights, to OUT. Of the kind "global", ranks share batches of a fixed
-size: ``--stop`` ends such a run with a checkpoint after two updates, and ``--resume`` goes on from it.
+Writes the log of every update, and the trained model, to OUT. With ``--tp`` two ranks share the model. Of the kind
+"global", ranks share batches of a fixed size: ``--stop`` ends such a run with a checkpoint after two updates, and
+``--resume`` goes on from it.
 """
 
 from __future__ import annotations
@@ -144,9 +145,11 @@ def trainer(kind: str, out: Path, plain: bool) -> Any:
     }  # fmt: skip
     options: dict[str, Any] = {"processing_class": tokenizer(), "train_dataset": rows(kind)}
     if not plain:
-        options["capacity_tokens"] = 70
+        options |= {"capacity_tokens": 140, "tp": 2} if "--tp" in sys.argv else {"capacity_tokens": 70}
     if kind == "sft":
         made = trl.SFTTrainer if plain else HDPSFTTrainer
+        common |= {"eval_strategy": "steps", "eval_steps": 2}
+        options["eval_dataset"] = rows(kind).select(range(6))
         return made(model(), args=trl.SFTConfig(**common, max_length=128, gradient_accumulation_steps=2), **options)
     if kind == "images":
         made = trl.SFTTrainer if plain else HDPSFTTrainer
@@ -185,9 +188,9 @@ def main() -> None:
     if "--stop" in sys.argv:
         made.add_callback(Stop())
     made.train(resume_from_checkpoint="--resume" in sys.argv)
+    made.save_model(str(out / "saved"))
     if dist.get_rank() == 0:
         (out / "log.json").write_text(json.dumps(made.state.log_history))
-        torch.save({name: value.detach().clone() for name, value in made.model.named_parameters()}, out / "weights.pt")
 
 
 if __name__ == "__main__":

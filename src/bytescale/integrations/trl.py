@@ -90,13 +90,21 @@ class HDPTrainerMixin:
     accelerator: Any
     args: Any
 
-    def __init__(self, model: Any, *, args: Any, capacity_tokens: Capacity, **options: Any) -> None:
-        """``capacity_tokens``: as ``HDP`` takes it. All else as TRL's trainer takes it.
+    def __init__(self, model: Any, *, args: Any, capacity_tokens: Capacity, tp: int = 1, **options: Any) -> None:
+        """``capacity_tokens``, ``tp``: as ``HDP`` takes them. All else as TRL's trainer takes it.
 
-        Raises ``ConfigError`` for an option of TRL that plans do not have.
+        Raises ``ConfigError`` for an option of TRL that plans do not have, and for sampling or adapters with ``tp``.
         """
         _require_known(args)
-        self.capacity_tokens = capacity_tokens
+        if tp > 1 and (
+            isinstance(self, trl.GRPOTrainer) or options.get("peft_config") or hasattr(model, "peft_config")
+        ):
+            raise ConfigError(
+                f"tp = {tp} with adapters or with a trainer that samples",
+                so="this rank's part of the model would be saved, or sampled from, as if it were all of it",
+                fix="leave tp out, or train whole weights by SFT or DPO",
+            )
+        self.capacity_tokens, self._tp = capacity_tokens, tp
         self._largest_norm, args = args.max_grad_norm, copy.copy(args)
         args.max_grad_norm = 0.0  # Trainer would clip one rank's part of the gradient
         super().__init__(model, args=args, **options)  # type: ignore[call-arg]
@@ -105,7 +113,7 @@ class HDPTrainerMixin:
         """Attach ``HDP``, and shard the optimizer that ``args.optim`` names."""
         # In evaluation mode accelerate moves the model and does not wrap it in DistributedDataParallel.
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
-        self.hdp = HDP(self.model, capacity_tokens=self.capacity_tokens)
+        self.hdp = HDP(self.model, capacity_tokens=self.capacity_tokens, tp=self._tp)
         if isinstance(reference := getattr(self, "ref_model", None), nn.Module):
             self.hdp.attach(reference)
         cls, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
@@ -143,6 +151,20 @@ class HDPTrainerMixin:
     def _loss_of_documents(self, num_items_in_batch: Any) -> Loss | None:
         """TRL's losses gather metrics of all ranks, so that they cannot be called on micro-batches."""
         return None
+
+    def prediction_step(self, model: Any, *args: Any, **options: Any) -> Any:
+        """TRL's own; ranks that share a model evaluate by plans."""
+        model = model if self._tp == 1 or self.hdp is None else self._planned(self.model)
+        return super().prediction_step(model, *args, **options)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Trainer's own; of ranks that share a model the first one saves all of it."""
+        if self._tp == 1 or self.hdp is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        whole = dict(self.hdp.weights())
+        if self.args.should_save:
+            self._save(output_dir, state_dict=whole)  # type: ignore[attr-defined]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Master weights and states of all ranks, by ``hdp.save``; the schedule by Trainer."""

@@ -48,7 +48,8 @@ class _Call(NamedTuple):
     planned: PlannedBatch
     lengths: list[int]
     values: Tensor  # [N, D], a leaf
-    applied: list[Tensor] | None  # of each micro-batch the gradient [T, D] that went backward in the first pass
+    applied: list[tuple[slice, Tensor]] | None
+    """Of each micro-batch this rank's rows and the gradient ``[T, D]`` that went backward in the first pass."""
 
 
 class WholeBatch:
@@ -78,7 +79,7 @@ class WholeBatch:
             for own in rows.values()
         ]
         planned = self.hdp.plan(documents, capacity_tokens=capacity_tokens, share_prefixes=True)
-        loss, applied = loss if trains else None, list[Tensor]()
+        loss, applied = loss if trains else None, list[tuple[slice, Tensor]]()
         if loss is not None:
             of_loss = {name: values for name, values in fields.items() if name != "images"}
             _, rows = delivered(group, of_loss, _documents_of(planned))
@@ -86,7 +87,7 @@ class WholeBatch:
             for micro in planned:
                 columns = self._columns(micro)
                 if loss is not None:
-                    applied.append(self._backward(micro, columns[:, : self._num_trained], loss, rows))
+                    applied.append((micro.rows, self._backward(micro, columns[:, : self._num_trained], loss, rows)))
                 self.hdp.collect(micro, columns)
         lengths = [len(tokens) for tokens in fields["tokens"]]
         found = self.hdp.collected()[first : first + len(lengths)]
@@ -125,12 +126,13 @@ class WholeBatch:
             of_documents = {number: fields["gradient"] for number, fields in found.items()}
             gradients = [sums_of_rows(plan, of_documents) for plan in call.planned.micro_batches]
             if call.applied is not None:
-                pairs = zip(gradients, call.applied, strict=True)
-                rest = [wanted.to(applied).reshape(applied.shape) - applied for wanted, applied in pairs]
-                wrong, scale = self.hdp.group.max_of([_largest(rest), _largest(gradients)])
+                scale = _largest(gradients)
+                for wanted, (rows, applied) in zip(gradients, call.applied, strict=True):
+                    wanted[rows] -= applied.to(wanted).reshape(wanted[rows].shape)
+                rest = [wanted[rows] for wanted, (rows, _) in zip(gradients, call.applied, strict=True)]
+                wrong, scale = self.hdp.group.max_of([_largest(rest), scale])
                 if not wrong > 1e-5 * scale:
                     continue  # also where they are not numbers: a second pass would not make them so
-                gradients = rest
             ran_again = True
             backward_from(call.planned, gradients, lambda micro: self._columns(micro)[:, : self._num_trained])
         return ran_again
