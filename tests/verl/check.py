@@ -108,8 +108,9 @@ def rollouts(rank: int, step: int) -> TensorDict:
     return data
 
 
-def our_engine() -> BytescaleEngineConfig:
-    return BytescaleEngineConfig(dtype="float32", max_token_len_per_gpu=32, infer_max_token_len_per_gpu=64)
+def our_engine(tp: int = 1) -> BytescaleEngineConfig:
+    budget = {"max_token_len_per_gpu": 32 * tp, "infer_max_token_len_per_gpu": 64 * tp}
+    return BytescaleEngineConfig(dtype="float32", tp=tp, **budget)
 
 
 def fsdp_engine() -> FSDPEngineConfig:
@@ -218,13 +219,13 @@ class Worker:
         return metrics["loss"], metrics["grad_norm"]
 
 
-def compare(kind: str, folder: Path, out: Path) -> str:
+def compare(kind: str, folder: Path, out: Path, tp: int) -> str:
     """Ten updates beside the plain model in fp32 and fp64, and beside verl's FSDP engine, from the same weights."""
-    made = Worker(folder, kind, our_engine())
+    made = Worker(folder, kind, our_engine(tp))
     model = made.worker.engine.module
-    same = out / kind
+    same, whole = out / kind, dict(made.worker.engine.hdp.weights())
     if dist.get_rank() == 0:
-        model.save_pretrained(same)
+        model.save_pretrained(same, state_dict=whole)
     dist.barrier()
     cls = AutoModelForTokenClassification if kind == "critic" else AutoModelForCausalLM
     models = [
@@ -248,12 +249,12 @@ def compare(kind: str, folder: Path, out: Path) -> str:
     limit = NEAR * max(value for name, value in worst.items() if name != "ours")
     assert worst["ours"] < limit + 1e-6, f"{kind}: losses or norms of ours are far from fp64: {worst}"
     from_fp64 = ", ".join(f"{value:.1e} ({name})" for name, value in worst.items())
-    return f"{kind}: losses and gradient norms of {UPDATES} updates are those of fp64 within {from_fp64}"
+    return f"{kind}, tp {tp}: losses and gradient norms of {UPDATES} updates are those of fp64 within {from_fp64}"
 
 
-def actor_engine(folder: Path, out: Path) -> str:
+def actor_engine(folder: Path, out: Path, tp: int) -> str:
     """verl's test_actor_engine: inference, training, and a checkpoint that goes on exactly; and weights by name."""
-    made = worker(folder, "ppo", our_engine())
+    made = worker(folder, "ppo", our_engine(tp))
     data = rollouts(dist.get_rank(), 0)
     tu.assign_non_tensor(data, global_token_num=LENGTHS, compute_loss=False)
     output = made.infer_batch(data.clone())
@@ -278,16 +279,18 @@ def actor_engine(folder: Path, out: Path) -> str:
         return found
 
     train(range(2))
-    made.save_checkpoint(str(out / "actor"), None, 2)
+    made.save_checkpoint(str(out / f"actor-{tp}"), None, 2)
     ahead = train(range(2, 4))
-    made.load_checkpoint(str(out / "actor"))
+    made.load_checkpoint(str(out / f"actor-{tp}"))
     assert train(range(2, 4)) == ahead, "an update after a restore differs"
+    made.save_checkpoint(str(out / f"last-{tp}"), None, 4)
     stream, adapter = made.engine.get_per_tensor_param()
-    names = {name: tensor.shape for name, tensor in stream}
-    files = {name: value.shape for name, value in AutoModelForCausalLM.from_pretrained(folder).state_dict().items()}
+    saved = AutoModelForCausalLM.from_pretrained(out / f"last-{tp}/huggingface").state_dict()
     assert adapter is None
-    assert names == files, names.keys() ^ files.keys()
-    return "actor: inference, training, checkpoint and weights by name"
+    for name, tensor in stream:
+        assert torch.equal(saved.pop(name), tensor), f"{name} was saved with other values"
+    assert not saved, saved.keys()
+    return f"actor, tp {tp}: inference, training, checkpoint, saved model and weights by name"
 
 
 def changed_weights(folder: Path) -> str:
@@ -338,10 +341,11 @@ def main() -> None:
         make_model(folder)
     dist.barrier()
     for kind in sys.argv[2:] or ("sft", "ppo", "gspo", "critic"):
-        told = compare(kind, folder, out)
-        if dist.get_rank() == 0:
-            print(told, flush=True)
-    for told in (actor_engine(folder, out), changed_weights(folder)):
+        for tp in (1, 2):
+            told = compare(kind, folder, out, tp)
+            if dist.get_rank() == 0:
+                print(told, flush=True)
+    for told in (actor_engine(folder, out, 1), actor_engine(folder, out, 2), changed_weights(folder)):
         if dist.get_rank() == 0:
             print(told, flush=True)
     dist.destroy_process_group()

@@ -61,6 +61,8 @@ class BytescaleEngineConfig(EngineConfig):
     """``none``, ``attention`` or ``full`` (``memory.checkpointing``), in place of the model's own."""
     host_gib: float = 0.0
     """Host memory of a rank for activations."""
+    tp: int = 1
+    """How many consecutive ranks share the model's matrices. For verl each of them has sequences of its own."""
     one_pass: bool = True
     """Whether losses are called on micro-batches of whole sequences, as verl's engines do, and not after a forward."""
 
@@ -114,6 +116,7 @@ class BytescaleEngine(BaseEngine):
             forward_only=config.forward_only,
             checkpointing=config.checkpointing,
             host_gib=config.host_gib,
+            tp=config.tp,
         )
         # A loss that asks other ranks for something gets another gradient from this rank's micro-batches alone.
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -136,6 +139,10 @@ class BytescaleEngine(BaseEngine):
         rank = self.model_config.lora_rank
         if not rank:
             return model
+        if self.engine_config.tp > 1:
+            raise refusal(
+                f"lora_rank = {rank} with tp = {self.engine_config.tp}", "train whole weights, or leave tp out"
+            )
         from peft import LoraConfig, get_peft_model
 
         taken = ("lora_alpha", "target_modules", "target_parameters", "exclude_modules")
@@ -308,8 +315,9 @@ class BytescaleEngine(BaseEngine):
         self.to(get_device_name(), model=True, optimizer=True, grad=False)
         made = 0 if self.lr_scheduler is None else self.lr_scheduler.last_epoch
         self.hdp.save(Path(local_path) / "bytescale", {"global_step": global_step, "schedule_steps": made})
+        whole = dict(self.hdp.weights()) if self.engine_config.tp > 1 else None
         if dist.get_rank() == 0:
-            self.module.save_pretrained(Path(local_path) / "huggingface")
+            self.module.save_pretrained(Path(local_path) / "huggingface", state_dict=whole)
         self._saved.append(local_path)
         for old in self._saved[:-max_ckpt_to_keep] if max_ckpt_to_keep and dist.get_rank() == 0 else ():
             shutil.rmtree(old, ignore_errors=True)
