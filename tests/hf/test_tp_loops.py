@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import AutoModelForTokenClassification
 
 import bytescale
 from bytescale.common.errors import ConfigError, RankFailure
@@ -48,6 +49,29 @@ def test_a_model_type_gives_the_numbers_of_one_process_or_is_refused(name: str) 
     except ConfigError as error:
         if not re.search("cannot be (cut for tensor parallelism|attached)", str(error)):
             raise
+
+
+def test_a_head_of_numbers_and_not_of_words() -> None:
+    """A critic's: one number for each token, and a loss of its own."""
+    torch.manual_seed(0)
+    config = small_model("llama").config
+    config.num_labels = 1
+    model = AutoModelForTokenClassification.from_config(config, dtype=torch.float64)
+    batch = documents(LENGTHS)
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> dict[str, torch.Tensor]:
+        hdp = bytescale.HDP(own, group, capacity_tokens=24, tp=2)
+        for micro in hdp.plan(batch):
+            with WideCasts():
+                own(**micro.inputs).logits[0, : micro.num_rows, 0].exp().sum().backward()
+        return hdp.gradients()
+
+    found = on_ranks(4, model, work)[0]
+    with WideCasts():
+        for document in batch:
+            model(input_ids=document["tokens"][None], use_cache=False).logits.exp().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def trained(

@@ -17,6 +17,7 @@ from torch import Tensor
 from bytescale.common.cut import Cut
 from bytescale.hf.model.blind import few_keys
 from bytescale.hf.model.decoder import HFDecoder
+from bytescale.hf.model.head import ModelHead
 from bytescale.hf.model.passes import documents_alone
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.loss import loss_sum
@@ -68,7 +69,10 @@ def sample(decoder: HFDecoder, tp: RankGroup, cuts: dict[str, Cut], num_words: i
             after.enter_context(parameter.register_post_accumulate_grad_hook(partial(note, name)))
         hidden = decoder(tokens.to(weight.device), positions, attention)
         own = own_rows(len(tokens), tp) if decoder.splits_loss else range(len(tokens))
-        loss = loss_sum(decoder.head, hidden, tokens.roll(-1)[own.start : own.stop])
+        if isinstance(decoder.head, ModelHead) and decoder.head.weight is None:  # its outputs are no words
+            loss = decoder.head(hidden).square().sum()
+        else:
+            loss = loss_sum(decoder.head, hidden, tokens.roll(-1)[own.start : own.stop])
         if trained:
             loss.backward()
     sums = torch.stack([products.get(name, hidden.new_zeros(())).double().cpu() for name in trained])
