@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from bytescale import HDP
 from bytescale.attention.kernels import CudaFlashKernel
+from bytescale.hf.loop.micro_batch import Micro
+from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.parity.compare import Document, StepNumbers, WideCasts, difference, plain_step
-from tests.accelerator.device import Machine
+from bytescale.runtime import pipeline
+from tests.accelerator.device import Machine, here
 from tests.accelerator.faults import Fault
 from tests.accelerator.groups import Communicator, run_machines
 
@@ -99,7 +104,7 @@ def run_loop(
             _, count = run(**planned)
             with own.part(STEP):
                 hdp.step()
-        waits = Counter(f"{wait.what} at {wait.where}" for wait in own.waits[before:] if wait.during == MICRO_BATCH)
+        waits = waits_amid(own, before)
         loss_sum, _ = run(**passes)
         gradients = {name: value.cpu() for name, value in hdp.gradients().items()}
         hdp.zero_grad()
@@ -125,6 +130,35 @@ def run_loop(
         num_micro_batches=[count for _, count, _ in results],
         waits=[waits for *_, waits in results],
     )
+
+
+@contextmanager
+def micro_batches_are_parts() -> Iterator[None]:
+    """Whoever loops over a planned batch: host waits from its first micro-batch to behind its last one are counted."""
+    iterate, run_stage = PlannedBatch.__iter__, pipeline.run_stage
+
+    def amid() -> Any:
+        return nullcontext() if (own := here()) is None else own.part(MICRO_BATCH)
+
+    def iterated(planned: PlannedBatch) -> Iterator[Micro]:
+        micros = iterate(planned)
+        for place in range(len(planned)):
+            with amid() if place else nullcontext():
+                micro = next(micros)
+            with amid():
+                yield micro
+        yield from micros  # has no more, and ends the batch
+
+    def stage(links: Any, forward: Any, around: Any, behind_backward: Any) -> None:
+        run_stage(links, forward, lambda action: amid(), behind_backward)
+
+    with mock.patch.object(PlannedBatch, "__iter__", iterated), mock.patch.object(pipeline, "run_stage", stage):
+        yield
+
+
+def waits_amid(own: Machine, before: int = 0) -> Counter[str]:
+    """What the host has waited for in micro-batches, and where, since there were ``before`` waits."""
+    return Counter(f"{wait.what} at {wait.where}" for wait in own.waits[before:] if wait.during == MICRO_BATCH)
 
 
 def _alone(model: nn.Module, documents: list[Document]) -> StepNumbers:

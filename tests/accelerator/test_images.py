@@ -14,7 +14,7 @@ from bytescale.attention.kernels import CudaFlashKernel
 from bytescale.parity.compare import WideCasts
 from tests.accelerator.device import Machine
 from tests.accelerator.groups import Communicator, run_machines
-from tests.accelerator.loops import MICRO_BATCH
+from tests.accelerator.loops import MICRO_BATCH, waits_amid
 from tests.hf.test_images import alone, batch_of, model_of
 
 
@@ -39,7 +39,7 @@ def test_documents_with_images_are_clean(family: str, options: dict[str, Any]) -
                         share.backward()
                         parts.append(share.detach())
                 gradients = {name: value.cpu() for name, value in hdp.gradients().items()}
-                waits = Counter(f"{one.what} at {one.where}" for one in own.waits[before:] if one.during == MICRO_BATCH)
+                waits = waits_amid(own, before)
                 hdp.zero_grad()
         return sum(map(float, parts)), gradients, len(parts), waits
 
