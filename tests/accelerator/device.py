@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -37,6 +38,7 @@ class Machine:
         self.faults: list[Fault] = []
         self.waits: list[HostWait] = []
         self.during = ""
+        self.num_micro_batches = 0  # that ``loops.micro_batches_are_parts`` has seen
         self.making: list[Place] = []  # of the factory functions that run
         self.compute = self.make_stream("compute")
         self.current = self.compute
@@ -75,7 +77,7 @@ class Machine:
             _threads.machine = self
 
     def place(self, tensor: Tensor) -> Place:
-        memory = self.allocator.find(tensor)
+        memory = self.allocator.find(tensor._values if isinstance(tensor, NestedTensor) else tensor)
         return "host" if memory is None else memory.place
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
@@ -168,6 +170,8 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, own = kwargs or {}, self.machine
+        if any(issubclass(kind, NestedTensor) for kind in types):
+            return NotImplemented  # it calls operators of its values and its offsets, which come here
         if func.namespace == "c10d":
             return func(*args, **kwargs)  # ``groups.Communicator`` has told of it
         given = list(operators.arguments(func, args, kwargs))

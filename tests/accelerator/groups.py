@@ -76,14 +76,17 @@ class Communicator(dist.ProcessGroup):
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         return self.post([], tensors, "receive", lambda: [self.real.recv(tensors, peer, tag)])
 
-    def barrier(self, options: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> Work:
         return self.post([], [], "barrier", lambda: [self.real.barrier()])
 
 
 def _collective(name: str, in_place: bool) -> Callable[..., Work]:
     def call(self: Communicator, to: Any, *rest: Any) -> Work:
         reads = to if in_place else rest[0]
-        return self.post(reads, to, name, lambda: [getattr(self.real, name)(to, *rest)])
+        given: tuple[Any, ...] = (to, *rest)
+        if name in ("_allgather_base", "all_gather_single"):  # of which NCCL asks for the numbers alone, and gloo more
+            given = (to.view(-1), rest[0].view(-1), *rest[1:])
+        return self.post(reads, to, name, lambda: [getattr(self.real, name)(*given)])
 
     return call
 

@@ -74,11 +74,11 @@ def run_loop(
 
     Host waits are counted in the second update: what is found out once, such as the kind of a head, is known by then.
     ``kernel``: ``flash``, emulated, or ``math``. ``prepare`` is called with the ``HDP``, before its optimizer exists.
-    ``on_host``: where the optimizer is.
+    ``on_host``: where the optimizer is. ``pp`` of ``HDP``: the loop's body is a function.
     """
     planned = {name: options.pop(name) for name in OPTIONS if name in options}
     passes = {name: value for name, value in planned.items() if name != "last"}  # which promises an update
-    total = float(sum(own["weights"].sum() for own in documents))
+    total, is_staged = float(sum(own["weights"].sum() for own in documents)), options.get("pp", 1) > 1
 
     def one_rank(own: Machine, group: Communicator) -> tuple[StepNumbers, int, Counter[str]]:
         ours: Any = copy.deepcopy(model).to(own.device)
@@ -91,6 +91,10 @@ def run_loop(
         hdp.adamw(lr=LR, offload=on_host)
 
         def run(**given: Any) -> tuple[float, int]:
+            if is_staged:
+                with WideCasts():
+                    staged = hdp.plan(documents, **given)
+                    return staged.forward_backward(lambda micro: loss(micro, ours, total)) / num_ranks, len(staged)
             parts = []
             for micro in hdp.plan(documents, **given):
                 with own.part(MICRO_BATCH), WideCasts():
@@ -109,15 +113,16 @@ def run_loop(
         gradients = {name: value.cpu() for name, value in hdp.gradients().items()}
         hdp.zero_grad()
         with WideCasts(), torch.no_grad():
-            for micro in hdp.plan(documents, **passes):
-                hdp.collect(micro, micro.logprobs(ours, rows_at_a_time=7))
+            scored = hdp.plan(documents, **passes)
+            scored.forward_backward(lambda micro: hdp.collect(micro, micro.logprobs(ours, rows_at_a_time=7)))
         logprobs = [own.cpu() for own in hdp.collected()]
         moved = hdp.engine.activations.offload
         assert moved is None or moved.bytes_moved > 0, "documents are longer than ranks can hold"
         hdp.detach()
         return StepNumbers(loss=loss_sum, logprobs=logprobs, gradients=gradients), count, waits
 
-    results, machines = run_machines(num_ranks, one_rank)
+    with micro_batches_are_parts() if is_staged else nullcontext():
+        results, machines = run_machines(num_ranks, one_rank)
     ours, alone = results[-1][0], _alone(model, documents)
     # The last row of a document predicts nothing, and its log-probability is no matter of the loss.
     numbers = [
@@ -146,6 +151,8 @@ def micro_batches_are_parts() -> Iterator[None]:
             with amid() if place else nullcontext():
                 micro = next(micros)
             with amid():
+                if (own := here()) is not None:
+                    own.num_micro_batches += 1
                 yield micro
         yield from micros  # has no more, and ends the batch
 
