@@ -9,6 +9,7 @@ writes.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from tests.accelerator import operators
 from tests.accelerator.clocks import Clock, Stream, Timeline, join
 from tests.accelerator.faults import Fault, HostWait, place_in_code
 from tests.accelerator.memory import Access, Allocator, Extent, Memory, Place
+from tests.nccl.recorder import Log
 
 _threads = threading.local()
 
@@ -30,7 +32,9 @@ _threads = threading.local()
 class Machine:
     """The host of one rank and its GPU. ``faults`` and ``waits`` are what a test asks for in the end."""
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, log: Log | None = None) -> None:
+        """``log``: takes what the host posts, for ``tests.nccl.replay``."""
+        self.log, self.groups = log, Counter[tuple[int, ...]]()
         self.device = torch.device("cuda", index)
         self.host = Timeline(0, "host")
         self.timelines: list[Timeline] = [self.host]
@@ -174,6 +178,8 @@ class _Operators(TorchDispatchMode):
             return NotImplemented  # it calls operators of its values and its offsets, which come here
         if func.namespace == "c10d":
             return func(*args, **kwargs)  # ``groups.Communicator`` has told of it
+        if own.log is not None:
+            own.log.compute()
         given = list(operators.arguments(func, args, kwargs))
         places = own.places_of([tensor for tensor, _ in given])
         wide = {place for (tensor, _), place in zip(given, places, strict=True) if tensor.dim() or place == "device"}
