@@ -99,11 +99,8 @@ def backward_of(
 
     planned.forward_backward(of_micro)
     counted, wrong = _read(looked, passes)
-    told = all_gather_json([counted.loss, counted.metrics, wrong], hdp.group.group, hdp.group.device)
-    result, wrong = LossOfBatch(passes=passes), []
-    for own_loss, own_metrics, own_wrong in told:
-        result.add(own_loss, own_metrics)
-        wrong += own_wrong
+    told = all_gather_json([wrong, counted.loss, counted.metrics], hdp.group.group, hdp.group.device)
+    result, wrong = _read(told, passes)
     if wrong and hdp.has_optimizer:
         hdp.zero_grad()
     _require_finite(wrong)
@@ -132,7 +129,7 @@ def backward_from(planned: PlannedBatch, gradients: Sequence[Tensor], of_rows: V
     planned.forward_backward(with_gradient)
 
 
-def _read(looked: Sequence[tuple[list[int], Tensor, dict[str, Any]]], passes: int) -> tuple[LossOfBatch, list[int]]:
+def _read(looked: Sequence[Any], passes: int) -> tuple[LossOfBatch, list[int]]:
     """The sum of losses and metrics, and the documents whose loss is no number."""
     counted, wrong = LossOfBatch(passes=passes), list[int]()
     for numbers, part, metrics in looked:
