@@ -45,11 +45,6 @@ class LossOfBatch:
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)  # what the loss has returned beside it
 
-    def add(self, loss: float, metrics: Mapping[str, Any]) -> None:
-        self.loss += loss
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
-
 
 def backward_of(
     given: BatchToPlan,
@@ -131,11 +126,12 @@ def backward_from(planned: PlannedBatch, gradients: Sequence[Tensor], of_rows: V
 
 def _read(looked: Sequence[Any], passes: int) -> tuple[LossOfBatch, list[int]]:
     """The sum of losses and metrics, and the documents whose loss is no number."""
-    counted, wrong = LossOfBatch(passes=passes), list[int]()
+    total, wrong = LossOfBatch(passes=passes), list[int]()
     for numbers, part, metrics in looked:
-        counted.add(float(part), metrics)
+        total.loss += float(part)
+        total.metrics |= {name: total.metrics.get(name, 0.0) + float(value) for name, value in metrics.items()}
         wrong += [] if math.isfinite(float(part)) else numbers
-    return counted, wrong
+    return total, wrong
 
 
 def _scalar(returned: Any, numbers: list[int]) -> tuple[Tensor, dict[str, Any]]:
