@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor, _tensor_symint_registry
+from torch.utils._device import _device_constructors
 
 from tests.accelerator import operators
 from tests.accelerator.clocks import Clock, Event, Stream, join
@@ -29,7 +31,7 @@ def _make(own: Machine, func: Any, *args: Any, **kwargs: Any) -> Any:
     assert place != "device" or device.index in (None, own.device.index), f"{device} is the GPU of another rank"  # type: ignore[union-attr]
     own.making.append(place)
     try:
-        made = func(*args, **kwargs)
+        made = func(*args, **kwargs) if device is None else func(*args, device="cpu", **kwargs)
     finally:
         own.making.pop()
     if place == "device" and func.__name__ in _FROM_DATA:
@@ -87,6 +89,8 @@ def _to(own: Machine, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> T
     elif device is not None:
         wanted = "device" if device.type == "cuda" else "host"
     if (wanted == "device") != (own.place(tensor) == "device"):
+        if isinstance(tensor, NestedTensor):
+            return _nested_to(own, func, tensor, *args, **kwargs)
         dtype = next((one for one in given if isinstance(one, torch.dtype)), None if other is None else other.dtype)
         flags = [one for one in args if isinstance(one, bool)]
         return move(own, tensor, wanted, dtype, kwargs.get("non_blocking", flags[0] if flags else False))
@@ -95,6 +99,15 @@ def _to(own: Machine, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> T
     if not [one for one in [*kept, *named.values()] if not isinstance(one, bool)] and not named.get("copy", False):
         return tensor
     return func(tensor, *kept, **named)  # type: ignore[no-any-return]
+
+
+def _nested_to(own: Machine, func: Any, tensor: NestedTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Values and offsets, which stand for the same lengths there, as PyTorch's own copy has it."""
+    values, offsets = _to(own, func, tensor.values(), *args, **kwargs), tensor.offsets()
+    there = move(own, offsets, own.place(values))
+    _tensor_symint_registry[there] = _tensor_symint_registry[offsets]
+    made: Tensor = torch.nested.nested_tensor_from_jagged(values, there, jagged_dim=tensor._ragged_idx)
+    return made
 
 
 def _pin(own: Machine, func: Any, tensor: Tensor, *unused: Any) -> Tensor:
@@ -158,6 +171,16 @@ _FACTORIES = (
 )
 
 
+def _wrapper(own: Machine, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """A tensor around others (nested ones), which are on the device; itself it has no memory."""
+    cpu = torch.device("cpu")
+    given = [cpu if isinstance(one, torch.device) and one.type == "cuda" else one for one in args]
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "cuda":
+        kwargs["device"] = cpu
+    return func(*given, **kwargs)
+
+
 def _answered(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
     """``original`` outside of a rank's host, else the answer."""
 
@@ -174,6 +197,9 @@ def _tensors_answer() -> Iterator[None]:
     getters = {name: property(_answered(getattr(Tensor, name).__get__, answer)) for name, answer in _GETTERS.items()}
     methods = {name: _answered(getattr(Tensor, name), answer) for name, answer in _METHODS.items()}
     factories = {name: _answered(getattr(torch, name), _make) for name in _FACTORIES}
+    _device_constructors()  # it keeps what it finds first, by which ``with torch.device("meta")`` knows the factories
+    make = staticmethod(_answered(Tensor._make_wrapper_subclass, _wrapper))
+    methods["_make_wrapper_subclass"] = make  # type: ignore[assignment]
     with mock.patch.multiple(Tensor, **getters, **methods), mock.patch.multiple(torch, **factories):
         yield
 

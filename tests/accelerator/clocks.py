@@ -70,6 +70,9 @@ class Stream(Timeline):
     def synchronize(self) -> None:
         self.machine.host_waits("Stream.synchronize", self.clock)
 
+    def is_capturing(self) -> bool:
+        return False
+
     def query(self) -> bool:
         raise AssertionError("whether a stream is done depends on time: nothing may be decided by it")
 

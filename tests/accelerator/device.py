@@ -9,12 +9,14 @@ writes.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +24,7 @@ from tests.accelerator import operators
 from tests.accelerator.clocks import Clock, Stream, Timeline, join
 from tests.accelerator.faults import Fault, HostWait, place_in_code
 from tests.accelerator.memory import Access, Allocator, Extent, Memory, Place
+from tests.nccl.recorder import Log
 
 _threads = threading.local()
 
@@ -29,7 +32,9 @@ _threads = threading.local()
 class Machine:
     """The host of one rank and its GPU. ``faults`` and ``waits`` are what a test asks for in the end."""
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, log: Log | None = None) -> None:
+        """``log``: takes what the host posts, for ``tests.nccl.replay``."""
+        self.log, self.groups = log, Counter[tuple[int, ...]]()
         self.device = torch.device("cuda", index)
         self.host = Timeline(0, "host")
         self.timelines: list[Timeline] = [self.host]
@@ -37,6 +42,7 @@ class Machine:
         self.faults: list[Fault] = []
         self.waits: list[HostWait] = []
         self.during = ""
+        self.num_micro_batches = 0  # that ``loops.micro_batches_are_parts`` has seen
         self.making: list[Place] = []  # of the factory functions that run
         self.compute = self.make_stream("compute")
         self.current = self.compute
@@ -75,7 +81,7 @@ class Machine:
             _threads.machine = self
 
     def place(self, tensor: Tensor) -> Place:
-        memory = self.allocator.find(tensor)
+        memory = self.allocator.find(tensor._values if isinstance(tensor, NestedTensor) else tensor)
         return "host" if memory is None else memory.place
 
     def places_of(self, tensors: list[Tensor]) -> list[Place]:
@@ -168,8 +174,12 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, own = kwargs or {}, self.machine
+        if any(issubclass(kind, NestedTensor) for kind in types):
+            return NotImplemented  # it calls operators of its values and its offsets, which come here
         if func.namespace == "c10d":
             return func(*args, **kwargs)  # ``groups.Communicator`` has told of it
+        if own.log is not None:
+            own.log.compute()
         given = list(operators.arguments(func, args, kwargs))
         places = own.places_of([tensor for tensor, _ in given])
         wide = {place for (tensor, _), place in zip(given, places, strict=True) if tensor.dim() or place == "device"}

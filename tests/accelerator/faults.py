@@ -32,10 +32,10 @@ class HostWait:
 
 
 def place_in_code() -> str:
-    """The innermost line on the stack of bytescale or transformers, else of a test."""
+    """The innermost line on the stack of bytescale, transformers, verl or TRL, else of a test."""
     frames = list(_files_and_lines(sys._getframe(1)))
     for parts, left_out in (
-        (("/src/bytescale/", "/transformers/"), "/parity/"),
+        (("/src/bytescale/", "/transformers/", "/site-packages/verl/", "/site-packages/trl/"), "/parity/"),
         (("/tests/",), "/tests/accelerator/de"),
     ):
         for file, line in frames:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from bytescale import HDP
 from bytescale.attention.kernels import CudaFlashKernel
+from bytescale.hf.loop.micro_batch import Micro
+from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.parity.compare import Document, StepNumbers, WideCasts, difference, plain_step
-from tests.accelerator.device import Machine
+from bytescale.runtime import pipeline
+from tests.accelerator.device import Machine, here
 from tests.accelerator.faults import Fault
 from tests.accelerator.groups import Communicator, run_machines
 
@@ -69,11 +74,11 @@ def run_loop(
 
     Host waits are counted in the second update: what is found out once, such as the kind of a head, is known by then.
     ``kernel``: ``flash``, emulated, or ``math``. ``prepare`` is called with the ``HDP``, before its optimizer exists.
-    ``on_host``: where the optimizer is.
+    ``on_host``: where the optimizer is. ``pp`` of ``HDP``: the loop's body is a function.
     """
     planned = {name: options.pop(name) for name in OPTIONS if name in options}
     passes = {name: value for name, value in planned.items() if name != "last"}  # which promises an update
-    total = float(sum(own["weights"].sum() for own in documents))
+    total, is_staged = float(sum(own["weights"].sum() for own in documents)), options.get("pp", 1) > 1
 
     def one_rank(own: Machine, group: Communicator) -> tuple[StepNumbers, int, Counter[str]]:
         ours: Any = copy.deepcopy(model).to(own.device)
@@ -86,6 +91,10 @@ def run_loop(
         hdp.adamw(lr=LR, offload=on_host)
 
         def run(**given: Any) -> tuple[float, int]:
+            if is_staged:
+                with WideCasts():
+                    staged = hdp.plan(documents, **given)
+                    return staged.forward_backward(lambda micro: loss(micro, ours, total)) / num_ranks, len(staged)
             parts = []
             for micro in hdp.plan(documents, **given):
                 with own.part(MICRO_BATCH), WideCasts():
@@ -99,20 +108,21 @@ def run_loop(
             _, count = run(**planned)
             with own.part(STEP):
                 hdp.step()
-        waits = Counter(f"{wait.what} at {wait.where}" for wait in own.waits[before:] if wait.during == MICRO_BATCH)
+        waits = waits_amid(own, before)
         loss_sum, _ = run(**passes)
         gradients = {name: value.cpu() for name, value in hdp.gradients().items()}
         hdp.zero_grad()
         with WideCasts(), torch.no_grad():
-            for micro in hdp.plan(documents, **passes):
-                hdp.collect(micro, micro.logprobs(ours, rows_at_a_time=7))
+            scored = hdp.plan(documents, **passes)
+            scored.forward_backward(lambda micro: hdp.collect(micro, micro.logprobs(ours, rows_at_a_time=7)))
         logprobs = [own.cpu() for own in hdp.collected()]
         moved = hdp.engine.activations.offload
         assert moved is None or moved.bytes_moved > 0, "documents are longer than ranks can hold"
         hdp.detach()
         return StepNumbers(loss=loss_sum, logprobs=logprobs, gradients=gradients), count, waits
 
-    results, machines = run_machines(num_ranks, one_rank)
+    with micro_batches_are_parts() if is_staged else nullcontext():
+        results, machines = run_machines(num_ranks, one_rank)
     ours, alone = results[-1][0], _alone(model, documents)
     # The last row of a document predicts nothing, and its log-probability is no matter of the loss.
     numbers = [
@@ -125,6 +135,37 @@ def run_loop(
         num_micro_batches=[count for _, count, _ in results],
         waits=[waits for *_, waits in results],
     )
+
+
+@contextmanager
+def micro_batches_are_parts() -> Iterator[None]:
+    """Whoever loops over a planned batch: host waits from its first micro-batch to behind its last one are counted."""
+    iterate, run_stage = PlannedBatch.__iter__, pipeline.run_stage
+
+    def amid() -> Any:
+        return nullcontext() if (own := here()) is None else own.part(MICRO_BATCH)
+
+    def iterated(planned: PlannedBatch) -> Iterator[Micro]:
+        micros = iterate(planned)
+        for place in range(len(planned)):
+            with amid() if place else nullcontext():
+                micro = next(micros)
+            with amid():
+                if (own := here()) is not None:
+                    own.num_micro_batches += 1
+                yield micro
+        yield from micros  # has no more, and ends the batch
+
+    def stage(links: Any, forward: Any, around: Any, behind_backward: Any) -> None:
+        run_stage(links, forward, lambda action: amid(), behind_backward)
+
+    with mock.patch.object(PlannedBatch, "__iter__", iterated), mock.patch.object(pipeline, "run_stage", stage):
+        yield
+
+
+def waits_amid(own: Machine, before: int = 0) -> Counter[str]:
+    """What the host has waited for in micro-batches, and where, since there were ``before`` waits."""
+    return Counter(f"{wait.what} at {wait.where}" for wait in own.waits[before:] if wait.during == MICRO_BATCH)
 
 
 def _alone(model: nn.Module, documents: list[Document]) -> StepNumbers:

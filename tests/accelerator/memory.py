@@ -77,6 +77,12 @@ class Memory:
         self._accesses: dict[tuple[int, bool, Extent], Access] = {}
         self.storage = weakref.ref(storage, lambda _: freed.append(self))
 
+    def begin(self) -> None:
+        """Whatever the stream was given so far may still use these bytes, which it may have had for something else."""
+        moment = Moment(self.stream.number, self.stream.clock[self.stream.number])
+        whole = Extent(0, self.num_bytes, 1, (self.num_bytes,), (1,), True)
+        self._accesses[moment.timeline, True, whole] = Access(moment, True, whole, "what had the memory before", False)
+
     def access(self, timeline: Timeline, access: Access) -> Access | None:
         """Add an access. Returns an earlier one that conflicts with it, if their order is not certain."""
         conflict = None
@@ -144,7 +150,9 @@ class Allocator:
                 early += [] if first is None else [first]
                 self._free.remove(unfinished)
         storage = tensor.untyped_storage()
-        self._known[storage._cdata] = Memory(storage, place, stream, self._gone)
+        memory = self._known[storage._cdata] = Memory(storage, place, stream, self._gone)
+        if place == "device":
+            memory.begin()
         return early
 
     def give_back(self, memory: Memory) -> None:

@@ -22,7 +22,7 @@ from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.saved.host_pool import HostPool
 from tests.accelerator.device import Machine
 from tests.accelerator.groups import Communicator, run_machines
-from tests.accelerator.loops import LR, MICRO_BATCH, STEP, Outcome
+from tests.accelerator.loops import LR, MICRO_BATCH, STEP, Outcome, waits_amid
 from tests.helpers.steps import Batch, slice_batch
 from tests.hf.mesh_steps import Part, put_together, rank_model
 
@@ -106,7 +106,7 @@ def run_steps(
             optimizer.wait_for_parameters()
             moved = executor.part.activations.offload
             assert moved is None or moved.bytes_moved > 0, "the plan moves activations"
-        waits = Counter(f"{wait.what} at {wait.where}" for wait in own.waits[before:] if wait.during == MICRO_BATCH)
+        waits = waits_amid(own, before)
         flat = part.parameters
         weights = {entry.name: (entry.cut, flat.value_of(entry).detach().cpu()) for entry in flat.entries}
         return losses, weights if mesh.hdp.rank == 0 else {}, len(data), waits

@@ -19,7 +19,7 @@ from bytescale.hf.model.selectors import LowestFirst
 from bytescale.parity.compare import WideCasts
 from tests.accelerator.device import Machine
 from tests.accelerator.groups import Communicator, run_machines
-from tests.accelerator.loops import MICRO_BATCH
+from tests.accelerator.loops import MICRO_BATCH, waits_amid
 from tests.hf import test_chosen_keys as keys
 from tests.hf import test_routes as routes
 from tests.hf.support import documents
@@ -107,7 +107,7 @@ def test_choices_are_played_back_and_recorded_clean(kind: str, family: str, opti
                         micro.logprobs(ours)
                         found = choice.recorded(micro)
                     hdp.collect(micro, found)
-        waits = Counter(f"{one.what} at {one.where}" for one in own.waits[before:] if one.during == MICRO_BATCH)
+        waits = waits_amid(own, before)
         return collected, gradients, [own.cpu() for own in hdp.collected()], waits
 
     results, machines = run_machines(2, one_rank)

@@ -111,3 +111,24 @@ def test_offloaded_activations_are_clean(checkpointing: str, loss: Callable[...,
 def test_shared_prefixes_are_clean(family: str) -> None:
     options = {"capacity_tokens": ROOM, "share_prefixes": True, **PREFIXES[family]}
     require_clean(run_loop(small_model(family), tree(), 2, **options))
+
+
+STAGES: list[tuple[str, int, dict[str, Any]]] = [
+    ("llama", 4, {"pp": 2}),
+    ("llama", 4, {"pp": 2, "last": True, "loss": loss_by_logprobs}),
+    ("gemma2", 4, {"pp": 2, "checkpointing": "full"}),
+    ("qwen3_next", 4, {"pp": 2}),
+    ("mixtral", 4, {"pp": 2, "tp": 2}),
+    ("llama", 4, {"pp": 2, "share_prefixes": True}),
+]
+"""Gemma's head is its embedding, on two stages."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "num_ranks", "options"), STAGES)
+def test_loops_on_stages_are_clean(family: str, num_ranks: int, options: dict[str, Any]) -> None:
+    """A loop's body as a function, on stages of a pipeline of two, and on tensor-parallel ranks of them."""
+    room = ROOM if num_ranks > options["pp"] * options.get("tp", 1) else sum(LENGTHS)
+    batch = tree() if options.get("share_prefixes") else documents(LENGTHS)
+    layers = {} if family == "qwen3_next" else {"num_hidden_layers": 4}
+    require_clean(run_loop(small_model(family, **layers), batch, num_ranks, capacity_tokens=room, **options))

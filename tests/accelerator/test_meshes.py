@@ -98,6 +98,33 @@ def let_go_at_once(self: offload._LayerPass) -> None:
     self._seen.clear()
 
 
+move = offload._LayerPass._move
+
+
+def holds_nothing(self: offload._LayerPass, region: Tensor, num_moved: int) -> offload._Block:
+    block = move(self, region, num_moved)
+    self._sources.pop()
+    return block
+
+
+def waits_for_the_first_copy(self: offload._LayerPass, region: Tensor, num_moved: int) -> offload._Block:
+    first = self._copied
+    block = move(self, region, num_moved)
+    self._copied = first or self._copied
+    return block
+
+
+def into_memory_that_may_be_used(
+    self: CopyLane, pairs: Iterable[tuple[Tensor, Tensor]], *, after: Iterable[Any]
+) -> object:
+    """A copy that waits for the last event alone, which is that of its source."""
+    return copy(self, pairs, after=[*after][1:])
+
+
+def as_it_is(host: Tensor, device: torch.device) -> Tensor:
+    return host
+
+
 def without_waiting(self: HostTransfers) -> Tensor:
     if self._number + 1 < len(self._shards):
         self._bring(self._number + 1)
@@ -135,6 +162,20 @@ PLANTED: dict[str, tuple[str, Any, str, Any, dict[str, Any]]] = {
         *("early free", offload._LayerPass, "let_go"),
         *(let_go_at_once, OFFLOAD),
     ),
+    "activations that are not held while they are copied": (
+        *("early free", offload._LayerPass, "_move"),
+        *(holds_nothing, OFFLOAD),
+    ),
+    "activations given back after the first copy": (
+        *("early free", offload._LayerPass, "_move"),
+        *(waits_for_the_first_copy, OFFLOAD),
+    ),
+    "activations copied into memory that compute may still use": (
+        *("race", CopyLane, "copy"),
+        *(into_memory_that_may_be_used, OFFLOAD),
+    ),
+    "tokens left in host memory": ("mix", executor, "to_device", as_it_is, {}),
+    "labels left in host memory": ("mix", loss, "to_device", as_it_is, {}),
     "pages that are not page-locked": ("mix", meshes, "HostPool", PageablePool, OFFLOAD),
     "a ring that reads before its message is there": ("race", Transfer, "wait", numbers_alone, {}),
     "an update before the reduction": ("race", PendingCollective, "wait", numbers_alone, {"bucket_bytes": 1}),

@@ -71,6 +71,18 @@ def host_reads_pages_that_still_arrive(own: Machine, right: bool) -> float:
     return float(page.sum())
 
 
+def writes_memory_that_compute_may_still_use(own: Machine, right: bool) -> None:
+    """Its stream has just given it back, and may not be there yet."""
+    side, page = torch.cuda.Stream(), torch.ones(8, pin_memory=True)
+    rows(own).sum()
+    values = torch.empty(8, device=own.device)
+    if right:
+        side.wait_stream(torch.cuda.current_stream())
+    with on(side):
+        values.copy_(page, non_blocking=True)
+    torch.cuda.current_stream().wait_stream(side)
+
+
 def columns_that_meet(own: Machine, right: bool) -> None:
     side, table = torch.cuda.Stream(), torch.ones(4, 6, device=own.device)
     side.wait_stream(torch.cuda.current_stream())
@@ -93,6 +105,7 @@ def gives_back_what_a_copy_reads(own: Machine, right: bool) -> None:
 def gives_back_what_a_copy_writes(own: Machine, right: bool) -> None:
     side, page = torch.cuda.Stream(), torch.ones(8, pin_memory=True)
     values = torch.empty(8, device=own.device)
+    side.wait_stream(torch.cuda.current_stream())
     with on(side):
         values.copy_(page, non_blocking=True)
     if right:
@@ -171,6 +184,7 @@ RACES = [
     waits_for_an_event_that_came_too_early,
     host_writes_pages_that_still_leave,
     host_reads_pages_that_still_arrive,
+    writes_memory_that_compute_may_still_use,
     columns_that_meet,
 ]
 EARLY = [

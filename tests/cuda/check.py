@@ -34,6 +34,7 @@ from bytescale.attention.rings.exchange import Message
 from bytescale.attention.trees import blocks_between
 from bytescale.config.schema import OptimizerConfig
 from bytescale.hf.model import tensor_parallel as cutting
+from bytescale.hf.model.beside_products import BesideProducts
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
 from bytescale.parity import small_model
@@ -51,6 +52,7 @@ from bytescale.runtime.saved.host_pool import HostPool
 from bytescale.runtime.token_shards import TokenShards
 from tests.cuda import fake
 from tests.cuda.recurrences import fla_packs
+from tests.cuda.shared import experts_all_to_all, host_optimizer, products_in_slices, recurrent_layers, sharded_domain
 from tests.helpers.decoder import PlainDecoder, Sizes
 from tests.helpers.reference_loss import linear_cross_entropy
 
@@ -224,7 +226,10 @@ def offload() -> str:
 
 
 def tensor_parallel() -> str:
-    """One of two tensor-parallel ranks: its part of the model, of the loss and of the gradients."""
+    """One of two tensor-parallel ranks: its part of the model, of the loss and of the gradients.
+
+    No stand-in of rows can be made of fake ones, so that they are gathered whole (``products_in_slices`` has the rest).
+    """
     launches: list[str] = []
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
     model = small_model("llama", dtype=FP32, num_hidden_layers=3, intermediate_size=384, vocab_size=320, **sizes)
@@ -233,7 +238,9 @@ def tensor_parallel() -> str:
         # Fake ranks send nothing, so that the cut model differs from the whole one.
         with mock.patch.object(cutting, "difference", return_value=None):
             cuts = apply_tensor_parallelism(decoder, TokenShards(RankGroup(group, name="TP")))
-        with fake.fake_gpu(), recorded_launches(launches):
+        whole = mock.patch.object(BesideProducts, "gathers", create=True, new_callable=mock.PropertyMock)
+        with fake.fake_gpu(), recorded_launches(launches), whole as gathers:
+            gathers.return_value = False
             on_gpu(model)
             assert decoder.token_rows is not None
             decoder.token_rows.shards.tp = RankGroup(group, device=fake.DEVICE, name="TP")
@@ -296,7 +303,8 @@ def triton_cubins() -> str:
 
 CHECKS: tuple[Callable[[], str], ...] = (
     *(flash_calls, registered_implementations, flash_4_compiles, ring, loss),
-    *(offload, tensor_parallel, optimizer, triton_cubins, fla_packs),
+    *(offload, tensor_parallel, products_in_slices, optimizer, host_optimizer),
+    *(sharded_domain, experts_all_to_all, recurrent_layers, triton_cubins, fla_packs),
 )
 OUR_FA4 = "bytescale.attention.flash_4"
 

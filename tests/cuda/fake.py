@@ -9,17 +9,22 @@ node.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Variable
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _NUMBERS = itertools.count(1)
+_hooks: dict[tuple[Any, int], list[Callable[[torch.Tensor], Any]]] = {}
+_callbacks: list[Callable[[], object]] = []
+"""Of the backward that runs; autograd's engine calls them behind it."""
 DEVICE = torch.device("cuda", 0)
 
 
@@ -48,6 +53,9 @@ class Event:
         del options
         self.recorded = False
 
+    def synchronize(self) -> None:
+        assert self.recorded, "the host waits for an event that nothing has recorded"
+
     def record(self, stream: Stream | None = None) -> None:
         assert stream is None or isinstance(stream, Stream)
         self.recorded = True
@@ -61,13 +69,21 @@ def fake_gpu() -> Iterator[FakeTensorMode]:
         "Event": Event,
         "stream": lambda stream: nullcontext(),
         "current_stream": lambda device=None: Stream(),
+        "get_device_capability": lambda device=None: (9, 0),
     }
     engine = mock.patch.object(torch.autograd, "backward", backward)
     # Fake memory has no address; the offload tells pieces of memory apart by theirs.
-    on_host = mock.patch.multiple(torch.Tensor, nonzero=nonzero, pin_memory=pin_memory)
+    on_host = mock.patch.multiple(
+        torch.Tensor, nonzero=nonzero, pin_memory=pin_memory, register_hook=register_hook, is_pinned=lambda _: False
+    )
+    queue = mock.patch.object(Variable, "_execution_engine", SimpleNamespace(queue_callback=_callbacks.append))
     addresses = mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
-    with mock.patch.multiple(torch.cuda, **stand_ins), engine, on_host, addresses, FakeTensorMode() as mode:
-        yield mode
+    with mock.patch.multiple(torch.cuda, **stand_ins), engine, on_host, addresses, queue, FakeTensorMode() as mode:
+        try:
+            yield mode
+        finally:
+            _hooks.clear()
+            _callbacks.clear()
 
 
 def backward(root: torch.Tensor, gradient: torch.Tensor | None = None, *unused: Any, **options: Any) -> None:
@@ -80,16 +96,38 @@ def backward(root: torch.Tensor, gradient: torch.Tensor | None = None, *unused: 
     _arrive(arrived, first.node, first.output_nr, torch.ones_like(root) if gradient is None else gradient)
     ready: list[Any] = [first.node]
     while ready:
-        node = ready.pop()
+        node = ready.pop(max(range(len(ready)), key=lambda place: _turn(ready[place])))
         edges = [edge for edge in node.next_functions if edge[0] is not None]
         with torch.no_grad(), mock.patch.object(torch._C, "_current_graph_task_id", return_value=number):
-            results = _run(node, arrived.pop(node))
+            results = _run(node, _hooked(node, arrived.pop(node)))
         assert len(results) == len(edges), f"{node} has {len(edges)} inputs and returned {len(results)} gradients"
         for (following, place), result in zip(edges, results, strict=True):
             _arrive(arrived, following, place, result)
             waiting[following] -= 1
             if waiting[following] == 0:
                 ready.append(following)
+    while _callbacks:
+        with torch.no_grad():
+            _callbacks.pop(0)()
+
+
+def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+    """``Tensor.register_hook``: of nodes that are called from Python, the engine's own hooks do not run."""
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    _hooks.setdefault((edge.node, edge.output_nr), []).append(hook)
+
+
+def _hooked(node: Any, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    for place, gradient in enumerate(gradients):
+        for hook in _hooks.get((node, place), []) if gradient is not None else ():
+            changed = hook(gradient)
+            gradients[place] = gradient = gradient if changed is None else changed
+    return gradients
+
+
+def _turn(node: Any) -> float:
+    """The order of autograd's engine: gradients are accumulated at once, and what ran last in forward comes next."""
+    return float("inf") if node.name().endswith("AccumulateGrad") else float(node._sequence_nr())
 
 
 def _uses(root: Any) -> dict[Any, int]:
@@ -112,6 +150,8 @@ def _arrive(
 ) -> None:
     given = arrived.setdefault(node, [None] * max(1, len(node._input_metadata)))
     if gradient is not None:
+        shape = tuple(node._input_metadata[place].shape)
+        gradient = gradient if tuple(gradient.shape) == shape else gradient.sum_to_size(shape)  # of a broadcast
         before = given[place]
         given[place] = gradient if before is None else before + gradient
 

@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENTS = ROOT / ".cuda"
 PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- make check-cuda: begin -->", "<!-- make check-cuda: end -->"
-OLDEST_TORCH = "2.11.0"  # the oldest that pyproject.toml allows; the newest is what constraints.txt pins
+OLDEST_TORCH = "2.11.0"  # the oldest that pyproject.toml allows; constraints.txt pins the one of the tests
+NEWEST_TORCH = "2.14.1"
+OURS = ("numpy", "safetensors", "transformers", "xxhash")  # what the checked code imports
 FLASH_4 = "flash-attn-4===4.0.0b36"
 FLASH_4_GPUS = ("90", "100")
 FLA = ("fla-core===0.6.0", "packaging")  # which it needs and does not name
@@ -53,14 +55,14 @@ def main() -> int:
 
 
 def planned_runs(constraints: str) -> list[Run]:
-    """The oldest and the newest torch; and beside the newest FlashAttention 4, for each kind of GPU that it is for, and
-    flash-linear-attention."""
-    pins = dict(re.findall(r"^(torch|numpy)==(\S+)$", constraints, flags=re.MULTILINE))
-    numpy = f"numpy==={pins['numpy']}"
-    newest = (f"torch==={pins['torch']}", numpy)
+    """The oldest torch, that of the tests, and the newest; and beside that of the tests FlashAttention 4, for each kind
+    of GPU that it is for, and flash-linear-attention."""
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", constraints, flags=re.MULTILINE))
+    ours = tuple(f"{name}==={pins[name]}" for name in OURS)
+    pinned = (f"torch==={pins['torch']}", *ours)
     flash_4 = [
         Run(
-            packages=(*newest, FLASH_4),
+            packages=(*pinned, FLASH_4),
             only=("flash_4_compiles",),
             environment=(
                 *(("FLASH_ATTENTION_ARCH", f"sm_{gpu}"), ("CUTE_DSL_ARCH", f"sm_{gpu}a")),
@@ -69,8 +71,9 @@ def planned_runs(constraints: str) -> list[Run]:
         )
         for gpu in FLASH_4_GPUS
     ]
-    fla = Run(packages=(*newest, *FLA), only=("fla_packs",))
-    return [Run((f"torch==={OLDEST_TORCH}", numpy)), Run(newest), *flash_4, fla]
+    fla = Run(packages=(*pinned, *FLA), only=("fla_packs",))
+    others = [Run((f"torch==={version}", *ours)) for version in (OLDEST_TORCH, NEWEST_TORCH)]
+    return [others[0], Run(pinned), others[1], *flash_4, fla]
 
 
 def prepared(packages: tuple[str, ...]) -> Path:

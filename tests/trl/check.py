@@ -1,16 +1,19 @@
 """What ``make check-trl`` runs in an environment of its own: TRL's trainers alone, under DDP, and over HDP.
 
-torchrun --nproc-per-node N check.py KIND OUT [--plain] [--stop] [--resume] [--tp]
+torchrun --nproc-per-node N check.py KIND OUT [--plain] [--stop] [--resume] [--tp] [--simulated [--planted]]
 
 Writes the log of every update, and the trained model, to OUT. With ``--tp`` two ranks share the model. Of the kind
 "global", ranks share batches of a fixed size: ``--stop`` ends such a run with a checkpoint after two updates, and
-``--resume`` goes on from it.
+``--resume`` goes on from it. ``--simulated`` gives every rank a simulated accelerator: faults, and waits amid
+micro-batches, go to OUT, too. ``--planted`` lets the loss make the host wait.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +139,11 @@ class Stop(TrainerCallback):
         control.should_save = control.should_training_stop = state.global_step == STOP
 
 
-def trainer(kind: str, out: Path, plain: bool) -> Any:
+def trainer(kind: str, out: Path, plain: bool, is_simulated: bool = False) -> Any:
     common: dict[str, Any] = {
         "output_dir": str(out / "trainer"), "max_steps": STEPS, "per_device_train_batch_size": 4,
         "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
-        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "max_grad_norm": 0.5, "seed": 1,
+        "use_cpu": not is_simulated, "bf16": False, "gradient_checkpointing": False, "max_grad_norm": 0.5, "seed": 1,
         "lr_scheduler_type": "linear", "dataloader_num_workers": 0,
     }  # fmt: skip
     options: dict[str, Any] = {"processing_class": tokenizer(), "train_dataset": rows(kind)}
@@ -179,18 +182,54 @@ def trainer(kind: str, out: Path, plain: bool) -> Any:
     return made(str(out / "start"), reward_funcs=reward, args=config, **options)
 
 
-def main() -> None:
-    kind, out, plain = sys.argv[1], Path(sys.argv[2]), "--plain" in sys.argv
-    torch.set_num_threads(1)
-    out.mkdir(parents=True, exist_ok=True)
-    dist.init_process_group("gloo")
-    made = trainer(kind, out, plain)
+def that_looks(loss_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A loss of documents whose value somebody asks for."""
+
+    def looking(num_items: Any) -> Any:
+        loss = loss_of(num_items)
+
+        def looked(*given: Any) -> torch.Tensor:
+            total: torch.Tensor = loss(*given)
+            assert float(total.detach()) == float(total.detach())
+            return total
+
+        return looked
+
+    return looking
+
+
+def train(kind: str, out: Path) -> None:
+    made = trainer(kind, out, "--plain" in sys.argv, "--simulated" in sys.argv)
+    if "--planted" in sys.argv:
+        made._loss_of_documents = that_looks(made._loss_of_documents)
     if "--stop" in sys.argv:
         made.add_callback(Stop())
     made.train(resume_from_checkpoint="--resume" in sys.argv)
     made.save_model(str(out / "saved"))
     if dist.get_rank() == 0:
         (out / "log.json").write_text(json.dumps(made.state.log_history))
+
+
+def simulated(kind: str, out: Path) -> None:
+    """``train`` on a simulated accelerator, whose faults and waits it tells."""
+    from tests.accelerator.processes import BACKEND, simulated_process, told
+
+    rank = int(os.environ["RANK"])
+    with simulated_process(rank) as own:
+        dist.init_process_group(BACKEND)
+        train(kind, out)
+        (out / f"told-{rank}.json").write_text(json.dumps(told(own)))
+
+
+def main() -> None:
+    kind, out = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    out.mkdir(parents=True, exist_ok=True)
+    if "--simulated" in sys.argv:
+        simulated(kind, out)
+        return
+    dist.init_process_group("gloo")
+    train(kind, out)
 
 
 if __name__ == "__main__":

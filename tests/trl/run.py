@@ -17,11 +17,13 @@ import numpy as np
 from safetensors.numpy import load_file
 from tests.helpers.environments import ROOT, python_with
 
-KINDS = ("sft", "dft", "images", "dpo", "grpo", "resume")
+KINDS = ("sft", "dft", "images", "dpo", "grpo", "resume", "accelerators")
 WITH_TP = ("sft", "dpo")
 PACKAGES = ("trl==1.16.0", "peft>=0.15", "pillow")
 TOLERANCE = 2e-4
 """Relative, of fp32 with sums in another order, over updates of AdamW; 1e-4 of sums over a document."""
+WAITS = {"sft": 0, "dft": 0, "dpo": 0, "grpo": 0, "images": 2}
+"""Of the host in a micro-batch on a simulated accelerator: transformers counts placeholders and rows of images."""
 LEFT_OUT = ("runtime", "per_second", "step_time", "flos")
 
 
@@ -32,6 +34,9 @@ def main() -> int:
     for kind in sys.argv[1:] or KINDS:
         if kind == "resume":
             failed += resumed(python)
+            continue
+        if kind == "accelerators":
+            failed += on_accelerators(python)
             continue
         for ranks, tp in ((1, []), (2, []), *([(2, ["--tp"])] if kind in WITH_TP else [])):
             with tempfile.TemporaryDirectory() as folder:
@@ -69,12 +74,44 @@ def resumed(python: str) -> int:
     return failed
 
 
+def on_accelerators(python: str) -> int:
+    """How many trainers over HDP, on two simulated accelerators, differ from TRL's on CPUs, race, or wait too often."""
+    failed = 0
+    for kind, waits in WAITS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            plain = run(python, kind, 2, Path(folder) / "plain", "--plain")
+            ours = run(python, kind, 2, Path(folder) / "ours", "--simulated")
+            told = [json.loads((Path(folder) / "ours" / f"told-{rank}.json").read_text("utf-8")) for rank in range(2)]
+        wrong = [difference for a, b in zip(plain, ours, strict=True) for difference in compared(a, b)]
+        wrong += [fault for own in told for fault in own["faults"]]
+        if any(sum(own["waits"].values()) != waits * own["micro_batches"] for own in told):
+            wrong.append(f"the host waits for {told[0]['waits']} in {told[0]['micro_batches']} micro-batches")
+        failed += bool(wrong)
+        result = "; ".join(wrong[:6]) or (
+            f"{len(ours) - 1} updates are equal, no fault, {waits} waits in each of "
+            f"{', '.join(str(own['micro_batches']) for own in told)} micro-batches, {told[0]['beside']} beside them"
+        )
+        print(f"{kind} on 2 simulated accelerators: {result}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        run(python, "sft", 1, Path(folder), "--simulated", "--planted")
+        told = [json.loads((Path(folder) / "told-0.json").read_text("utf-8"))]
+    print(
+        f"a loss that is looked at in every micro-batch: {sum(told[0]['waits'].values())} waits are found", flush=True
+    )
+    return failed + (sum(told[0]["waits"].values()) < told[0]["micro_batches"])
+
+
 def run(python: str, kind: str, ranks: int, out: Path, *options: str) -> list[dict[str, float]]:
     """The log of every update."""
     port = 29400 + os.getpid() % 400
     command = [python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
     command += [str(ROOT / "tests/trl/check.py"), kind, str(out), *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     if done.returncode:
         raise SystemExit(f"{kind}, {options}, {ranks} rank(s) failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")

@@ -192,7 +192,7 @@ class HDPSFTTrainer(HDPTrainerMixin, trl.SFTTrainer):
 
         def loss(documents: list[dict[str, Tensor]], values: list[Tensor]) -> Tensor:
             labelled = torch.cat([own["labels"] for own in documents]) != IGNORE_INDEX
-            return -scale * torch.cat(values)[labelled, LOG_PROBS].sum()
+            return -scale * torch.cat(values)[:, LOG_PROBS].where(labelled, 0.0).sum()
 
         return loss
 

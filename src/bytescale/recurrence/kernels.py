@@ -318,9 +318,9 @@ def _pack(cuts: Cuts, parts: list[slice], device: torch.device) -> list[Tensor]:
     """``cu_seqlens [N + 1]`` and ``seq_idx [n]`` of runs, one behind the other."""
 
     def make() -> list[Tensor]:
-        lengths = torch.tensor([rows.stop - rows.start for rows in parts])
+        lengths = torch.tensor(counts := [rows.stop - rows.start for rows in parts])
         numbers = torch.arange(len(parts), dtype=torch.int32)
-        return [F.pad(lengths.cumsum(0), (1, 0)), numbers.repeat_interleave(lengths)]
+        return [F.pad(lengths.cumsum(0), (1, 0)), numbers.repeat_interleave(lengths, output_size=sum(counts))]
 
     return cuts.on_device(("pack", parts[0].start), device, make)
 

@@ -20,6 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from bytescale.attention.copies import to_device
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX, MICRO_BATCH_NAMES
 from bytescale.plan import MicroBatch, Plan, RankPlan
@@ -314,7 +315,7 @@ class RankBatch:
 def of_documents(forest: Forest, values: Sequence[Tensor]) -> list[Tensor]:
     """``[D]`` tensors ``[length, ...]`` in the order of ``forest.documents``, from ``[U, ...]`` of each sequence."""
     places = zip(forest.sequence_of.tolist(), forest.paths, strict=True)
-    return [values[sequence][torch.as_tensor(path, device=values[sequence].device)] for sequence, path in places]
+    return [values[sequence][to_device(torch.as_tensor(path), values[sequence].device)] for sequence, path in places]
 
 
 def cut(plan: Plan, rank: int, batch: Batch, *, shift_labels: bool = False) -> RankBatch:

@@ -45,11 +45,6 @@ class LossOfBatch:
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)  # what the loss has returned beside it
 
-    def add(self, loss: float, metrics: Mapping[str, Any]) -> None:
-        self.loss += loss
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
-
 
 def backward_of(
     given: BatchToPlan,
@@ -67,24 +62,22 @@ def backward_of(
     hdp = given.hdp
     planned, passes = _cheaper(given, labels, passes)
     of_rows: Values = values or (lambda micro: micro.logprobs(hdp.model))
-    result, counted, wrong = LossOfBatch(passes=passes), LossOfBatch(passes=1), list[int]()
+    looked = list[tuple[list[int], Tensor, dict[str, Any]]]()  # read behind the passes: the host waits for the device
 
-    def loss_of(numbers: list[int], value_of: Callable[[int], Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
-        """Loss and metrics of the label of these documents, which are ``wrong`` if the loss is no number."""
+    def loss_of(numbers: list[int], value_of: Callable[[int], Tensor], counts: bool = True) -> Tensor:
         part, metrics = _scalar(loss([batch[number] for number in numbers], list(map(value_of, numbers))), numbers)
-        if not math.isfinite(float(part.detach())):
-            wrong.extend(numbers)
-        return part, metrics
+        looked.append((numbers, part.detach() * counts, metrics if counts else {}))
+        return part
 
     if passes == 2:
         with torch.no_grad():
             planned.forward_backward(lambda micro: planned.collect(micro, of_rows(micro)))
         wholes = [whole.requires_grad_() for whole in planned.collected()]
         for numbers in of_labels.values():
-            part, metrics = loss_of(numbers, wholes.__getitem__)
-            result.add(float(part.detach()), metrics)
+            part = loss_of(numbers, wholes.__getitem__)
             if part.requires_grad:
                 part.backward()
+        result, wrong = _read(looked, passes)
         _require_finite(wrong)
         gradients = [torch.zeros_like(whole) if whole.grad is None else whole.grad for whole in wholes]
         backward_from(planned, [sums_of_rows(own, gradients) for own in planned.micro_batches], of_rows)
@@ -95,17 +88,14 @@ def backward_of(
         documents, total = micro.documents(rows), rows[:0].sum()
         for numbers in of_labels.values():
             if numbers[0] in documents.numbers:
-                part, metrics = loss_of(numbers, documents.of)
-                total = total + part
-                if documents.counted[documents.numbers.index(numbers[0])]:
-                    counted.add(float(part.detach()), metrics)
+                counts = documents.counted[documents.numbers.index(numbers[0])]
+                total = total + loss_of(numbers, documents.of, counts)
         return total
 
     planned.forward_backward(of_micro)
-    told, wrong = all_gather_json([counted.loss, counted.metrics, wrong], hdp.group.group, hdp.group.device), []
-    for own_loss, own_metrics, own_wrong in told:
-        result.add(own_loss, own_metrics)
-        wrong += own_wrong
+    counted, wrong = _read(looked, passes)
+    told = all_gather_json([wrong, counted.loss, counted.metrics], hdp.group.group, hdp.group.device)
+    result, wrong = _read(told, passes)
     if wrong and hdp.has_optimizer:
         hdp.zero_grad()
     _require_finite(wrong)
@@ -134,8 +124,18 @@ def backward_from(planned: PlannedBatch, gradients: Sequence[Tensor], of_rows: V
     planned.forward_backward(with_gradient)
 
 
-def _scalar(returned: Any, numbers: list[int]) -> tuple[Tensor, Mapping[str, Any]]:
-    """What a loss has returned. Raises ``PlanError`` for what is no scalar."""
+def _read(looked: Sequence[Any], passes: int) -> tuple[LossOfBatch, list[int]]:
+    """The sum of losses and metrics, and the documents whose loss is no number."""
+    total, wrong = LossOfBatch(passes=passes), list[int]()
+    for numbers, part, metrics in looked:
+        total.loss += float(part)
+        total.metrics |= {name: total.metrics.get(name, 0.0) + float(value) for name, value in metrics.items()}
+        wrong += [] if math.isfinite(float(part)) else numbers
+    return total, wrong
+
+
+def _scalar(returned: Any, numbers: list[int]) -> tuple[Tensor, dict[str, Any]]:
+    """What a loss has returned, its metrics without their graphs. Raises ``PlanError`` for what is no scalar."""
     part, metrics = returned if isinstance(returned, tuple) else (returned, {})
     if not isinstance(part, Tensor) or part.dim():
         raise PlanError(
@@ -143,7 +143,7 @@ def _scalar(returned: Any, numbers: list[int]) -> tuple[Tensor, Mapping[str, Any
             so="it could not be added to those of other documents",
             fix="return a scalar tensor, or a scalar and a dictionary of metrics",
         )
-    return part, metrics
+    return part, {name: own.detach() if isinstance(own, Tensor) else own for name, own in metrics.items()}
 
 
 def _require_finite(wrong: Sequence[int]) -> None:

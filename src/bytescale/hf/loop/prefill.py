@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from bytescale.attention.copies import to_device
 from bytescale.common.errors import DataError
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.micro_batch import Micro
@@ -227,7 +228,8 @@ def prefill(hdp: Session, prompts: Sequence[Sequence[int] | Tensor], ready: Read
         runs = micro.plan.rows_of_documents
         ends = {prompt: int(own[-1]) for prompt, start, own in runs if start + len(own) == lengths[prompt]}
         hidden, head = hidden_states(hdp.model, inputs)
-        logits = head(hidden[0, list(ends.values())]) if ends else hidden.new_zeros(0, 0)
+        last_rows = to_device(torch.tensor([*ends.values()]), device)
+        logits = head(hidden[0, last_rows]) if ends else hidden.new_zeros(0, 0)
         values_of = dict(zip(ends, logits.to(torch.promote_types(logits.dtype, torch.float32)), strict=True))
         result.add(micro, kept, values_of)
         for prompt, values in values_of.items():

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bytescale.attention import Exchange
+from bytescale.attention.copies import to_device
 from bytescale.attention.rings.messages import Kind
 from bytescale.common.errors import PlanError
 from bytescale.hf.batch.documents import of_documents
@@ -84,8 +85,8 @@ class WholeDocuments(Sequence[Tensor]):
             )
         # A rank without a row of these documents takes part in their backward all the same.
         anchor = self._rows[:0].sum()
-        counted = torch.tensor(self.counted, dtype=torch.bool, device=losses.device)
-        return losses[counted].sum() + (losses - losses.detach())[~counted].sum() + anchor
+        counted = to_device(torch.tensor(self.counted, dtype=torch.bool), losses.device)
+        return torch.where(counted, losses, losses - losses.detach()).sum() + anchor
 
     def __len__(self) -> int:
         return len(self._values)
@@ -99,7 +100,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, shared: SharedGroup, exchange: Exchange) -> Tensor:
-        places = [torch.as_tensor(own, device=rows.device) for own in _places(shared)]
+        places = [to_device(torch.as_tensor(own), rows.device) for own in _places(shared)]
         ctx.own = places[shared.member]
         whole = rows.new_empty(int(shared.lengths.sum()), *rows.shape[1:])
         held, member = rows.contiguous(), shared.member

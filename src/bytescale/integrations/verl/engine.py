@@ -8,6 +8,7 @@ All ranks are data-parallel ranks. verl gives each its part of a mini-batch, and
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine.spec import ShardSpec
 from verl.workers.engine.utils import _hf_entry_identity, detach_tree, hf_delta_export
 
+from bytescale.attention.copies import to_device
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.loop.coupled import Values
@@ -168,7 +170,7 @@ class BytescaleEngine(BaseEngine):
         num_tokens = data["loss_mask"].sum().to(get_device_id())
         dist.all_reduce(num_tokens, group=group)
         tu.assign_non_tensor(data, batch_num_tokens=num_tokens.item(), dp_size=self.get_data_parallel_size(), sp_size=1)
-        data = data.to(get_device_id())
+        data = data.to(get_device_id(), non_blocking=False)  # from memory that is not page-locked
         capacity = self.engine_config.infer_max_token_len_per_gpu if forward_only else None
         with torch.no_grad() if forward_only else contextlib.nullcontext():
             columns, num_trained = self._columns(data)
@@ -204,7 +206,10 @@ class BytescaleEngine(BaseEngine):
         of_batch = {name: value for name, value in data.items() if isinstance(value, NonTensorData)}
 
         def together(name: str, rows: list[Tensor]) -> Tensor:
-            return torch.nested.as_nested_tensor(rows, layout=torch.jagged) if name in nested else torch.stack(rows)
+            if name not in nested:
+                return torch.stack(rows)
+            edges = to_device(torch.tensor([0, *itertools.accumulate(map(len, rows))]), rows[0].device)
+            return torch.nested.nested_tensor_from_jagged(torch.cat(rows), edges)  # for which nobody waits
 
         def loss(documents: list[dict[str, Tensor]], values: list[Tensor]) -> Tensor:
             part = TensorDict({}, batch_size=[len(documents)], device=data.device)
