@@ -122,6 +122,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+PIPED: list[tuple[str, int, int, dict[str, Any]]] = [
+    (family, num_ranks, tp, way)
+    for way in ({}, {"checkpointing": "full"})
+    for num_ranks, tp in ((2, 1), (4, 1), (4, 2))
+    for family in ("qwen2_5_vl", "qwen3_vl", "llava", "qwen3_5", "internvl")
+    if (family, tp) != ("qwen3_vl", 2)
+]
+
+
 def model_of(family: str, num_layers: int = 2) -> Any:
     parts = {**FAMILIES[family], "text_config": {**FAMILIES[family]["text_config"], "num_hidden_layers": num_layers}}
     config = AutoConfig.for_model(
@@ -225,6 +234,18 @@ def planned(
         return loss, hdp.gradients()
 
 
+def piped(
+    group: dist.ProcessGroup, model: nn.Module, batch: list[dict[str, Any]], **options: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """The same on stages of a pipeline; only the last one has losses."""
+    hdp = HDP(model, group, capacity_tokens=50 if group.size() > 2 * options.get("tp", 1) else 400, pp=2, **options)
+    hdp.adamw(lr=1e-3)
+    total = sum(len(d["tokens"]) - 1 for d in batch)
+    with WideCasts():
+        loss = hdp.plan(batch).forward_backward(lambda micro: micro.loss_sum(model) / total)
+        return loss, hdp.gradients()
+
+
 def difference(model: nn.Module, batch: list[dict[str, Any]], num_ranks: int, **options: Any) -> float:
     with WideCasts():
         wanted, gradients = alone(model, batch)
@@ -257,6 +278,32 @@ TP: list[tuple[str, int, int, dict[str, Any]]] = [
 def test_tensor_parallelism(family: str, num_ranks: int, tp: int, way: dict[str, Any]) -> None:
     """Encoders are whole on every rank, and each picture is encoded by one of all ranks."""
     assert difference(model_of(family), batch_of(family), num_ranks, tp=tp, **way) < 1e-10
+
+
+@pytest.mark.parametrize(("family", "num_ranks", "tp", "way"), one_of(PIPED, ("qwen2_5_vl", 4, 1, {})))
+def test_pipelines(family: str, num_ranks: int, tp: int, way: dict[str, Any]) -> None:
+    """The first stage's ranks encode, and rows that go to deeper layers stay on it."""
+    model, batch = model_of(family, 2 if family == "qwen3_5" else 4), batch_of(family)
+    with WideCasts():
+        wanted, gradients = alone(model, batch)
+    results = on_ranks(num_ranks, model, lambda group, own: piped(group, own, batch, tp=tp, **way))
+    assert [loss for loss, _ in results] == pytest.approx([wanted] * num_ranks, rel=1e-10)
+    found = dict[str, Tensor]()
+    for _, own in results:
+        found |= own
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10)
+
+
+def test_rows_for_layers_of_later_stages_are_refused() -> None:
+    model, batch = model_of("qwen3_vl", 2), batch_of("qwen3_vl")  # a layer for each stage, and rows for both
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> str:
+        with pytest.raises(ConfigError) as error:
+            piped(group, own, batch)
+        return str(error.value)
+
+    assert all("first stage, does not put all rows of image items" in said for said in on_ranks(2, model, work))
 
 
 def test_text_and_images_with_shared_parameters() -> None:

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from bytescale.attention.copies import to_device
 from bytescale.common.errors import ConfigError, DataError, RankFailure
 from bytescale.hf.batch.documents import ITEM_NAMES, PLACEHOLDERS, POSITIONS, Batch, Documents, add_numbers
 from bytescale.hf.model.encoders import Encoders, Form, Item, some_frames
 from bytescale.hf.model.head import KINDS
+from bytescale.hf.model.interface import refusal
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.plain_data import all_gather_json
 
@@ -206,11 +207,12 @@ class EncodedItems:
         self._encoders: Encoders = decoder.encoders
         self._token_rows = decoder.token_rows
         self._attachment, self._keeps_graphs = decoder.attachment, keeps_graphs
+        size = group.size // (1 if decoder.stage is None else decoder.stage.count)  # encoders are on the first stage
         for (kind, item), frames in zip(items.items, items.work, strict=True):  # all ranks see the same items
-            if kind == "video" and len(frames) > 1:
+            if kind == "video" and len(frames) > 1 and decoder.stage is None:
                 self._encoders.takes_frames(kind, item)
-        self._pieces = items.pieces(group.size, self._encoders.by_frames)
-        ranks = items.ranks(group.size, self._pieces)
+        self._pieces = items.pieces(size, self._encoders.by_frames)
+        ranks = items.ranks(size, self._pieces)
         shares: list[list[int]] = [[] for _ in range(group.size)]
         for number, rank in enumerate(ranks):
             shares[rank].append(number)
@@ -229,7 +231,7 @@ class EncodedItems:
         self._require_same([one[3] for one in told])
         self._forms = {kind: Form(*form) for _, known, *_ in told for kind, form in known.items()}
         self._trains = any(form.has_gradient for form in self._forms.values())
-        self._encoders.require_causal(decoder.model, *min(self._forms.items()), self._of_rank)
+        self._require_usable(decoder.model, is_first=group.rank < size)
         of_pieces, counts = [0] * len(ranks), [0] * len(items.items)
         for numbers, (_, _, lengths, _) in zip(shares, told, strict=True):
             for number, length in zip(numbers, lengths, strict=True):
@@ -242,7 +244,7 @@ class EncodedItems:
         try:
             for number, of_kinds in totals.items():
                 items.require_total(number, of_kinds, counts)
-            self._wanted = [self._of_micro_batch(own) for own in rows]
+            self._wanted = [self._of_micro_batch(own) if group.rank < size else [] for own in rows]
         except DataError as found:
             error = str(found)
         self._told([error])
@@ -265,6 +267,21 @@ class EncodedItems:
                     so="they would train on different data",
                     fix="give every rank the same pictures; seed what changes them at random alike",
                 )
+
+    def _require_usable(self, model: nn.Module, *, is_first: bool) -> None:
+        """Raise ``ConfigError`` on every rank where the model would not use rows as those of its own encoders."""
+        for kind, form in sorted(self._forms.items()):
+            if kind in self._encoders.tried:
+                continue
+            problem = self._encoders.problem(model, kind, form, self._of_rank) if is_first else ""
+            if wrong := max(all_gather_json(problem, self._group.group, self._group.device)):
+                raise refusal(
+                    type(self._encoders.root).__name__,
+                    wrong,
+                    so="results would not be those of one process",
+                    fix="train it on text, or take a model whose text attention is causal (Qwen, InternVL, LLaVA)",
+                )
+            self._encoders.tried.add(kind)
 
     def _encode(self, number: int) -> tuple[Tensor, Form]:
         place, first, end = self._pieces[number]

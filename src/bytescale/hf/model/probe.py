@@ -118,7 +118,7 @@ def _calls_and_choices(
     model: nn.Module, names: dict[nn.Module, str]
 ) -> tuple[Blind, tuple[str, ...], tuple[Router, ...]]:
     """What calls attention, what draws random numbers, and what chooses experts, in training mode."""
-    blind, noticed = Blind(names, selections={}), _Noticed()
+    blind, noticed = Blind(names, selections={}), Noticed()
 
     def leave(*_: Any) -> None:
         del noticed.stack[-1:]  # a hook in front of ours may have refused the call
@@ -316,7 +316,7 @@ def _window_sizes(module: nn.Module) -> list[int]:
     return [value for value in sizes if isinstance(value, int) and value < 2**22]
 
 
-class _Noticed(TorchDispatchMode):
+class Noticed(TorchDispatchMode):
     """Notes in which module an operation draws random numbers, or chooses some of many."""
 
     def __init__(self) -> None:
