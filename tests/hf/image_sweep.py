@@ -374,10 +374,11 @@ def section(rows: Sequence[Row]) -> str:
     lines = [
         SECTION,
         "",
-        f"All {len({row.name for row in rows})} types that `AutoModelForMultimodalLM` loads, each as a small",
-        "model with random weights. Documents with several items, one and none are trained on by three ranks that",
-        "share them, and one by one in plain transformers: loss and every gradient, the encoder's included, in fp64, or",
-        "in fp32 where the model does not run in fp64. `python -m tests.hf.image_sweep` writes this part.",
+        f"All {len({own.name for own in rows})} types that `AutoModelForMultimodalLM` loads, each as a small model",
+        "with random weights. Three ranks train on documents with several items, one and none, which they share,",
+        "and plain transformers on one after the other: loss and every gradient, the encoder's included, are",
+        "compared, in fp64, or in fp32 where the model does not run in fp64. `python -m tests.hf.image_sweep`",
+        "writes this part.",
     ]
     titles = {"image": "Images equal", "video": "Videos equal", "audio": "Sounds equal"}
     for kind, title in titles.items():

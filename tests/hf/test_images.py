@@ -481,6 +481,46 @@ def test_rollouts_of_one_prompt_with_an_image_share_its_rows(num_ranks: int, tp:
     assert -sum(float(logprobs.sum()) for logprobs in results[0][3]) / total == pytest.approx(wanted, rel=1e-10)
 
 
+def continued(model: Any, given: dict[str, Any], number: int) -> Tensor:
+    """Logits ``[number, V]`` of greedy text."""
+    text = model.generate(
+        **given, max_new_tokens=number, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    return torch.cat(text.logits)
+
+
+@pytest.mark.parametrize("num_ranks", one_of([1, 2, 3], 2))
+@pytest.mark.parametrize(
+    "family", one_of(["qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "internvl", "qwen2_vl"], "qwen2_5_vl")
+)
+def test_generation_goes_on_from_prompts_with_images(family: str, num_ranks: int) -> None:
+    model, batch = model_of(family).eval(), batch_of(family)
+    model.generation_config.eos_token_id = None
+    names, wanted = inspect.signature(model.forward).parameters, []
+    with WideCasts():
+        for one in batch:
+            given = {name: torch.cat([own[name] for own in one["images"]]) for name in one.get("images", [{}])[0]}
+            if "mm_token_type_ids" in names:
+                given["mm_token_type_ids"] = (one["tokens"] == IMAGE).int()[None]
+            tokens = one["tokens"][None]
+            given |= {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+            wanted.append(continued(model, given, 8)[1:])
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> dict[int, Tensor]:
+        hdp, found = HDP(own.eval(), group, capacity_tokens=50 if num_ranks > 1 else 400, forward_only=True), {}
+        with WideCasts():
+            filled = hdp.prefill(batch)
+            inputs = {number: filled.inputs(number, number % group.size()) for number in range(len(batch))}
+            for number, given in inputs.items():
+                if given is not None:
+                    found[number] = continued(own, given, 7)
+        return found
+
+    found = dict(pair for texts in on_ranks(num_ranks, model, work) for pair in texts.items())
+    for number, logits in enumerate(wanted):
+        torch.testing.assert_close(found[number], logits, rtol=0, atol=1e-10)
+
+
 def test_log_probabilities_of_more_documents_than_every_rank_looks_at() -> None:
     """One picture in many documents is encoded once."""
     model, item = model_of("qwen2_5_vl").eval(), ("image", picture("qwen2_5_vl", 1, 4, 4))

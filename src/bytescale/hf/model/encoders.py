@@ -2,9 +2,9 @@
 
 A model with encoders takes what they made by the keyword ``mm_encoder_outputs``, looks for the tokens that stand for it
 (*placeholders*), and puts one row there for each, in order. So an encoder may run on another rank than the text:
-``loop.encoded`` runs it there, and hands its rows to the micro-batches. For sounds there is no such keyword: rows are
-given as if they were the sounds, and the method that encodes these gives them back. There is no list of model types:
-a model is tried on a few tokens.
+``loop.encoded`` runs it there, and hands its rows to the micro-batches. Sounds, and types without the keyword, get
+their rows as if these were pixels, and the method that would encode them gives them back. There is no list of model
+types: a model is tried on a few tokens.
 
 An *item* is an image, a video or a sound: what the model's processor returns for one of it, such as ``pixel_values``
 and ``image_grid_thw``.
@@ -71,15 +71,16 @@ class Encoders:
     def __init__(self, model: nn.Module, attachment: Attachment) -> None:
         self.root, self._attachment = causal_model(model), attachment
         self._names = inspect.signature(self.root.forward).parameters
-        config, kinds = getattr(self.root, "config", None), KINDS if _DOOR in self._names else KINDS[2:]
-        words = {kind: getattr(config, f"{kind}_token_id", None) for kind in kinds if self._owners(kind)}
+        config = getattr(self.root, "config", None)
+        words = {kind: getattr(config, f"{kind}_token_id", None) for kind in KINDS if self._owners(kind)}
         self.kinds = {kind: word for kind, word in words.items() if word is not None}
-        rotary = (module for module in self.root.modules() if hasattr(type(module), "compute_3d_position_ids"))
+        rotary = (module for module in self.root.modules() if hasattr(type(module), "get_rope_index"))
         self._rotary: Any = next(rotary, None)
-        for owner in self._owners("audio") if "audio" in self.kinds else ():
-            plain = owner.get_audio_features
-            owner.get_audio_features = partial(_given_or, plain)
-            owner.get_audio_features.__signature__ = inspect.signature(plain)
+        for kind, owner in ((kind, owner) for kind in self.kinds for owner in self._owners(kind)):
+            plain = getattr(owner, name := f"get_{kind}_features")
+            given_or = partial(_given_or, plain)
+            given_or.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
+            setattr(owner, name, given_or)
         self.tried = set[str]()  # kinds whose rows the model is known to take
         self._settled = set[tuple[str, int]]()  # kinds that draw no random numbers in a mode
         self.by_frames = dict[str, bool]()  # whether frames are encoded by themselves, of kinds that were tried
@@ -257,19 +258,19 @@ class Encoders:
 
     def inputs(self, tokens: Tensor, rows: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Any]:
         """What the model takes beside ``tokens [T]``: of each kind the rows ``[n, W]`` for its placeholders."""
-        given: dict[str, Any] = {_DOOR: {}} if _DOOR in self._names else {}
+        given = dict[str, Any]()
         for kind, own in rows.items():
             form = forms[kind]
             split = zip(own.split(form.hidden_size, dim=1), form.are_lists, form.dims, strict=True)
             shaped = ((part[(None,) * (dims - 2)], is_list) for part, is_list, dims in split)
             pooled, *deeper = ([part] if is_list else part for part, is_list in shaped)
             output = _Encoded(last_hidden_state=pooled, pooler_output=pooled, deepstack_features=deeper)
-            if kind == "audio":
-                output.attention_mask = torch.ones(len(own), dtype=torch.bool, device=own.device)
-                sounds = next(iter(inspect.signature(self._call(kind)).parameters))
-                given |= dict.fromkeys({sounds, "input_features_mask"} & self._names.keys(), output)
+            output.attention_mask = torch.ones(len(own), dtype=torch.bool, device=own.device)
+            if _DOOR in self._names and kind != "audio":
+                given.setdefault(_DOOR, {})[kind] = output
             else:
-                given[_DOOR][kind] = output
+                name = next(iter(inspect.signature(self._call(kind)).parameters))
+                given |= dict.fromkeys({name, "input_features_mask"} & self._names.keys(), output)
         types = self.kinds_of(tokens)[None].to(torch.int32)
         return given | {name: types for name in _TYPES if name in self._names}
 
@@ -312,7 +313,7 @@ class Encoders:
 
 
 def _given_or(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a method that encodes sounds returns: the rows that it is given in their place."""
+    """What a method that encodes items returns: rows, where it is given them in the items' place."""
     given = (one for one in (*args, *kwargs.values()) if isinstance(one, _Encoded))
     return next(given, None) or plain(*args, **kwargs)
 
