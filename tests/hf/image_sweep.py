@@ -348,7 +348,7 @@ def _tried(name: str, kind: str) -> Row:
     except Exception as error:
         cause = error.__cause__ or error
         is_ours = isinstance(cause, BytescaleError)
-        text = first_line(cause).removeprefix("rank 0 found in its documents: ")
+        text = first_line(cause).removeprefix("rank 0 found: ")
         return Row(name, kind, "refused" if is_ours else "failed", text)
     apart = [abs(sum(loss for loss, _ in results) - wanted[0])]
     apart += [float((results[0][1][name] - g).abs().max()) for name, g in wanted[1].items()]

@@ -299,7 +299,7 @@ def test_rows_for_layers_of_later_stages_are_refused() -> None:
     model, batch = model_of("qwen3_vl", 2), batch_of("qwen3_vl")  # a layer for each stage, and rows for both
 
     def work(group: dist.ProcessGroup, own: nn.Module) -> str:
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(DataError) as error:
             piped(group, own, batch)
         return str(error.value)
 

@@ -26,7 +26,14 @@ def main() -> int:
     python = python_with("verl", PACKAGES)
     with tempfile.TemporaryDirectory() as out:
         command = [python, "-m", "torch.distributed.run", "--standalone"]
-        runs = [(2, "check.py"), (2, "passes.py"), (1, "passes.py"), (2, "sft_trainer.py"), (2, "routes.py")]
+        runs = [
+            (2, "check.py"),
+            (2, "passes.py"),
+            (1, "passes.py"),
+            (2, "sft_trainer.py"),
+            (2, "routes.py"),
+            (2, "images.py"),
+        ]
         codes = [
             subprocess.run(
                 [*command, f"--nproc-per-node={ranks}", str(ROOT / "tests/verl" / name), out],

@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from bytescale.attention.copies import to_device
 from bytescale.common.errors import ConfigError, DataError, RankFailure
 from bytescale.hf.batch.documents import ITEM_NAMES, PLACEHOLDERS, POSITIONS, Batch, Documents, add_numbers
 from bytescale.hf.model.encoders import Encoders, Form, Item, some_frames
 from bytescale.hf.model.head import KINDS
-from bytescale.hf.model.interface import refusal
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.plain_data import all_gather_json
 
@@ -231,7 +230,6 @@ class EncodedItems:
         self._require_same([one[3] for one in told])
         self._forms = {kind: Form(*form) for _, known, *_ in told for kind, form in known.items()}
         self._trains = any(form.has_gradient for form in self._forms.values())
-        self._require_usable(decoder.model, is_first=group.rank < size)
         of_pieces, counts = [0] * len(ranks), [0] * len(items.items)
         for numbers, (_, _, lengths, _) in zip(shares, told, strict=True):
             for number, length in zip(numbers, lengths, strict=True):
@@ -240,21 +238,23 @@ class EncodedItems:
         self._rows_of: list[list[tuple[int, int]]] = [[] for _ in counts]  # of items: pieces, and rows of these
         for number, piece in enumerate(self._pieces):
             self._rows_of[piece.item] += [(number, row) for row in range(of_pieces[number])]
-        self._wanted, error = list[list[StandingFor]](), ""
+        self._wanted, is_first = list[list[StandingFor]](), group.rank < size
+        error = self._encoders.problem(decoder.model, self._forms, self._of_rank) if is_first else ""
         try:
             for number, of_kinds in totals.items():
                 items.require_total(number, of_kinds, counts)
-            self._wanted = [self._of_micro_batch(own) if group.rank < size else [] for own in rows]
+            self._wanted = [self._of_micro_batch(own) if is_first else [] for own in rows]
         except DataError as found:
-            error = str(found)
+            error = error or str(found)
         self._told([error])
+        self._encoders.tried |= self._forms.keys()
         self._exchange(ranks)
 
     def _told(self, own: list[Any]) -> list[Any]:
         """What all ranks have to say. Raises ``DataError`` if one of them has an error, which comes first."""
         told: list[Any] = all_gather_json(own, self._group.group, self._group.device)
         if failed := [(rank, one[0]) for rank, one in enumerate(told) if one[0]]:
-            raise DataError(f"rank {failed[0][0]} found in its documents: {failed[0][1]}")
+            raise DataError(f"rank {failed[0][0]} found: {failed[0][1]}")
         return told
 
     def _require_same(self, contents: Sequence[Sequence[int]]) -> None:
@@ -267,21 +267,6 @@ class EncodedItems:
                     so="they would train on different data",
                     fix="give every rank the same pictures; seed what changes them at random alike",
                 )
-
-    def _require_usable(self, model: nn.Module, *, is_first: bool) -> None:
-        """Raise ``ConfigError`` on every rank where the model would not use rows as those of its own encoders."""
-        for kind, form in sorted(self._forms.items()):
-            if kind in self._encoders.tried:
-                continue
-            problem = self._encoders.problem(model, kind, form, self._of_rank) if is_first else ""
-            if wrong := max(all_gather_json(problem, self._group.group, self._group.device)):
-                raise refusal(
-                    type(self._encoders.root).__name__,
-                    wrong,
-                    so="results would not be those of one process",
-                    fix="train it on text, or take a model whose text attention is causal (Qwen, InternVL, LLaVA)",
-                )
-            self._encoders.tried.add(kind)
 
     def _encode(self, number: int) -> tuple[Tensor, Form]:
         place, first, end = self._pieces[number]

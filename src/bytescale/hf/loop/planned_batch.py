@@ -130,9 +130,8 @@ class PlannedBatch(Collector):
         hdp.require_ranks_of(self._mesh)
         hdp.begin_batch(self)
         if self._encode is not None:
-            self._encoded = self._encode(
-                hdp.engine.decoder, hdp.group, keeps_graphs=hdp.engine.activations.keeps_graphs
-            )
+            engine = hdp.engine
+            self._encoded = self._encode(engine.decoder, hdp.group, keeps_graphs=engine.activations.keeps_graphs)
             hdp.encoders_backward = self._encoded.backward
 
     def __iter__(self) -> Iterator[Micro]:

@@ -151,8 +151,8 @@ class Prefill:
         given = {"input_ids": tokens, "attention_mask": mask, name: cache}
         if (own := self.positions.get(prompt)) is not None:  # else the model counts on from what it has seen last
             own = torch.cat([own, (own.max() + 1).expand(1, 3)])
-            counted = torch.arange(len(own))[:, None]
-            given["position_ids"] = torch.cat([counted, own], dim=1).T[:, None].to(tokens.device)
+            own = torch.cat([torch.arange(len(own))[:, None], own], dim=1)
+            given["position_ids"] = own.T[:, None].to(tokens.device)
         return given
 
     def free(self, prompt: int) -> None:

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from bytescale.common.errors import DataError
-from bytescale.hf.model.blind import Blind
+from bytescale.hf.model.blind import Blind, MaskFunction
 from bytescale.hf.model.head import KINDS, causal_model
-from bytescale.hf.model.interface import KEYWORD, Attachment, while_set
+from bytescale.hf.model.interface import KEYWORD, Attachment, refusal, while_set
 from bytescale.hf.model.probe import Noticed
 from bytescale.hf.model.stage import StageEnd
 
@@ -72,27 +72,25 @@ class Encoders:
         self.root, self._attachment = causal_model(model), attachment
         self._names = inspect.signature(self.root.forward).parameters
         config = getattr(self.root, "config", None)
-        words = {kind: getattr(config, f"{kind}_token_id", None) for kind in KINDS if self._owners(kind)}
-        self.kinds = {kind: word for kind, word in words.items() if word is not None}
         rotary = (module for module in self.root.modules() if hasattr(type(module), "get_rope_index"))
         self._rotary: Any = next(rotary, None)
-        for kind, owner in ((kind, owner) for kind in self.kinds for owner in self._owners(kind)):
-            plain = getattr(owner, name := f"get_{kind}_features")
-            given_or = partial(_given_or, plain)
-            given_or.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
-            setattr(owner, name, given_or)
+        self.kinds, self._calls = dict[str, int](), dict[str, list[Callable[..., Any]]]()  # from the outside inwards
+        for kind, name in ((kind, f"get_{kind}_features") for kind in KINDS):
+            owners = [own for own in self.root.modules() if hasattr(type(own), name)]
+            if owners and (word := getattr(config, f"{kind}_token_id", None)) is not None:
+                plain = [getattr(own, name) for own in owners]
+                plain = [call.args[0] if isinstance(call, partial) else call for call in plain]  # of another HDP
+                self.kinds[kind], self._calls[kind] = word, plain
+                for own, call in zip(owners, plain, strict=True):
+                    setattr(own, name, partial(_given_or, call))
         self.tried = set[str]()  # kinds whose rows the model is known to take
         self._settled = set[tuple[str, int]]()  # kinds that draw no random numbers in a mode
         self.by_frames = dict[str, bool]()  # whether frames are encoded by themselves, of kinds that were tried
 
-    def _owners(self, kind: str) -> list[Any]:
-        """The modules that encode such items, from the outside to the inside."""
-        return [own for own in self.root.modules() if hasattr(type(own), f"get_{kind}_features")]
-
     def _call(self, kind: str) -> Callable[..., Any]:
         """The outermost method that encodes such items and has names for their parts."""
-        own = [getattr(owner, f"get_{kind}_features") for owner in self._owners(kind)]
-        return next((one for one in own if "args" not in inspect.signature(one).parameters), own[-1])
+        named = (call for call in self._calls[kind] if "args" not in inspect.signature(call).parameters)
+        return next(named, self._calls[kind][-1])
 
     def kinds_of(self, tokens: Tensor) -> Tensor:
         """``[S]``: of each token 1 + the place of its kind in ``KINDS``, and 0 for words."""
@@ -214,8 +212,7 @@ class Encoders:
         """Rows ``[n, W]`` of an item. Raises ``DataError`` for what the encoder does not take."""
         function, device = self._call(kind), next(self.root.parameters()).device
         noticed, mode = Noticed(), (kind, sum(module.training for module in self.root.modules()))
-        calls = (getattr(owner, f"get_{kind}_features") for owner in self._owners(kind))
-        names = set[str]().union(*(inspect.signature(one).parameters for one in calls))  # others are for positions
+        names = {name for call in self._calls[kind] for name in inspect.signature(call).parameters}  # or of positions
         given = {name: torch.as_tensor(value).to(device) for name, value in item.items() if name in names}
         with ExitStack() as undo:
             for part, name in self._attachment.before:
@@ -264,8 +261,7 @@ class Encoders:
             split = zip(own.split(form.hidden_size, dim=1), form.are_lists, form.dims, strict=True)
             shaped = ((part[(None,) * (dims - 2)], is_list) for part, is_list, dims in split)
             pooled, *deeper = ([part] if is_list else part for part, is_list in shaped)
-            output = _Encoded(last_hidden_state=pooled, pooler_output=pooled, deepstack_features=deeper)
-            output.attention_mask = torch.ones(len(own), dtype=torch.bool, device=own.device)
+            output = _Encoded(pooled, pooled, deeper, torch.ones(len(own), dtype=torch.bool, device=own.device))
             if _DOOR in self._names and kind != "audio":
                 given.setdefault(_DOOR, {})[kind] = output
             else:
@@ -274,41 +270,44 @@ class Encoders:
         types = self.kinds_of(tokens)[None].to(torch.int32)
         return given | {name: types for name in _TYPES if name in self._names}
 
-    def problem(self, model: nn.Module, kind: str, form: Form, own: Callable[[Tensor], Tensor]) -> str:
-        """What is wrong with such rows in this model; empty: nothing. The model runs twice or more, on a few tokens.
+    def problem(self, model: nn.Module, forms: Mapping[str, Form], own: Callable[[Tensor], Tensor]) -> str:
+        """Why the model cannot use such rows; empty: it can. It runs on a few tokens for kinds that were not tried.
 
         ``own``: of tokens ``[T]``, those that a rank's model is given.
         """
-        word = self.kinds[kind]
-        device, look = next(self.root.parameters()).device, _Look()
-        tokens = own(torch.tensor([0, 0, word, word, word, word, 0, 0], device=device))
-        stands, dtype = tokens == word, getattr(torch, form.dtype)
-        rows = torch.randn(1, form.width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-        rows = rows.expand(int(stands.sum()), -1)
-        usual = {"input_ids": tokens[None], "position_ids": torch.arange(8, device=device)[None], "use_cache": False}
-        ends = range(form.hidden_size, form.width + 1, form.hidden_size)
-        others = [rows.index_fill(1, torch.arange(end - form.hidden_size, end, device=device), 0) for end in ends]
+        found = [self._problem(model, *one, own) for one in sorted(forms.items()) if one[0] not in self.tried]
+        so, fix = "results would not be those of one process", "train it on text, or take another model"
+        return next((str(refusal(type(self.root).__name__, why, so=so, fix=fix)) for why in found if why), "")
 
-        def output(own_rows: Tensor) -> Tensor:
-            given = self.inputs(tokens, {kind: own_rows}, {kind: form})
+    def _problem(self, model: nn.Module, kind: str, form: Form, own: Callable[[Tensor], Tensor]) -> str:
+        word, look, device = self.kinds[kind], Blind({}), next(self.root.parameters()).device
+        tokens = own(torch.tensor([0, 0, word, word, word, word, 0, 0], device=device))
+        places, row = (
+            torch.arange(8, device=device),
+            torch.randn(form.width, generator=torch.Generator().manual_seed(0)),
+        )
+        given: dict[str, Any] = {"input_ids": tokens[None], "position_ids": places[None], "use_cache": False}
+
+        def output(part: int) -> Tensor:
+            """With zeros in this part of all rows, of which there are none at -1."""
+            rows = row.repeat(int((tokens == word).sum()), 1).to(device, getattr(torch, form.dtype))
+            rows[:, part * form.hidden_size : (part + 1) * form.hidden_size] = 0
             try:
-                return model(**usual, **given, **{KEYWORD: look})[0][0]
+                return model(**given, **self.inputs(tokens, {kind: rows}, {kind: form}), **{KEYWORD: look})[0][0]
             except StageEnd as end:
                 return end.hidden[0]
 
         try:
             with torch.no_grad():
-                first, *changed = map(output, (rows, *others))
+                whole, *others = map(output, range(-1, form.width // form.hidden_size))
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
             return f"it needs more than the rows of {kind} items ({error!r})"
-        if any(not torch.equal((first != other).any(dim=1), stands) for other in changed):
+        if any(not torch.equal((whole != other).any(dim=1), tokens == word) for other in others):
             return f"it, or its first stage, does not put all rows of {kind} items where their tokens are"
-        for function in look.functions:
-            zero, query, key = (torch.tensor(place, device=device) for place in (0, 2, 3))
-            if bool(torch.as_tensor(function(zero, zero, query, key)).any()):
-                return (
-                    f"the tokens of {kind} items see each other in both directions, and a plan knows earlier ones alone"
-                )
+        zero, query, key = (torch.tensor(place, device=device) for place in (0, 2, 3))
+        masks = [call.mask.function for call in look.calls if isinstance(call.mask, MaskFunction)]
+        if any(bool(torch.as_tensor(function(zero, zero, query, key)).any()) for function in masks):
+            return f"the tokens of {kind} items see each other in both directions, and a plan knows earlier ones alone"
         return ""
 
 
@@ -316,18 +315,6 @@ def _given_or(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a method that encodes items returns: rows, where it is given them in the items' place."""
     given = (one for one in (*args, *kwargs.values()) if isinstance(one, _Encoded))
     return next(given, None) or plain(*args, **kwargs)
-
-
-class _Look(Blind):
-    """Notes the masks that a model makes."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-        self.functions = list[Callable[..., Any]]()
-
-    def mask(self, mask_function: Callable[..., Any]) -> Any:
-        self.functions.append(mask_function)
-        return super().mask(mask_function)
 
 
 def frames_of(item: Item) -> list[int]:

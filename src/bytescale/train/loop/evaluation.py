@@ -91,11 +91,9 @@ class Evaluation:
 
 
 def _planned(job: Job, planner: VerifiedPlanner, corpus: Corpus, batch: GlobalBatch) -> PlannedBatch:
-    rank = job.ranks.mesh.hdp.rank
+    rank, size = job.ranks.mesh.hdp.rank, job.ranks.mesh.encoding[1]
     if not job.config.data.share_prefixes:
-        needed = memory_of_pictures(
-            corpus, batch, job.memory.model.rows, job.ranks.mesh.encoding[1], keeps_graphs=False
-        )
+        needed = memory_of_pictures(corpus, batch, job.memory.model.rows, size, keeps_graphs=False)
         return batch, RankPlan.of(planner.beside(*needed, int(batch.lengths.max()))(batch.lengths), rank), ()
     documents = documents_of(corpus, batch, "token")
     # A loss is counted with the weight of each of its documents, so rows whose weights differ stay apart.
