@@ -679,6 +679,24 @@ def test_what_cannot_have_images_is_refused() -> None:
     batch = batch_of("qwen2_5_vl")
     assert "encoded before" in said_of(small_model("llama"), batch)
     assert "see each other in both directions" in said_of(model_of("gemma3"), batch_of("gemma3"))
+    model = model_of("llava").train()
+    model.model.vision_tower.embeddings.register_forward_hook(lambda _, __, rows: nn.functional.dropout(rows, 0.1))
+    assert all("draws random numbers" in said_of(model, batch_of("llava"), ranks) for ranks in (1, 3))
+
+
+def test_rows_that_a_model_ignores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sounds by the keyword for images would be, which no model reads."""
+    plain = Encoders.inputs
+
+    def misnamed(self: Encoders, *args: Any) -> dict[str, Any]:
+        given = plain(self, *args)
+        given["mm_encoder_outputs"]["sound"] = given["mm_encoder_outputs"].pop("image")
+        return given
+
+    monkeypatch.setattr(Encoders, "inputs", misnamed)
+    for ranks in (1, 2):
+        said = said_of(model_of("internvl"), batch_of("internvl"), ranks)
+        assert "does not put all rows of image items where their tokens are" in said
 
 
 def test_images_of_a_batch_are_shared_out_to_their_documents() -> None:

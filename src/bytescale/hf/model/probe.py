@@ -328,8 +328,10 @@ class Noticed(TorchDispatchMode):
         """By module, how many of how many its last choice takes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
-            self.parts.append(self.stack[-1] if self.stack else "the model")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            given = dict(zip((own.name for own in func._schema.arguments), args, strict=False)) | (kwargs or {})
+            if "attention" not in str(func) or given.get("dropout_p"):
+                self.parts.append(self.stack[-1] if self.stack else "the model")
         if func is torch.ops.aten.topk.default and self.stack:
             self.choices[self.stack[-1]] = (args[1], args[0].shape[-1])
         return func(*args, **(kwargs or {}))
