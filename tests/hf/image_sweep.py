@@ -322,13 +322,14 @@ def tried(name: str) -> Iterator[Row]:
     except Exception as error:
         yield Row(name, "text", "not tried", f"no small model ({type(error).__name__}: {first_line(error)})")
         return
-    yield (text := _tried(name, "text"))
+    yield (text := tried_kind(name, "text"))
     for kind in KINDS if text.result == "equal" else ():
         if owner_of(model, kind) is not None:
-            yield _tried(name, kind)
+            yield tried_kind(name, kind)
 
 
-def _tried(name: str, kind: str) -> Row:
+def tried_kind(name: str, kind: str) -> Row:
+    """The row of one kind of items, or of text."""
     wanted: Any = None
     is_video, reasons = kind == "video", list[str]()
     words, frames = [WORDS.get(kind, 0)] + [WORDS["image"]] * is_video, (2, 1) if is_video else (1,)

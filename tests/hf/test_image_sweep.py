@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .image_sweep import SECTION, TYPES, line_of, section, tried
+from .image_sweep import SECTION, TYPES, line_of, section, tried, tried_kind
 from .sweep import TABLE, is_of_this_version
 
 pytestmark = pytest.mark.skipif(not is_of_this_version(), reason="docs/model_types.md is of another transformers")
@@ -13,6 +13,12 @@ pytestmark = pytest.mark.skipif(not is_of_this_version(), reason="docs/model_typ
 def test_the_page_has_every_type() -> None:
     page = TABLE.read_text(encoding="utf-8").partition(SECTION)[2]
     assert [name for name in TYPES if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_omni_thinker", "voxtral"])
+def test_sounds(name: str) -> None:
+    """One has positions of its own for them."""
+    assert tried_kind(name, "audio").result == "equal"
 
 
 @pytest.mark.exhaustive

@@ -72,7 +72,11 @@ class Encoders:
         self.root, self._attachment = causal_model(model), attachment
         self._names = inspect.signature(self.root.forward).parameters
         config = getattr(self.root, "config", None)
-        rotary = (module for module in self.root.modules() if hasattr(type(module), "get_rope_index"))
+        names = (
+            "compute_3d_position_ids",
+            "get_rope_index",
+        )  # the second alone, in older transformers, is an error later
+        rotary = (own for name in names for own in self.root.modules() if hasattr(type(own), name))
         self._rotary: Any = next(rotary, None)
         self.kinds, self._calls = dict[str, int](), dict[str, list[Callable[..., Any]]]()  # from the outside inwards
         for kind, name in ((kind, f"get_{kind}_features") for kind in KINDS):
