@@ -72,20 +72,16 @@ class Encoders:
         self.root, self._attachment = causal_model(model), attachment
         self._names = inspect.signature(self.root.forward).parameters
         config = getattr(self.root, "config", None)
-        names = (
-            "compute_3d_position_ids",
-            "get_rope_index",
-        )  # the second alone, in older transformers, is an error later
+        names = "compute_3d_position_ids", "get_rope_index"  # with the second alone, items are an error
         rotary = (own for name in names for own in self.root.modules() if hasattr(type(own), name))
         self._rotary: Any = next(rotary, None)
         self.kinds, self._calls = dict[str, int](), dict[str, list[Callable[..., Any]]]()  # from the outside inwards
         for kind, name in ((kind, f"get_{kind}_features") for kind in KINDS):
             owners = [own for own in self.root.modules() if hasattr(type(own), name)]
             if owners and (word := getattr(config, f"{kind}_token_id", None)) is not None:
-                plain = [getattr(own, name) for own in owners]
-                plain = [call.args[0] if isinstance(call, partial) else call for call in plain]  # of another HDP
-                self.kinds[kind], self._calls[kind] = word, plain
-                for own, call in zip(owners, plain, strict=True):
+                calls = [own.args[0] if isinstance(own, partial) else own for own in (getattr(o, name) for o in owners)]
+                self.kinds[kind], self._calls[kind] = word, calls  # partial: of another HDP
+                for own, call in zip(owners, calls, strict=True):
                     setattr(own, name, partial(_given_or, call))
         self.tried = set[str]()  # kinds whose rows the model is known to take
         self._settled = set[tuple[str, int]]()  # kinds that draw no random numbers in a mode
