@@ -51,7 +51,7 @@ _EVERY: dict[str, Any] = {
     "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_num_heads": 4, "mamba_d_state": 4,
 }  # fmt: skip
 """For all types. A type takes the numbers that it has, and keeps the others without a use for them."""
-_MLA: dict[str, Any] = FAMILIES["deepseek_v3"]
+MLA: dict[str, Any] = FAMILIES["deepseek_v3"]
 _VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_heads": 4,
     "depth": 1, "embed_dim": 32, "out_hidden_size": 32, "image_size": 28, "patch_size": 14, "num_channels": 3,
@@ -70,8 +70,8 @@ _QUERIES_CHOOSE: dict[str, Any] = {
     "indexer_head_dim": 8, "indexer_n_heads": 4, "indexer_kv_heads": 1,
 }  # fmt: skip
 _CHANGES: dict[str, dict[str, Any]] = {
-    "axk1": _MLA,
-    "axk2": _MLA | {"index_head_dim": 8},
+    "axk1": MLA,
+    "axk2": MLA | {"index_head_dim": 8},
     "blt": {"encoder_hash_byte_group_vocab": 11, "encoder_hash_byte_group_size": [3], "vocab_size": 260,
             **dict.fromkeys(("patcher_config", "encoder_config", "decoder_config", "global_config"), _TEXT)},
     "codegen": {"rotary_dim": 4},
@@ -80,8 +80,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}, "n_heads": 4, "n_layers": 2,
              "max_seq_len": 128, "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    "dots3_note": {"text_config": _TEXT | _MLA | {"index_n_heads": 2, "index_head_dim": 8}, "vision_config": _VISION},
-    "dots3_note_text": _MLA,
+    "dots3_note": {"text_config": _TEXT | MLA | {"index_n_heads": 2, "index_head_dim": 8}, "vision_config": _VISION},
+    "dots3_note_text": MLA,
     "emu3": {"text_config": _TEXT | {"attention_dropout": 0.0},
              "vq_config": {"embed_dim": 8, "latent_channels": 4, "codebook_size": 8, "base_channels": 32,
                            "hidden_size": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "z_channels": 8}},
@@ -102,17 +102,17 @@ _CHANGES: dict[str, dict[str, Any]] = {
                                 "vocab_size_per_layer_input": 0}, "backbone_hidden_size": 32
     },
     "git": {"vision_config": _VISION},
-    "glm4_moe_lite": _MLA,
+    "glm4_moe_lite": MLA,
     "got_ocr2": COMPOSITE,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 5},
     "gptj": {"rotary_dim": 4},
-    "hy_v4": _MLA,
+    "hy_v4": MLA,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 16, "num_heads": 4, "state_size": 4, "n_groups": 1},
     "llama4": COMPOSITE,
-    "longcat_flash": _MLA | {"num_layers": 2},
-    "minicpm3": _MLA,
+    "longcat_flash": MLA | {"num_layers": 2},
+    "minicpm3": MLA,
     "mllama": {"text_config": _TEXT | {"cross_attention_layers": [1]}, "vision_config": _VISION},
     "moshi": {"audio_vocab_size": 16, "num_codebooks": 2},
     "moss_transcribe_diarize": {"text_config": _TEXT, "audio_config": {"d_model": 32, "encoder_layers": 1,
@@ -129,7 +129,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
                    "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4},
     "phi4_multimodal": {"vision_config": _VISION, "audio_config": {"hidden_size": 32, "num_blocks": 1,
                         "num_attention_heads": 4, "intermediate_size": 48, "nemo_conv_channels": 8}},
-    "youtu": _MLA,
+    "youtu": MLA,
     "zamba": {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "hybrid"],
               "mamba_dt_rank": 4, "n_mamba_heads": 2, "attention_head_dim": 8},
     "zamba2": {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "hybrid"],
@@ -158,13 +158,13 @@ def tried(name: str) -> Row:
     try:
         dtype = _dtype(name)
     except Exception as error:  # a model that does not even run alone has nothing to be equal to
-        return Row(name, "not tried", f"no small model runs alone ({type(error).__name__}: {_line(error)})")
+        return Row(name, "not tried", f"no small model runs alone ({type(error).__name__}: {first_line(error)})")
     try:
         worst = max(compare(_small(name, dtype), setup).worst for setup in SETUPS)
     except BytescaleError as error:
-        return Row(name, "refused", _line(error))
+        return Row(name, "refused", first_line(error))
     except Exception as error:
-        return Row(name, "failed", f"{type(error).__name__}: {_line(error)}")
+        return Row(name, "failed", f"{type(error).__name__}: {first_line(error)}")
     return Row(name, "equal") if worst <= TOLERANCES[dtype] else Row(name, "differs", f"{worst:.1e}")
 
 
@@ -191,14 +191,14 @@ def meshed(name: str) -> Meshed:
             attempt()
             refused[key] = ""
         except BytescaleError as error:
-            what = _line(error)
+            what = first_line(error)
             refused[key] = (what.partition(": ")[2] or what).removesuffix(" (base_model_tp_plan)")
     shape = MeshShape(hdp=2, tp=1 if refused["tp"] else 2, pp=1 if refused["pp"] else 2)
     documents = random_documents(model, Setup(lengths=(17, 1, 8, 3)))
     try:
         worst = compare_on_mesh(model, documents, shape).worst
     except AssertionError as error:
-        return Meshed(name, **refused, result="failed", why=_line(error.__cause__ or error))
+        return Meshed(name, **refused, result="failed", why=first_line(error.__cause__ or error))
     is_equal = worst <= TOLERANCES[dtype]
     return Meshed(name, **refused, result="equal" if is_equal else "differs", why=f"{worst:.1e}")
 
@@ -233,7 +233,7 @@ def _small(name: str, dtype: torch.dtype) -> nn.Module:
     return small_model(name, dtype=dtype, **changes)
 
 
-def _line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The cause alone, in one line: not what would follow from it, nor what to do."""
     text = " ".join(str(error).split())
     return text.partition(". ")[0].removesuffix(".")
@@ -294,6 +294,7 @@ if __name__ == "__main__":
     if not sys.argv[1:]:
         rows = list(sweep())
         of_meshes = [meshed(row.name) for row in rows if row.result == "equal"]
-        TABLE.write_text(page(rows, of_meshes), encoding="utf-8")
+        images = TABLE.read_text(encoding="utf-8").partition("## Images")  # ``image_sweep`` writes that part
+        TABLE.write_text("\n".join([page(rows, of_meshes), "".join(images[1:])]), encoding="utf-8")
     for row in sweep(sys.argv[1:]) if sys.argv[1:] else ():
         print(f"{row.name:24} {row.result:10} {row.why[:260]}", flush=True)

@@ -122,6 +122,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+PIPED: list[tuple[str, int, int, dict[str, Any]]] = [
+    (family, num_ranks, tp, way)
+    for way in ({}, {"checkpointing": "full"})
+    for num_ranks, tp in ((2, 1), (4, 1), (4, 2))
+    for family in ("qwen2_5_vl", "qwen3_vl", "llava", "qwen3_5", "internvl")
+    if (family, tp) != ("qwen3_vl", 2)
+]
+
+
 def model_of(family: str, num_layers: int = 2) -> Any:
     parts = {**FAMILIES[family], "text_config": {**FAMILIES[family]["text_config"], "num_hidden_layers": num_layers}}
     config = AutoConfig.for_model(
@@ -225,6 +234,18 @@ def planned(
         return loss, hdp.gradients()
 
 
+def piped(
+    group: dist.ProcessGroup, model: nn.Module, batch: list[dict[str, Any]], **options: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """The same on stages of a pipeline; only the last one has losses."""
+    hdp = HDP(model, group, capacity_tokens=50 if group.size() > 2 * options.get("tp", 1) else 400, pp=2, **options)
+    hdp.adamw(lr=1e-3)
+    total = sum(len(d["tokens"]) - 1 for d in batch)
+    with WideCasts():
+        loss = hdp.plan(batch).forward_backward(lambda micro: micro.loss_sum(model) / total)
+        return loss, hdp.gradients()
+
+
 def difference(model: nn.Module, batch: list[dict[str, Any]], num_ranks: int, **options: Any) -> float:
     with WideCasts():
         wanted, gradients = alone(model, batch)
@@ -257,6 +278,32 @@ TP: list[tuple[str, int, int, dict[str, Any]]] = [
 def test_tensor_parallelism(family: str, num_ranks: int, tp: int, way: dict[str, Any]) -> None:
     """Encoders are whole on every rank, and each picture is encoded by one of all ranks."""
     assert difference(model_of(family), batch_of(family), num_ranks, tp=tp, **way) < 1e-10
+
+
+@pytest.mark.parametrize(("family", "num_ranks", "tp", "way"), one_of(PIPED, ("qwen2_5_vl", 4, 1, {})))
+def test_pipelines(family: str, num_ranks: int, tp: int, way: dict[str, Any]) -> None:
+    """The first stage's ranks encode, and rows that go to deeper layers stay on it."""
+    model, batch = model_of(family, 2 if family == "qwen3_5" else 4), batch_of(family)
+    with WideCasts():
+        wanted, gradients = alone(model, batch)
+    results = on_ranks(num_ranks, model, lambda group, own: piped(group, own, batch, tp=tp, **way))
+    assert [loss for loss, _ in results] == pytest.approx([wanted] * num_ranks, rel=1e-10)
+    found = dict[str, Tensor]()
+    for _, own in results:
+        found |= own
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10)
+
+
+def test_rows_for_layers_of_later_stages_are_refused() -> None:
+    model, batch = model_of("qwen3_vl", 2), batch_of("qwen3_vl")  # a layer for each stage, and rows for both
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> str:
+        with pytest.raises(DataError) as error:
+            piped(group, own, batch)
+        return str(error.value)
+
+    assert all("first stage, does not put all rows of image items" in said for said in on_ranks(2, model, work))
 
 
 def test_text_and_images_with_shared_parameters() -> None:
@@ -434,6 +481,46 @@ def test_rollouts_of_one_prompt_with_an_image_share_its_rows(num_ranks: int, tp:
     assert -sum(float(logprobs.sum()) for logprobs in results[0][3]) / total == pytest.approx(wanted, rel=1e-10)
 
 
+def continued(model: Any, given: dict[str, Any], number: int) -> Tensor:
+    """Logits ``[number, V]`` of greedy text."""
+    text = model.generate(
+        **given, max_new_tokens=number, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    return torch.cat(text.logits)
+
+
+@pytest.mark.parametrize("num_ranks", one_of([1, 2, 3], 2))
+@pytest.mark.parametrize(
+    "family", one_of(["qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "internvl", "qwen2_vl"], "qwen2_5_vl")
+)
+def test_generation_goes_on_from_prompts_with_images(family: str, num_ranks: int) -> None:
+    model, batch = model_of(family).eval(), batch_of(family)
+    model.generation_config.eos_token_id = None
+    names, wanted = inspect.signature(model.forward).parameters, []
+    with WideCasts():
+        for one in batch:
+            given = {name: torch.cat([own[name] for own in one["images"]]) for name in one.get("images", [{}])[0]}
+            if "mm_token_type_ids" in names:
+                given["mm_token_type_ids"] = (one["tokens"] == IMAGE).int()[None]
+            tokens = one["tokens"][None]
+            given |= {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+            wanted.append(continued(model, given, 8)[1:])
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> dict[int, Tensor]:
+        hdp, found = HDP(own.eval(), group, capacity_tokens=50 if num_ranks > 1 else 400, forward_only=True), {}
+        with WideCasts():
+            filled = hdp.prefill(batch)
+            inputs = {number: filled.inputs(number, number % group.size()) for number in range(len(batch))}
+            for number, given in inputs.items():
+                if given is not None:
+                    found[number] = continued(own, given, 7)
+        return found
+
+    found = dict(pair for texts in on_ranks(num_ranks, model, work) for pair in texts.items())
+    for number, logits in enumerate(wanted):
+        torch.testing.assert_close(found[number], logits, rtol=0, atol=1e-10)
+
+
 def test_log_probabilities_of_more_documents_than_every_rank_looks_at() -> None:
     """One picture in many documents is encoded once."""
     model, item = model_of("qwen2_5_vl").eval(), ("image", picture("qwen2_5_vl", 1, 4, 4))
@@ -592,6 +679,24 @@ def test_what_cannot_have_images_is_refused() -> None:
     batch = batch_of("qwen2_5_vl")
     assert "encoded before" in said_of(small_model("llama"), batch)
     assert "see each other in both directions" in said_of(model_of("gemma3"), batch_of("gemma3"))
+    model = model_of("llava").train()
+    model.model.vision_tower.embeddings.register_forward_hook(lambda _, __, rows: nn.functional.dropout(rows, 0.1))
+    assert all("draws random numbers" in said_of(model, batch_of("llava"), ranks) for ranks in (1, 3))
+
+
+def test_rows_that_a_model_ignores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sounds by the keyword for images would be, which no model reads."""
+    plain = Encoders.inputs
+
+    def misnamed(self: Encoders, *args: Any) -> dict[str, Any]:
+        given = plain(self, *args)
+        given["mm_encoder_outputs"]["sound"] = given["mm_encoder_outputs"].pop("image")
+        return given
+
+    monkeypatch.setattr(Encoders, "inputs", misnamed)
+    for ranks in (1, 2):
+        said = said_of(model_of("internvl"), batch_of("internvl"), ranks)
+        assert "does not put all rows of image items where their tokens are" in said
 
 
 def test_images_of_a_batch_are_shared_out_to_their_documents() -> None:

@@ -253,9 +253,15 @@ def test_a_picture_that_is_damaged_behind_its_header(tmp_path: Path) -> None:
     assert re.search(r"chats.jsonl:[56]: Picture pictures/4.png cannot be read \(.*truncated", first)
 
 
-def test_pipelines_cannot_have_pictures(tmp_path: Path) -> None:
-    config = with_trainer(picture_run(tmp_path, "llava", 2), capacity_tokens=256, pp=2)
-    assert all("he data has pictures, and parallel.pp = 2 knows" in own for own in said_of(config))
+PP = [(family, num_ranks, tp) for family in ("llava", "qwen2_vl") for num_ranks, tp in ((2, 1), (4, 1), (4, 2))]
+
+
+@pytest.mark.parametrize(("family", "num_ranks", "tp"), one_of(PP, ("qwen2_vl", 2, 1)))
+def test_pipelines(tmp_path: Path, family: str, num_ranks: int, tp: int) -> None:
+    """The first stage's ranks read pictures and encode them."""
+    config = with_trainer(picture_run(tmp_path, family, num_ranks), capacity_tokens=100, tp=tp, pp=2)
+    config = replace(config, eval=EvalConfig(sources=config.data.sources, every=1))
+    assert difference(config, chats(draw(tmp_path / "pictures"))) < 1e-10
 
 
 TP = [(family, num_ranks, tp) for family in ("llava", "qwen2_vl") for num_ranks, tp in ((2, 2), (4, 2))]

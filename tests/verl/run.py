@@ -28,7 +28,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as out:
         command = [python, "-m", "torch.distributed.run", "--standalone"]
         runs: list[Any] = [(2, "check.py"), (2, "passes.py"), (1, "passes.py"), (2, "sft_trainer.py"), (2, "routes.py")]
-        runs += [(2, "accelerators.py"), (2, "accelerators.py", "--simulated")]
+        runs += [(2, "images.py"), (2, "accelerators.py"), (2, "accelerators.py", "--simulated")]
         codes = [
             subprocess.run(
                 [*command, f"--nproc-per-node={ranks}", str(ROOT / "tests/verl" / name), out, *options],

@@ -27,7 +27,9 @@ from bytescale.hf.loop.hdp import HDP
 from bytescale.hf.loop.room import Capacity
 from bytescale.hf.loop.updates import HDPOptimizer
 from bytescale.integrations.whole_batch import (
+    COMPUTED,
     ENTROPY,
+    IMAGES,
     IS_TOP1,
     LOG_PROBS,
     MEAN_LOGITS,
@@ -37,8 +39,7 @@ from bytescale.integrations.whole_batch import (
     word_columns,
 )
 
-_TAKEN = ("use_cache", "fused_lm_head", "mm_token_type_ids", "token_type_ids")  # what kind tokens are, HDP finds itself
-_IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+_TAKEN = ("use_cache", "fused_lm_head", *COMPUTED, *IMAGES)
 _STATES = "hdp"
 
 
@@ -56,7 +57,7 @@ class _Planned:
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **more: Any) -> Any:
         """``[B, L]`` tokens, padded on any side, and labels to results ``[B, L - 1]``, as TRL's models have them."""
         given = [name for name, value in more.items() if value is not None and value is not False]
-        if unknown := [name for name in given if name not in (*_TAKEN, *_IMAGES)]:  # videos, for example
+        if unknown := [name for name in given if name not in _TAKEN]:  # videos, for example
             raise ConfigError(
                 f"the model was given {', '.join(sorted(unknown))}",
                 so="a plan has tokens and images alone",
@@ -67,7 +68,7 @@ class _Planned:
         lengths = attention_mask.sum(dim=1).tolist()
         tokens, wanted = (ids[rows, places].split(lengths) for ids in (input_ids, next_labels))
         fields: dict[str, Any] = {"tokens": tokens, "labels": wanted}
-        if images := {name: more[name] for name in given if name in _IMAGES}:
+        if images := {name: more[name] for name in given if name in IMAGES}:
             fields["images"] = self.batch.hdp.engine.decoder.encoders.shared_out(tokens, images)
         values, rest = self.batch.run(fields, loss=self.loss)
         columns = torch.cat([values, rest], dim=1)

@@ -30,6 +30,9 @@ from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.plain_data import all_gather_json
 
+IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+COMPUTED = ("mm_token_type_ids", "token_type_ids", "images_seqlens")
+"""What processors make of images, and what they say beside it, which ``HDP`` finds by itself."""
 LOG_PROBS, ENTROPY, IS_TOP1, MEAN_LOGITS = range(4)
 """Values that ``word_columns`` gives; the first two are differentiable."""
 _ROWS = ("tokens", "labels", "number", "routed_experts", "images")

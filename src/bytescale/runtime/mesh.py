@@ -103,6 +103,11 @@ class Mesh:
     backward: Sequence[RankGroup]
 
     @property
+    def encoding(self) -> tuple[int, int]:
+        """This rank, and how many there are that encode pictures: those of the first stage, which come first."""
+        return self.world.rank, self.world.size // self.shape.pp
+
+    @property
     def is_last_stage(self) -> bool:
         return self.stage == self.shape.pp - 1
 

@@ -57,7 +57,6 @@ class BatchToPlan:
             from bytescale.hf.loop.encoded import Items, require_use  # few batches have them
 
             if items := Items.of(batch, hdp.engine.decoder.encoders.work):
-                hdp.require("images, videos or audios in documents")
                 require_use(items, hdp.engine.decoder, hdp.engine.others)
                 given = replace(given, items=items)
         is_split = 1 < hdp.group.size == hdp.mesh.hdp.size and len(batch) > ALL_DOCUMENTS

@@ -206,11 +206,12 @@ class EncodedItems:
         self._encoders: Encoders = decoder.encoders
         self._token_rows = decoder.token_rows
         self._attachment, self._keeps_graphs = decoder.attachment, keeps_graphs
+        size = group.size // (1 if decoder.stage is None else decoder.stage.count)  # encoders are on the first stage
         for (kind, item), frames in zip(items.items, items.work, strict=True):  # all ranks see the same items
-            if kind == "video" and len(frames) > 1:
+            if kind == "video" and len(frames) > 1 and decoder.stage is None:
                 self._encoders.takes_frames(kind, item)
-        self._pieces = items.pieces(group.size, self._encoders.by_frames)
-        ranks = items.ranks(group.size, self._pieces)
+        self._pieces = items.pieces(size, self._encoders.by_frames)
+        ranks = items.ranks(size, self._pieces)
         shares: list[list[int]] = [[] for _ in range(group.size)]
         for number, rank in enumerate(ranks):
             shares[rank].append(number)
@@ -229,7 +230,6 @@ class EncodedItems:
         self._require_same([one[3] for one in told])
         self._forms = {kind: Form(*form) for _, known, *_ in told for kind, form in known.items()}
         self._trains = any(form.has_gradient for form in self._forms.values())
-        self._encoders.require_causal(decoder.model, *min(self._forms.items()), self._of_rank)
         of_pieces, counts = [0] * len(ranks), [0] * len(items.items)
         for numbers, (_, _, lengths, _) in zip(shares, told, strict=True):
             for number, length in zip(numbers, lengths, strict=True):
@@ -238,21 +238,23 @@ class EncodedItems:
         self._rows_of: list[list[tuple[int, int]]] = [[] for _ in counts]  # of items: pieces, and rows of these
         for number, piece in enumerate(self._pieces):
             self._rows_of[piece.item] += [(number, row) for row in range(of_pieces[number])]
-        self._wanted, error = list[list[StandingFor]](), ""
+        self._wanted, is_first = list[list[StandingFor]](), group.rank < size
+        error = self._encoders.problem(decoder.model, self._forms, self._of_rank) if is_first else ""
         try:
             for number, of_kinds in totals.items():
                 items.require_total(number, of_kinds, counts)
-            self._wanted = [self._of_micro_batch(own) for own in rows]
+            self._wanted = [self._of_micro_batch(own) if is_first else [] for own in rows]
         except DataError as found:
-            error = str(found)
+            error = error or str(found)
         self._told([error])
+        self._encoders.tried |= self._forms.keys()
         self._exchange(ranks)
 
     def _told(self, own: list[Any]) -> list[Any]:
         """What all ranks have to say. Raises ``DataError`` if one of them has an error, which comes first."""
         told: list[Any] = all_gather_json(own, self._group.group, self._group.device)
         if failed := [(rank, one[0]) for rank, one in enumerate(told) if one[0]]:
-            raise DataError(f"rank {failed[0][0]} found in its documents: {failed[0][1]}")
+            raise DataError(f"rank {failed[0][0]} found: {failed[0][1]}")
         return told
 
     def _require_same(self, contents: Sequence[Sequence[int]]) -> None:

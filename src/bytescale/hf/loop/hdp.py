@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from bytescale.common.cut import Cut
     from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values
     from bytescale.hf.loop.loaded import LoadedBatches
-    from bytescale.hf.loop.prefill import Prefill, Ready
+    from bytescale.hf.loop.prefill import Prefill, Prompt, Ready
     from bytescale.hf.model.indexer_loss import IndexerStage
 
 
@@ -354,9 +354,10 @@ class HDP(Updates):
             raise PlanError("nothing was collected", fix="call hdp.collect(micro, values) for every one")
         return self.looped.collected()
 
-    def prefill(self, prompts: Sequence[Sequence[int] | Tensor], *, ready: Ready | None = None) -> Prefill:
-        """Run prompts ``[S]`` forward: their next tokens, and KV caches from which ``model.generate`` goes on.
+    def prefill(self, prompts: Sequence[Prompt], *, ready: Ready | None = None) -> Prefill:
+        """Run prompts forward: their next tokens, and KV caches from which ``model.generate`` goes on.
 
+        A prompt is its tokens ``[S]``, or a document as ``plan`` takes it, with ``images``, ``videos`` or ``audios``.
         Every rank calls it. ``ready`` is called on the rank that has a prompt's last token as soon as its logits are
         known. Raises as ``plan``, and ``ConfigError`` for a model that cannot generate.
         """

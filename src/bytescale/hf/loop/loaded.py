@@ -60,8 +60,6 @@ class LoadedBatches:
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         for data in self.steps:
-            if data.items is not None:
-                self.hdp.require("images, videos or audios in documents")
             require_short_enough(data.plan.lengths.tolist(), self.hdp.engine.decoder.longest_document)
             self.hdp.agree(f"the plan of step {data.step}", data.rank_plan.digest)
             self.state = data.sampler_state_after
@@ -88,7 +86,7 @@ def loaded_batches(
     reader = Reader(hdp_rank=hdp.mesh.hdp.rank, num_processes=group.size, is_first=group.rank == 0, broadcast=broadcast)
     with opened_loader(data, reader, kind=PictureLoader) as loader:
         assert isinstance(loader, PictureLoader), "it was asked for"
-        loader.dtype, loader.ranks = next(hdp.model.parameters()).dtype, (group.rank, group.size)
+        loader.dtype, loader.ranks = next(hdp.model.parameters()).dtype, hdp.mesh.encoding
         if (memory := hdp.room.memory) is not None:
             loader.memory = memory.rows, hdp.engine.activations.keeps_graphs
         check_vocabulary(loader.metadata, hdp.engine.decoder.words[0] or 0)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 class PlannedBatch(Collector):
     """This rank's micro-batches of one global batch; iterating runs through them once, in the plan's order."""
 
+    _encoded: EncodedItems | None = None  # while micro-batches run
     batch: Batch = ()  # the global batch, where ``HDP.planned`` has taken it
 
     def __init__(
@@ -101,6 +102,7 @@ class PlannedBatch(Collector):
         """Run the micro-batches on this stage of a pipeline."""
         from bytescale.runtime.pipeline import StageLinks, run_stage  # few loops have stages
 
+        self._begin()
         hdp, decoder, buffers = self.hdp, self.hdp.engine.decoder, RingBuffers()
         if torch.is_autocast_enabled(hdp.group.device.type):
             hdp.require("torch.autocast")
@@ -115,7 +117,6 @@ class PlannedBatch(Collector):
             buffers.release()
             return output
 
-        self._begin()
         if hdp.tied is not None:
             hdp.tied.send_weights()
         links = StageLinks(hdp.mesh, self.rank_plan, decoder.hidden_size, next(decoder.parameters()).dtype)
@@ -125,28 +126,26 @@ class PlannedBatch(Collector):
         self._end()
 
     def _begin(self) -> None:
-        self._kept = []
-        self.hdp.require_ranks_of(self._mesh)
-        self.hdp.begin_batch(self)
+        hdp, self._kept = self.hdp, []
+        hdp.require_ranks_of(self._mesh)
+        hdp.begin_batch(self)
+        if self._encode is not None:
+            engine = hdp.engine
+            self._encoded = self._encode(engine.decoder, hdp.group, keeps_graphs=engine.activations.keeps_graphs)
+            hdp.encoders_backward = self._encoded.backward
 
     def __iter__(self) -> Iterator[Micro]:
         hdp = self.hdp
         hdp.require("a loop over micro-batches")
         self._begin()
-        buffers, encoded = RingBuffers(), None
-        if self._encode is not None:
-            encoded = self._encode(hdp.engine.decoder, hdp.group, keeps_graphs=hdp.engine.activations.keeps_graphs)
-            hdp.encoders_backward = encoded.backward
+        buffers = RingBuffers()
         for index, plan in enumerate(self.micro_batches):
             if self._last and index + 1 == len(self):
                 hdp.pending.require_backwards("gradients are reduced (last=True)")
             micro = self._micro(index, plan, buffers)
-            if encoded is not None:
-                micro.inputs |= encoded.beside(index)
             yield micro
             micro.target.require_finished()
             buffers.release()
-        hdp.finish_items()
         self._end()
 
     def _micro(self, index: int, plan: MicroBatch, buffers: RingBuffers) -> Micro:
@@ -154,6 +153,7 @@ class PlannedBatch(Collector):
         hdp = self.hdp
         rows = self.part.rows[index] if index < len(self.part.rows) else self.part.no_rows
         micro = hdp.engine.micro(plan, rows, buffers)
+        micro.inputs |= {} if self._encoded is None else self._encoded.beside(index)
         if self._last and index + 1 == len(self):
             # Behind the last backward comes that of encoders, whose rows travel.
             silent = self._encode is None and last_backward_is_silent(self.rank_plan, hdp.mesh.stage)
@@ -163,7 +163,8 @@ class PlannedBatch(Collector):
 
     def _end(self) -> None:
         """All micro-batches have been run: gradients may be reduced, if no others follow."""
-        hdp = self.hdp
+        hdp, self._encoded = self.hdp, None
+        hdp.finish_items()
         if self._last:
             hdp.pending.require_backwards("gradients are reduced (last=True)")
             hdp.pending.require_trained(self.number)

@@ -16,7 +16,7 @@ Shape letters: P prompts, S tokens of a prompt, T rows of a micro-batch, H key/v
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from transformers import DynamicCache
 
 from bytescale.attention.copies import to_device
 from bytescale.common.errors import DataError
+from bytescale.hf.batch.documents import POSITIONS
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.session import Session
@@ -37,6 +38,8 @@ from bytescale.planner.prefixes import cost_of_trees
 from bytescale.planner.short_first import short_first
 from bytescale.runtime.plain_data import all_gather_json
 
+Prompt = Sequence[int] | Tensor | Mapping[str, Any]
+"""Tokens ``[S]``, or a document with ``tokens`` and ``images``, ``videos`` or ``audios``, as ``HDP.plan`` takes it."""
 Ready = Callable[[int, Tensor], None]
 """Called with the number of a prompt and the logits ``[V]`` of its next token, in fp32 or wider."""
 
@@ -54,12 +57,14 @@ class Prefill:
     Attributes:
         prompts: ``[S]`` tokens of each prompt.
         next_tokens: ``[P]`` int64, the most probable next token of each prompt, the same on every rank.
+        positions: by prompt, where its tokens are in three dimensions, where items are among the prompts: ``[S, 3]``.
         parts: by prompt, what this rank holds of it.
     """
 
     hdp: Session
     prompts: list[Tensor]
     next_tokens: Tensor
+    positions: Mapping[int, Tensor]
     parts: dict[int, Parts] = field(default_factory=dict)
     _logits: dict[int, Tensor] = field(default_factory=dict)
 
@@ -144,7 +149,12 @@ class Prefill:
             tokens, mask = tokens[:, -1:], mask[:, -1:]
         elif cache.get_seq_length() == 0:
             tokens = tokens[:, -1:]
-        return {"input_ids": tokens, "attention_mask": mask, name: cache}
+        given = {"input_ids": tokens, "attention_mask": mask, name: cache}
+        if (own := self.positions.get(prompt)) is not None:  # else the model counts on from what it has seen last
+            own = torch.cat([own, (own.max() + 1).expand(1, 3)])
+            own = torch.cat([torch.arange(len(own))[:, None], own], dim=1)
+            given["position_ids"] = own.T[:, None].to(tokens.device)
+        return given
 
     def free(self, prompt: int) -> None:
         """Forget this rank's part of a prompt's cache. What it shares with other prompts is kept as long as theirs."""
@@ -194,7 +204,7 @@ class Prefill:
 
 
 @torch.no_grad()
-def prefill(hdp: Session, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | None = None) -> Prefill:
+def prefill(hdp: Session, prompts: Sequence[Prompt], ready: Ready | None = None) -> Prefill:
     """Run the prompts forward; see ``HDP.prefill``."""
     root = causal_model(hdp.model)
     can_generate = getattr(root, "can_generate", None)
@@ -205,15 +215,18 @@ def prefill(hdp: Session, prompts: Sequence[Sequence[int] | Tensor], ready: Read
             so="nothing could go on from its KV caches",
             fix="load it with AutoModelForCausalLM; to score documents, use bytescale.score",
         )
-    flat = (torch.as_tensor(prompt, device="cpu") for prompt in prompts)  # tokenizers return one as [1, S]
-    rows = [{"tokens": tokens[0] if tokens.dim() == 2 and len(tokens) == 1 else tokens} for tokens in flat]
+    rows = [{**prompt} if isinstance(prompt, Mapping) else {"tokens": prompt} for prompt in prompts]
+    for own in rows:
+        tokens = torch.as_tensor(own["tokens"], device="cpu")
+        own["tokens"] = tokens[0] if tokens.dim() == 2 and len(tokens) == 1 else tokens  # tokenizers return [1, S]
     # Recurrences tell what they leave behind by run of rows; in a tree, which of them end a prompt is not looked up.
     given = BatchToPlan.of(
         hdp, rows, shift_labels=False, per_document=None if hdp.engine.decoder.mixers else (), whole=True
     )
     lengths, device = given.lengths, hdp.group.device
+    fields = given.all_documents.fields
     result = Prefill(
-        hdp, [*given.all_documents.fields["tokens"].values()], torch.zeros(len(prompts), dtype=torch.int64)
+        hdp, [*fields["tokens"].values()], torch.zeros(len(prompts), dtype=torch.int64), fields.get(POSITIONS, {})
     )
     next_tokens = torch.zeros(len(prompts), dtype=torch.int64, device=device)
     plan, forest = given.plan()

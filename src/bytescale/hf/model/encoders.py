@@ -2,7 +2,9 @@
 
 A model with encoders takes what they made by the keyword ``mm_encoder_outputs``, looks for the tokens that stand for it
 (*placeholders*), and puts one row there for each, in order. So an encoder may run on another rank than the text:
-``loop.encoded`` runs it there, and hands its rows to the micro-batches. There is no list of model types.
+``loop.encoded`` runs it there, and hands its rows to the micro-batches. Sounds, and types without the keyword, get
+their rows as if these were pixels, and the method that would encode them gives them back. There is no list of model
+types: a model is tried on a few tokens.
 
 An *item* is an image, a video or a sound: what the model's processor returns for one of it, such as ``pixel_values``
 and ``image_grid_thw``.
@@ -17,8 +19,9 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +29,11 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from bytescale.common.errors import DataError
-from bytescale.hf.model.blind import Blind
+from bytescale.hf.model.blind import Blind, MaskFunction
 from bytescale.hf.model.head import KINDS, causal_model
 from bytescale.hf.model.interface import KEYWORD, Attachment, refusal, while_set
+from bytescale.hf.model.probe import Noticed
+from bytescale.hf.model.stage import StageEnd
 
 Item = Mapping[str, Any]
 _DOOR = "mm_encoder_outputs"
@@ -40,6 +45,7 @@ class Form(NamedTuple):
 
     has_gradient: bool
     are_lists: Sequence[bool]
+    dims: Sequence[int]
     hidden_size: int
     width: int
     dtype: str
@@ -52,6 +58,7 @@ class _Encoded(ModelOutput):
     last_hidden_state: Any = None
     pooler_output: Any = None
     deepstack_features: Any = None
+    attention_mask: Any = None
 
 
 class Encoders:
@@ -64,16 +71,26 @@ class Encoders:
     def __init__(self, model: nn.Module, attachment: Attachment) -> None:
         self.root, self._attachment = causal_model(model), attachment
         self._names = inspect.signature(self.root.forward).parameters
-        has_door = _DOOR in self._names
-        words = {kind: getattr(getattr(self.root, "config", None), f"{kind}_token_id", None) for kind in KINDS}
-        self.kinds = {kind: word for kind, word in words.items() if has_door and word is not None and self._call(kind)}
-        rotary = (module for module in self.root.modules() if hasattr(type(module), "get_rope_index"))
+        config = getattr(self.root, "config", None)
+        names = "compute_3d_position_ids", "get_rope_index"  # with the second alone, items are an error
+        rotary = (own for name in names for own in self.root.modules() if hasattr(type(own), name))
         self._rotary: Any = next(rotary, None)
-        self._is_causal = False  # it is not known
+        self.kinds, self._calls = dict[str, int](), dict[str, list[Callable[..., Any]]]()  # from the outside inwards
+        for kind, name in ((kind, f"get_{kind}_features") for kind in KINDS):
+            owners = [own for own in self.root.modules() if hasattr(type(own), name)]
+            if owners and (word := getattr(config, f"{kind}_token_id", None)) is not None:
+                calls = [own.args[0] if isinstance(own, partial) else own for own in (getattr(o, name) for o in owners)]
+                self.kinds[kind], self._calls[kind] = word, calls  # partial: of another HDP
+                for own, call in zip(owners, calls, strict=True):
+                    setattr(own, name, partial(_given_or, call))
+        self.tried = set[str]()  # kinds whose rows the model is known to take
+        self._settled = set[tuple[str, int]]()  # kinds that draw no random numbers in a mode
         self.by_frames = dict[str, bool]()  # whether frames are encoded by themselves, of kinds that were tried
 
-    def _call(self, kind: str) -> Callable[..., Any] | None:
-        return getattr(self.root, f"get_{kind}_features", None)
+    def _call(self, kind: str) -> Callable[..., Any]:
+        """The outermost method that encodes such items and has names for their parts."""
+        named = (call for call in self._calls[kind] if "args" not in inspect.signature(call).parameters)
+        return next(named, self._calls[kind][-1])
 
     def kinds_of(self, tokens: Tensor) -> Tensor:
         """``[S]``: of each token 1 + the place of its kind in ``KINDS``, and 0 for words."""
@@ -90,25 +107,28 @@ class Encoders:
         """``[S, 3]`` rotary positions of a document: time, height, width; None: the model counts tokens."""
         if self._rotary is None:
             return None
+        counted = torch.arange(len(tokens))[:, None].expand(-1, 3)
         if not any(items.values()):
-            return torch.arange(len(tokens))[:, None].expand(-1, 3)
+            return counted
         given: dict[str, Any] = dict.fromkeys(_TYPES, self.kinds_of(tokens)[None].to(torch.int32))
-        wanted = inspect.signature(self._rotary.get_rope_index).parameters
+        given |= {"input_ids": tokens[None], "attention_mask": torch.ones_like(tokens[None])}
+        wanted = inspect.signature(self._rotary.compute_3d_position_ids).parameters
         for own in items.values():
-            for name in own[0].keys() & wanted.keys() if own else ():
+            for name in own[0].keys() & {*wanted, "feature_attention_mask"} if own else ():
                 values = [torch.as_tensor(item[name]) for item in own]
                 given[name] = torch.cat([value.reshape(1) if value.dim() == 0 else value for value in values])
-        given = {name: value for name, value in given.items() if name in wanted}
+                if name == "feature_attention_mask":
+                    given["audio_feature_lengths"] = given[name].sum(dim=1)
         try:
-            found, _ = self._rotary.get_rope_index(tokens[None], **given)
+            with while_set([self._rotary], "rope_deltas", None):
+                found = self._rotary.compute_3d_position_ids(**{name: given.get(name) for name in wanted})
         except (ValueError, RuntimeError, IndexError, StopIteration, TypeError) as error:
             raise DataError(
                 f"document {number}: {type(self._rotary).__name__} finds no positions for its tokens ({error!r})",
                 so="its images could not be told apart",
                 fix="give the tokens and the items that the model's own processor makes of one text",
             ) from error
-        positions: Tensor = found[:, 0].T
-        return positions
+        return counted if found is None else found[:, 0].T
 
     def work(self, kind: str, item: Item) -> list[float]:
         """Of each frame of an item (``work_of``)."""
@@ -117,8 +137,8 @@ class Encoders:
 
     def sample(self, kind: str, number: int) -> Item | None:
         """Ones that the encoder of images or videos takes, of so many equal parts. None: no form of them."""
-        function, dtype = self._call(kind), next(self.root.parameters()).dtype
-        names = [] if function is None else list(inspect.signature(function).parameters)
+        dtype = next(self.root.parameters()).dtype
+        names = list(inspect.signature(self._call(kind)).parameters) if kind in self.kinds else []
         config, pixels = getattr(self.root.config, "vision_config", None), [name for name in names if "pixel" in name]
         if config is None or not pixels:
             return None
@@ -154,12 +174,15 @@ class Encoders:
             side: int = 2 * getattr(config, "spatial_merge_size", 1)
             numbers = torch.Generator().manual_seed(0)
             small = torch.randn(2 * side * side, pixels.shape[1], generator=numbers).to(pixels.dtype)
-            second = {name: small[side * side :], grid: torch.tensor([[1, side, side]])}
-            with torch.enable_grad():
-                both = {name: small.requires_grad_(), grid: torch.tensor([[2, side, side]])}
-                rows = self.encode(kind, both)[0]
-                alone = self.encode(kind, second)[0].detach()
-                (seen,) = torch.autograd.grad(rows[: len(alone)].float().square().sum(), small)
+            second = {**item, name: small[side * side :], grid: torch.tensor([[1, side, side]])}
+            both = {**item, name: small.requires_grad_(), grid: torch.tensor([[2, side, side]])}
+            self.by_frames[kind] = False
+            try:
+                with torch.enable_grad():
+                    rows, alone = self.encode(kind, both)[0], self.encode(kind, second)[0].detach()
+                    (seen,) = torch.autograd.grad(rows[: len(alone)].float().square().sum(), small)
+            except DataError:  # it takes several frames alone
+                return False
             apart = (rows[len(alone) :].detach() - alone).abs().max() if len(rows) == 2 * len(alone) else torch.inf
             is_near = bool(apart <= torch.finfo(rows.dtype).eps ** 0.5 * alone.abs().max())
             self.by_frames[kind] = is_near and not bool(seen[side * side :].any())
@@ -188,11 +211,13 @@ class Encoders:
     def encode(self, kind: str, item: Item) -> tuple[Tensor, Form]:
         """Rows ``[n, W]`` of an item. Raises ``DataError`` for what the encoder does not take."""
         function, device = self._call(kind), next(self.root.parameters()).device
-        assert function is not None, "the model has it"
-        given = {name: torch.as_tensor(value).to(device) for name, value in item.items()}
+        noticed, mode = Noticed(), (kind, sum(module.training for module in self.root.modules()))
+        names = {name for call in self._calls[kind] for name in inspect.signature(call).parameters}  # or of positions
+        given = {name: torch.as_tensor(value).to(device) for name, value in item.items() if name in names}
         with ExitStack() as undo:
             for part, name in self._attachment.before:
                 undo.enter_context(while_set([part.config], "_attn_implementation_internal", name))
+            undo.enter_context(nullcontext() if mode in self._settled else noticed)
             try:
                 output = function(**given, return_dict=True)
             except (ValueError, RuntimeError, TypeError, IndexError) as error:
@@ -204,13 +229,24 @@ class Encoders:
                     so="nothing could stand in its place",
                     fix="give each item what the model's processor returns for it alone",
                 ) from error
-        parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        if noticed.parts:
+            raise DataError(
+                f"the encoder of {kind} items draws random numbers in training mode (dropout, or layers left out)",
+                so="results would depend on the plan, and backward would compute other rows",
+                fix="set its probabilities to 0 (drop_path_rate=0.0, ...), or call eval() of the encoder",
+            )
+        self._settled.add(mode)
+        pooled = output.last_hidden_state if output.pooler_output is None else output.pooler_output
+        if (mask := getattr(output, "attention_mask", None)) is not None:
+            pooled = pooled[mask.bool()]
+        parts = [pooled, *(getattr(output, "deepstack_features", None) or ())]
         rows = [torch.cat([*part]) if isinstance(part, list | tuple) else part for part in parts]
-        rows = [part.flatten(0, -2) for part in rows]
+        dims, rows = [part.dim() for part in rows], [part.flatten(0, -2) for part in rows]
         together = torch.cat(rows, dim=1)
         form = Form(
             has_gradient=together.requires_grad,
             are_lists=[isinstance(part, list | tuple) for part in parts],
+            dims=dims,
             hidden_size=rows[0].shape[1],
             width=together.shape[1],
             dtype=str(together.dtype).removeprefix("torch."),
@@ -219,51 +255,66 @@ class Encoders:
 
     def inputs(self, tokens: Tensor, rows: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Any]:
         """What the model takes beside ``tokens [T]``: of each kind the rows ``[n, W]`` for its placeholders."""
-        outputs = {}
+        given = dict[str, Any]()
         for kind, own in rows.items():
             form = forms[kind]
-            split = zip(own.split(form.hidden_size, dim=1), form.are_lists, strict=True)
-            pooled, *deeper = ([part] if is_list else part for part, is_list in split)
-            outputs[kind] = _Encoded(pooler_output=pooled, deepstack_features=deeper)
+            split = zip(own.split(form.hidden_size, dim=1), form.are_lists, form.dims, strict=True)
+            shaped = ((part[(None,) * (dims - 2)], is_list) for part, is_list, dims in split)
+            pooled, *deeper = ([part] if is_list else part for part, is_list in shaped)
+            output = _Encoded(pooled, pooled, deeper, torch.ones(len(own), dtype=torch.bool, device=own.device))
+            if _DOOR in self._names and kind != "audio":
+                given.setdefault(_DOOR, {})[kind] = output
+            else:
+                name = next(iter(inspect.signature(self._call(kind)).parameters))
+                given |= dict.fromkeys({name, "input_features_mask"} & self._names.keys(), output)
         types = self.kinds_of(tokens)[None].to(torch.int32)
-        return {_DOOR: outputs, **{name: types for name in _TYPES if name in self._names}}
+        return given | {name: types for name in _TYPES if name in self._names}
 
-    def require_causal(self, model: nn.Module, kind: str, form: Form, own: Callable[[Tensor], Tensor]) -> None:
-        """Raise ``ConfigError`` if a token of an item sees later ones of it. The model runs once, on a few tokens.
+    def problem(self, model: nn.Module, forms: Mapping[str, Form], own: Callable[[Tensor], Tensor]) -> str:
+        """Why the model cannot use such rows; empty: it can. It runs on a few tokens for kinds that were not tried.
 
         ``own``: of tokens ``[T]``, those that a rank's model is given.
         """
-        if self._is_causal:
-            return
-        word = self.kinds[kind]
-        device, look = next(self.root.parameters()).device, _Look()
+        found = [self._problem(model, *one, own) for one in sorted(forms.items()) if one[0] not in self.tried]
+        so, fix = "results would not be those of one process", "train it on text, or take another model"
+        return next((str(refusal(type(self.root).__name__, why, so=so, fix=fix)) for why in found if why), "")
+
+    def _problem(self, model: nn.Module, kind: str, form: Form, own: Callable[[Tensor], Tensor]) -> str:
+        word, look, device = self.kinds[kind], Blind({}), next(self.root.parameters()).device
         tokens = own(torch.tensor([0, 0, word, word, word, word, 0, 0], device=device))
-        rows = torch.zeros(int((tokens == word).sum()), form.width, dtype=getattr(torch, form.dtype), device=device)
-        given = {"input_ids": tokens[None], "position_ids": torch.arange(8, device=device)[None], "use_cache": False}
-        with torch.no_grad():
-            model(**given, **self.inputs(tokens, {kind: rows}, {kind: form}), **{KEYWORD: look})
-        for function in look.functions:
-            zero, query, key = (torch.tensor(place, device=device) for place in (0, 2, 3))
-            if bool(torch.as_tensor(function(zero, zero, query, key)).any()):
-                raise refusal(
-                    type(self.root).__name__,
-                    f"the tokens of an {kind} see each other in both directions",
-                    so="a plan knows attention to earlier tokens alone, and results would not be those of one process",
-                    fix="train it on text, or take a model whose text attention is causal (Qwen, InternVL, LLaVA)",
-                )
-        self._is_causal = True
+        places, row = (
+            torch.arange(8, device=device),
+            torch.randn(form.width, generator=torch.Generator().manual_seed(0)),
+        )
+        given: dict[str, Any] = {"input_ids": tokens[None], "position_ids": places[None], "use_cache": False}
+
+        def output(part: int) -> Tensor:
+            """With zeros in this part of all rows, of which there are none at -1."""
+            rows = row.repeat(int((tokens == word).sum()), 1).to(device, getattr(torch, form.dtype))
+            rows[:, part * form.hidden_size : (part + 1) * form.hidden_size] = 0
+            try:
+                return model(**given, **self.inputs(tokens, {kind: rows}, {kind: form}), **{KEYWORD: look})[0][0]
+            except StageEnd as end:
+                return end.hidden[0]
+
+        try:
+            with torch.no_grad():
+                whole, *others = map(output, range(-1, form.width // form.hidden_size))
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+            return f"it needs more than the rows of {kind} items ({error!r})"
+        if any(not torch.equal((whole != other).any(dim=1), tokens == word) for other in others):
+            return f"it, or its first stage, does not put all rows of {kind} items where their tokens are"
+        zero, query, key = (torch.tensor(place, device=device) for place in (0, 2, 3))
+        masks = [call.mask.function for call in look.calls if isinstance(call.mask, MaskFunction)]
+        if any(bool(torch.as_tensor(function(zero, zero, query, key)).any()) for function in masks):
+            return f"the tokens of {kind} items see each other in both directions, and a plan knows earlier ones alone"
+        return ""
 
 
-class _Look(Blind):
-    """Notes the masks that a model makes."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-        self.functions = list[Callable[..., Any]]()
-
-    def mask(self, mask_function: Callable[..., Any]) -> Any:
-        self.functions.append(mask_function)
-        return super().mask(mask_function)
+def _given_or(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a method that encodes items returns: rows, where it is given them in the items' place."""
+    given = (one for one in (*args, *kwargs.values()) if isinstance(one, _Encoded))
+    return next(given, None) or plain(*args, **kwargs)
 
 
 def frames_of(item: Item) -> list[int]:

@@ -381,7 +381,7 @@ def _refuse_other_results(target: Target, module: nn.Module, kwargs: dict[str, A
             fix="set output_router_logits to False: the experts are then trained by your own loss alone",
         )
     for name in kwargs:
-        if name.startswith(("pixel_values", "input_features")) and kwargs[name] is not None:
+        if name.startswith(("pixel_values", "input_features")) and isinstance(kwargs[name], Tensor):
             raise refused(
                 f"it is given {name} together with micro.inputs",
                 so="towers for images and sounds take no part in a plan",

@@ -127,9 +127,9 @@ def _measured(
 def measure_encoder(decoder: HFDecoder) -> dict[str, float]:
     """What the encoder of images needs, which sees videos, too: fields of ``MeasuredRows``. Nothing: there is none."""
     encoders = decoder.encoders
-    if not encoders.kinds or decoder.stage is not None:
+    if not encoders.kinds or (decoder.stage is not None and not decoder.stage.is_first):
         return {}
-    if "image" not in encoders.kinds or encoders.sample("image", 1) is None:
+    if decoder.stage is not None or "image" not in encoders.kinds or encoders.sample("image", 1) is None:
         what = f"what the encoders of {type(encoders.root).__name__} need could not be measured"
         warnings.warn(f"{what}: leave room for pictures by device_gib", stacklevel=2)
         return {}

@@ -118,7 +118,7 @@ def _calls_and_choices(
     model: nn.Module, names: dict[nn.Module, str]
 ) -> tuple[Blind, tuple[str, ...], tuple[Router, ...]]:
     """What calls attention, what draws random numbers, and what chooses experts, in training mode."""
-    blind, noticed = Blind(names, selections={}), _Noticed()
+    blind, noticed = Blind(names, selections={}), Noticed()
 
     def leave(*_: Any) -> None:
         del noticed.stack[-1:]  # a hook in front of ours may have refused the call
@@ -316,7 +316,7 @@ def _window_sizes(module: nn.Module) -> list[int]:
     return [value for value in sizes if isinstance(value, int) and value < 2**22]
 
 
-class _Noticed(TorchDispatchMode):
+class Noticed(TorchDispatchMode):
     """Notes in which module an operation draws random numbers, or chooses some of many."""
 
     def __init__(self) -> None:
@@ -328,8 +328,10 @@ class _Noticed(TorchDispatchMode):
         """By module, how many of how many its last choice takes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
-            self.parts.append(self.stack[-1] if self.stack else "the model")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            given = dict(zip((own.name for own in func._schema.arguments), args, strict=False)) | (kwargs or {})
+            if "attention" not in str(func) or given.get("dropout_p"):
+                self.parts.append(self.stack[-1] if self.stack else "the model")
         if func is torch.ops.aten.topk.default and self.stack:
             self.choices[self.stack[-1]] = (args[1], args[0].shape[-1])
         return func(*args, **(kwargs or {}))

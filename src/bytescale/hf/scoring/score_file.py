@@ -85,8 +85,7 @@ def score_pictures(
 
     given = [{name: document[name] for name in ("tokens", "labels")} for document in documents]
     rank_plan = RankPlan.of(hdp.planner(batch.lengths), hdp.mesh.hdp.rank)
-    ranks, dtype = (hdp.group.rank, hdp.group.size), next(hdp.model.parameters()).dtype
-    pictures = read_pictures(corpus, data, batch, rank_plan, ranks, dtype)
+    pictures = read_pictures(corpus, data, batch, rank_plan, hdp.mesh.encoding, next(hdp.model.parameters()).dtype)
     assert pictures is not None, "it was asked"
     hdp.agree("the plan of a batch", rank_plan.digest)
     part = RankBatch.of(rank_plan, Documents.of(given))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import EngineConfig
@@ -135,7 +135,9 @@ class BytescaleEngine(BaseEngine):
         for name, value in self.of_config.items():
             setattr(config, name, value)
         torch.manual_seed(self.engine_config.seed)  # a new head is the same on every rank
-        return self.auto_model.from_pretrained(path, dtype=dtype, config=config, **_SAFE)
+        sees = self.auto_model is AutoModelForCausalLM and type(config) in AutoModelForImageTextToText._model_mapping
+        auto_model = AutoModelForImageTextToText if sees else self.auto_model
+        return auto_model.from_pretrained(path, dtype=dtype, config=config, **_SAFE)
 
     def _with_adapters(self, model: torch.nn.Module) -> torch.nn.Module:
         rank = self.model_config.lora_rank
@@ -165,7 +167,7 @@ class BytescaleEngine(BaseEngine):
 
         Returns ``model_output`` (nested ``[sequences, tokens]``), ``loss`` and ``metrics``.
         """
-        require_computed(data)
+        images = require_computed(data)
         group = self.get_data_parallel_group()
         num_tokens = data["loss_mask"].sum().to(get_device_id())
         dist.all_reduce(num_tokens, group=group)
@@ -180,7 +182,7 @@ class BytescaleEngine(BaseEngine):
             apart = tu.get_non_tensor_data(data=data, key="force_group_size", default=1) == 1
             one_pass = apart and self._one_pass
             of_documents = self._loss(loss_function, data) if one_pass and loss_function is not None else None
-            values, rest = batch.run(self._fields(data), loss=of_documents, capacity_tokens=capacity)
+            values, rest = batch.run(self._fields(data, images), loss=of_documents, capacity_tokens=capacity)
             output = self._model_output(values, data)
             if records:
                 output[ROUTES] = _nested(rest.to(torch.int16).unflatten(1, (len(self.hdp.routers), -1)), data)
@@ -247,7 +249,7 @@ class BytescaleEngine(BaseEngine):
     def _replays(self, data: TensorDict) -> bool:
         return self._replay_mode != "disabled" and ROUTES in data.keys()  # noqa: SIM118  # no mapping
 
-    def _fields(self, data: TensorDict) -> Fields:
+    def _fields(self, data: TensorDict, images: Sequence[dict[str, Tensor]]) -> Fields:
         """Tokens, labels, the temperature of each sequence, and all tensors of the batch."""
         tokens = list(data["input_ids"].unbind())
         labels = [torch.cat([own[1:], own.new_full((1,), IGNORE_INDEX)]) for own in tokens]
@@ -264,6 +266,10 @@ class BytescaleEngine(BaseEngine):
         routes = rest.pop(ROUTES, [])
         if self._replays(data):
             rest[ROUTES] = [own.long() if self._replay_mode == "R2" else known_routes(own) for own in routes]
+        if any(images):
+            shared_out = self.hdp.engine.decoder.encoders.shared_out
+            items = [shared_out([own], given)[0] if given else [] for own, given in zip(tokens, images, strict=True)]
+            return {**rest, "tokens": tokens, "labels": labels, "number": number, "images": items}
         return {**rest, "tokens": tokens, "labels": labels, "number": number}
 
     def _model_output(self, values: Tensor, data: TensorDict) -> dict[str, Tensor]:

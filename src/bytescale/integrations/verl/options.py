@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from bytescale.common.errors import ConfigError
+from bytescale.integrations.whole_batch import COMPUTED, IMAGES
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
 UNKNOWN = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "enable_routing_replay")
@@ -65,15 +67,21 @@ def known_routes(routes: Tensor) -> Tensor:
     return routes.long().masked_fill((tokens > last)[:, None, None], -1)
 
 
-def require_computed(data: TensorDict) -> None:
-    """Raise ``ConfigError`` for what a batch asks for and this engine does not compute."""
+def require_computed(data: TensorDict) -> list[dict[str, Tensor]]:
+    """Raise ``ConfigError`` for what a batch asks for and this engine does not compute.
+
+    Returns what a processor has made of each sequence's images, all of them in one; empty: there are none.
+    """
     for name in UNKNOWN:
         if tu.get_non_tensor_data(data=data, key=name, default=False):
             raise refusal(f"the batch asks for {name}", "leave the option out")
-    if any(dict(own) for own in tu.get(data, "multi_modal_inputs", None) or ()):
-        raise refusal("the batch has multi_modal_inputs", "train on texts")
+    given = [dict(own or {}) for own in tu.get(data, "multi_modal_inputs", None) or ()]
+    images = [{k: own[k] for k in own if own[k] is not None and k not in COMPUTED} for own in given]
+    if unknown := sorted({*itertools.chain(*images)} - {*IMAGES}):  # videos, for example
+        raise refusal(f"multi_modal_inputs of the batch have {', '.join(unknown)}", "train on texts and images")
     if not data["input_ids"].is_nested:
         raise refusal("input_ids of the batch are padded", "give nested ones (pad_mode: no_padding)")
+    return images
 
 
 def refusal(what: str, fix: str) -> ConfigError:

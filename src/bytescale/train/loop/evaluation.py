@@ -78,9 +78,8 @@ class Evaluation:
             mesh.world.agree(f"the plan of evaluation batch {number} after step {step}", rank_plan.digest)
             data = rows or self.corpus.micro_batches(rank_plan, Segments.of(batch, rank_plan, "token"))
             pictures = read_pictures(
-                self.corpus, settings_of(self.job.config), batch, rank_plan, (mesh.world.rank, mesh.world.size),
-                self.job.ranks.dtype,
-            )  # fmt: skip
+                self.corpus, settings_of(self.job.config), batch, rank_plan, mesh.encoding, self.job.ranks.dtype
+            )
             with torch.no_grad():
                 beside, _ = self.job.encode(pictures)
             losses = self.job.executor.evaluate(rank_plan, data, beside)
@@ -92,9 +91,9 @@ class Evaluation:
 
 
 def _planned(job: Job, planner: VerifiedPlanner, corpus: Corpus, batch: GlobalBatch) -> PlannedBatch:
-    rank = job.ranks.mesh.hdp.rank
+    rank, size = job.ranks.mesh.hdp.rank, job.ranks.mesh.encoding[1]
     if not job.config.data.share_prefixes:
-        needed = memory_of_pictures(corpus, batch, job.memory.model.rows, job.ranks.world.size, keeps_graphs=False)
+        needed = memory_of_pictures(corpus, batch, job.memory.model.rows, size, keeps_graphs=False)
         return batch, RankPlan.of(planner.beside(*needed, int(batch.lengths.max()))(batch.lengths), rank), ()
     documents = documents_of(corpus, batch, "token")
     # A loss is counted with the weight of each of its documents, so rows whose weights differ stay apart.

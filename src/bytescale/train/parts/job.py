@@ -23,7 +23,6 @@ from bytescale.cost.profile_file import load_profile, require_device, warn_of_ba
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Loader, StepData
-from bytescale.data.tokens.shards import require_text
 from bytescale.hf.loop.pictures import PictureLoader, PicturesOfRank
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.planner.calibrated import CalibratedPlanner
@@ -86,7 +85,6 @@ class Job:
             self.executor.units.begin()
         part, mesh = self.executor.part, self.executor.mesh
         assert isinstance(part.module, HFDecoder), "the trainer has no others"
-        require_text(mesh.shape.pp - 1, f"parallel.pp = {mesh.shape.pp}")
         encoded = pictures.encoded(part.module, mesh.world, keeps_graphs=part.activations.keeps_graphs)
 
         def after_last_message() -> None:

@@ -45,7 +45,7 @@ def loader_of_run(config: Config, ranks: Ranks, log: Callable[[str], None] = lam
     kind = PrefixLoader if config.data.share_prefixes else PictureLoader
     with opened_loader(config.data, reader, log, kind=kind) as loader:
         if isinstance(loader, PictureLoader):
-            loader.dtype, loader.ranks = ranks.dtype, (ranks.world.rank, ranks.world.size)
+            loader.dtype, loader.ranks = ranks.dtype, ranks.mesh.encoding
         folder = RunFolder(Path(config.trainer.run_dir)).data
         about = {"num_ranks": ranks.hdp.size, "batch_tokens": config.data.batch_tokens}
         if config.data.record:
