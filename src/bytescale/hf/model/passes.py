@@ -248,9 +248,9 @@ class MicroBatchPass(Target):
         self._backwards_to_come -= 1
 
 
-def _rows_of(*heads_first: Tensor) -> tuple[Tensor, ...]:
+def _rows_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``[T, H, D]`` of each ``[1, H, T, D]``."""
-    return tuple(tensor.squeeze(0).transpose(0, 1) for tensor in heads_first)
+    return q.squeeze(0).transpose(0, 1), k.squeeze(0).transpose(0, 1), v.squeeze(0).transpose(0, 1)
 
 
 def documents_alone(lengths: Sequence[int], like: Tensor) -> tuple[Tensor, PackedAttention]:
