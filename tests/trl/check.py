@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from PIL import Image
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -210,6 +211,8 @@ def train(kind: str, out: Path) -> None:
     made.save_model(str(out / "saved"))
     if dist.get_rank() == 0:
         (out / "log.json").write_text(json.dumps(made.state.log_history))
+        weights = load_file(out / "saved" / "model.safetensors")
+        (out / "weights.json").write_text(json.dumps({name: own.flatten().tolist() for name, own in weights.items()}))
 
 
 def simulated(kind: str, out: Path) -> None:
