@@ -163,7 +163,8 @@ class _NoAttention(PackedAttention):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None, **_: Any
     ) -> Tensor:
-        """Use all inputs, so that each gets a gradient, and compute next to nothing."""
+        """Use all inputs, so that each gets a gradient, and compute next to nothing. Shapes are those of attention."""
+        q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (q, k, v))
         if q.shape[-1] == v.shape[-1]:
-            return q + k[:, :1] + v[:, :1]
-        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) + q[..., :1] + k[:, :1, :1]
+            return q + k[..., :1, :] + v[..., :1, :]
+        return v.repeat_interleave(q.shape[-2] // v.shape[-2], dim=-2) + q[..., :1] + k[..., :1, :1]
