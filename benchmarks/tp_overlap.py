@@ -39,7 +39,7 @@ from bytescale.hf.model.tensor_parallel import apply_tensor_parallelism
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime.group import PendingCollective, RankGroup
-from bytescale.runtime.token_shards import ROWS_PER_SLICE, TokenShards
+from bytescale.runtime.token_shards import TokenShards
 
 CONFIG = LlamaConfig(
     vocab_size=1024, num_hidden_layers=4, hidden_size=512, num_attention_heads=8, num_key_value_heads=4,
@@ -82,7 +82,7 @@ def run_rank(rank: int, num_tokens: int, rounds: int) -> None:
 
     def step(mode: str) -> float:
         shards.tp, shards.overlap = (silent if mode == "none" else tp), mode == "overlapped"
-        shards.rows_per_slice = 10**9 if mode == "whole" else ROWS_PER_SLICE
+        shards.least_work = 1e18 if mode == "whole" else None
         model.zero_grad()
         tp.all_reduce(torch.zeros(1))  # both ranks begin together
         tp.clock.take()

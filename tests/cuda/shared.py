@@ -178,7 +178,7 @@ def recurrent_layers() -> str:
 def products_in_slices() -> str:
     """Tensor parallelism whose messages run beside products: four slices of rows, gathered and summed."""
     with fake.fake_ranks(1, 2) as group, fake.fake_gpu():
-        shards = TokenShards(RankGroup(group, device=fake.DEVICE, name="TP"), rows_per_slice=64)
+        shards = TokenShards(RankGroup(group, device=fake.DEVICE, name="TP"), least_work=1.0)
         shards.begin(301)
         rows = torch.empty(150, 256, dtype=BF16, device=fake.DEVICE).requires_grad_()
         wide = [nn.Linear(256, 192, bias=False, dtype=BF16, device=fake.DEVICE) for _ in range(2)]
@@ -191,4 +191,4 @@ def products_in_slices() -> str:
         for leaf in (rows, *(linear.weight for linear in (*wide, down))):
             assert leaf.grad is not None
             fake.expect(leaf.grad, tuple(leaf.shape), BF16)
-    return "gathers and sums of 301 rows in slices of 64, and their gradients"
+    return "gathers and sums of 301 rows in four slices, and their gradients"

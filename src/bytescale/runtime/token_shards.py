@@ -7,8 +7,8 @@ What is multiplied with weights travels in slices: slice k holds some of the n r
 multiplied, the next one is gathered (before q, k, v, gate and up), or the last one is summed over ranks (behind o and
 down). The gradients of weights are products of all rows, computed while the gradient of the rows travels.
 
-How many slices there are follows from T alone, so the slow twin, which waits for every message at once, has the same
-products and gives the same bits.
+How many slices there are follows from T and the weights, so the slow twin, which waits for every message at once, has
+the same products and gives the same bits.
 
 Shape letters: T tokens, N ranks, n rows of a rank, t of them not padding, m rows of a rank in one slice.
 """
@@ -28,20 +28,23 @@ from bytescale.runtime.saved.checkpointing import save_now
 
 MOST_SLICES = 4
 """A quarter of a message cannot be hidden then. More slices would make small products, and messages, slower."""
-ROWS_PER_SLICE = 256
+LEAST_WORK = {"cuda": 2e10, "cpu": 1e8}
+"""Floating-point operations of a slice's products: 50 us on a GPU and 2 ms on a core of a CPU, at the rates of
+`cost/assumed.py`. In less time than that, starting a message of its own is not hidden either."""
 
 
 class TokenShards:
     """One rank's view."""
 
-    def __init__(self, tp: RankGroup, *, overlap: bool = True, rows_per_slice: int = ROWS_PER_SLICE) -> None:
+    def __init__(self, tp: RankGroup, *, overlap: bool = True, least_work: float | None = None) -> None:
         """``overlap``: whether messages travel beside products; without, it is the slow twin, of the same bits.
 
-        ``rows_per_slice``: the least number of rows, of all ranks together, that are worth a message of their own.
+        ``least_work``: the products, in floating-point operations, that are worth a message of their own; by default
+        ``LEAST_WORK`` of the device.
         """
         self.tp = tp
         self.overlap = overlap
-        self.rows_per_slice = rows_per_slice
+        self.least_work = least_work
         self.num_tokens = 0
 
     def begin(self, num_tokens: int) -> None:
@@ -64,8 +67,8 @@ class TokenShards:
         """``gather(rows [t, in])`` by each of ``linears``, which have no bias, ``-> [T, out]``, beside its products."""
         if self.num_tokens == 0:
             return [linear(rows) for linear in linears]
-        weights = (in_autocast(linear.weight) for linear in linears)
-        result: Sequence[Tensor] = _GatheredProducts.apply(in_autocast(rows), self._slices(), *weights)
+        weights = [in_autocast(linear.weight) for linear in linears]
+        result: Sequence[Tensor] = _GatheredProducts.apply(in_autocast(rows), self._slices(weights), *weights)
         return result
 
     def project_and_scatter(self, rows: Tensor, linear: nn.Linear) -> Tensor:
@@ -74,22 +77,24 @@ class TokenShards:
             return linear(rows)
         rows, weight = in_autocast(rows), in_autocast(linear.weight)
         saved, ticket = save_now(rows, weight)
-        return _ScatteredProduct.apply(rows, weight, ticket, saved, self._slices())
+        return _ScatteredProduct.apply(rows, weight, ticket, saved, self._slices([weight]))
 
-    def _slices(self) -> _Slices:
-        return _Slices(self.tp, self.num_tokens, self.overlap, self.rows_per_slice)
+    def _slices(self, weights: Sequence[Tensor]) -> _Slices:
+        least = self.least_work or LEAST_WORK["cpu" if weights[0].device.type == "cpu" else "cuda"]
+        work = 2 * self.num_tokens * sum(weight.numel() for weight in weights)
+        return _Slices(self.tp, self.num_tokens, self.overlap, max(1, min(MOST_SLICES, int(work / least))))
 
 
 class _Slices:
-    """How T rows travel: ``[N, n, ...]`` in slices ``[N, m, ...]``. T is at least 1."""
+    """How T rows travel: ``[N, n, ...]`` in at most ``most`` slices ``[N, m, ...]``. T is at least 1."""
 
-    def __init__(self, tp: RankGroup, num_tokens: int, overlap: bool, rows_per_slice: int) -> None:
+    def __init__(self, tp: RankGroup, num_tokens: int, overlap: bool, most: int) -> None:
         self.tp = tp
         self.num_tokens = num_tokens
         self.num_own = len(own_rows(num_tokens, tp))
         self.count = -(-num_tokens // tp.size)  # n
         self._overlap = overlap
-        rows = -(-self.count // max(1, min(MOST_SLICES, num_tokens // rows_per_slice)))  # m
+        rows = -(-self.count // most)  # m
         self._places = [slice(first, min(first + rows, self.count)) for first in range(0, self.count, rows)]
 
     def gathered(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
