@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from bytescale.common.units import GIBI as GIB
 from bytescale.config.schema import Config, MemoryConfig
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost.assumed import ASSUMED
+from bytescale.runtime.optimizer.copies import StatesCopy
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.train.loop.trainer import train
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device, usable_host_bytes
 from bytescale.train.parts.devices import Devices
@@ -80,6 +83,23 @@ def test_what_cannot_fit_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         budget(deep_run(corpus, tmp_path / "run", 2, capacity, **memory))
+
+
+def test_copies_of_states_take_host_memory(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two updates, a rank's own and another's: as many bytes as ranks really keep."""
+    config, kept, update = deep_run(corpus, tmp_path / "run", 1, 256, offload="off"), [], ShardedOptimizer.update
+
+    def kept_behind(optimizer: ShardedOptimizer, *arguments: Any, **options: Any) -> Any:
+        result = update(optimizer, *arguments, **options)
+        kept.append(len(StatesCopy.of(optimizer, None).content))
+        return result
+
+    monkeypatch.setattr(ShardedOptimizer, "update", kept_behind)
+    train(config, print_line=lambda line: None)
+    config = replace(config, parallel=replace(config.parallel, elastic=True))
+    assert budget(config).model.states.host_bytes == pytest.approx(4 * kept[-1], rel=0.01)
+    with pytest.raises(ConfigError, match="copied for others"):
+        budget(replace(config, memory=MemoryConfig(host_gib=3 * kept[-1] / GIB)))
 
 
 def test_ranks_share_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,8 @@ class States:
     """Whether experts are never gathered (``runtime.experts``)."""
     on_host: bool = False
     """Whether master weights and moments are in host memory (``runtime.optimizer.host_states``)."""
+    is_copied: bool = False
+    """Whether host memory has copies of two updates, of a rank's own and another's (``runtime.optimizer.copies``)."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -67,19 +69,23 @@ class States:
 
         Gradients are reduced in place.
         """
-        copies = 2 + int(self.on_host or self.element_bytes < self._wide)
-        return copies * self._wide * -(-self.num_parameters // self.num_ranks)
+        return (2 + int(self.on_host or self.element_bytes < self._wide)) * self._state_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Of this, what host memory holds, with two buffers for a rank's part of a bucket each."""
+        """What host memory holds of it, with two buffers for a rank's part of a bucket each, and of copies."""
         largest = max((-(-self.num_parameters // MOST_BUCKETS), *(self.trained_of_units if self.domain > 1 else ())))
-        return self.on_host * (self.optimizer_bytes + 2 * self._wide * -(-largest // self.num_ranks))
+        own = self.optimizer_bytes + 2 * self._wide * -(-largest // self.num_ranks)
+        return self.on_host * own + 4 * self.is_copied * 3 * self._state_bytes  # weights are copied, too
 
     @property
     def device_bytes(self) -> int:
         """Of everything, what the device holds between two micro-batches."""
         return self.parameter_bytes + self.gradient_bytes + (0 if self.on_host else self.optimizer_bytes)
+
+    @property
+    def _state_bytes(self) -> int:
+        return self._wide * -(-self.num_parameters // self.num_ranks)
 
     @property
     def _wide(self) -> int:
@@ -90,8 +96,9 @@ def host_bytes_left(states: States, host_bytes: float, who: str = "a rank") -> f
     """What of ``host_bytes`` is left beside the optimizer. Raises ``ConfigError`` where it has no room."""
     if states.host_bytes > host_bytes:
         raise ConfigError(
-            f"host memory is too small: with an optimizer that is offloaded, master weights and states need "
-            f"{format_bytes(states.host_bytes)} a rank, of {format_bytes(host_bytes)} that {who} may use",
+            "host memory is too small: states of the optimizer that are offloaded, or copied for others "
+            f"(parallel.elastic), need {format_bytes(states.host_bytes)} a rank, of {format_bytes(host_bytes)} that "
+            f"{who} may use",
             so="the system would kill the ranks, or swap",
             fix="use more ranks (the optimizer is sharded over them), machines with more memory, or more of "
             "their memory (memory.host_gib; host_gib of HDP is for activations alone)",

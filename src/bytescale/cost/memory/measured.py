@@ -134,8 +134,8 @@ class MeasuredMemory:
     def of_run(self, config: Config, *, domain: int = 1) -> MeasuredMemory:
         """The same in a run with these settings, whose layers' weights are shared by ``domain`` HDP ranks."""
         in_parallel = config.parallel.experts == "parallel" and domain > 1
-        on_host = config.optimizer.offload
-        return self.with_states(domain=domain, experts_in_parallel=in_parallel, on_host=on_host)
+        on_host, is_copied = config.optimizer.offload, config.parallel.elastic
+        return self.with_states(domain=domain, experts_in_parallel=in_parallel, on_host=on_host, is_copied=is_copied)
 
     def with_states(self, **changes: Any) -> MeasuredMemory:
         """The same with other ``States``, on every stage."""

@@ -56,7 +56,7 @@ class MemoryBudget:
                 f"offload up to {format_bytes(self.limits.host_bytes)} of host memory a rank, which makes room for "
                 f"slices of {format_count(cluster.offload.largest_slice(tokens))} tokens"
             )
-        if self.model.states.on_host:
+        if self.model.states.host_bytes:
             lines.append(f"host    {format_bytes(self.model.states.host_bytes)} a rank for the optimizer")
         if not cluster.is_uniform:
             most = int(cluster.capacity_tokens.max())
