@@ -139,14 +139,23 @@ def test_a_run_outlives_its_first_rank_and_takes_in_a_new_one(tmp_path: Path) ->
     assert_as_undisturbed(tmp_path / "several", tmp_path / "alone")
 
 
+SHARED = {"shard": "parameters", "domain": 2}
+
+
 @pytest.mark.parametrize(
     ("mesh", "rank", "phase"),
     one_of(
-        [({"tp": 2}, 3, "update"), ({"tp": 2}, 0, "passes"), ({"pp": 2}, 1, "passes"), ({"pp": 2}, 2, "begin")],
-        ({"tp": 2}, 3, "update"),
+        [
+            ({"tp": 2}, 3, "update"),
+            ({"tp": 2}, 0, "passes"),
+            ({"pp": 2}, 1, "passes"),
+            ({"pp": 2}, 2, "begin"),
+            *((SHARED, rank, phase) for rank in (0, 3) for phase in ("passes", "norm", "update", "copy")),
+        ],
+        (SHARED, 0, "update"),
     ),
 )
-def test_a_whole_copy_of_the_model_goes_on(tmp_path: Path, mesh: dict[str, int], rank: int, phase: str) -> None:
+def test_a_whole_copy_of_the_model_goes_on(tmp_path: Path, mesh: dict[str, Any], rank: int, phase: str) -> None:
     """Of two pairs of ranks one loses a rank. The other rank of it waits, and goes on with one that comes."""
     trained(changing_run(tmp_path, "alone", ranks=1, steps=9))
     several = changing_run(tmp_path, "several", ranks=4, steps=9, **mesh)
@@ -165,6 +174,24 @@ def test_what_is_left_of_two_copies_of_the_model_makes_one(tmp_path: Path) -> No
     assert re.search(r"rank 0 is gone, and 4 go on behind step 2, .* later; 1 more waits", printed), printed
     assert re.search(r"rank \d is gone, and 4 go on behind step [56], [\d.]+ s later$", printed, re.MULTILINE), printed
     assert_as_undisturbed(tmp_path / "several", tmp_path / "alone")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("experts", ["parallel", "gathered"])
+def test_domains_with_experts_lose_ranks_twice(tmp_path: Path, experts: str) -> None:
+    """Of three domains two lose a rank each, and one is made of what is left. Experts compute in fp32."""
+
+    def with_experts(config: Config) -> Config:
+        mixture = {**config.model.config, "num_local_experts": 4, "num_experts_per_tok": 2}
+        return replace(config, model=replace(config.model, preset="tiny-moe", config=mixture))
+
+    shared = changing_run(tmp_path, "several", ranks=6, steps=12, shard="parameters", domain=2, experts=experts)
+    shared = with_trainer(with_experts(shared), dtype="fp32")
+    printed = trained(shared, before=dies({1: (3, "passes"), 5: (7, "update")}))
+    assert re.search(r"rank 1 is gone, and 4 go on behind step 2, .* later; 1 more waits", printed), printed
+    assert re.search(r"rank \d is gone, and 4 go on behind step [56], [\d.]+ s later$", printed, re.MULTILINE), printed
+    trained(with_trainer(with_experts(changing_run(tmp_path, "alone", ranks=1, steps=12)), dtype="fp32"))
+    assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "alone"), rel=2e-5)
 
 
 @pytest.mark.exhaustive
@@ -240,15 +267,29 @@ def test_many_deaths_at_any_moment(tmp_path: Path) -> None:
     assert_as_undisturbed(tmp_path / "several", tmp_path / "alone")
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"shard": "parameters"}, "shard"),
-        ({"loader": "ray"}, "loader"),
-    ],
-)
-def test_what_cannot_go_on_is_refused(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
-    loader = changes.pop("loader", "local")
-    config = changing_run(tmp_path, "refused", ranks=4, steps=2, **changes)
-    with pytest.raises(ConfigError, match=f"parallel.elastic beside .*{named}"):
-        validate(replace(config, data=replace(config.data, loader=loader)))
+@pytest.mark.exhaustive
+def test_a_rank_that_ray_feeds_dies(tmp_path: Path) -> None:
+    """Ray's servers live on. Ranks are processes of their own here, and the first is killed from outside."""
+    trained(changing_run(tmp_path, "alone", ranks=1, steps=60))
+    config = changing_run(tmp_path, "several", ranks=3, steps=60)
+    config = replace(config, data=replace(config.data, loader="ray", servers=1))
+    file, killed = tmp_path / "several.toml", list[int]()
+    file.write_text(config_to_toml(config), encoding="utf-8")
+    command = Command(["train", str(file), "--max-restarts", "1"])
+    until = time.monotonic() + 200.0
+    while command.poll() is None and time.monotonic() < until and not killed:
+        time.sleep(0.05)
+        if re.search(r"^4/60 ", command._printed()[0], re.MULTILINE):
+            (victim,) = [p for p in psutil.Process(command.pid).children() if p.environ().get("RANK") == "0"]
+            killed.append(victim.pid)
+            victim.kill()
+    printed, errors = command.communicate(200.0)
+    assert command.returncode == 0, printed + errors
+    assert re.search(r"rank 0 is gone, and 2 go on behind step \d+,", printed), printed
+    assert_as_undisturbed(tmp_path / "several", tmp_path / "alone")
+
+
+def test_domains_need_a_size_that_stays(tmp_path: Path) -> None:
+    config = changing_run(tmp_path, "refused", ranks=4, steps=2, shard="parameters")
+    with pytest.raises(ConfigError, match=r"parallel.elastic beside .*where parallel.domain is not a number"):
+        validate(config)

@@ -145,9 +145,9 @@ class ParallelConfig:
     stop_seconds: float = field(default=30.0, metadata=limits(above=0))
     """How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died."""
     elastic: bool = False
-    """Go on without ranks that die, from copies of their optimizer states, and take in new ones between two steps. Only
-    with data.loader = local, and not with tp, pp or shard = parameters: a run that cannot go on is started again from
-    its last checkpoint, as --max-restarts says."""
+    """Go on without ranks that die, from copies of their optimizer states, and take in new ones between two steps. With
+    shard = parameters, domain has to be a number. A run that cannot go on is started again from its last checkpoint, as
+    --max-restarts says."""
     shard: Shard = "optimizer"
     """What is divided among ranks. optimizer: its states, among all HDP ranks. parameters: the weights and gradients of
     the layers, too, among the ranks of a domain, which gather a layer when it computes and run in lockstep; not with

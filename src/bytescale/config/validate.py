@@ -13,7 +13,15 @@ from bytescale.config.description import check_model, check_trained
 from bytescale.config.overrides import check_overrides, optimizer_options
 from bytescale.config.presets import PRESETS
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_model
-from bytescale.config.schema import AUTO_CAPACITY, Config, CorpusConfig, DataConfig, ParallelConfig, TrainerConfig
+from bytescale.config.schema import (
+    AUTO_CAPACITY,
+    AUTO_DOMAIN,
+    Config,
+    CorpusConfig,
+    DataConfig,
+    ParallelConfig,
+    TrainerConfig,
+)
 from bytescale.config.sharing import check_experts, check_invariant, sharing_domain
 
 
@@ -47,7 +55,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
         )
     _check_optimizer(config)
     check_sharing(config, ranks)
-    _check_elastic(config)
+    _check_elastic(parallel)
     if (config.eval.keep_best or config.eval.patience) and not config.eval.sources:
         name = "eval.keep_best" if config.eval.keep_best else "eval.patience"
         raise ConfigError(f"{name} is set, but eval.sources is empty", so="no loss would be lower than another",
@@ -188,17 +196,12 @@ def check_content(data: DataConfig) -> None:
         )
 
 
-def _check_elastic(config: Config) -> None:
-    parallel = config.parallel
-    beside = {
-        'parallel.shard = "parameters"': parallel.shard == "parameters",
-        f'data.loader = "{config.data.loader}"': config.data.loader != "local",
-    }
-    if parallel.elastic and (found := [name for name, is_set in beside.items() if is_set]):
+def _check_elastic(parallel: ParallelConfig) -> None:
+    if parallel.elastic and parallel.shard == "parameters" and parallel.domain == AUTO_DOMAIN:
         raise ConfigError(
-            f"parallel.elastic beside {found[0]}",
-            so="with a rank, others would lose what they need: their parts of layers or their data",
-            fix="leave parallel.elastic out: --max-restarts starts such a run again from its last checkpoint",
+            'parallel.elastic beside parallel.shard = "parameters", where parallel.domain is not a number',
+            so="whole domains go on where a rank dies, and their size would not stay",
+            fix="set parallel.domain to half of the HDP ranks or less",
         )
 
 

@@ -3,8 +3,8 @@
 Every process has a *number* for good. The members of a *generation* are numbers in the order of their ranks. When one
 of them is gone, or a new process waits, all that are there leave the generation's groups, meet at the store, and agree
 on the next one: the first list that is written there counts. Whoever is not in it has come too late. Where ranks work
-in *units* (the tensor-parallel and pipeline ranks that hold one copy of a model), whoever makes no whole unit waits as
-a spare, and is taken in when one can be made.
+in *units* (the tensor-parallel and pipeline ranks, or those of a lockstep domain, that hold one copy of a model),
+whoever makes no whole unit waits as a spare, and is taken in when one can be made.
 
 A process of this machine counts as gone once its id is; one of another machine if it does not come for a while.
 """
@@ -47,7 +47,7 @@ class Members:
         numbers: those of the members of this generation, in the order of ranks.
         generation: how many times members have changed.
         former: rank in the generation before of each member; None: it is new.
-        shape: of a unit, with one HDP rank.
+        shape: of a unit, whose HDP ranks are a domain's.
         spares: numbers of processes that are there, and make no whole unit.
     """
 
@@ -202,9 +202,10 @@ class Members:
             self.store.set(f"taken/{number}", str(self.generation))
 
     def _units(self) -> dict[int, int]:
-        """Of each member the unit, which is its HDP rank."""
-        shape = replace(self.shape, hdp=max(1, self.size // self.shape.size))
-        return {number: shape.coordinates(rank)[1] for rank, number in enumerate(self.numbers)}
+        """Of each member the unit."""
+        domain = self.shape.hdp
+        shape = replace(self.shape, hdp=max(1, self.size // self.shape.size) * domain)
+        return {number: shape.coordinates(rank)[1] // domain for rank, number in enumerate(self.numbers)}
 
     def _take(self, agreed: dict[str, Any]) -> None:
         self.numbers, self.spares, self._seen = agreed["numbers"], agreed["spares"], agreed["seen"]

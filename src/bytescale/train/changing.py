@@ -50,7 +50,9 @@ class ChangingRanks:
 
     def __init__(self, config: Config) -> None:
         self._config, self.is_elastic = config, config.parallel.elastic
-        self._unit = MeshShape(hdp=1, tp=config.parallel.tp, pp=config.parallel.pp)
+        parallel = config.parallel
+        domain = parallel.domain if parallel.shard == "parameters" else 1
+        self._unit = MeshShape(hdp=domain, tp=parallel.tp, pp=parallel.pp)
         self.are_due, self._goes_on = False, True
         self.unsaved: RunState | None = None
         self._members: Members | None = None
@@ -178,7 +180,7 @@ class ChangingRanks:
         """
         if not self.has_changed:
             return None
-        step = restore_from_copies(optimizer, self._kept, self._group, at_most=self._completed, position=self._position)
+        step = restore_from_copies(optimizer, self._kept, self._group, at_most=self._completed)
         told = broadcast_json(asdict(self._states[step]) if step in self._states else None, self._group)
         return RunState(**told)
 
@@ -192,7 +194,12 @@ class ChangingRanks:
         self._checkpoints = checkpoints
         self._kept.append(
             StateCopies(
-                optimizer, self._copies_group, generation=generation, per_node=self._per_node, position=self._position
+                optimizer,
+                self._copies_group,
+                generation=generation,
+                per_node=self._per_node,
+                unit=self._unit.hdp,
+                position=self._position,
             )
         )
         del self._kept[:-1]

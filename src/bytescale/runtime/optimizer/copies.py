@@ -8,14 +8,14 @@ another node, if there is one, while the next step computes::
 
 Each rank keeps its own shards of the last two updates, and those of one other rank. Ranks exchange the gradients' norm
 before they update, and a rank takes part when its exchange of the last update is complete. So when a rank dies, in
-whatever phase, there is one update that all others have: the newest of these counts, and weights follow from it. A
-weight has the same place in the flat buffers on any number of ranks. With tensor parallelism and pipelines, each
-*position* in the model has flat buffers of its own, whose copies a rank of any position may hold or want.
+whatever phase, there is one update that all others have: the newest of these counts, and weights follow from it. What
+a copy contains is known by names of parameters, so whoever has a parameter's part afterwards finds it. With tensor
+parallelism and pipelines, each *position* in the model has copies of its own, which a rank of any position may hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bytescale.common.errors import CheckpointError
 from bytescale.runtime.group import answered
-from bytescale.runtime.optimizer.flat import values_of
+from bytescale.runtime.optimizer.flat import Entry, Range
 from bytescale.runtime.plain_data import all_gather_json, broadcast_json, packed, unpacked
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ _DTYPES = {str(kind): kind for kind in (torch.float64, torch.float32, torch.bflo
 
 @dataclass(frozen=True)
 class Place:
-    """Where one state of neighbouring weights lies: in ``zeros[zero]`` of the optimizer, and in a copy's bytes."""
+    """Where one state of neighbouring weights lies: in a parameter's part, and in a copy's bytes."""
 
-    zero: int
+    part: str  # the parameter's name, and which part of it (``_part_of``)
     state: str
-    start: int  # in the flat buffers, in elements
+    start: int  # in the part, in elements
     size: int
     dtype: str
     offset: int  # in the copy, in bytes
@@ -74,20 +74,31 @@ class StatesCopy:
     def of(optimizer: ShardedOptimizer, memory: Tensor | None) -> StatesCopy:
         """A copy of what ``optimizer`` has now. ``memory``: bytes of an older one, to be used again."""
         places, values, offset = [], [], 0
-        for number, zero in enumerate(optimizer.zeros):
-            for state, ranges in sorted(optimizer.states(zero).items()):
-                for own in ranges:
-                    dtype = str(own.values.dtype)
-                    places.append(Place(number, state, own.start, len(own.values), dtype, offset))
-                    values.append(own.values)
-                    offset += -(-places[-1].num_bytes // _ALIGNMENT) * _ALIGNMENT
+        for zero in optimizer.zeros:
+            states = sorted(optimizer.states(zero).items())
+            pieces = [list(zero.parameters.pieces(own.place)) for own in states[0][1]]
+            for state, ranges in states:
+                for own, of_own in zip(ranges, pieces, strict=True):
+                    dtype, size = str(own.values.dtype), own.values.itemsize
+                    places += [
+                        Place(
+                            _part_of(piece.entry),
+                            state,
+                            piece.start - piece.entry.start,
+                            piece.stop - piece.start,
+                            dtype,
+                            offset + (piece.start - own.start) * size,
+                        )
+                        for piece in of_own
+                    ]
+                    values.append((offset, own.values))
+                    offset += -(-own.values.nbytes // _ALIGNMENT) * _ALIGNMENT
         if memory is None or len(memory) != offset:
             memory = torch.empty(offset, dtype=torch.uint8, pin_memory=optimizer.group.device.type == "cuda")
         about = {"num_updates": optimizer.num_updates, "numbers": optimizer.state_numbers()}
-        copy = StatesCopy(about, places, memory)
-        for place, value in zip(places, values, strict=True):
-            copy.values(place).copy_(value)
-        return copy
+        for start, value in values:
+            memory[start : start + value.nbytes].view(value.dtype).copy_(value)
+        return StatesCopy(about, places, memory)
 
     def values(self, place: Place) -> Tensor:
         return self.content[place.offset : place.offset + place.num_bytes].view(_DTYPES[place.dtype])
@@ -107,16 +118,18 @@ class StateCopies:
 
     def __init__(
         self, optimizer: ShardedOptimizer, group: dist.ProcessGroup, *,
-        generation: int = 0, per_node: int = 1, position: int = 0,
+        generation: int = 0, per_node: int = 1, unit: int = 1, position: int = 0,
     ) -> None:  # fmt: skip
         """Keep copies of ``optimizer``. Every rank calls it. Behind it, all ranks have theirs.
 
         Args:
             group: of gloo, over the ranks of ``optimizer.group``, which nobody else uses.
             per_node: ranks of a node. The copy of a rank goes as many further, to another node if there are several.
+            unit: ranks that are lost together; the copy goes to another unit if there are several.
         """
         self._optimizer, self._group = optimizer, group
-        self.rank, self.num_ranks, self.shift = group.rank(), group.size(), per_node % group.size() or 1
+        self.rank, self.num_ranks = group.rank(), group.size()
+        self.shift = per_node if unit <= per_node <= self.num_ranks - unit else unit % self.num_ranks or 1
         self._own: list[StatesCopy] = []
         self._received: list[StatesCopy] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bytescale-copies")
@@ -183,11 +196,10 @@ def restore_from_copies(
     group: dist.ProcessGroup | None,
     *,
     at_most: int | None = None,
-    position: int = 0,
 ) -> int:
     """Continue on the ranks of ``group`` from what they have kept. Returns the number of updates that were made.
 
-    Every rank calls it, with an optimizer of the same parameters over these ranks, or over those of its ``position``.
+    Every rank calls it, with an optimizer of the same parameters over these ranks, or over those of its position.
 
     Args:
         kept: those of the ranks before. Two, if a rank died while the others made new ones; none: this rank is new.
@@ -224,49 +236,60 @@ def restore_from_copies(
     if at[0]:
         optimizer.require_states()
     numbers: Any = None
+    wanted = _wanted(optimizer)
     for (of_position, rank), holder in sorted(holders[at].items()):
         copy = own[(*at, of_position, rank)] if group is None or group.rank() == holder else None
         about = broadcast_json(copy and copy.header(), group, holder)
-        places = [Place(*place) for place in about["places"]]
-        if of_position == position:
-            numbers = about["numbers"]
-        _deliver(optimizer, places, copy, group, is_wanted=of_position == position)
+        numbers = about["numbers"]
+        _deliver(wanted, [Place(*place) for place in about["places"]], copy, group)
     optimizer.finish_restore(at[0], numbers)
     return at[0]
 
 
+def _part_of(entry: Entry) -> str:
+    return f"{entry.name} {entry.cut.index}"
+
+
+def _wanted(optimizer: ShardedOptimizer) -> dict[tuple[str, str], list[Range]]:
+    """What this rank has of each part and state. Ranges begin at elements of the part."""
+    found: dict[tuple[str, str], list[Range]] = {}
+    for zero in optimizer.zeros:
+        for state, ranges in optimizer.states(zero).items():
+            for own in ranges:
+                for piece in zero.parameters.pieces(own.place):
+                    values, start = own.values[piece.inside(own.place)], piece.start - piece.entry.start
+                    found.setdefault((_part_of(piece.entry), state), []).append(Range(start, values))
+    return found
+
+
 def _deliver(
-    optimizer: ShardedOptimizer,
+    wanted: Mapping[tuple[str, str], Sequence[Range]],
     places: Sequence[Place],
     copy: StatesCopy | None,
     group: dist.ProcessGroup | None,
-    *,
-    is_wanted: bool,
 ) -> None:
     """Bring one copy's states to the ranks that have these weights now. ``copy``: on the rank that holds it."""
     rank = 0 if group is None else group.rank()
-    states = [optimizer.states(zero) for zero in optimizer.zeros] if is_wanted else []
-    wanted = [
-        (number, low, high)
-        for number, place in enumerate(places if is_wanted else ())
-        for start, stop in optimizer.ranges_of(optimizer.zeros[place.zero], optimizer.group.rank)
-        if (low := max(place.start, start)) < (high := min(place.start + place.size, stop))
-    ]
-    everyone = all_gather_json([copy is not None, wanted], group)
+    needed, memory = [], []
+    for number, place in enumerate(places):
+        for own in wanted.get((place.part, place.state), ()):
+            low, high = max(place.start, own.place.start), min(place.start + place.size, own.place.stop)
+            if low < high:
+                needed.append((number, low - place.start, high - place.start))
+                memory.append(own.values[low - own.start : high - own.start])
+    everyone = all_gather_json([copy is not None, needed], group)
     holder, sent = next(number for number, (has, _) in enumerate(everyone) if has), []
     if copy is not None:
         for other, (_, ranges) in enumerate(everyone):
             for number, low, high in ranges if other != rank else ():
-                part = copy.values(places[number])[low - places[number].start : high - places[number].start]
-                sent.append(dist.isend(part, group=group, group_dst=other))
-    for number, low, high in wanted:
-        place = places[number]
+                sent.append(dist.isend(copy.values(places[number])[low:high], group=group, group_dst=other))
+    for (number, low, high), values in zip(needed, memory, strict=True):
         if copy is not None:
-            arrived = copy.values(place)[low - place.start : high - place.start]
+            arrived = copy.values(places[number])[low:high]
         else:
-            arrived = torch.empty(high - low, dtype=_DTYPES[place.dtype])
+            arrived = torch.empty(high - low, dtype=_DTYPES[places[number].dtype])
             dist.recv(arrived, group=group, group_src=holder)
-        values_of(states[place.zero][place.state], low, high).copy_(arrived)
+        values.copy_(arrived)
     for work in sent:
         assert work is not None, "this rank is in the group"
         work.wait()

@@ -95,6 +95,10 @@ class Range:
     start: int
     values: Tensor
 
+    @property
+    def place(self) -> slice:
+        return slice(self.start, self.start + len(self.values))
+
 
 def values_of(ranges: Sequence[Range], start: int, stop: int) -> Tensor:
     """The elements ``start`` to ``stop`` of the flat buffers: a view of one of ``ranges``, which are in order."""

@@ -264,7 +264,7 @@ class ShardedOptimizer:
             for name, ranges in sorted(self.states(zero).items()):
                 whole = zero.parameters.gradients.new_zeros(zero.parameters.buckets[-1].stop)
                 for own in ranges:
-                    whole[own.start : own.start + len(own.values)] = own.values
+                    whole[own.place] = own.values
                 found |= {f"{parameter} {name}": value.cpu() for parameter, value in zero.whole_values(whole)}
         for key, value in of_all_stages(found, self.mesh):
             parameter, name = key.split(" ")
@@ -364,11 +364,6 @@ class ShardedOptimizer:
     def _attach_gradients(self) -> None:
         for piece, (shard, own) in zip(self._pieces, self._parts, strict=True):  # the optimizer's zero_grad drops them
             piece.grad = shard.gradient[own].to(piece.device)
-
-    def ranges_of(self, zero: ZeroShards, rank: int) -> list[tuple[int, int]]:
-        """Where the ranges of ``states`` begin and end on any rank of ``group``, in the flat buffers of ``zero``."""
-        shards = ((place.start, self._runs(zero, place)) for place in zero.parameters.shards(rank))
-        return [(start + own.start, start + own.stop) for start, runs in shards for own, _ in runs]
 
     def _runs(self, zero: ZeroShards, place: slice) -> list[tuple[slice, Any]]:
         """Parts of a shard whose parameters have the same options. A shard of nothing but padding is one part."""
