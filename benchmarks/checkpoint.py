@@ -97,14 +97,14 @@ def save_and_restore(folder: Path, gib: float, rounds: int) -> None:
     size = sum(own.values.numel() * 4 for ranges in optimizer.states(optimizer.zeros[0]).values() for own in ranges)
     checkpoints = Checkpointer(folder, optimizer.mesh.world.group, CheckpointConfig(keep=1))
     seconds: dict[str, list[float]] = {"save": [], "restore": []}
-    for number in range(rounds + 1):
+    for number in range(1, rounds + 2):
         state = RunState(step=number, sampler={}, architecture={}, mesh={})
         taken = {
             "save": timed(saved, checkpoints, state, optimizer),
             "restore": timed(checkpoints.restore, folder / f"step-{number:06d}", optimizer, {}),
         }
         for name, value in taken.items():
-            seconds[name] += [value] if number else []  # the first round warms up
+            seconds[name] += [value] if number > 1 else []  # the first round warms up
     print(f"{size / GIB:.2f} GiB, median of {rounds} rounds (lowest to highest)")
     for what, values in seconds.items():
         print(f"{what:8} {median(values):6.2f} s  ({min(values):.2f} to {max(values):.2f})")

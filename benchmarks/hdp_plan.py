@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -56,6 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     hdp = bytescale.HDP(small_model("qwen3", dtype=torch.float32), capacity_tokens=CAPACITY)
     hdp.group = OneOfMany(given.ranks)
+    hdp.mesh = replace(hdp.mesh, world=hdp.group, hdp=hdp.group)
     hdp.planner = bytescale.make_planner(num_ranks=given.ranks, capacity_tokens=CAPACITY, cost=hdp.cost)
     seconds: dict[str, list[float]] = {"hdp.plan": [], "of it the planner": [], "hdp.planned, training thread": []}
     for _ in range(given.repeat):

@@ -182,10 +182,13 @@ class FreeTime:
         After a group that was late, it is the lowest slot that holds the group.
         """
         best, earliest, target, more = (0, 0, np.inf), np.inf, self.target, self.num_stages - 1
+        # On equal ranks without bubbles, only a wider slot can make up for being free later.
+        wider_alone, widest = not more and self.seconds[group] < np.inf, degree - 1
         for at, gap in enumerate(self.gaps):
             time, left, width, _, last = gap
-            if width < degree:
+            if width < degree or (wider_alone and width <= widest):
                 continue
+            widest = width
             # The longest group that ends in time: its seconds, and its bubbles if it is longer than the last one.
             room = min(target - time, max(last, (target - time + more * last) / (more + 1)))
             chosen, seconds = self.blocks.grow(group, left, width, room)

@@ -98,7 +98,7 @@ def reserve(
         return best
     free = FreeTime(blocks, num_ranks, target)
     for group in range(len(lengths)):
-        if free.looks > LOOKS:
+        if free.looks > LOOKS or (looks > LOOKS and not turn):  # the first order alone took too long
             return None
         if not free.reserve(group, target):
             free.reserve(group, np.inf)

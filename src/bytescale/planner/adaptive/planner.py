@@ -252,12 +252,10 @@ def _odd_ones_shared(batch: Batch) -> Iterator[Trial]:
 
 
 def _parts(batch: Batch) -> list[int]:
-    """The target over the longest blocks tried: those that make few groups."""
-    few = [
-        part
-        for part in effort.PARTS
-        if part == effort.PARTS[0] or batch.num_shared(effort.LATER * batch.target / part) <= effort.FEW
-    ]
+    """The target over the longest blocks tried: those that make few groups, or at most twice as many as the first."""
+    counts = [batch.num_shared(effort.LATER * batch.target / part) for part in effort.PARTS]
+    most = max(effort.FEW, 2 * counts[0])
+    few = [part for part, count in zip(effort.PARTS, counts, strict=True) if count <= most]
     if not batch.cluster.is_uniform or batch.cost.row_bytes_per_token is None:
         return few
     # Blocks to which the longest sequence cannot keep would give it, and many others, far too many ranks.
