@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from bytescale.common.errors import CheckpointError
 from bytescale.runtime.group import answered
-from bytescale.runtime.optimizer.flat import Entry, Range
+from bytescale.runtime.optimizer.flat import Range
 from bytescale.runtime.plain_data import all_gather_json, broadcast_json, packed, unpacked
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _DTYPES = {str(kind): kind for kind in (torch.float64, torch.float32, torch.bflo
 class Place:
     """Where one state of neighbouring weights lies: in a parameter's part, and in a copy's bytes."""
 
-    part: str  # the parameter's name, and which part of it (``_part_of``)
+    part: str  # the parameter's name, and the number of its part
     state: str
     start: int  # in the part, in elements
     size: int
@@ -73,32 +74,18 @@ class StatesCopy:
     @staticmethod
     def of(optimizer: ShardedOptimizer, memory: Tensor | None) -> StatesCopy:
         """A copy of what ``optimizer`` has now. ``memory``: bytes of an older one, to be used again."""
-        places, values, offset = [], [], 0
-        for zero in optimizer.zeros:
-            states = sorted(optimizer.states(zero).items())
-            pieces = [list(zero.parameters.pieces(own.place)) for own in states[0][1]]
-            for state, ranges in states:
-                for own, of_own in zip(ranges, pieces, strict=True):
-                    dtype, size = str(own.values.dtype), own.values.itemsize
-                    places += [
-                        Place(
-                            _part_of(piece.entry),
-                            state,
-                            piece.start - piece.entry.start,
-                            piece.stop - piece.start,
-                            dtype,
-                            offset + (piece.start - own.start) * size,
-                        )
-                        for piece in of_own
-                    ]
-                    values.append((offset, own.values))
-                    offset += -(-own.values.nbytes // _ALIGNMENT) * _ALIGNMENT
+        parts, places, offset = _parts(optimizer), list[Place](), 0
+        for (name, state), ranges in parts.items():
+            for own in ranges:
+                places.append(Place(name, state, own.start, len(own.values), str(own.values.dtype), offset))
+                offset += -(-own.values.nbytes // _ALIGNMENT) * _ALIGNMENT
         if memory is None or len(memory) != offset:
             memory = torch.empty(offset, dtype=torch.uint8, pin_memory=optimizer.group.device.type == "cuda")
         about = {"num_updates": optimizer.num_updates, "numbers": optimizer.state_numbers()}
-        for start, value in values:
-            memory[start : start + value.nbytes].view(value.dtype).copy_(value)
-        return StatesCopy(about, places, memory)
+        copy = StatesCopy(about, places, memory)
+        for place, own in zip(places, chain(*parts.values()), strict=True):
+            copy.values(place).copy_(own.values)
+        return copy
 
     def values(self, place: Place) -> Tensor:
         return self.content[place.offset : place.offset + place.num_bytes].view(_DTYPES[place.dtype])
@@ -236,7 +223,7 @@ def restore_from_copies(
     if at[0]:
         optimizer.require_states()
     numbers: Any = None
-    wanted = _wanted(optimizer)
+    wanted = _parts(optimizer)
     for (of_position, rank), holder in sorted(holders[at].items()):
         copy = own[(*at, of_position, rank)] if group is None or group.rank() == holder else None
         about = broadcast_json(copy and copy.header(), group, holder)
@@ -246,19 +233,16 @@ def restore_from_copies(
     return at[0]
 
 
-def _part_of(entry: Entry) -> str:
-    return f"{entry.name} {entry.cut.index}"
-
-
-def _wanted(optimizer: ShardedOptimizer) -> dict[tuple[str, str], list[Range]]:
-    """What this rank has of each part and state. Ranges begin at elements of the part."""
+def _parts(optimizer: ShardedOptimizer) -> dict[tuple[str, str], list[Range]]:
+    """What this rank has of each parameter's part and state. Ranges begin at elements of the part."""
     found: dict[tuple[str, str], list[Range]] = {}
     for zero in optimizer.zeros:
-        for state, ranges in optimizer.states(zero).items():
+        for state, ranges in sorted(optimizer.states(zero).items()):
             for own in ranges:
                 for piece in zero.parameters.pieces(own.place):
                     values, start = own.values[piece.inside(own.place)], piece.start - piece.entry.start
-                    found.setdefault((_part_of(piece.entry), state), []).append(Range(start, values))
+                    name = f"{piece.entry.name} {piece.entry.cut.index}"
+                    found.setdefault((name, state), []).append(Range(start, values))
     return found
 
 
