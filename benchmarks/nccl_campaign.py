@@ -55,7 +55,6 @@ def one_case(kind: str, seed: int) -> tuple[list[bool], int]:
         plan,
         mesh,
         checkpointing=str(random.choice(["none", "full", "attention"])),
-        head_groups=int(random.choice([1, 2])) if mesh.tp == 1 else 1,
         tie_embeddings=bool(random.integers(2)) and mesh.pp == 1,
     )
     # A step that ends with all waits also ends with fewer of them.

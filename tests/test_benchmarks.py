@@ -23,25 +23,25 @@ SMALLEST = [
     "experts.py --repeats 1",
     "cluster gradient_overlap.py --micro-batches 1 --bucket-mib 1 --rounds 1",
     "cluster grid_attention.py --ranks 4 --tokens 16 --rounds 1 --mbit 1000",
-    "cluster grpo.py --ranks 4 --tokens 2048 --rounds 1 --mbit 1000",
+    "cluster grpo.py --ranks 4 --rounds 1 --mbit 1000",
     "hdp_plan.py --documents 300 --ranks 8 --repeat 1",
-    "loader.py start",
-    "torchrun long_documents.py prefill --rounds 1",
+    "loader.py plan",
+    "torchrun:4 long_documents.py prefill --rounds 1",
     "long_documents.py simulate",
     "longest_context.py",
-    "lost_ranks.py cost --ranks 2 --steps 2 --tokens 256",
-    "lost_ranks.py stall --ranks 3 --steps 3 --tokens 256",
+    "lost_ranks.py cost --ranks 2 --steps 8 --tokens 2048",
+    "lost_ranks.py stall --ranks 3 --steps 6 --tokens 2048",
     "lost_ranks.py effective",
     "nccl_campaign.py --plans 2",
-    "torchrun own_loop.py trainer --steps 2 --batch-tokens 1024",
-    "torchrun own_loop.py padded --batches 1",
-    "torchrun own_loop.py window --steps 1 --tokens 512 --windows 64",
-    "torchrun own_loop.py invariant --steps 1 --batch-tokens 1024",
-    "torchrun own_loop.py host --steps 1 --tokens 64",
+    "torchrun:2 own_loop.py trainer --steps 2 --batch-tokens 1024",
+    "torchrun:2 own_loop.py padded --batches 1",
+    "torchrun:2 own_loop.py window --steps 1 --tokens 512 --windows 64",
+    "torchrun:2 own_loop.py invariant --steps 1 --batch-tokens 1024",
+    "torchrun:2 own_loop.py host --steps 1 --tokens 64",
     "paper_assumptions.py",
     "paper_tables.py --batches 1 --only-2m --out {out}",
-    "pictures.py planned --ranks 8 --seeds 1 --shares 0.2",
-    "cluster pictures.py measured --ranks 2 --rounds 1 --tokens 1024 --shares 0.2",
+    "pictures.py planned --ranks 32 --seeds 1 --shares 0.2",
+    "cluster pictures.py measured --ranks 4 --rounds 1 --tokens 2048 --shares 0.2",
     "pipeline.py --rounds 1 --batches 1 --only overhead",
     "pipeline.py --rounds 1 --batches 1 --only bubble",
     "pipeline.py --rounds 1 --batches 1 --only objective",
@@ -51,9 +51,8 @@ SMALLEST = [
     "planner_quality.py rivals --count 1",
     "planner_quality.py hang --count 1",
     "planner_quality.py grids --count 1",
-    "planner_ratio.py --ranks 16 --seeds 1 --data github",
     "planner_rounds.py --ranks 8 --seeds 50000:50001 --tokens 8192",
-    "planner_suite.py --ranks 16",
+    "planner_suite.py --ranks 32",
     "planners.py --ranks 16 --tokens 256K --seeds 1 --data github --only adaptive --out {out}",
     "prefixes.py --length 64 --samples 2 --groups 1 --steps 1 --shares 0.5",
     "random_plans.py --plans 2 --every 1",
@@ -63,19 +62,20 @@ SMALLEST = [
     "recurrent_gain.py --cells 64:128K --seeds 1 --data github",
     "report.py --ranks 64",
     "cluster shared_trees.py --ranks 2 --rounds 1 --mbit 1000",
-    "torchrun sharing.py --steps 1 --tokens 1024 --capacity 512",
+    "torchrun:2 sharing.py --steps 1 --tokens 1024 --capacity 512",
     "cluster sharing_cluster.py --ranks 4 --ranks-per-node 2 --tokens 2048 --rounds 1 --mbit 1000",
     "soak.py --kills 1 --steps 10 --limit-seconds 100",
-    "strong_scaling.py --seeds 1 --models 7b --contexts 256K --data github --ranks 64 --out {out}",
+    "strong_scaling.py --seeds 1 --models 7B --contexts 256K --data github --ranks 64 --out {out}",
     "cluster tp_overlap.py --mbit 1000 --tokens 64 --rounds 1",
-    "weight_parts.py --rates 1e-4 --updates 1",
+    "torchrun:2 weight_parts.py --rates 1e-4 --updates 1",
 ]
-"""After `python benchmarks/`; on nodes of their own with root, or with two ranks of torchrun."""
+"""After `python benchmarks/`; on nodes of their own with root, or with so many ranks of torchrun."""
 ELSEWHERE = {
     "gpu": "tests/train/test_gpu_benchmark.py",
     "large_models": "takes minutes, and has no smaller size",
     "planner_batches": "has no main",
     "planner_megatron": "needs a checkout of Megatron-LM",
+    "planner_ratio": "needs megatron-core",
     "predict_gloo": "waits for an idle machine",
     "published_profiles": "writes what the package ships: tests/cost/test_profile.py",
 }
@@ -112,11 +112,14 @@ def test_a_benchmark_starts(path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("line", SMALLEST)
 def test_a_benchmark_runs_at_its_smallest_size(line: str, tmp_path: Path) -> None:
-    kind, _, rest = line.partition(" ") if line.split()[0] in ("cluster", "torchrun") else ("", "", line)
-    if kind == "cluster" and (reasons := missing()):
+    name, *arguments = line.format(out=tmp_path).split()
+    if name == "cluster" and (reasons := missing()):
         pytest.skip("; ".join(reasons))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if kind == "torchrun" else []
-    name, *arguments = rest.format(out=tmp_path).split()
+    launcher = list[str]()
+    if name == "cluster" or name.startswith("torchrun"):
+        *_, ranks = name.split(":")
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks.isdigit() else []
+        name, *arguments = arguments
     environment = {
         **os.environ,
         "PYTHONPATH": f"{FOLDER.parent / 'src'}:{FOLDER.parent}:{FOLDER}",
