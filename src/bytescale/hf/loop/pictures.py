@@ -25,7 +25,7 @@ from bytescale.data.tokens.pictures import Picture, folder_of, pixels_of
 from bytescale.hf.batch.documents import ITEM_NAMES, Documents
 from bytescale.hf.loop.encoded import EncodedItems, Items, require_use
 from bytescale.hf.model.decoder import HFDecoder
-from bytescale.hf.model.encoders import even_frame, work_of
+from bytescale.hf.model.encoders import Item, even_frame, work_of
 from bytescale.plan import RankPlan
 from bytescale.plan.plan import Planner
 from bytescale.planner.calibrated import CalibratedPlanner
@@ -88,8 +88,9 @@ def read_pictures(
         (_, item), picture = items.items[place], known[place]
         try:
             for name, value in pixels_of(picture, tokenizer).items():
-                item[name] = value.to(dtype) if value.is_floating_point() else value  # type: ignore[index]
-                if not name.startswith("pixel"):
+                is_pixels = name.startswith("pixel")
+                item[name] = value.to(dtype) if is_pixels and value.is_floating_point() else value  # type: ignore[index]
+                if not is_pixels:
                     told.setdefault(place, {})[name] = value.tolist()
         except DataError as found:
             number = next(number for number, own in pictures.items() if picture in own)
@@ -121,16 +122,22 @@ def _items_of(
     pictures: Mapping[int, Sequence[Picture]], num_documents: int, even: float
 ) -> tuple[Items, list[Picture]]:
     """The pictures of a batch as items without pixels, and in the same order. One that comes again is the same item."""
-    known: dict[str, tuple[Picture, dict[str, Any]]] = {}
-    batch = [
-        {ITEM_NAMES[0]: [known.setdefault(own.path, (own, {}))[1] for own in pictures.get(number, ())]}
-        for number in range(num_documents)
-    ]
-    rows = {id(item): picture.rows for picture, item in known.values()}
-    found = Items.of(batch, lambda kind, item: [work_of([rows[id(item)]], even)])
+    known = dict[str, tuple[Picture, dict[str, Any]]]()
+    batch: list[dict[str, list[Any]]] = [{name: [] for name in ITEM_NAMES} for _ in range(num_documents)]
+    for number, own in pictures.items():
+        for picture in own:
+            item = known.setdefault(str(picture[1:]), (picture, {}))[1]
+            batch[number][f"{picture.kind}s"].append(item)
+    of_items = {id(item): picture for picture, item in known.values()}
+
+    def work(kind: str, item: Item) -> list[float]:
+        picture = of_items[id(item)]
+        return [work_of([picture.rows / picture.frames] * picture.frames, even)]
+
+    found = Items.of(batch, work)
     assert found is not None, "there are pictures"
-    own = [picture for picture, _ in known.values()]
-    return replace(found, contents=[one.name for one in own]), own
+    in_order = [of_items[id(item)] for _, item in found.items]
+    return replace(found, contents=[one.name for one in in_order]), in_order
 
 
 def memory_of_pictures(

@@ -358,6 +358,6 @@ def even_frame(config: Any, kind: str) -> float:
     return (2.0 * width + inner) * layers / (len(whole) if whole else layers)
 
 
-def work_of(frames: Iterable[int], even: float) -> float:
+def work_of(frames: Iterable[float], even: float) -> float:
     """An encoder's work on frames with so many patches, in patches of a small frame. ``even``: ``even_frame``."""
     return sum(patches * (1 + patches / even) for patches in frames)
