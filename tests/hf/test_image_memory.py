@@ -127,3 +127,40 @@ def test_an_encoder_that_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Encoders, "sample", lambda *args: None)
     with pytest.warns(UserWarning, match="encoders of LlavaForConditionalGeneration need could not be measured"):
         HDP(model_of("llava"), capacity_tokens="auto", device_gib=GIB)
+
+
+@pytest.mark.parametrize("way", one_of(["none", "full"], "full"))
+def test_a_first_stage_leaves_room_for_pictures(way: str) -> None:
+    """Its ranks' highest point is the estimate, which all stages have; what does not fit is an error on all of them."""
+    model, batch = model_of("qwen2_5_vl").float(), pictures_of("qwen2_5_vl", side=60)
+
+    def measured(group: dist.ProcessGroup, own: nn.Module) -> Any:
+        hdp = HDP(own, group, capacity_tokens="auto", device_gib=GIB, pp=2, checkpointing=way)
+        memory = hdp.room.memory
+        assert memory is not None
+        hdp.adamw(lr=1e-3)
+        sizes = [[len(one["tokens"]) - 72] for one in batch]
+        items = Items.of(batch, lambda kind, item: [1.0])
+        assert items is not None
+        keeps, tokens = hdp.engine.activations.keeps_graphs, sum(len(own["tokens"]) for own in batch)
+        needed = items.memory(sizes, 1, tokens, memory.rows, keeps_graphs=keeps)
+        planned, one = hdp.plan(batch), replace(memory.first_stage or memory, num_in_flight=1)
+        largest, *rest = sorted((micro.num_tokens for micro in planned.micro_batches), reverse=True)
+        assert len(rest) <= 1  # a stage before the last one keeps two at a time
+        text = float(one.limits().device_peak(largest, 0, 0)) + sum(rest) * one.saved_bytes_per_token
+        text += needed[0] - one.limits().states_bytes
+        with LiveBytes() as live:
+            planned.forward_backward(lambda micro: micro.loss_sum(own))
+        return (*needed, max(needed[1], text)), live.peak
+
+    def said(group: dist.ProcessGroup, own: nn.Module) -> str:
+        try:
+            HDP(own, group, capacity_tokens=300, device_gib=GIB / 6, pp=2, checkpointing=way).plan(batch)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    (first, peak), (last, _) = on_ranks(2, model, measured)
+    assert first == last
+    assert peak == pytest.approx(first[2], rel=0.1)
+    assert all("he pictures of a batch need" in one for one in on_ranks(2, model, said))

@@ -324,7 +324,7 @@ def costs_of(
         costs = replace(costs, profile=profile.with_parallel_experts(domain=domain, ranks_per_node=per_node))
     if pictures is not None:
         keeps_graphs = config.memory.checkpointing == "none"
-        waiting, alone = pictures(memory.rows, parallel.ranks, keeps_graphs=keeps_graphs)
+        waiting, alone = pictures(memory.rows, parallel.ranks // parallel.pp, keeps_graphs=keeps_graphs)
         costs.memory.limits(device_bytes=costs.usable_bytes).beside(waiting, alone)
         costs = replace(costs, stages=replace(memory, picture_bytes=waiting))
     return costs

@@ -113,16 +113,19 @@ class MeasuredMemory:
     """What a batch's pictures hold while its text runs (``Items.memory``)."""
     other_stages: tuple[MeasuredMemory, ...] = ()
     """Of the pipeline that this stage belongs to."""
+    first_stage: MeasuredMemory | None = None
+    """Of the same; None: it is this one."""
 
     @staticmethod
     def of_stages(told: Sequence[dict[str, Any]]) -> MeasuredMemory:
-        """From what ``dataclasses.asdict`` makes of each stage, in order, whatever has carried it."""
+        """From what ``dataclasses.asdict`` makes of each stage, in order. All know the first one's encoders."""
+        of_encoder = {name: value for name, value in told[0]["rows"].items() if name.startswith("encoder")}
         stages = [
             MeasuredMemory(
                 **{
                     **own,
                     "states": States(**own["states"]),
-                    "rows": MeasuredRows(**own["rows"]),
+                    "rows": MeasuredRows(**{**own["rows"], **of_encoder}),
                     "rings": tuple(RingWidths(**ring) for ring in own["rings"]),
                     "other_stages": (),
                 }
@@ -174,7 +177,8 @@ class MeasuredMemory:
 
     def fullest_stage(self, device_bytes: float) -> MeasuredMemory:
         """The same for the pipeline stage that has room for the fewest tokens: itself, unless there are stages."""
-        return min((self, *self.other_stages), key=lambda stage: stage.capacity_tokens(device_bytes))
+        fullest = min((self, *self.other_stages), key=lambda stage: stage.capacity_tokens(device_bytes))
+        return fullest if fullest is self else replace(fullest, first_stage=self)
 
     @property
     def saved_bytes_per_token(self) -> float:
@@ -209,7 +213,7 @@ class MeasuredMemory:
 
     def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
         """The same as plain numbers, for ``plan.verify``. What else keeps moved bytes alive takes host memory, too."""
-        freed = self.rows.movable_per_token / (self.rows.moved_per_token or math.inf)
+        freed, first = self.rows.movable_per_token / (self.rows.moved_per_token or math.inf), self.first_stage
         return MemoryLimits(
             states_bytes=self.states.device_bytes + self.nccl_bytes + self.picture_bytes,
             saved_bytes_per_token=self.saved_bytes_per_token,
@@ -217,6 +221,7 @@ class MeasuredMemory:
             phases=self.phases(),
             device_bytes=device_bytes,
             host_bytes=host_bytes * freed,
+            first_stage=None if first is None else first.limits(device_bytes=device_bytes, host_bytes=host_bytes),
         )
 
     def capacity_tokens(self, device_bytes: float, moved_share: float = 0.0) -> int:

@@ -129,11 +129,12 @@ def measure_encoder(decoder: HFDecoder) -> dict[str, float]:
     encoders = decoder.encoders
     if not encoders.kinds or (decoder.stage is not None and not decoder.stage.is_first):
         return {}
-    if decoder.stage is not None or "image" not in encoders.kinds or encoders.sample("image", 1) is None:
+    if "image" not in encoders.kinds or encoders.sample("image", 1) is None:
         what = f"what the encoders of {type(encoders.root).__name__} need could not be measured"
         warnings.warn(f"{what}: leave room for pictures by device_gib", stacklevel=2)
         return {}
-    if "video" in encoders.kinds and (video := encoders.sample("video", 2)) is not None:
+    is_cut = decoder.stage is not None  # then videos are encoded as a whole
+    if not is_cut and "video" in encoders.kinds and (video := encoders.sample("video", 2)) is not None:
         encoders.takes_frames("video", video)
     num_rows, num_patches = list[int](), 0
 
