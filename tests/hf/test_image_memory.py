@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from bytescale import HDP
 from bytescale.common.errors import ConfigError
 from bytescale.cost.memory.measured import MeasuredRows
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.encoded import Items
-from bytescale.hf.model.encoders import Encoders
+from bytescale.hf.model.encoders import Encoders, even_frame, work_of
 from bytescale.hf.model.measure import LiveBytes, measure_encoder
 from bytescale.plan.limits import MemoryLimits, Phase
 from tests.helpers.effort import one_of
@@ -164,3 +167,26 @@ def test_a_first_stage_leaves_room_for_pictures(way: str) -> None:
     assert first == last
     assert peak == pytest.approx(first[2], rel=0.1)
     assert all("he pictures of a batch need" in one for one in on_ranks(2, model, said))
+
+
+@pytest.mark.parametrize("family", one_of(["qwen2_5_vl", "qwen3_vl", "llava", "internvl"], "qwen2_5_vl"))
+def test_operations_of_an_encoder_are_those_that_it_runs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a larger picture than it was measured on, with attention; backward has twice as many, and what runs again."""
+    deep = {**FAMILIES[family]["vision_config"]}
+    deep |= {"depth": 8} if "depth" in deep or family.startswith("qwen") else {"num_hidden_layers": 8}
+    deep |= {"fullatt_block_indexes": [3, 7]} if family == "qwen2_5_vl" else {}
+    monkeypatch.setitem(FAMILIES, family, {**FAMILIES[family], "vision_config": deep})
+    decoder = HDP(model_of(family), capacity_tokens=64).engine.decoder
+    kept, again = (measure_encoder(decoder, keeps) for keeps in (True, False))
+    slow = model_of(family)
+    slow.set_attn_implementation("eager")  # whose attention is counted
+    encoders, item = HDP(slow, capacity_tokens=64).engine.decoder.encoders, picture(family, 0, 24, 16)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        rows = len(encoders.encode("image", item)[0])
+    even = even_frame(slow.config, "image") / 4 if family.startswith("qwen") else math.inf
+    assert counter.get_total_flops() == pytest.approx(work_of([rows], even) * kept["encoder_forward_flops"], rel=0.2)
+    assert kept["encoder_backward_flops"] == pytest.approx(2 * kept["encoder_forward_flops"], rel=0.2)
+    added = again["encoder_backward_flops"] - kept["encoder_backward_flops"]
+    assert added == pytest.approx(kept["encoder_forward_flops"])
+    decoder.model.requires_grad_(False)
+    assert measure_encoder(decoder)["encoder_backward_flops"] == 0

@@ -47,5 +47,6 @@ def test_the_command_plan_knows_pictures(
 
     beside, text = said()
     assert re.search(r"of the fullest micro-batch .* pictures 1.* MiB", text)
+    assert re.search(r"pictures: .* of encoders before the text and .* behind it, \d+% of the step", text)
     monkeypatch.setattr(pictures, "memory_of_pictures", lambda *args, **options: (0.0, 0.0))
     assert said()[0] > beside

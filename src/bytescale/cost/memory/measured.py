@@ -37,6 +37,7 @@ class MeasuredRows:
         encoder_saved, encoder_peak, encoder_fixed: the same as the first three of an encoder, for each row it makes.
         encoder_row: of such a row; 0: there is no encoder, or none that could be measured.
         encoder_patches: how many patches make a row (``encoders.frames_of``). No bytes.
+        encoder_forward_flops, encoder_backward_flops: operations for a row beside attention, with what runs again.
     """
 
     saved_per_token: float
@@ -50,6 +51,8 @@ class MeasuredRows:
     encoder_fixed: float = 0.0
     encoder_row: float = 0.0
     encoder_patches: float = 0.0
+    encoder_forward_flops: float = 0.0
+    encoder_backward_flops: float = 0.0
 
     def of_all(self, smallest: Callable[[Sequence[float]], Sequence[float]]) -> MeasuredRows:
         """What holds on all ranks. ``smallest``: the minimum over ranks of each of these numbers."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bytescale.common.arrays import FloatArray
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
 from bytescale.cost.memory.measured import MeasuredRows
@@ -151,6 +152,13 @@ def memory_of_pictures(
     items, known = _items_of(pictures, len(batch.lengths), _even_rows(tokenizer))
     sizes, num_tokens = [[float(own.rows)] for own in known], int(batch.lengths.sum())
     return items.memory(sizes, size, num_tokens, rows, keeps_graphs=keeps_graphs)
+
+
+def work_of_pictures(corpus: Corpus, batch: GlobalBatch, size: int) -> FloatArray:
+    """``[size]`` work of each rank that encodes, in rows of small pictures (``encoders.work_of``)."""
+    tokenizer = "" if corpus.tokenizer is None else corpus.tokenizer.name
+    items, _ = _items_of(corpus.pictures_of(batch.samples), len(batch.lengths), _even_rows(tokenizer))
+    return np.bincount(items.ranks(size), [sum(frames) for frames in items.work], size).astype(np.float64)
 
 
 class PictureLoader(Loader):
