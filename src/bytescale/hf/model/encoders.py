@@ -68,7 +68,8 @@ class Encoders:
         kinds: which of ``KINDS`` it has, each with the word that stands for it in a text.
     """
 
-    def __init__(self, model: nn.Module, attachment: Attachment) -> None:
+    def __init__(self, model: nn.Module, attachment: Attachment, undo: ExitStack) -> None:
+        """``undo``: learns what leaves the modules as they were."""
         self.root, self._attachment = causal_model(model), attachment
         self._names = inspect.signature(self.root.forward).parameters
         config = getattr(self.root, "config", None)
@@ -83,6 +84,7 @@ class Encoders:
                 self.kinds[kind], self._calls[kind] = word, calls  # partial: of another HDP
                 for own, call in zip(owners, calls, strict=True):
                     setattr(own, name, partial(_given_or, call))
+                    undo.callback(_leave, own, name, vars(own)[name])
         self.tried = set[str]()  # kinds whose rows the model is known to take
         self._settled = set[tuple[str, int]]()  # kinds that draw no random numbers in a mode
         self.by_frames = dict[str, bool]()  # whether frames are encoded by themselves, of kinds that were tried
@@ -315,6 +317,11 @@ def _given_or(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a method that encodes items returns: rows, where it is given them in the items' place."""
     given = (one for one in (*args, *kwargs.values()) if isinstance(one, _Encoded))
     return next(given, None) or plain(*args, **kwargs)
+
+
+def _leave(owner: nn.Module, name: str, method: Any) -> None:
+    if vars(owner).get(name) is method:  # otherwise it is another HDP's
+        delattr(owner, name)
 
 
 def frames_of(item: Item) -> list[int]:

@@ -140,7 +140,7 @@ def measure_encoder(decoder: HFDecoder, keeps_graphs: bool = True) -> dict[str, 
     is_cut = decoder.stage is not None  # then videos are encoded as a whole
     if not is_cut and "video" in encoders.kinds and (video := encoders.sample("video", 2)) is not None:
         encoders.takes_frames("video", video)
-    num_rows, num_flops, num_patches = list[int](), list[tuple[int, int]](), 0
+    num_rows, num_flops, num_patches = list[int](), list[tuple[float, float]](), 0
 
     def run(number: int, ratio: float) -> _Bytes:
         nonlocal num_patches
