@@ -72,7 +72,10 @@ def with_pictures(
     """
     folder = folder_of(config.tokenizer)
     processor = _processor_of(folder)
-    words = {kind: getattr(processor, f"{kind}_token", None) for kind in ("image", "video")}
+    words = {
+        kind: getattr(processor, f"{kind}_token", None) if getattr(processor, f"{kind}_processor", None) else None
+        for kind in ("image", "video")
+    }
     ids = {processor.tokenizer.convert_tokens_to_ids(word): kind for kind, word in words.items() if word}
     places = np.flatnonzero(np.isin(tokens, list(ids)))
     there = [ids[token] for token in tokens[places].tolist()]
@@ -155,17 +158,13 @@ def _clip_of(folder: str, video: Picture) -> Clip:
             clip = form_of(Path(video.path))
             own = _processor_of(folder).video_processor
             if own.do_sample_frames:  # as VideoProcessorMixin.preprocess does
+                from transformers.video_utils import VideoMetadata
+
                 options = {name: getattr(own, name, None) for name in own.valid_kwargs.__annotations__}
-                indices = own.sample_frames(metadata=_metadata(clip), **options)
+                indices = own.sample_frames(metadata=VideoMetadata(**clip.metadata), **options)
                 clip = clip._replace(indices=tuple(int(index) for index in indices))
         clip.require_room()
         return clip
-
-
-def _metadata(clip: Clip) -> Any:
-    from transformers.video_utils import VideoMetadata
-
-    return VideoMetadata(**clip.metadata)
 
 
 def write_pictures(pair: Path, documents: Mapping[int, Sequence[Picture]]) -> None:
@@ -293,7 +292,7 @@ def _processed(folder: str, pixels: Any, clip: Clip | None = None) -> tuple[dict
         form, options = f"a picture of {pixels.width} x {pixels.height} pixels", {**options, "images": [[pixels]]}
     else:
         form = f"{len(clip.indices)} frames of {clip.width} x {clip.height} pixels"
-        options |= {"videos": [pixels], "video_metadata": [_metadata(clip)], "do_sample_frames": False}
+        options |= {"videos": [pixels], "video_metadata": [clip.metadata], "do_sample_frames": False}
     try:
         with _one_at_a_time:  # the tokenizer of one, which two threads must not use at once
             made = processor(text=[processor.image_token if clip is None else processor.video_token], **options)

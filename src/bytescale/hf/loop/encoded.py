@@ -72,7 +72,7 @@ class Items:
     contents: Sequence[str] | None = None
 
     @staticmethod
-    def of(batch: Batch, work: Callable[[str, Item], Sequence[float]]) -> Items | None:
+    def of(batch: Batch, work: Callable[[str, Any], Sequence[float]]) -> Items | None:
         """None: the documents are text alone."""
         items, places = list[tuple[str, Item]](), dict[tuple[str, int], int]()
         lists, known, of_documents = [dict[str, list[int]]()], {"": 0}, dict[int, int]()
