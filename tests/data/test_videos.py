@@ -103,6 +103,10 @@ def _half(home: Path) -> None:
     _file(home, (home / "a.mp4").read_bytes()[:500])
 
 
+def _long(home: Path) -> None:
+    write_video(home / "a.mp4", 20)
+
+
 def _sound(home: Path) -> None:
     import av
 
@@ -132,6 +136,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "elsewhere": (None, seen(video="/etc/hostname"), "'/etc/hostname' does not lie below"),
     "URL": (None, seen(url="https://a.b/c.mp4"), "'https://a.b/c.mp4' is a URL"),
     "half of it": (_half, seen(video="a.mp4"), "video a.mp4 cannot be read"),
+    "long": (_long, seen(video="a.mp4"), "video a.mp4 cannot be read .it has 29 frames, and 12 are the most"),
     "sound": (_sound, seen(video="a.mp4"), "video a.mp4 cannot be read .there is no video in it"),
     "list of files": (_list, seen(video="a.mp4"), "video a.mp4 cannot be read .*invalid"),
 }
@@ -144,6 +149,7 @@ def test_what_is_no_video(tmp_path: Path, model: Path, case: str, monkeypatch: p
     if isinstance(record["messages"][0]["content"][0].get("video"), str):
         pytest.importorskip("av", reason="video files are read by PyAV: pip install av")
     monkeypatch.setattr(videos, "_MOST_PIXELS", 50_000)
+    monkeypatch.setattr(videos, "_MOST_FRAMES", 12)
     home = tmp_path / "data"
     home.mkdir()
     Image.new("RGB", (16, 16), "red").save(home / "a.png")

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from bytescale.common.errors import ConfigError
 
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"  # none of them is a list of further files or URLs
-_MOST_PIXELS = 2**31  # 6 GiB of host memory; 768 frames of 1920 x 1080 have fewer
+_MOST_FRAMES = 2**22  # of a file, which its header may say: 19 hours at 60 a second
+_MOST_PIXELS = 2**31  # of the frames that are seen, 6 GiB of host memory; 768 frames of 1920 x 1080 have fewer
 
 
 class Clip(NamedTuple):
@@ -50,6 +51,8 @@ def form_of(file: Path) -> Clip:
             raise OSError("there is no video in it")
         stream = container.streams.video[0]
         known = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))  # Matroska does not say it
+        if known > _MOST_FRAMES:
+            raise OSError(f"it has {known} frames, and {_MOST_FRAMES} are the most")
         return Clip(stream.width, stream.height, known, float(stream.average_rate or 0) or None, tuple(range(known)))
 
 
