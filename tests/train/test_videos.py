@@ -10,7 +10,7 @@ import pytest
 
 from bytescale.parity.compare import WideCasts
 from tests.helpers.effort import one_of
-from tests.train.runs import on_ranks
+from tests.train.runs import on_ranks, with_trainer
 from tests.train.test_pictures import difference, picture_run
 from tests.train.vision import video_chats, vision_folder, write_chats
 
@@ -25,6 +25,23 @@ def test_runs_equal_plain_transformers(tmp_path: Path, files: bool, num_ranks: i
     write_chats(tmp_path / "chats.jsonl", records)
     config = picture_run(tmp_path, "qwen2_5_vl", num_ranks)
     with WideCasts():  # this family rounds to fp32 in between
+        assert difference(config, records) < 1e-10
+
+
+WAYS: list[dict[str, Any]] = [
+    {"checkpointing": "full"},
+    {"pp": 2, "capacity_tokens": 100},
+    {"shard": "parameters", "domain": 2},
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_ways_to_train(tmp_path: Path, way: dict[str, Any]) -> None:
+    records = video_chats(tmp_path, files=False)
+    write_chats(tmp_path / "chats.jsonl", records)
+    config = with_trainer(picture_run(tmp_path, "qwen2_5_vl", 2), **way)
+    with WideCasts():
         assert difference(config, records) < 1e-10
 
 
