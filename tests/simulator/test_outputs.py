@@ -43,7 +43,7 @@ def test_encoders_run_before_and_behind_the_text(pp: int) -> None:
         aligned_plan() if pp == 2 else local_plan([[6, 6], [6]]), profile(), ClusterConfig(num_gpus=2 * pp, pp=pp)
     )
     forward, backward = np.array([2.0, 5.0]), np.array([4.0, 1.0])
-    step = text.with_encoders(forward, backward)
+    step = text.with_encoders((forward, backward))
     assert step.step_seconds == pytest.approx(text.step_seconds + 5 + 4)
     assert sum(step.shares().values()) == pytest.approx(1)
     assert step.shares()["encoders"] == pytest.approx(6 / pp / step.step_seconds)

@@ -274,8 +274,7 @@ class Costs:
 
     def simulated(self, plan: Plan) -> SimulatedStep:
         """Its step, with encoders of pictures."""
-        step = simulate(plan, self.checkpointed_profile, self.cluster)
-        return step.with_encoders(*self.encoders) if self.encoders else step
+        return simulate(plan, self.checkpointed_profile, self.cluster).with_encoders(self.encoders)
 
     @cached_property
     def capacity_tokens(self) -> int:
@@ -335,16 +334,14 @@ def costs_of(
         costs = replace(costs, profile=profile.with_parallel_experts(domain=domain, ranks_per_node=per_node))
     if pictures is not None:
         keeps_graphs = config.memory.checkpointing == "none"
-        rows, num_encoding = memory.rows, parallel.ranks // parallel.pp
-        waiting, alone = pictures.memory(rows, num_encoding, keeps_graphs=keeps_graphs)
+        rows, size = memory.rows, parallel.ranks // parallel.pp
+        waiting, alone = pictures.memory(rows, size, keeps_graphs=keeps_graphs)
         costs.memory.limits(device_bytes=costs.usable_bytes).beside(waiting, alone)
-        costs = replace(costs, stages=replace(memory, picture_bytes=waiting))
-        if rows.encoder_forward_flops:
-            work = pictures.work(num_encoding).reshape(-1, parallel.tp).max(axis=1)
-            seconds = work / costs.profile.flops_per_second
-            costs = replace(
-                costs, encoders=(seconds * rows.encoder_forward_flops, seconds * rows.encoder_backward_flops)
-            )
+        stages, encoders = (
+            replace(memory, picture_bytes=waiting),
+            rows.encoder_seconds(pictures.work(size), costs.profile),
+        )
+        costs = replace(costs, stages=stages, encoders=encoders)
     return costs
 
 

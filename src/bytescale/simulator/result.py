@@ -49,8 +49,11 @@ class SimulatedStep:
     encoders: tuple[FloatArray, ...]
     """Of pictures, ``[R]`` each: on the first stage before all text, and behind it."""
 
-    def with_encoders(self, forward: FloatArray, backward: FloatArray) -> SimulatedStep:
-        """The same step with encoders, which take ``[R]`` seconds before all text and behind it. Ranks wait for all."""
+    def with_encoders(self, encoders: tuple[FloatArray, ...]) -> SimulatedStep:
+        """The same step with these ``encoders``, if there are any. Ranks wait for each other's."""
+        if not encoders:
+            return self
+        forward, backward = encoders
         first, both = float(forward.max()), float(forward.max() + backward.max())
         waiting = np.full_like(self.dp_bubble, both)
         waiting[:, 0] -= forward + backward
@@ -60,7 +63,7 @@ class SimulatedStep:
             step_seconds=self.step_seconds + both,
             dp_bubble=self.dp_bubble + waiting,
             timeline=replace(self.timeline, **times),
-            encoders=(forward, backward),
+            encoders=encoders,
         )
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from bytescale.common.arrays import FloatArray
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes
 from bytescale.config.schema import AUTO_CAPACITY, Config
@@ -53,6 +54,13 @@ class MeasuredRows:
     encoder_patches: float = 0.0
     encoder_forward_flops: float = 0.0
     encoder_backward_flops: float = 0.0
+
+    def encoder_seconds(self, work: FloatArray, profile: Profile) -> tuple[FloatArray, ...]:
+        """``[R]`` seconds of HDP ranks' encoders before the text and behind it. ``work``: rows of all that encode."""
+        if not self.encoder_forward_flops:
+            return ()
+        seconds = work.reshape(-1, profile.tensor_parallel).max(axis=1) / profile.flops_per_second
+        return seconds * self.encoder_forward_flops, seconds * self.encoder_backward_flops
 
     def of_all(self, smallest: Callable[[Sequence[float]], Sequence[float]]) -> MeasuredRows:
         """What holds on all ranks. ``smallest``: the minimum over ranks of each of these numbers."""

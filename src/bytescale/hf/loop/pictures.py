@@ -149,7 +149,7 @@ def work_of_pictures(corpus: Corpus, batch: GlobalBatch, size: int) -> FloatArra
     """``[size]`` work of each rank that encodes, in rows of small pictures (``encoders.work_of``)."""
     found = _items_of(corpus, batch)
     assert found is not None, "there are pictures"
-    return np.bincount(found[0].ranks(size), list(map(sum, found[0].work)), size).astype(np.float64)
+    return found[0].loads(size)
 
 
 class PictureLoader(Loader):
