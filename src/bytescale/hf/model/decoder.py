@@ -100,8 +100,7 @@ class HFDecoder(nn.Module):
 
                 self.indexer_loss = IndexerLoss(model, self.structure.layers, *indexer_loss)
             self._undo = undo.pop_all()
-            self.undo = self._undo.close
-            """Leaves the model as it was before."""
+            self.undo = self._undo.close  # leaves the model as it was before
         modules = {name or type(module).__name__: module for name, module in model.named_modules()}
         self.attentions: dict[nn.Module, LayerAttention] = {modules[own.name]: own for own in self.structure.layers}
         self.mixers: dict[nn.Module, LayerRecurrence] = {modules[mixer.name]: mixer for mixer in self.structure.mixers}
