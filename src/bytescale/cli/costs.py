@@ -337,11 +337,8 @@ def costs_of(
         rows, size = memory.rows, parallel.ranks // parallel.pp
         waiting, alone = pictures.memory(rows, size, keeps_graphs=keeps_graphs)
         costs.memory.limits(device_bytes=costs.usable_bytes).beside(waiting, alone)
-        stages, encoders = (
-            replace(memory, picture_bytes=waiting),
-            rows.encoder_seconds(pictures.work(size), costs.profile),
-        )
-        costs = replace(costs, stages=stages, encoders=encoders)
+        encoders = rows.encoder_seconds(pictures.work(size), costs.profile)
+        costs = replace(costs, stages=replace(memory, picture_bytes=waiting), encoders=encoders)
     return costs
 
 

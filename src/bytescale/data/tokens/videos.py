@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ def frames_of(file: Path, clip: Clip) -> NDArray[np.uint8]:
     """``[frames, height, width, 3]``. Raises ``OSError`` or ``ValueError`` for damage."""
     wanted, found = set(clip.indices), dict[int, NDArray[np.uint8]]()
     with _opened(file) as container:
-        for number, frame in zip(range(max(wanted) + 1), container.decode(video=0)):  # noqa: B905
+        for number, frame in enumerate(itertools.islice(container.decode(video=0), max(wanted) + 1)):
             if (frame.width, frame.height) != (clip.width, clip.height):
                 raise OSError(f"frame {number} has {frame.width} x {frame.height} pixels")
             if number in wanted:
