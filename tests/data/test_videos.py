@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,21 @@ import pytest
 from PIL import Image
 
 from bytescale.cli.main import main
-from bytescale.common.errors import DataError
+from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.tokens import pictures, videos
 from bytescale.data.tokens.pictures import pixels_of
 from tests.data.test_pictures import about, documents, settings
-from tests.train.vision import draw, plain_document, video_chats, vision_folder, write_chats, write_video
+from tests.train.vision import (
+    PicturesOfQwen,
+    VideosOfQwen,
+    draw,
+    plain_document,
+    video_chats,
+    vision_folder,
+    write_chats,
+    write_video,
+)
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +187,38 @@ def test_a_processor_without_videos(tmp_path: Path) -> None:
     write_chats(tmp_path / "chats.jsonl", [seen(video=draw(tmp_path / "pictures", 1))])
     with pytest.raises(DataError, match=r"(?i)it has 1 videos, and the model's processor knows none"):
         prepare_corpus(settings(tmp_path, folder))
+
+
+def test_a_processor_that_looks_at_pixels(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is run on blank frames in the place of frames without numbers."""
+    write_chats(tmp_path / "chats.jsonl", [seen(video=draw(tmp_path / "pictures", 1) * 3)])
+    counted, plain = documents(settings(tmp_path, model)), VideosOfQwen.__call__
+    devices = []
+
+    def looks(self: VideosOfQwen, frames: Any, **options: Any) -> Any:
+        devices.append(frames[0].device.type)
+        assert float(frames[0].sum()) == 0
+        return plain(self, frames, **options)
+
+    pictures._of_video.cache_clear()
+    monkeypatch.setattr(VideosOfQwen, "__call__", looks)
+    again = documents(settings(tmp_path, model, cache_dir=str(tmp_path / "other")))
+    assert devices == ["meta", "cpu"]
+    assert again[0]["tokens"].tolist() == counted[0]["tokens"].tolist()
+
+
+def test_tokens_of_images_that_stand_for_a_video(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in GLM-4V."""
+    write_chats(tmp_path / "chats.jsonl", [seen(video=draw(tmp_path / "pictures", 1))])
+    pictures._of_video.cache_clear()
+    monkeypatch.setattr(PicturesOfQwen, "replace_video_token", lambda self, inputs, video_idx, **options: "<image>" * 4)
+    with pytest.raises(ConfigError, match="writes other tokens than its video token"):
+        prepare_corpus(settings(tmp_path, model))
+
+
+def test_without_pyav(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.mp4").write_bytes(b"0")
+    write_chats(tmp_path / "chats.jsonl", [seen(video="a.mp4")])
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(ConfigError, match=r"PyAV is not installed\. To fix: pip install av"):
+        prepare_corpus(settings(tmp_path, model))
