@@ -156,7 +156,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "base64": (None, about({"type": "image", "base64": "?"}), "cannot be read"),
     "none": (None, about({"type": "image"}), "'images' is .., for 1 parts of type 'image'"),
     "one too many": (None, about("a.png", images=["a.png"]), "'images' is .'a.png'., for 1 parts of type 'image'"),
-    "video": (None, about({"type": "video", "path": "a"}), "has a part of type 'video'"),
+    "sound": (None, about({"type": "audio", "path": "a"}), "has a part of type 'audio'"),
 }
 
 
@@ -182,7 +182,7 @@ def test_a_template_that_leaves_pictures_out(tmp_path: Path, model: Path) -> Non
         "{% for m in messages %}<s>{{ m.role + ' ' }}{{ m.content if m.content is string else m.content[1].text }}</s>"
     )
     (tmp_path / "text.jinja").write_text(template + "{% endfor %}")
-    with pytest.raises(DataError, match=r"(?i)has 1 pictures, and the chat template writes '<image>' 0 times"):
+    with pytest.raises(DataError, match=r"(?i)has 1 images, and the model's chat template writes '<image>' 0 times"):
         prepare_corpus(settings(tmp_path, model, chat_template=str(tmp_path / "text.jinja")))
 
 

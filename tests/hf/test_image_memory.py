@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from bytescale import HDP
 from bytescale.common.errors import ConfigError
 from bytescale.cost.memory.measured import MeasuredRows
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.encoded import Items
-from bytescale.hf.model.encoders import Encoders
+from bytescale.hf.model.encoders import Encoders, even_frame, work_of
 from bytescale.hf.model.measure import LiveBytes, measure_encoder
 from bytescale.plan.limits import MemoryLimits, Phase
 from tests.helpers.effort import one_of
@@ -127,3 +130,63 @@ def test_an_encoder_that_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Encoders, "sample", lambda *args: None)
     with pytest.warns(UserWarning, match="encoders of LlavaForConditionalGeneration need could not be measured"):
         HDP(model_of("llava"), capacity_tokens="auto", device_gib=GIB)
+
+
+@pytest.mark.parametrize("way", one_of(["none", "full"], "full"))
+def test_a_first_stage_leaves_room_for_pictures(way: str) -> None:
+    """Its ranks' highest point is the estimate, which all stages have; what does not fit is an error on all of them."""
+    model, batch = model_of("qwen2_5_vl").float(), pictures_of("qwen2_5_vl", side=60)
+
+    def measured(group: dist.ProcessGroup, own: nn.Module) -> Any:
+        hdp = HDP(own, group, capacity_tokens="auto", device_gib=GIB, pp=2, checkpointing=way)
+        memory = hdp.room.memory
+        assert memory is not None
+        hdp.adamw(lr=1e-3)
+        sizes = [[len(one["tokens"]) - 72] for one in batch]
+        items = Items.of(batch, lambda kind, item: [1.0])
+        assert items is not None
+        keeps, tokens = hdp.engine.activations.keeps_graphs, sum(len(own["tokens"]) for own in batch)
+        needed = items.memory(sizes, 1, tokens, memory.rows, keeps_graphs=keeps)
+        planned, one = hdp.plan(batch), replace(memory.first_stage or memory, num_in_flight=1)
+        largest, *rest = sorted((micro.num_tokens for micro in planned.micro_batches), reverse=True)
+        assert len(rest) <= 1  # a stage before the last one keeps two at a time
+        text = float(one.limits().device_peak(largest, 0, 0)) + sum(rest) * one.saved_bytes_per_token
+        text += needed[0] - one.limits().states_bytes
+        with LiveBytes() as live:
+            planned.forward_backward(lambda micro: micro.loss_sum(own))
+        return (*needed, max(needed[1], text)), live.peak
+
+    def said(group: dist.ProcessGroup, own: nn.Module) -> str:
+        try:
+            HDP(own, group, capacity_tokens=300, device_gib=GIB / 6, pp=2, checkpointing=way).plan(batch)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    (first, peak), (last, _) = on_ranks(2, model, measured)
+    assert first == last
+    assert peak == pytest.approx(first[2], rel=0.1)
+    assert all("he pictures of a batch need" in one for one in on_ranks(2, model, said))
+
+
+@pytest.mark.parametrize("family", one_of(["qwen2_5_vl", "qwen3_vl", "llava", "internvl"], "qwen2_5_vl"))
+def test_operations_of_an_encoder_are_those_that_it_runs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a larger picture than it was measured on, with attention; backward has twice as many, and what runs again."""
+    deep = {**FAMILIES[family]["vision_config"]}
+    deep |= {"depth": 8} if "depth" in deep or family.startswith("qwen") else {"num_hidden_layers": 8}
+    deep |= {"fullatt_block_indexes": [3, 7]} if family == "qwen2_5_vl" else {}
+    monkeypatch.setitem(FAMILIES, family, {**FAMILIES[family], "vision_config": deep})
+    decoder = HDP(model_of(family), capacity_tokens=64).engine.decoder
+    kept, again = (measure_encoder(decoder, keeps) for keeps in (True, False))
+    slow = model_of(family)
+    slow.set_attn_implementation("eager")  # whose attention is counted
+    encoders, item = HDP(slow, capacity_tokens=64).engine.decoder.encoders, picture(family, 0, 24, 16)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        rows = len(encoders.encode("image", item)[0])
+    even = even_frame(slow.config, "image") / 4 if family.startswith("qwen") else math.inf
+    assert counter.get_total_flops() == pytest.approx(work_of([rows], even) * kept["encoder_forward_flops"], rel=0.2)
+    assert kept["encoder_backward_flops"] == pytest.approx(2 * kept["encoder_forward_flops"], rel=0.2)
+    added = again["encoder_backward_flops"] - kept["encoder_backward_flops"]
+    assert added == pytest.approx(kept["encoder_forward_flops"])
+    decoder.model.requires_grad_(False)
+    assert measure_encoder(decoder)["encoder_backward_flops"] == 0

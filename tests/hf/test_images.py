@@ -712,3 +712,36 @@ def test_images_of_a_batch_are_shared_out_to_their_documents() -> None:
             assert all(torch.equal(item[name], given[name]) for name in given)
     with pytest.raises(DataError, match="4 runs of tokens stand for images, and pixel_values is"):
         encoders.shared_out(tokens[1:], together)
+
+
+@pytest.mark.parametrize("family", one_of(["qwen2_5_vl", "qwen3_vl", "llava"], "qwen2_5_vl"))
+def test_nothing_of_attaching_is_left(family: str) -> None:
+    """Of attributes and hooks of all modules, behind training on images. Another HDP's methods stay."""
+    model = model_of(family)
+
+    def seen() -> dict[tuple[str, str], str]:
+        found = {}
+        for name, module in model.named_modules():
+            for key, value in vars(module).items():
+                names = sorted(value) if key in ("_parameters", "_buffers", "_modules") else repr(value)
+                found[name, key] = str(names)
+        return found
+
+    model.get_image_features(**picture(family, 0, 4, 4))  # transformers leaves hooks of its own
+    before = seen()
+    hdp = HDP(model, capacity_tokens=400)
+    hdp.adamw(lr=0.0)
+    for micro in hdp.plan(batch_of(family)):
+        micro.loss_sum(model).backward()
+    hdp.step()
+    assert seen() != before
+    hdp.detach()
+    assert seen() == before
+    first, second = (HDP(model, capacity_tokens=400) for _ in range(2))
+    for own in (first, second):
+        assert own.engine.decoder.encoders.kinds
+    first.detach()
+    own = vars(model.model)["get_image_features"]
+    second.detach()
+    assert "get_image_features" not in vars(model.model)
+    assert own.args[0].__func__ is type(model.model).get_image_features

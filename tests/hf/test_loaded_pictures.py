@@ -24,29 +24,33 @@ from tests.hf.support import on_ranks
 from tests.train.test_pictures import LR, STEPS, picture_run, plainly
 from tests.train.vision import chats, draw, plain_document, vision_folder, write_chats
 
-RANKS = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)]
+RANKS = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 2, 1), (4, 2, 1), (2, 1, 2), (6, 1, 2), (4, 2, 2)]
+"""Ranks, tensor-parallel ranks and stages among them."""
 
 
 def model_of(folder: str | Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
 
 
-def trained(config: Config, num_ranks: int, tp: int) -> list[Any]:
+def trained(config: Config, num_ranks: int, tp: int, pp: int) -> list[Any]:
     """Of each rank the losses and the weights at the end; and behind them, how many pictures all have read."""
     plain = pictures.pixels_of
 
     def work(group: dist.ProcessGroup, own: nn.Module) -> Any:
-        hdp = HDP(own.train(), group, capacity_tokens=48 if num_ranks > tp else 256, tp=tp)
+        hdp = HDP(own.train(), group, capacity_tokens=48 if num_ranks > tp * pp else 256, tp=tp, pp=pp)
         hdp.optimizer(torch.optim.SGD, lr=LR)
         losses = []
         with hdp.batches(config.data, stop_step=STEPS) as batches:
             for batch in batches:
-                total = torch.zeros((), dtype=torch.float64)
-                for micro in batch:
-                    loss = micro.loss_sum(own) / batch.loss_divisor
+                divisor, total = batch.loss_divisor, torch.zeros((), dtype=torch.float64)
+                for micro in batch if pp == 1 else ():
+                    loss = micro.loss_sum(own) / divisor
                     loss.backward()
                     total += loss.detach()
-                losses.append(float(hdp.group.all_reduce(total)))
+                if pp > 1:
+                    losses.append(batch.forward_backward(lambda micro, divisor=divisor: micro.loss_sum(own) / divisor))
+                else:
+                    losses.append(float(hdp.group.all_reduce(total)))
                 hdp.step(max_grad_norm=0.0)
         return losses, {name: value.detach() for name, value in own.named_parameters()}
 
@@ -58,16 +62,20 @@ def trained(config: Config, num_ranks: int, tp: int) -> list[Any]:
         pictures.pixels_of = plain
 
 
-@pytest.mark.parametrize(("num_ranks", "tp"), one_of(RANKS, (3, 1)))
-def test_batches_that_are_read_ahead(tmp_path: Path, num_ranks: int, tp: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "tp", "pp"), one_of(RANKS, (6, 1, 2)))
+def test_batches_that_are_read_ahead(tmp_path: Path, num_ranks: int, tp: int, pp: int) -> None:
     """Losses of two steps and the weights at the end; a picture of a batch is read by one rank."""
     config = picture_run(tmp_path, "qwen2_vl", 1)
     losses, model = plainly(config, chats(draw(tmp_path / "pictures")))
-    *ranks, num_read = trained(config, num_ranks, tp)
+    *ranks, num_read = trained(config, num_ranks, tp, pp)
+    wanted, compared = dict(model.named_parameters()), set[str]()
     for found, weights in ranks:
         assert found == pytest.approx(losses, rel=1e-10)
-        for name, parameter in model.named_parameters() if tp == 1 else ():
-            torch.testing.assert_close(weights[name], parameter.detach(), rtol=0, atol=1e-10)
+        here = {name: own for name, own in weights.items() if own.numel()}  # a stage has some of them
+        for name, own in here.items() if tp == 1 else ():
+            torch.testing.assert_close(own, wanted[name].detach(), rtol=0, atol=1e-10)
+            compared.add(name)
+    assert tp > 1 or compared == wanted.keys()
     assert num_read <= STEPS * 8  # three ranks would read all of them three times
 
 
@@ -78,7 +86,7 @@ def _wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def scores_apart(tmp_path: Path, family: str, num_ranks: int) -> float:
+def scores_apart(tmp_path: Path, family: str, num_ranks: int, tp: int = 1, pp: int = 1) -> float:
     """The largest difference of a log-probability in the file that the command writes."""
     records = chats(draw(tmp_path / "pictures"))
     folder, source = tmp_path / family, write_chats(tmp_path / "chats.jsonl", records)
@@ -86,7 +94,7 @@ def scores_apart(tmp_path: Path, family: str, num_ranks: int) -> float:
         vision_folder(folder, family)
     wanted = options(
         folder, source, tmp_path / "out.parquet", content="messages", ranks=num_ranks, capacity_tokens=80,
-        batch_tokens=120,
+        batch_tokens=120, tp=tp, pp=pp,
     )  # fmt: skip
     wanted.out.unlink(missing_ok=True)
     run_forked(num_ranks, lambda _: score_on_ranks(wanted))
@@ -102,16 +110,16 @@ def scores_apart(tmp_path: Path, family: str, num_ranks: int) -> float:
     return worst
 
 
-SCORED = [(family, num_ranks) for family in ("qwen2_vl", "llava") for num_ranks in (1, 2, 3)]
+SCORED = [(family, *mesh) for family in ("qwen2_vl", "llava") for mesh in RANKS]
 
 
-@pytest.mark.parametrize(("family", "num_ranks"), one_of(SCORED, ("qwen2_vl", 2)))
+@pytest.mark.parametrize(("family", "num_ranks", "tp", "pp"), one_of(SCORED, ("qwen2_vl", 6, 1, 2)))
 def test_the_scores_of_chats_with_pictures(
-    tmp_path: Path, family: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, num_ranks: int, tp: int, pp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert scores_apart(tmp_path, family, num_ranks) < 1e-10
+    assert scores_apart(tmp_path, family, num_ranks, tp, pp) < 1e-10
     _wrong_rows(monkeypatch)  # a planted fault
-    assert scores_apart(tmp_path, family, num_ranks) > 1e-6
+    assert scores_apart(tmp_path, family, num_ranks, tp, pp) > 1e-6
 
 
 def test_the_command_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,21 @@ def test_ranks_without_documents_take_part() -> None:
     assert compare(small_model("llama", tie_word_embeddings=True), setup).worst <= TOLERANCE
 
 
+def test_the_fullest_stage_decides_the_capacity() -> None:
+    """Here the last one, which has a large head."""
+
+    def told(group: dist.ProcessGroup, own: nn.Module) -> tuple[bool, int, int]:
+        room = bytescale.HDP(own, group, capacity_tokens="auto", device_gib=0.05, pp=2).room
+        assert room.memory is not None
+        assert room.memory.first_stage is not None
+        return room.memory.has_head, room.capacity_tokens, room.memory.first_stage.capacity_tokens(0.05 * 2**30)
+
+    (has_head, capacity, of_first), other = on_ranks(2, small_model("llama", vocab_size=8192), told)
+    assert (has_head, capacity, of_first) == other
+    assert has_head
+    assert 0 < capacity < of_first
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_a_model_type_gives_the_numbers_of_one_process_or_is_refused(name: str) -> None:

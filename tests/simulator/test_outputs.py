@@ -36,6 +36,30 @@ def test_trace_of_some_ranks_only() -> None:
     assert {entry["pid"] for entry in entries_of([*simulated_tracks(step, 0), *simulated_tracks(step, 7)])} == {0, 7}
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_encoders_run_before_and_behind_the_text(pp: int) -> None:
+    """All ranks wait for the one that encodes longest; what ranks spend still adds up to the step."""
+    text = simulate(
+        aligned_plan() if pp == 2 else local_plan([[6, 6], [6]]), profile(), ClusterConfig(num_gpus=2 * pp, pp=pp)
+    )
+    forward, backward = np.array([2.0, 5.0]), np.array([4.0, 1.0])
+    step = text.with_encoders((forward, backward))
+    assert step.step_seconds == pytest.approx(text.step_seconds + 5 + 4)
+    assert sum(step.shares().values()) == pytest.approx(1)
+    assert step.shares()["encoders"] == pytest.approx(6 / pp / step.step_seconds)
+    for rank in (0, 1):
+        first, *_ = tracks = simulated_tracks(step, rank)
+        begins, ends = ([span for span in first.spans if span.name == name] for name in ("encode", "encode: backward"))
+        assert [(span.start, span.seconds) for span in begins] == [(0.0, forward[rank])]
+        assert [span.seconds for span in ends] == [backward[rank]]
+        of_text = [span for track in tracks for span in track.spans if span.category in ("forward", "backward")]
+        assert min(span.start for span in of_text) >= 5
+        assert max(span.end for span in of_text) <= ends[0].start
+        assert max(span.end for track in tracks for span in track.spans) <= step.step_seconds + 1e-9
+    picture, _ = raster(step, step.step_seconds)
+    assert (picture[0] == 2).mean() == pytest.approx(6 / step.step_seconds, abs=0.01)
+
+
 @pytest.mark.exhaustive
 def test_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

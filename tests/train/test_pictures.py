@@ -181,6 +181,8 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
         first = min(span.start for span in track.spans if span.category == "forward")
         last = max(span.end for span in track.spans if span.category == "backward")
         assert spans["encode"].end <= first < last <= spans["encode: backward"].start
+    for track in of_kind(trace, "predicted"):
+        assert [span.name for span in track.spans if span.category == "encode"] == ["encode", "encode: backward"]
     line = metrics(Path(config.trainer.run_dir))[1]
     assert 0 < line["encode_seconds"] < line["step_seconds"]
     stopped = with_trainer(config, run_dir=str(tmp_path / "stopped"))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from bytescale.cli.options import Settings, leading_path, read
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.limits import limits
 from bytescale.common.parsing import parse_json, read_input, read_text
@@ -44,9 +44,9 @@ from bytescale.cost.model import CostModel
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile, warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
-from bytescale.plan import Planner
+from bytescale.plan import Plan, Planner
 from bytescale.planner.make import make_planner
-from bytescale.simulator import ClusterConfig, step_seconds
+from bytescale.simulator import ClusterConfig, SimulatedStep, simulate, step_seconds
 
 if TYPE_CHECKING:
     from bytescale.data.loading.corpus import Corpus
@@ -115,7 +115,11 @@ def read_cost_options(kind: type[Kind], arguments: Sequence[str], *, prog: str) 
     return options
 
 
-Pictures = Callable[..., tuple[float, float]]
+class Pictures(NamedTuple):
+    """Of a batch, and of so many ranks that encode: ``memory_of_pictures`` and ``work_of_pictures``."""
+
+    memory: Callable[..., tuple[float, float]]
+    work: Callable[[int], FloatArray]
 
 
 class SourceBatch(NamedTuple):
@@ -125,7 +129,7 @@ class SourceBatch(NamedTuple):
     origin: str
     vocab_size: int | None = None  # of the tokenizer of the corpus; None without a corpus
     trajectories: Sequence[IntArray] = ()  # their tokens
-    pictures: Pictures | None = None  # ``memory_of_pictures`` of it
+    pictures: Pictures | None = None
 
 
 def read_batch(source: BatchConfig, data: DataConfig) -> SourceBatch:
@@ -141,9 +145,9 @@ def read_batch(source: BatchConfig, data: DataConfig) -> SourceBatch:
         corpus, (batch,) = corpus_batches(data, first=source.seed, number=1)
         origin, pictures = f"step {source.seed} of {', '.join(data.sources)}", None
         if corpus.pictures_of(batch.samples):
-            from bytescale.hf.loop.pictures import memory_of_pictures
+            from bytescale.hf.loop.pictures import memory_of_pictures, work_of_pictures
 
-            pictures = partial(memory_of_pictures, corpus, batch)
+            pictures = Pictures(partial(memory_of_pictures, corpus, batch), partial(work_of_pictures, corpus, batch))
         return SourceBatch(batch.lengths, origin, corpus.metadata.vocab_size, pictures=pictures)
     from bytescale.data.length_distributions import sample_lengths
 
@@ -217,6 +221,8 @@ class Costs:
     """The memory of the first stage of a pipeline, with that of the others."""
     device: tuple[DeviceKind, int]
     """The kind of device, and the bytes of a number in the compute dtype."""
+    encoders: tuple[FloatArray, ...] = ()
+    """``[R]`` seconds of each rank's encoders before the text and behind it; none: there are no pictures."""
 
     @property
     def config(self) -> Config:
@@ -265,6 +271,10 @@ class Costs:
             domain=self.domain,
             step_seconds=partial(step_seconds, profile=self.checkpointed_profile, cluster=self.cluster),
         )
+
+    def simulated(self, plan: Plan) -> SimulatedStep:
+        """Its step, with encoders of pictures."""
+        return simulate(plan, self.checkpointed_profile, self.cluster).with_encoders(self.encoders)
 
     @cached_property
     def capacity_tokens(self) -> int:
@@ -324,9 +334,11 @@ def costs_of(
         costs = replace(costs, profile=profile.with_parallel_experts(domain=domain, ranks_per_node=per_node))
     if pictures is not None:
         keeps_graphs = config.memory.checkpointing == "none"
-        waiting, alone = pictures(memory.rows, parallel.ranks, keeps_graphs=keeps_graphs)
+        rows, size = memory.rows, parallel.ranks // parallel.pp
+        waiting, alone = pictures.memory(rows, size, keeps_graphs=keeps_graphs)
         costs.memory.limits(device_bytes=costs.usable_bytes).beside(waiting, alone)
-        costs = replace(costs, stages=replace(memory, picture_bytes=waiting))
+        encoders = rows.encoder_seconds(pictures.work(size), costs.profile)
+        costs = replace(costs, stages=replace(memory, picture_bytes=waiting), encoders=encoders)
     return costs
 
 

@@ -133,14 +133,14 @@ class ShowConfig(CorpusOptions):
         pictures = corpus.pictures_of(shown)
         for number, document in enumerate(corpus.documents(shown)):
             runs = list(_trained_runs(corpus, document))
-            seen = [{"picture": own.name, "tokens": own.rows} for own in pictures.get(number, ())]
+            seen = [("video" if one.kind == "video" else "picture", one) for one in pictures.get(number, ())]
             if self.json:
-                for run in runs + seen:
+                for run in [*runs, *({word: one.name, "tokens": one.rows} for word, one in seen)]:
                     print(json.dumps({"document": number, **run}, ensure_ascii=False))
             else:
                 _print_runs(console, number, runs)
-                for place, picture in enumerate(seen, 1):
-                    console.print(f"picture {place}: {picture['picture']}, {picture['tokens']} tokens", markup=False)
+                for place, (word, one) in enumerate(seen, 1):
+                    console.print(f"{word} {place}: {one.name}, {one.rows} tokens", markup=False)
         return 0
 
 

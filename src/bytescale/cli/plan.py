@@ -29,7 +29,7 @@ from bytescale.plan.verify import verify
 from bytescale.planner.evaluate import evaluate
 from bytescale.planner.prefixes import Prefixes, cost_of_trees, plan_prefixes
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.simulator import SimulatedStep, simulate
+from bytescale.simulator import SimulatedStep
 from bytescale.simulator.draw import draw_steps
 
 NOTICEABLE = 0.05  # share of the step from which a loss is reported
@@ -87,6 +87,7 @@ def run(arguments: Sequence[str]) -> int:
     cluster = costs.cluster
     planned, refused = _plan_all(options, lengths, costs)
     ideal = float(costs.cost_model.work_seconds(lengths).sum()) / cluster.num_ranks
+    ideal += sum(float(own.mean()) for own in costs.encoders)
     chosen = list(planned)[-1]
     saved = saved_by_prefixes(trajectories, costs) if trajectories else {}
     if options.json:
@@ -132,7 +133,7 @@ def _plan_all(options: PlanOptions, lengths: IntArray, costs: Costs) -> tuple[di
             plan = planner(lengths)
             seconds = time.perf_counter() - began
             verify(plan)
-            planned[name] = Planned(plan, simulate(plan, costs.checkpointed_profile, costs.cluster), seconds)
+            planned[name] = Planned(plan, costs.simulated(plan), seconds)
         except PlanError as error:
             refused[name] = str(error)
             if len(refused) == len(options.planners):
@@ -207,6 +208,12 @@ def _print_details(console: Console, name: str, planned: dict[str, Planned], cos
         console.print(f"  ring bytes saved compared with static: {saved:.1%}")
     sequence, degree, seconds = _critical_sequence(item)
     share = seconds / item.step.step_seconds
+    if encoders := [float(own.max()) for own in item.step.encoders]:
+        before, behind = map(format_seconds, encoders)
+        console.print(
+            f"  pictures: {before} of encoders before the text and {behind} behind it, "
+            f"{sum(encoders) / item.step.step_seconds:.0%} of the step"
+        )
     console.print(
         f"  critical sequence: number {sequence}, {format_count(int(item.plan.lengths[sequence]))} tokens over "
         f"{degree} rank{'s' if degree > 1 else ''}, {format_seconds(seconds)}, {share:.0%} of the step"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +20,7 @@ from bytescale.cost.profile import Profile
 from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
 from bytescale.plan.verify import verify
-from bytescale.simulator import ClusterConfig, SimulatedStep, simulate
+from bytescale.simulator import ClusterConfig, SimulatedStep
 from bytescale.simulator.draw import draw_steps
 from bytescale.simulator.trace import save_trace, simulated_tracks, spread_evenly
 
@@ -55,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
         plan, origin = costs.planner(options.config.planner.name)(batch.lengths), batch.origin
     profile, cluster = costs.checkpointed_profile, costs.cluster
     began = time.perf_counter()
-    step = simulate(plan, profile, cluster)
+    step = costs.simulated(plan)
     seconds = time.perf_counter() - began
     console.print(
         f"{cluster.num_gpus} devices as {plan.num_ranks} ranks of tp {cluster.tp} x pp {cluster.pp}; "
@@ -96,6 +97,7 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
         "dp bubble": step.dp_bubble,
         "pp bubble": step.pp_bubble,
         "gradient sync": step.sync_seconds,
+        **({"encoders": np.sum(step.encoders, axis=0)} if step.encoders else {}),
     }
     names = {"ring": "ring, exposed", "offload": "offload, exposed", "members": "slower members"}
     if plan.domain > 1:

@@ -92,6 +92,11 @@ class Profile:
         return (rows, rows + lse), (2 * rows + 2 * lse, width * wide)
 
     @property
+    def flops_per_second(self) -> float:
+        """In matrix products, of one device."""
+        return 2 * self.spec.mean("active_weights") / (self.rest_forward.linear * self.tensor_parallel)
+
+    @property
     def hidden_bytes_per_token(self) -> float:
         """Bytes per token and device that a stage sends to the next one: the residual stream in bf16, divided by tp."""
         return 2 * self.spec.hidden_size / self.tensor_parallel

@@ -62,6 +62,8 @@ class MemoryLimits:
     device_bytes: float | tuple[float, ...] = math.inf
     """Of every rank, or of each."""
     host_bytes: float = math.inf
+    first_stage: MemoryLimits | None = None
+    """Of a pipeline's first stage, whose ranks encode pictures; None: these are its own."""
 
     def device_room(self, ranks: IntArray) -> FloatArray:
         """Bytes of the device of each of ``ranks``."""
@@ -89,13 +91,14 @@ class MemoryLimits:
         return fits
 
     def beside(self, waiting: float, alone: float, least: int = 1) -> tuple[MemoryLimits, int]:
-        """The same where pictures hold ``waiting`` bytes of a device while text runs; and how many tokens then fit.
+        """Those where pictures hold ``waiting`` bytes of a device while text runs; and how many tokens then fit.
 
         Raises ``ConfigError`` where fewer tokens fit than ``least``, or not the bytes that encoders need ``alone``.
         """
-        rooms, there = self.device_bytes, self.states_bytes
-        room, limits = min(rooms) if isinstance(rooms, tuple) else rooms, replace(self, states_bytes=there + waiting)
-        fits = limits.most_tokens(room)
+        rooms, first = self.device_bytes, self.first_stage or self
+        room, there = min(rooms) if isinstance(rooms, tuple) else rooms, first.states_bytes
+        encoding = replace(first, states_bytes=there + waiting, device_bytes=rooms)
+        fits, limits = min(((own.most_tokens(room), own) for own in (encoding, self)), key=lambda found: found[0])
         if fits < least or there + alone > room:
             raise ConfigError(
                 f"the pictures of a batch need {format_bytes(alone)} a rank while they are encoded and "

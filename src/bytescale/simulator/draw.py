@@ -17,7 +17,7 @@ from bytescale.simulator.trace import simulated_tracks, spread_evenly
 COLUMNS = 1600  # width of the picture in pixels, along the time axis
 MAX_ROWS = 512  # most ranks x stages that are drawn; they are spread evenly
 MIN_OUTLINED = 12  # a task wider than this many columns is separated from the next by a line
-_IDLE, _SYNC, _LOCAL = 0.0, 1.0, 2.0  # then 2 + log2 of the degree
+_IDLE, _SYNC, _ENCODE, _LOCAL = 0.0, 1.0, 2.0, 3.0  # then 3 + log2 of the degree
 
 
 def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
@@ -32,7 +32,7 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
     unit, name = next((u, n) for u, n in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")) if longest >= u or u == 1e-6)
     highest = max(float(step.events.loads.degree.max()) for step in steps.values())
     levels = int(np.ceil(np.log2(highest)))
-    palette = ["#f7d9d5", "#a8a8a8", "#4a90c2", *pyplot.get_cmap("plasma")(np.linspace(0.95, 0.05, levels))]
+    palette = ["#f7d9d5", "#a8a8a8", "#7fb069", "#4a90c2", *pyplot.get_cmap("plasma")(np.linspace(0.95, 0.05, levels))]
     heights = [1.1 + 0.6 * step.num_stages for step in steps.values()]
     first, slowest = next(iter(steps.items()))
     figure, axes = pyplot.subplots(
@@ -67,7 +67,7 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
         if num_stages > 1:
             _mark_stages(axis, num_stages, step.events.num_ranks)
     axes[-1, 0].set_xlabel(f"time in {name}")
-    _legend(figure, palette, levels)
+    _legend(figure, palette, levels, has_pictures=any(step.encoders for step in steps.values()))
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
@@ -89,8 +89,8 @@ def raster(step: SimulatedStep, seconds: float) -> tuple[NDArray[np.float64], in
             row = picture[stage * len(ranks) + place]
             for span in track.spans:
                 start, end = round(span.start * scale), round(span.end * scale)
-                if span.category == "sync":
-                    row[start:end] = _SYNC
+                if span.category in ("sync", "encode"):
+                    row[start:end] = _SYNC if span.category == "sync" else _ENCODE
                     continue
                 row[start : max(end, start + 1)] = _LOCAL + np.ceil(np.log2(span.about["ranks"]))
                 if end - start > MIN_OUTLINED:
@@ -107,14 +107,15 @@ def _mark_stages(axis: Any, num_stages: int, num_ranks: int) -> None:
     axis.set_ylabel(f"{num_ranks} ranks a stage")
 
 
-def _legend(figure: Any, palette: list[Any], levels: int) -> None:
+def _legend(figure: Any, palette: list[Any], levels: int, *, has_pictures: bool) -> None:
     from matplotlib.patches import Patch
 
-    names = ["waiting", "gradient sync", "one rank"]
+    names = ["waiting", "gradient sync", "pictures", "one rank"]
     names += [f"{2 ** (i - 1) + 1}-{2**i} ranks" if i > 1 else "2 ranks" for i in range(1, levels + 1)]
     patches = [
         Patch(facecolor=colour, edgecolor="black", linewidth=0.4, label=name)
         for colour, name in zip(palette, names, strict=True)
+        if has_pictures or name != "pictures"
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=11, frameon=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class SimulatedStep:
     """One simulated step. Arrays are ``[R, pp]`` in seconds: R HDP ranks, pp stages.
 
     For every rank and stage,
-    ``compute + exposed_ring + exposed_offload + wait_members + dp_bubble + pp_bubble + sync = step``.
+    ``compute + exposed_ring + exposed_offload + wait_members + dp_bubble + pp_bubble + sync + encoders = step``.
     """
 
     step_seconds: float
@@ -46,6 +46,25 @@ class SimulatedStep:
     events: Events
     timeline: Timeline
     num_tokens: int
+    encoders: tuple[FloatArray, ...]
+    """Of pictures, ``[R]`` each: on the first stage before all text, and behind it."""
+
+    def with_encoders(self, encoders: tuple[FloatArray, ...]) -> SimulatedStep:
+        """The same step with these ``encoders``, if there are any. Ranks wait for each other's."""
+        if not encoders:
+            return self
+        forward, backward = encoders
+        first, both = float(forward.max()), float(forward.max() + backward.max())
+        waiting = np.full_like(self.dp_bubble, both)
+        waiting[:, 0] -= forward + backward
+        times = {name: getattr(self.timeline, name) + first for name in ("arrival", "start", "end")}
+        return replace(
+            self,
+            step_seconds=self.step_seconds + both,
+            dp_bubble=self.dp_bubble + waiting,
+            timeline=replace(self.timeline, **times),
+            encoders=encoders,
+        )
 
     @property
     def num_stages(self) -> int:
@@ -79,4 +98,6 @@ class SimulatedStep:
             "pp bubble": self.pp_bubble,
             "gradient sync": self.sync_seconds,
         }
+        if self.encoders:
+            parts["encoders"] = np.sum(self.encoders, axis=0) / self.num_stages
         return {name: float(values.mean()) / self.step_seconds for name, values in parts.items()}

@@ -185,6 +185,7 @@ def _account(done: _Executed, parts: list[StageTimes], *, num_forwards: int) -> 
         events=events,
         timeline=timeline,
         num_tokens=done.plan.num_tokens,
+        encoders=(),
         **spent,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -74,15 +74,20 @@ def spread_evenly(num_ranks: int, max_ranks: int) -> list[int]:
 
 
 def simulated_tracks(step: SimulatedStep, rank: int, kind: str = "") -> list[Track]:
-    """A rank in a simulated step, one track per stage. Time 0 is the start of the step's first micro-batch."""
+    """A rank in a simulated step, one track per stage. At time 0 the step's first micro-batch or encoder begins."""
     events, timeline = step.events, step.timeline
     micro_batches = np.flatnonzero(events.micro_batch_ranks == rank)
     tracks = []
     for stage in range(step.num_stages):
         spans = [span for number in micro_batches.tolist() for span in _tasks(step, number, stage)]
-        sync = float(step.sync_seconds[rank, stage])
+        sync, start = float(step.sync_seconds[rank, stage]), float(timeline.end[:, stage].max())
+        if step.encoders:
+            (before, behind), text_end = (float(own[rank]) for own in step.encoders), float(timeline.end.max())
+            encode = Span(name="encode", category="encode", start=0.0, seconds=before)
+            backward = replace(encode, name="encode: backward", start=text_end, seconds=behind)
+            spans = [encode, *spans, backward] if stage == 0 else spans
+            start = text_end + float(step.encoders[1].max())
         if sync > 0:
-            start = float(timeline.end[:, stage].max())
             spans.append(Span(name="gradient sync", category="sync", start=start, seconds=sync))
         tracks.append(Track(rank=rank, name=f"stage {stage}", spans=spans, kind=kind))
     return tracks

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from bytescale.common.arrays import FloatArray
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes
 from bytescale.config.schema import AUTO_CAPACITY, Config
@@ -37,6 +38,7 @@ class MeasuredRows:
         encoder_saved, encoder_peak, encoder_fixed: the same as the first three of an encoder, for each row it makes.
         encoder_row: of such a row; 0: there is no encoder, or none that could be measured.
         encoder_patches: how many patches make a row (``encoders.frames_of``). No bytes.
+        encoder_forward_flops, encoder_backward_flops: operations for a row beside attention, with what runs again.
     """
 
     saved_per_token: float
@@ -50,6 +52,15 @@ class MeasuredRows:
     encoder_fixed: float = 0.0
     encoder_row: float = 0.0
     encoder_patches: float = 0.0
+    encoder_forward_flops: float = 0.0
+    encoder_backward_flops: float = 0.0
+
+    def encoder_seconds(self, work: FloatArray, profile: Profile) -> tuple[FloatArray, ...]:
+        """``[R]`` seconds of HDP ranks' encoders before the text and behind it. ``work``: rows of all that encode."""
+        if not self.encoder_forward_flops:
+            return ()
+        seconds = work.reshape(-1, profile.tensor_parallel).max(axis=1) / profile.flops_per_second
+        return seconds * self.encoder_forward_flops, seconds * self.encoder_backward_flops
 
     def of_all(self, smallest: Callable[[Sequence[float]], Sequence[float]]) -> MeasuredRows:
         """What holds on all ranks. ``smallest``: the minimum over ranks of each of these numbers."""
@@ -113,16 +124,19 @@ class MeasuredMemory:
     """What a batch's pictures hold while its text runs (``Items.memory``)."""
     other_stages: tuple[MeasuredMemory, ...] = ()
     """Of the pipeline that this stage belongs to."""
+    first_stage: MeasuredMemory | None = None
+    """Of the same; None: it is this one."""
 
     @staticmethod
     def of_stages(told: Sequence[dict[str, Any]]) -> MeasuredMemory:
-        """From what ``dataclasses.asdict`` makes of each stage, in order, whatever has carried it."""
+        """From what ``dataclasses.asdict`` makes of each stage, in order. All know the first one's encoders."""
+        of_encoder = {name: value for name, value in told[0]["rows"].items() if name.startswith("encoder")}
         stages = [
             MeasuredMemory(
                 **{
                     **own,
                     "states": States(**own["states"]),
-                    "rows": MeasuredRows(**own["rows"]),
+                    "rows": MeasuredRows(**{**own["rows"], **of_encoder}),
                     "rings": tuple(RingWidths(**ring) for ring in own["rings"]),
                     "other_stages": (),
                 }
@@ -174,7 +188,8 @@ class MeasuredMemory:
 
     def fullest_stage(self, device_bytes: float) -> MeasuredMemory:
         """The same for the pipeline stage that has room for the fewest tokens: itself, unless there are stages."""
-        return min((self, *self.other_stages), key=lambda stage: stage.capacity_tokens(device_bytes))
+        fullest = min((self, *self.other_stages), key=lambda stage: stage.capacity_tokens(device_bytes))
+        return fullest if fullest is self else replace(fullest, first_stage=self)
 
     @property
     def saved_bytes_per_token(self) -> float:
@@ -209,7 +224,7 @@ class MeasuredMemory:
 
     def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
         """The same as plain numbers, for ``plan.verify``. What else keeps moved bytes alive takes host memory, too."""
-        freed = self.rows.movable_per_token / (self.rows.moved_per_token or math.inf)
+        freed, first = self.rows.movable_per_token / (self.rows.moved_per_token or math.inf), self.first_stage
         return MemoryLimits(
             states_bytes=self.states.device_bytes + self.nccl_bytes + self.picture_bytes,
             saved_bytes_per_token=self.saved_bytes_per_token,
@@ -217,6 +232,7 @@ class MeasuredMemory:
             phases=self.phases(),
             device_bytes=device_bytes,
             host_bytes=host_bytes * freed,
+            first_stage=None if first is None else first.limits(device_bytes=device_bytes, host_bytes=host_bytes),
         )
 
     def capacity_tokens(self, device_bytes: float, moved_share: float = 0.0) -> int:

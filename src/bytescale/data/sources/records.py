@@ -117,7 +117,8 @@ def kind_of(config: CorpusConfig) -> RecordKind:
             required = (("tokens", "input_ids"), *((name,) for name in config.fields))
             return RecordKind("tokens", required, ("labels", "weights"))
         case "messages":
-            return RecordKind("messages", (("messages", "conversations"),), ("tools", "chat_template_kwargs", "images"))
+            beside = ("tools", "chat_template_kwargs", "images", "videos")
+            return RecordKind("messages", (("messages", "conversations"),), beside)
         case _:
             return RecordKind("prompt", (("prompt",), ("completion",)))
 

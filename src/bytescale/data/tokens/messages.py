@@ -1,7 +1,8 @@
 """Reads conversations as they lie in data: OpenAI's form or ShareGPT's, JSON in strings (as TRL prefers it), nulls.
 
-A part of a content may be a picture: {"type": "image"} with its path or its bytes, or without them the next one of the
-record's ``images``. The chat template is told its type alone.
+A part of a content may be a picture or a video: {"type": "image"} or {"type": "video"} with its path or its bytes, or
+without them the next one of the record's ``images`` or ``videos``. A video may be a list of pictures, its frames, with
+``fps`` beside it. The chat template is told the part's type alone.
 
 A key with a null is a missing key, because a column of Parquet gives every row all keys. In a string of JSON, tools and
 arguments keep their nulls.
@@ -12,18 +13,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from bytescale.common.errors import DataError
 from bytescale.common.parsing import parse_json
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _ROLES = ("user", "assistant", "system", "tool", "function", "developer")
-_PICTURES = ("image", "image_url")
-"""Types of parts that are pictures, and keys of them."""
-_PICTURE_KEYS = ("bytes", "base64", "path", "url", *_PICTURES)
+_KINDS = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+"""Types of parts that are pictures or videos, and keys of them."""
+_ITEM_KEYS = ("bytes", "base64", "path", "url", *_KINDS)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+class Source(NamedTuple):
+    """Where a picture or a video is: its path, a data URL or bytes; a list of these: a video's frames."""
+
+    kind: str
+    content: Any
+    fps: float | None = None  # of a list of frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +43,8 @@ class Conversation:
     tools: list[dict[str, Any]] | None
     variables: dict[str, Any]
     weights: list[float]
-    pictures: list[Any] = field(default_factory=list)
-    """In their order in the messages: the path or the bytes of each."""
+    pictures: list[Source] = field(default_factory=list)
+    """In their order in the messages."""
 
 
 def conversation_of(values: Mapping[str, Any]) -> Conversation:
@@ -45,7 +54,8 @@ def conversation_of(values: Mapping[str, Any]) -> Conversation:
     if not isinstance(found, list) or not found:
         raise _wrong(f"{name!r} is not a list of messages", "[{'role': ..., 'content': ...}, ...]")
     messages = [_message(_parsed(message, f"message {number}"), number) for number, message in enumerate(found)]
-    pictures = _take_pictures(messages, _without_nulls(_parsed(values.get("images") or [], "'images'")))
+    columns = {name: _without_nulls(_parsed(values.get(name) or [], f"{name!r}")) for name in ("images", "videos")}
+    pictures = _take_pictures(messages, columns)
     variables = _without_nulls(_parsed(values.get("chat_template_kwargs") or {}, "'chat_template_kwargs'"))
     if not isinstance(variables, dict) or not variables.keys().isdisjoint(OWN_VARIABLES):
         raise _wrong(f"'chat_template_kwargs' is {_shown(variables)}", f"{{...}} without {', '.join(OWN_VARIABLES)}")
@@ -53,27 +63,36 @@ def conversation_of(values: Mapping[str, Any]) -> Conversation:
     return Conversation(messages, tools, variables, [_weight(*numbered) for numbered in enumerate(messages)], pictures)
 
 
-def _take_pictures(messages: list[dict[str, Any]], images: Any) -> list[Any]:
-    """Leave the types of pictures in ``messages``; return what they are. ``images``: of parts that do not say it."""
-    found, rest = list[Any](), iter(images if isinstance(images, list) else [images])
+def _take_pictures(messages: list[dict[str, Any]], columns: Mapping[str, Any]) -> list[Source]:
+    """Leave the types of pictures in ``messages``; return what they are. ``columns``: of parts that do not say it."""
+    found = list[Source]()
+    rest = {name[:-1]: iter(own if isinstance(own, list) else [own]) for name, own in columns.items()}
     for message in messages:
         parts = message["content"] if isinstance(message.get("content"), list) else []
         for place, part in enumerate(parts):
-            if part.get("type") in _PICTURES:
-                found.append(_picture(part if part.keys() & set(_PICTURE_KEYS) else next(rest, None)))
-                parts[place] = {"type": "image"}
-    if None in found or next(rest, None) is not None:
-        num_parts = f"{len(found)} parts of type 'image' in its messages"
-        raise _wrong(f"'images' is {_shown(images)}, for {num_parts}", "as many, or the path into each part")
+            if (kind := _KINDS.get(part.get("type"))) is not None:
+                said = part if part.keys() & set(_ITEM_KEYS) else next(rest[kind], None)
+                found.append(Source(kind, _content(said), part.get("fps")))
+                parts[place] = {"type": kind}
+    for kind, unused in rest.items():
+        own = [source.content for source in found if source.kind == kind]
+        if None in own or next(unused, None) is not None:
+            num_parts = f"{len(own)} parts of type {kind!r} in its messages"
+            raise _wrong(
+                f"'{kind}s' is {_shown(columns[f'{kind}s'])}, for {num_parts}", "as many, or each into its part"
+            )
+    for fps in (source.fps for source in found):
+        if fps is not None and not (isinstance(fps, int | float) and 0 < fps < math.inf):
+            raise _wrong(f"'fps' of a video is {_shown(fps)}", "the number of its frames in a second")
     return found
 
 
-def _picture(said: Any) -> Any:
-    """A path, a data URL or bytes, from a part, or from {"bytes": ..., "path": ...} as a column of Parquet has it."""
+def _content(said: Any) -> Any:
+    """``Source.content``, from a part, or from {"bytes": ..., "path": ...} as a column of Parquet has it."""
     while isinstance(said, dict):
-        key = next((key for key in _PICTURE_KEYS if key in said), "none")
+        key = next((key for key in _ITEM_KEYS if key in said), "none")
         said = f"data:,{said[key]}" if key == "base64" else said.get(key)
-    return said
+    return [_content(frame) for frame in said] or None if isinstance(said, list) else said
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
@@ -95,13 +114,13 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(content, (str, list)):
         raise _wrong(f"the content of {place} is {_shown(content)}", "text, which may be JSON")
     for part in content if isinstance(content, list) else ():
-        if isinstance(part, dict) and part.get("type") in _PICTURES:
+        if isinstance(part, dict) and part.get("type") in _KINDS:
             continue
         if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise _wrong(
                 f"{place} has a part of type {kind!r}: {_shown(part)}",
-                "{'type': 'text', 'text': ...} or {'type': 'image', 'path': ...}",
+                "{'type': 'text', 'text': ...}, {'type': 'image', 'path': ...} or {'type': 'video', 'path': ...}",
             )
     if "tool_calls" in message:
         calls = _functions(message["tool_calls"], f"the tool_calls of {place}", "arguments")

@@ -98,7 +98,7 @@ class BatchToPlan:
 
         needed = self.items.memory(
             [[number / patches for number in frames_of(item)] for _, item in self.items.items],
-            self.hdp.group.size, sum(self.lengths), memory.rows,
+            self.hdp.mesh.encoding[1], sum(self.lengths), memory.rows,
             keeps_graphs=engine.activations.keeps_graphs, by_frames=engine.decoder.encoders.by_frames,
         )  # fmt: skip
         return planner.beside(*needed, max(self.lengths))

@@ -21,11 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from bytescale.attention.copies import to_device
+from bytescale.common.arrays import FloatArray
 from bytescale.common.errors import ConfigError, DataError, RankFailure
 from bytescale.hf.batch.documents import ITEM_NAMES, PLACEHOLDERS, POSITIONS, Batch, Documents, add_numbers
 from bytescale.hf.model.encoders import Encoders, Form, Item, some_frames
@@ -72,7 +74,7 @@ class Items:
     contents: Sequence[str] | None = None
 
     @staticmethod
-    def of(batch: Batch, work: Callable[[str, Item], Sequence[float]]) -> Items | None:
+    def of(batch: Batch, work: Callable[[str, Any], Sequence[float]]) -> Items | None:
         """None: the documents are text alone."""
         items, places = list[tuple[str, Item]](), dict[tuple[str, int], int]()
         lists, known, of_documents = [dict[str, list[int]]()], {"": 0}, dict[int, int]()
@@ -151,6 +153,10 @@ class Items:
             found[number] = rank
             heapq.heappush(loads, (load + work[number], rank))
         return found
+
+    def loads(self, size: int) -> FloatArray:
+        """``[size]`` work of each rank, where no item is shared out."""
+        return np.bincount(self.ranks(size), list(map(sum, self.work)), size).astype(np.float64)
 
     def memory(
         self, sizes: Sequence[Sequence[float]], size: int, num_tokens: int, rows: MeasuredRows, *,

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from bytescale.common.arrays import FloatArray
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
 from bytescale.cost.memory.measured import MeasuredRows
 from bytescale.data.loading.corpus import Corpus, place_of_document
 from bytescale.data.loading.loader import Loader, StepData
 from bytescale.data.order.batches import GlobalBatch
-from bytescale.data.tokens.pictures import Picture, folder_of, pixels_of
+from bytescale.data.tokens.pictures import folder_of, pixels_of
 from bytescale.hf.batch.documents import ITEM_NAMES, Documents
 from bytescale.hf.loop.encoded import EncodedItems, Items, require_use
 from bytescale.hf.model.decoder import HFDecoder
@@ -78,21 +78,19 @@ def read_pictures(
     dtype: torch.dtype,
 ) -> PicturesOfRank | None:
     """Read those pictures of a batch that a ``rank`` of so many encodes; None: there are none. ``dtype``: of pixels."""
-    pictures = corpus.pictures_of(batch.samples)
-    if not pictures:
+    if (of_batch := _items_of(corpus, batch)) is None:
         return None
-    error, told = "", dict[int, dict[str, Any]]()
-    tokenizer = "" if corpus.tokenizer is None else corpus.tokenizer.name
-    items, known = _items_of(pictures, len(batch.lengths), _even_rows(tokenizer))
+    (items, pictures), error, told = of_batch, "", dict[int, dict[str, Any]]()
     for place in (place for place, owner in enumerate(items.ranks(rank[1])) if owner == rank[0]):
-        (_, item), picture = items.items[place], known[place]
+        (_, item), picture = items.items[place], pictures[place]
         try:
-            for name, value in pixels_of(picture, tokenizer).items():
-                item[name] = value.to(dtype) if value.is_floating_point() else value  # type: ignore[index]
-                if not name.startswith("pixel"):
+            for name, value in pixels_of(picture, _tokenizer_of(corpus)).items():
+                is_pixels = name.startswith("pixel")
+                item[name] = value.to(dtype) if is_pixels and value.is_floating_point() else value  # type: ignore[index]
+                if not is_pixels:
                     told.setdefault(place, {})[name] = value.tolist()
         except DataError as found:
-            number = next(number for number, own in pictures.items() if picture in own)
+            number = next(one for one, own in corpus.pictures_of(batch.samples).items() if picture in own)
             part, document = int(batch.samples.part[number]), int(batch.samples.document[number])
             error = error or f"{place_of_document(config, part, document)}: {found}"
     own = sorted({0}.union(*(one.sequences.tolist() for one in rank_plan.micro_batches)))
@@ -117,33 +115,41 @@ def _even_rows(tokenizer: str) -> float:
     return even_frame(config, "image") / merged**2 if merged else math.inf
 
 
-def _items_of(
-    pictures: Mapping[int, Sequence[Picture]], num_documents: int, even: float
-) -> tuple[Items, list[Picture]]:
-    """The pictures of a batch as items without pixels, and in the same order. One that comes again is the same item."""
-    known: dict[str, tuple[Picture, dict[str, Any]]] = {}
-    batch = [
-        {ITEM_NAMES[0]: [known.setdefault(own.path, (own, {}))[1] for own in pictures.get(number, ())]}
-        for number in range(num_documents)
-    ]
-    rows = {id(item): picture.rows for picture, item in known.values()}
-    found = Items.of(batch, lambda kind, item: [work_of([rows[id(item)]], even)])
+def _tokenizer_of(corpus: Corpus) -> str:
+    return "" if corpus.tokenizer is None else corpus.tokenizer.name
+
+
+def _items_of(corpus: Corpus, batch: GlobalBatch) -> tuple[Items, list[Any]] | None:
+    """The pictures of a batch as items without pixels, and in the same order; None: there are none."""
+    if not (of_documents := corpus.pictures_of(batch.samples)):
+        return None
+    known, even = dict[str, Any](), _even_rows(_tokenizer_of(corpus))
+    documents: list[dict[str, list[Any]]] = [{name: [] for name in ITEM_NAMES} for _ in batch.lengths]
+    for number, own in of_documents.items():
+        for picture in own:  # one that comes again is the same item
+            documents[number][f"{picture.kind}s"].append(known.setdefault(str(picture[1:]), picture))
+    found = Items.of(documents, lambda kind, own: [work_of([own.rows / own.frames] * own.frames, even)])
     assert found is not None, "there are pictures"
-    own = [picture for picture, _ in known.values()]
-    return replace(found, contents=[one.name for one in own]), own
+    pictures: list[Any] = [picture for _, picture in found.items]
+    items = [(kind, dict[str, Any]()) for kind, _ in found.items]
+    return replace(found, items=items, contents=[one.name for one in pictures]), pictures
 
 
 def memory_of_pictures(
     corpus: Corpus, batch: GlobalBatch, rows: MeasuredRows, size: int, *, keeps_graphs: bool
 ) -> tuple[float, float]:
     """``Items.memory`` of a batch on ``size`` ranks; zeros where it has no pictures, or their encoder is not known."""
-    pictures = corpus.pictures_of(batch.samples)
-    if not pictures or not rows.encoder_row:
+    if not rows.encoder_row or (found := _items_of(corpus, batch)) is None:
         return 0.0, 0.0
-    tokenizer = "" if corpus.tokenizer is None else corpus.tokenizer.name
-    items, known = _items_of(pictures, len(batch.lengths), _even_rows(tokenizer))
-    sizes, num_tokens = [[float(own.rows)] for own in known], int(batch.lengths.sum())
-    return items.memory(sizes, size, num_tokens, rows, keeps_graphs=keeps_graphs)
+    sizes, num_tokens = [[float(own.rows)] for own in found[1]], int(batch.lengths.sum())
+    return found[0].memory(sizes, size, num_tokens, rows, keeps_graphs=keeps_graphs)
+
+
+def work_of_pictures(corpus: Corpus, batch: GlobalBatch, size: int) -> FloatArray:
+    """``[size]`` work of each rank that encodes, in rows of small pictures (``encoders.work_of``)."""
+    found = _items_of(corpus, batch)
+    assert found is not None, "there are pictures"
+    return found[0].loads(size)
 
 
 class PictureLoader(Loader):

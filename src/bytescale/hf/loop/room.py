@@ -6,7 +6,7 @@ It is counted for training with AdamW, and for a loss that never has all rows' l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from bytescale.common.errors import ConfigError
@@ -51,8 +51,7 @@ class Room:
         from bytescale.runtime.usable import usable_device_bytes  # where memory is limited
 
         memory, group = engine.measured_memory(), engine.group
-        states = replace(memory.states, domain=domain, experts_in_parallel=experts == "parallel")
-        memory = replace(memory, states=states)
+        memory = memory.with_states(domain=domain, experts_in_parallel=experts == "parallel")
         limits, offload, host_bytes = None, None, 0.0
         if engine.pool is not None:
             times = ASSUMED[memory.kind].profile(engine.decoder.spec, bytes_per_element=memory.states.element_bytes)
@@ -60,6 +59,7 @@ class Room:
             offload = memory.offload_rule(times, host_bytes)
         if auto or device_gib is not None:
             (room,) = group.min_of([usable_device_bytes(group.device, group.size, device_gib)])
+            memory = memory.fullest_stage(room)
             wanted = fitting_capacity(memory, wanted, room)
             limits = memory.limits(device_bytes=room, host_bytes=host_bytes)
         return Room(capacity_tokens=wanted, memory=memory, limits=limits, offload=offload)

@@ -68,7 +68,8 @@ class Encoders:
         kinds: which of ``KINDS`` it has, each with the word that stands for it in a text.
     """
 
-    def __init__(self, model: nn.Module, attachment: Attachment) -> None:
+    def __init__(self, model: nn.Module, attachment: Attachment, undo: ExitStack) -> None:
+        """``undo``: learns what leaves the modules as they were."""
         self.root, self._attachment = causal_model(model), attachment
         self._names = inspect.signature(self.root.forward).parameters
         config = getattr(self.root, "config", None)
@@ -83,6 +84,7 @@ class Encoders:
                 self.kinds[kind], self._calls[kind] = word, calls  # partial: of another HDP
                 for own, call in zip(owners, calls, strict=True):
                     setattr(own, name, partial(_given_or, call))
+                    undo.callback(_leave, own, name, vars(own)[name])
         self.tried = set[str]()  # kinds whose rows the model is known to take
         self._settled = set[tuple[str, int]]()  # kinds that draw no random numbers in a mode
         self.by_frames = dict[str, bool]()  # whether frames are encoded by themselves, of kinds that were tried
@@ -317,6 +319,11 @@ def _given_or(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return next(given, None) or plain(*args, **kwargs)
 
 
+def _leave(owner: nn.Module, name: str, method: Any) -> None:
+    if vars(owner).get(name) is method:  # otherwise it is another HDP's
+        delattr(owner, name)
+
+
 def frames_of(item: Item) -> list[int]:
     """Patches of each frame of an item: of what an encoder's attention sees at once."""
     for name, value in item.items():
@@ -358,6 +365,6 @@ def even_frame(config: Any, kind: str) -> float:
     return (2.0 * width + inner) * layers / (len(whole) if whole else layers)
 
 
-def work_of(frames: Iterable[int], even: float) -> float:
+def work_of(frames: Iterable[float], even: float) -> float:
     """An encoder's work on frames with so many patches, in patches of a small frame. ``even``: ``even_frame``."""
     return sum(patches * (1 + patches / even) for patches in frames)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from bytescale.attention import AttentionKernel, PackedAttention
 from bytescale.cost.memory.device_kernels import DeviceKind, nccl_reserve_bytes
@@ -55,7 +56,7 @@ def measure_rows(
     # Recurrences fill up a chunk for each document: short ones need most.
     is_free = device.type == "meta" and not decoder.mixers
     alone, length = RankGroup(device=device), SHAPE_TOKENS if is_free else DOCUMENT_TOKENS
-    embedding, of_encoder = embeddings_of(decoder.model)[0], measure_encoder(decoder)
+    embedding, of_encoder = embeddings_of(decoder.model)[0], measure_encoder(decoder, activations.keeps_graphs)
     with ExitStack() as after:
         if isinstance(weight := getattr(embedding, "weight", None), nn.Parameter) and weight.requires_grad:
             after.callback(weight.requires_grad_, True)
@@ -124,36 +125,49 @@ def _measured(
     return replace(rows, movable_per_token=movable, moved_per_token=left[2])
 
 
-def measure_encoder(decoder: HFDecoder) -> dict[str, float]:
-    """What the encoder of images needs, which sees videos, too: fields of ``MeasuredRows``. Nothing: there is none."""
+def measure_encoder(decoder: HFDecoder, keeps_graphs: bool = True) -> dict[str, float]:
+    """What the encoder of images needs, which sees videos, too: fields of ``MeasuredRows``. Nothing: there is none.
+
+    ``keeps_graphs``: whether backward does not encode again.
+    """
     encoders = decoder.encoders
     if not encoders.kinds or (decoder.stage is not None and not decoder.stage.is_first):
         return {}
-    if decoder.stage is not None or "image" not in encoders.kinds or encoders.sample("image", 1) is None:
+    if "image" not in encoders.kinds or encoders.sample("image", 1) is None:
         what = f"what the encoders of {type(encoders.root).__name__} need could not be measured"
         warnings.warn(f"{what}: leave room for pictures by device_gib", stacklevel=2)
         return {}
-    if "video" in encoders.kinds and (video := encoders.sample("video", 2)) is not None:
+    is_cut = decoder.stage is not None  # then videos are encoded as a whole
+    if not is_cut and "video" in encoders.kinds and (video := encoders.sample("video", 2)) is not None:
         encoders.takes_frames("video", video)
-    num_rows, num_patches = list[int](), 0
+    num_rows, num_flops, num_patches = list[int](), list[tuple[float, float]](), 0
 
     def run(number: int, ratio: float) -> _Bytes:
         nonlocal num_patches
         item = encoders.sample("image", number)
         assert item is not None, "it was made before"
         num_patches = sum(frames_of(item))
-        with LiveBytes() as live:
+        with LiveBytes() as live, FlopCounterMode(display=False) as flops:
             rows, _ = encoders.encode("image", item)
-            saved = live.now
+            saved, forward = live.now, _products(flops)
             if rows.requires_grad:
                 rows.backward(torch.ones_like(rows))
         num_rows.append(len(rows))
+        again = forward if rows.requires_grad and not keeps_graphs else 0
+        num_flops.append((forward, _products(flops) - forward + again))
         return saved, live.peak, rows.nbytes
 
     (saved, peak, of_row), fixed = _slopes(run, 0.0, 1)
     per = (num_rows[1] - num_rows[0]) / (NUM_DOCUMENTS[1] - NUM_DOCUMENTS[0])  # rows of a part
     own = {"saved": saved, "peak": peak, "row": of_row, "patches": num_patches / NUM_DOCUMENTS[1]}
+    for name, few, many in zip(("forward", "backward"), *num_flops, strict=True):
+        own[f"{name}_flops"] = (many - few) / (NUM_DOCUMENTS[1] - NUM_DOCUMENTS[0])
     return {f"encoder_{name}": value / per for name, value in own.items()} | {"encoder_fixed": fixed}
+
+
+def _products(flops: FlopCounterMode) -> float:
+    """Without attention, which not all devices count, and which ``encoders.work_of`` adds."""
+    return sum(own for name, own in flops.get_flop_counts()["Global"].items() if "attention" not in str(name))
 
 
 class _End(torch.autograd.Function):

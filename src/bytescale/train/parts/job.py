@@ -126,17 +126,17 @@ def build_job(
     if model.units is None:
         optimizer.zeros[0].overlap_with(model.layers)
     model.load(config, optimizer, ranks)
-    if isinstance(loader, PictureLoader):
-        loader.memory = model.rows, model.activations.keeps_graphs
 
     # 2. Plans: from numbers that are the same on all ranks.
-    spec, hdp = model.spec, ranks.mesh.hdp.size
+    spec, memory = model.spec, model.memory(kind_of(ranks.device), ranks.mesh.hdp.size, ranks)
+    if isinstance(loader, PictureLoader):
+        loader.memory = memory.rows, model.activations.keeps_graphs
     own = rank_device(config, ranks.device, ranks.dtype, ranks.world.size)
     everyone = [RankDevice(**told) for told in all_gather_json(asdict(own), ranks.checkpoint_group)]
     planning = plan_of_run(
         config,
         spec,
-        model.memory(kind_of(ranks.device), hdp, ranks),
+        memory,
         Devices.of_mesh(everyone, ranks.mesh.shape),
         device=ranks.device,
         dtype=ranks.dtype,

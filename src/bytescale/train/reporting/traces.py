@@ -50,6 +50,9 @@ class StepTraces:
         times = self._job.step_times
         known = self._job.planner if self._job.calibration is None else self._job.calibration
         predicted = times.simulated(data.plan, known.cost)
+        if data.items is not None:
+            work = data.items.items.loads(ranks.mesh.encoding[1])
+            predicted = predicted.with_encoders(self._job.memory.model.rows.encoder_seconds(work, times.profile))
         about = {
             "step": metrics.step,
             "measured_seconds": metrics.step_seconds,  # with the wait for its data, which the simulated one has at once
