@@ -55,7 +55,7 @@ def one_case(kind: str, seed: int) -> tuple[list[bool], int]:
         plan,
         mesh,
         checkpointing=str(random.choice(["none", "full", "attention"])),
-        tie_embeddings=bool(random.integers(2)) and mesh.pp == 1,
+        tied=bool(random.integers(2)) and mesh.pp == mesh.tp == 1,
     )
     # A step that ends with all waits also ends with fewer of them.
     everything = bool(Replay(programs, EVERYTHING).run())

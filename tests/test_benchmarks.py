@@ -63,7 +63,7 @@ SMALLEST = [
     "report.py --ranks 64",
     "cluster shared_trees.py --ranks 2 --rounds 1 --mbit 1000",
     "torchrun:2 sharing.py --steps 1 --tokens 1024 --capacity 512",
-    "cluster sharing_cluster.py --ranks 4 --ranks-per-node 2 --tokens 2048 --rounds 1 --mbit 1000",
+    "cluster sharing_cluster.py --rounds 1 --mbit 1000",
     "soak.py --kills 1 --steps 10 --limit-seconds 100",
     "strong_scaling.py --seeds 1 --models 7B --contexts 256K --data github --ranks 64 --out {out}",
     "cluster tp_overlap.py --mbit 1000 --tokens 64 --rounds 1",
