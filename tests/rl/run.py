@@ -19,7 +19,8 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "cookbook": ("tinker-cookbook>=0.5.8", "peft>=0.15"),
     "skyrl": (
         "skyrl==0.3.0", "sqlmodel", "ray==2.56.0", "loguru", "omegaconf", "hydra-core==1.3.2", "tensordict",
-        "jaxtyping", "accelerate", "skyrl-gym==0.4.0", "tqdm", "func_timeout", "beartype", "prime-pydantic-config", "wandb",
+        "jaxtyping", "accelerate", "skyrl-gym==0.4.0", "tqdm", "func_timeout", "beartype", "wandb",
+        "prime-pydantic-config",
     ),
     "areal": (
         "torchdata", "transformers>=5.0.0,<=5.3.0", "peft<=0.18.1", "datasets", "omegaconf==2.4.0.dev2",

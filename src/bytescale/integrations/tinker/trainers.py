@@ -297,14 +297,13 @@ def _drawn(
         **options,
     )  # fmt: skip
     device = given["input_ids"].device
-    criteria = [lambda ids, *_, **__: torch.tensor([ended(row) for row in ids[:, size:].tolist()], device=device)]
+    each_step = [lambda ids, *_, **__: torch.tensor([ended(row) for row in ids[:, size:].tolist()], device=device)]
+    criteria = each_step if texts else None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(request["seed"])
-        made = causal_model(module).generate(
-            **given, generation_config=config, stopping_criteria=criteria if texts else None
-        )
+        rows = causal_model(module).generate(**given, generation_config=config, stopping_criteria=criteria)[:, size:]
     found = []
-    for row in made[:, size:].tolist():  # others of the batch went on
+    for row in rows.tolist():  # others of the batch went on
         parts = [row[: place + 1] for place in range(len(row))]
         place = bisect.bisect_left(parts, True, key=ended)
         found.append((parts[place], "stop") if place < len(parts) else (row, "length"))
