@@ -444,6 +444,7 @@ def refused(client: Client) -> list[tuple[str, int, str, int, str]]:
         (400, "a/b", ("POST", "save_weights_for_sampler", work | {"path": "a/b"}), {}),
         (400, "inflight", ("POST", "save_weights_for_sampler", work | {"kind": "inflight"}), {}),
         (400, "overwrite", ("POST", "save_weights", work | {"path": "x", "overwrite": True}), {}),
+        (400, "model_role", ("POST", "create_model", {"model_role": "critic"}), {}),
         (404, "nothing", ("POST", "weights_info", {"tinker_path": "tinker://nothing/weights/x"}), {}),
         (400, "the name '..'", ("POST", "load_weights", work | {"path": "tinker://../weights/x"}), {}),
         (400, "the name '..'", ("POST", "load_weights", work | {"path": "tinker://a/weights/.."}), {}),

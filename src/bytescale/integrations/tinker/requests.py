@@ -20,7 +20,7 @@ _ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weig
 _NOT_HERE = (
     "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k",
     "prompt_logprobs_last_n", "record_stability_info", "weights_access_token", "overwrite",
-    "optimizer_params",
+    "optimizer_params", "model_role",
 )  # fmt: skip
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 

@@ -289,22 +289,25 @@ def _drawn(
     texts = [own for own in stop if isinstance(own, str)]
     ends, words = own_ends if texts else stop, tokenizer() if texts else None
 
-    def ended(row: list[int]) -> bool:
-        return any(end in row for end in ends) or (words is not None and any(own in words.decode(row) for own in texts))
+    def ended(row: list[int], last: int) -> bool:
+        part = row[: last + 1]
+        return any(own in part for own in ends) or (words is not None and any(t in words.decode(part) for t in texts))
 
     config = GenerationConfig(
         max_new_tokens=request["max_tokens"], do_sample=bool(options), eos_token_id=ends or None, pad_token_id=0,
         **options,
     )  # fmt: skip
     device = given["input_ids"].device
-    each_step = [lambda ids, *_, **__: torch.tensor([ended(row) for row in ids[:, size:].tolist()], device=device)]
-    criteria = each_step if texts else None
+
+    def each_ended(ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.tensor([ended(row, len(row)) for row in ids[:, size:].tolist()], device=device)
+
+    criteria = [each_ended] if texts else None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(request["seed"])
         rows = causal_model(module).generate(**given, generation_config=config, stopping_criteria=criteria)[:, size:]
     found = []
     for row in rows.tolist():  # others of the batch went on
-        parts = [row[: place + 1] for place in range(len(row))]
-        place = bisect.bisect_left(parts, True, key=ended)
-        found.append((parts[place], "stop") if place < len(parts) else (row, "length"))
+        last = bisect.bisect_left(range(len(row)), True, key=functools.partial(ended, row))
+        found.append((row[: last + 1], "stop" if last < len(row) else "length"))
     return found

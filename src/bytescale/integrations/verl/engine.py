@@ -258,7 +258,7 @@ class BytescaleEngine(BaseEngine):
         each = torch.as_tensor(given, dtype=torch.float64).flatten().expand(len(tokens)).tolist()
         number = [torch.full((len(t),), own, dtype=torch.float64) for t, own in zip(tokens, each, strict=True)]
         # Of nested tensors with another ragged dimension, such as three places of a token, PyTorch mixes up the rows.
-        rest = {
+        rest: dict[str, list[Any]] = {
             name: list(value.unbind())
             for name, value in data.items()
             if isinstance(value, Tensor) and getattr(value, "_ragged_idx", 1) == 1
