@@ -27,6 +27,7 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
         "hydra-core==1.4.0.dev1", "aiohttp", "aiofiles", "einops", "colorlog", "ray[default]", "fastapi", "uvicorn",
         "uvloop", "flask", "tenacity", "nvidia-ml-py", "numba", "pandas", "pybase64", "setproctitle", "wandb", "lark",
         "tensorboardx", "pillow", "pebble", "zstandard", "msgspec", "openai", "swanlab", "trackio", "networkx==3.3",
+        "tabulate", "orjson", "psutil", "pyzmq",
     ),
 }  # fmt: skip
 WITHOUT_THEIRS = {"areal": ("areal==1.0.4",)}
