@@ -9,7 +9,7 @@ DOCS   := $(VENV)/.docs-ready
 # Tests start many processes. Without files of bytecode, each of them would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-rest test-all coverage lint docs docs-serve setup check-cuda check-trl check-verl check-tinker clean
+.PHONY: train test test-rest test-all coverage lint docs docs-serve setup check-cuda check-trl check-verl check-tinker check-rl clean
 
 train: setup  ## train a small Llama on 8 ranks, measure the planners, simulate 512 GPUs
 	$(BIN)/bytescale demo
@@ -64,6 +64,9 @@ check-verl:  ## verl's worker and losses on our engine, on two ranks: 6 GB of do
 
 check-tinker:  ## Tinker's client against bytescale serve, on one rank and on two: 3 GB of downloads the first time, then some minutes
 	$(PYTHON) -m tests.tinker.run
+
+check-rl:  ## loops and losses of other projects on ours, on one rank and on two: 5 GB of downloads the first time, then some minutes
+	$(PYTHON) -m tests.rl.run
 
 clean:  ## remove the environment and caches, keep runs
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage* site

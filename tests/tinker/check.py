@@ -19,7 +19,7 @@ from typing import Any
 
 import peft
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 import tinker
@@ -54,13 +54,14 @@ def texts() -> list[str]:
     return [page[: 60 + 37 * place] for place, page in enumerate(pages)]
 
 
-def make_model(folder: Path) -> Any:
-    """A folder as a user has one. Returns its tokenizer."""
+def make_model(folder: Path, special: tuple[str, ...] = ()) -> Any:
+    """A folder as a user has one, whose tokenizer knows ``special`` words. Returns the tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        texts(), trainers.BpeTrainer(vocab_size=600, special_tokens=["<end>"], initial_alphabet=alphabet)
+        texts(), trainers.BpeTrainer(vocab_size=600, special_tokens=["<end>", *special], initial_alphabet=alphabet)
     )
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
     wrapped.save_pretrained(folder)
@@ -74,8 +75,8 @@ def make_model(folder: Path) -> Any:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """The address of a server on so many ranks."""
+def serving(folder: Path, name: str = "small") -> Iterator[str]:
+    """The address of a server on so many ranks, whose model has this name."""
     command = [
         sys.executable,
         "-m",
@@ -83,7 +84,7 @@ def serving(folder: Path) -> Iterator[str]:
         "serve",
         str(folder),
         "--name",
-        "small",
+        name,
         "--out",
         str(folder / "out"),
         "--port",
@@ -105,15 +106,15 @@ def serving(folder: Path) -> Iterator[str]:
 class Plain:
     """The reference: a loop of PyTorch over one sequence at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rank: int = RANK, seed: int = SEED, **parts: bool) -> None:
+        assert all(parts.values()), "every linear module has adapters here"
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-        torch.manual_seed(SEED)
+        torch.manual_seed(seed)
         names = [name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)]
-        config = peft.LoraConfig(r=RANK, lora_alpha=32, target_modules=names)
+        config = peft.LoraConfig(r=rank, lora_alpha=32, target_modules=names)
         self.model = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
         self.trained = [own for own in self.model.parameters() if own.requires_grad]
-        betas, rest = (ADAM["beta1"], ADAM["beta2"]), {"eps": ADAM["eps"], "weight_decay": ADAM["weight_decay"]}
-        self.optimizer = torch.optim.AdamW(self.trained, lr=ADAM["learning_rate"], betas=betas, **rest)
+        self.optimizer = torch.optim.AdamW(self.trained)
 
     def logprobs(self, datum: types.Datum) -> torch.Tensor:
         targets = datum.loss_fn_inputs["target_tokens"].to_torch()
@@ -135,7 +136,16 @@ class Plain:
             total -= float(aim.sum())
         return total
 
-    def step(self) -> float:
+    def run_custom(self, data: list[types.Datum], loss: Any) -> float:
+        """A loss of the client's, of the log-probabilities of all data."""
+        total, _ = loss(data, [self.logprobs(datum) for datum in data])
+        total.backward()
+        return float(total)
+
+    def step(self, adam: types.AdamParams | None = None) -> float:
+        own = adam or types.AdamParams(**ADAM)
+        options = {"lr": own.learning_rate, "betas": (own.beta1, own.beta2), "eps": own.eps}
+        self.optimizer.param_groups[0].update(options, weight_decay=own.weight_decay)
         norm = float(torch.nn.utils.clip_grad_norm_(self.trained, 1e30))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -227,14 +237,15 @@ def check(service: Any, client: Any, plain: Plain, tokenizer: Any) -> None:
 def check_the_rest(service: Any, client: Any, plain: Plain, data: list[types.Datum]) -> None:
     """A loss of the client's, a batch in two parts that arrive in the wrong order, checkpoints, refusals."""
     adam = types.AdamParams(**ADAM)
-    result = client.forward_backward_custom(data, lambda _, rows: (sum((row**2).sum() for row in rows), {}))
+
+    def squares(_: Any, rows: Any) -> Any:
+        return sum((row**2).sum() for row in rows), {}
+
+    result = client.forward_backward_custom(data, squares)
     client.optim_step(adam).result()
-    loss = sum((plain.logprobs(datum) ** 2).sum() for datum in data)
-    loss.backward()
+    loss = plain.run_custom(data, squares)
     plain.step()
-    compare(
-        "a loss of the client's (forward_backward_custom, fp32)", result.result().metrics["loss:sum"], float(loss), 1e-6
-    )
+    compare("a loss of the client's (forward_backward_custom, fp32)", result.result().metrics["loss:sum"], loss, 1e-6)
     many = [
         types.Datum(
             model_input=types.ModelInput.from_ints([place % 500, 7]),

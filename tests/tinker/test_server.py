@@ -16,13 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.helpers.forks import run_forked
+from tokenizers import Tokenizer, models
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from bytescale.cli.serve import answer_requests
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import Config, ParallelConfig, TrainerConfig
 from bytescale.integrations.tinker.server import MOST_BYTES, TinkerServer
-from bytescale.integrations.tinker.trainers import Trainers
+from bytescale.integrations.tinker.trainers import Trainers, _drawn
 from bytescale.parity import small_model
 from bytescale.train.ranks import open_ranks
 
@@ -345,6 +347,27 @@ def check_samples(folder: Path, out: Path, found: dict[str, Any]) -> None:
         assert all(end not in sequence["tokens"][:-1] for sequence in ended["sequences"] for end in ends[1:])
 
 
+def test_a_text_ends_a_sample_at_the_token_that_completes_it() -> None:
+    """Each of a batch by itself; a text may lie across tokens, and the model's own end is one, too."""
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(67)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    request = {"num_samples": 3, "max_tokens": 12, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 4, "stop": []}
+
+    def drawn(stop: list[Any], own_ends: list[int]) -> list[tuple[list[int], str]]:
+        given = {"input_ids": torch.tensor([[5, 6]])}
+        return _drawn(model, request | {"stop": stop}, given, own_ends, lambda: tokenizer)
+
+    model = small_model("qwen3").eval()
+    rows = [row for row, _ in drawn([], [])]
+    assert [len(row) for row in rows] == [12] * 3
+    text, own_end = tokenizer.decode(rows[0][3:5]), rows[1][6]
+    found = drawn([text, "not there"], [own_end])
+    assert (found[0][1], found[1][1]) == ("stop", "stop")
+    for (row, reason), whole in zip(found, rows, strict=True):
+        ended = [text in tokenizer.decode(whole[:size]) or own_end in whole[:size] for size in range(1, 13)]
+        assert (row, reason) == ((whole[: ended.index(True) + 1], "stop") if any(ended) else (whole, "length"))
+
+
 @pytest.mark.exhaustive
 def test_two_ranks_draw_and_score_as_one_does(folder: Path, tmp_path: Path) -> None:
     one = served(folder, tmp_path / "one", used_by_two_clients)
@@ -420,7 +443,8 @@ def refused(client: Client) -> list[tuple[str, int, str, int, str]]:
         (400, ".hidden", ("POST", "save_weights", work | {"path": ".hidden"}), {}),
         (400, "a/b", ("POST", "save_weights_for_sampler", work | {"path": "a/b"}), {}),
         (400, "inflight", ("POST", "save_weights_for_sampler", work | {"kind": "inflight"}), {}),
-        (400, "ttl_seconds", ("POST", "save_weights", work | {"path": "x", "ttl_seconds": 3600}), {}),
+        (400, "overwrite", ("POST", "save_weights", work | {"path": "x", "overwrite": True}), {}),
+        (400, "model_role", ("POST", "create_model", {"model_role": "critic"}), {}),
         (404, "nothing", ("POST", "weights_info", {"tinker_path": "tinker://nothing/weights/x"}), {}),
         (400, "the name '..'", ("POST", "load_weights", work | {"path": "tinker://../weights/x"}), {}),
         (400, "the name '..'", ("POST", "load_weights", work | {"path": "tinker://a/weights/.."}), {}),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from verl.workers.config import (
     PolicyLossConfig,
 )
 from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
 from bytescale.integrations.verl import BytescaleEngineConfig
@@ -129,13 +131,13 @@ def value_model(local_path: str, torch_dtype: torch.dtype, model_config: Any, tr
 verl.utils.model.load_valuehead_model = value_model
 
 
-def worker(folder: Path, kind: str, engine: EngineConfig) -> TrainingWorker:
+def worker(folder: Path, kind: str, engine: EngineConfig, cls: Any = TrainingWorker) -> Any:
     model = HFModelConfig(
         path=str(folder), load_tokenizer=False, use_remove_padding=True, enable_gradient_checkpointing=False,
         override_config={"attn_implementation": "sdpa"},
     )  # fmt: skip
     optimizer = FSDPOptimizerConfig(lr=LR, weight_decay=0.01, total_training_steps=100, clip_grad=CLIP)
-    made = TrainingWorker(
+    made = cls(
         TrainingWorkerConfig(
             model_type="value_model" if kind == "critic" else "language_model",
             model_config=model,
@@ -189,21 +191,28 @@ class Plain:
         }
 
     def update(self, data: TensorDict) -> tuple[float, float]:
+        self.optimizer.zero_grad()
+        return self.backward(data), self.step()
+
+    def backward(self, data: TensorDict) -> float:
+        """Add this rank's gradients. Returns the mean loss of all ranks."""
         ranks = dist.get_world_size()
         num_tokens = data["loss_mask"].sum()
         dist.all_reduce(num_tokens)
         tu.assign_non_tensor(data, batch_num_tokens=num_tokens.item(), dp_size=ranks)
-        self.optimizer.zero_grad()
         loss, _ = self.loss(model_output=self.outputs(data), data=data, dp_group=dist.group.WORLD)
         loss.backward()
-        for parameter in self.model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= ranks
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        return float(total) / ranks, float(norm)
+        return float(total) / ranks
+
+    def step(self) -> float:
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        return float(norm)
 
 
 class Worker:
@@ -293,6 +302,40 @@ def actor_engine(folder: Path, out: Path, tp: int) -> str:
     return f"actor, tp {tp}: inference, training, checkpoint, saved model and weights by name"
 
 
+def tinker_worker(folder: Path) -> str:
+    """verl's worker behind servers of Tinker: gradients of several passes, and an optimizer that each step sets."""
+    made = worker(folder, "ppo", replace(our_engine(), dtype="float64"), TinkerTrainingWorker)
+    made.set_loss_fn(loss_of("ppo"))
+    plain = Plain(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), "ppo")
+    apart = dict.fromkeys(("losses", "log-probabilities", "norms", "weights"), 0.0)
+
+    def compare(what: str, own: Any, wanted: Any) -> None:
+        own, wanted = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (own, wanted))
+        apart[what] = max(apart[what], float((own - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)))
+
+    for update in range(3):
+        made.optimizer_zero_grad()
+        plain.optimizer.zero_grad()
+        for part in range(2):
+            data = rollouts(dist.get_rank(), 2 * update + part)
+            tu.assign_non_tensor(data, global_token_num=LENGTHS)
+            wanted, loss = plain.outputs(data)["log_probs"], plain.backward(data.clone())
+            found = made.forward_backward(data)
+            compare("losses", tu.get(found, "metrics")["loss"], loss)
+            for own, other in zip(found["log_probs"].unbind(), wanted.unbind(), strict=True):
+                compare("log-probabilities", own[:-1], other[:-1])
+        options = {"lr": 1e-3 * (1 + update), "eps": 1e-6, "weight_decay": 0.1 * update}
+        plain.optimizer.param_groups[0].update(options)
+        compare("norms", made.optimizer_step(options)["grad_norm"], plain.step())
+    weights = dict(made.engine.hdp.weights())
+    for name, parameter in plain.model.named_parameters():
+        compare("weights", weights[name], parameter)
+    told = ", ".join(f"{what} {far:.0e}" for what, far in apart.items())
+    assert apart.pop("losses") < 1e-6, told  # verl tells them in fp32
+    assert max(apart.values()) < 1e-10, told
+    return f"verl's Tinker worker: of six passes and three updates in fp64, {told}"
+
+
 def changed_weights(folder: Path) -> str:
     """What verl's checkpoint engine for deltas asks for: a receiver has the weights of the trainer bit for bit."""
     made = worker(folder, "ppo", our_engine())
@@ -307,7 +350,7 @@ def changed_weights(folder: Path) -> str:
     for step in range(3):
         data = rollouts(dist.get_rank(), step)
         tu.assign_non_tensor(data, global_token_num=LENGTHS, update_lr_scheduler=True)
-        for group in engine.hdp.sharded().torch_optimizer.param_groups:
+        for group in engine.optimizer.param_groups:
             group["lr"] = 1e-5
         made.train_batch(data)
         left_out: Any = None
@@ -345,7 +388,9 @@ def main() -> None:
             told = compare(kind, folder, out, tp)
             if dist.get_rank() == 0:
                 print(told, flush=True)
-    for told in (actor_engine(folder, out, 1), actor_engine(folder, out, 2), changed_weights(folder)):
+    checks = (partial(actor_engine, folder, out, 1), partial(actor_engine, folder, out, 2))
+    for check in (*checks, partial(changed_weights, folder), partial(tinker_worker, folder)):
+        told = check()
         if dist.get_rank() == 0:
             print(told, flush=True)
     dist.destroy_process_group()

@@ -19,8 +19,8 @@ LOSSES |= dict.fromkeys(
 _ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 _NOT_HERE = (
     "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k",
-    "prompt_logprobs_last_n", "record_stability_info", "weights_access_token", "ttl_seconds", "overwrite",
-    "optimizer_params",
+    "prompt_logprobs_last_n", "record_stability_info", "weights_access_token", "overwrite",
+    "optimizer_params", "model_role",
 )  # fmt: skip
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 
@@ -136,16 +136,15 @@ def _document(datum: Body, names: dict[str, str]) -> Body:
     return document
 
 
-def sampling_of(body: Body, longest: int) -> Body:
+def sampling_of(body: Body, longest: int, *, has_tokenizer: bool) -> Body:
     """Arguments of one request for samples; ``longest``: tokens of prompt and sample that fit."""
     given, prompt = section_of(body, "sampling_params"), tokens_of(section_of(body, "prompt"))
     room = longest - len(prompt)
     if not prompt or room < 1:
         raise RequestRefused(f"the prompt has {len(prompt)} tokens", fix=f"use 1 to {longest - 1}")
-    stop = given.get("stop")
     return {
         "prompt": prompt,
-        "stop": stop if stop is None or stop == [] else numbers_of(stop, "stop (texts are not known)", "iu"),
+        "stop": _stop_of(given.get("stop"), has_tokenizer),
         "num_samples": number_of(body, "num_samples", 1, 1, 1024),
         "max_tokens": number_of(given, "max_tokens", room, 1, room),
         "temperature": float(number_of(given, "temperature", 1.0, 0.0, 100.0)),
@@ -154,3 +153,13 @@ def sampling_of(body: Body, longest: int) -> Body:
         "seed": number_of(given, "seed", secrets.randbits(31), 0, 2**63 - 1),
         "prompt_logprobs": bool(body.get("prompt_logprobs")),
     }
+
+
+def _stop_of(stop: Any, has_tokenizer: bool) -> list[Any] | None:
+    """What ends a sample: texts, or tokens; None: the model's own ends."""
+    texts = [stop] if isinstance(stop, str) else stop
+    if not texts or not isinstance(texts, list) or not all(isinstance(own, str) and own for own in texts):
+        return stop if stop is None or stop == [] else numbers_of(stop, "stop", "iu")
+    if has_tokenizer:
+        return texts
+    raise RequestRefused("stop has texts, and the model's folder no tokenizer.json", fix="send tokens")

@@ -210,7 +210,7 @@ class TinkerServer(ThreadingHTTPServer):
     def _sample(self, body: Body) -> Body:
         sampler = body.get("sampling_session_id")
         path = self._weights(body) if sampler is None else self._about(sampler)
-        request = requests.sampling_of(body, self.longest)
+        request = requests.sampling_of(body, self.longest, has_tokenizer=self.tokenizer is not None)
         work = {"do": "sample", "path": path, "requests": [request]}
         number = self._put(work, str(sampler), None if sampler is None else body.get("seq_id"))
         names = [f"{number}:{place}" for place in range(request["num_samples"])]

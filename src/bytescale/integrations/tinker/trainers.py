@@ -9,7 +9,9 @@ log-probabilities are those of training, and not those of decoding, whatever tem
 
 from __future__ import annotations
 
+import bisect
 import copy
+import functools
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from bytescale.common.errors import CheckpointError, ConfigError, DataError
 from bytescale.config.hugging_face import read_hf_config
@@ -54,6 +56,7 @@ class Trainers:
 
     def __init__(self, folder: Path, out: Path, group: RankGroup, dtype: torch.dtype, **options: Any) -> None:
         self.out, self.group, self.dtype, self.options = out, group, dtype, options
+        self.tokenizer = functools.cache(lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
         self.base = self._read(folder)
         self.tenants: dict[str, Tenant] = {}
         self.samplers: dict[str, tuple[HDP, Any]] = {}
@@ -148,18 +151,19 @@ class Trainers:
         hdp, module = self._sampler(path)
         end = self.base.generation_config.eos_token_id
         own_ends = end if isinstance(end, list) else [] if end is None else [end]
-        ends = [own_ends if own["stop"] is None else own["stop"] for own in requests]
         given = _inputs(hdp, [own["prompt"] for own in requests])
-        own = [[number, _drawn(module, requests[number], inputs, ends[number])] for number, inputs in given.items()]
+        own = [
+            [number, _drawn(module, requests[number], inputs, own_ends, self.tokenizer)]
+            for number, inputs in given.items()
+        ]
         drawn = dict(pair for told in all_gather_json(own, self.group.group, self.group.device) for pair in told)
-        pairs = [(number, row) for number in range(len(requests)) for row in drawn[number]]
-        documents = [{"tokens": torch.tensor(requests[number]["prompt"] + row)} for number, row in pairs]
+        pairs = [(number, row, reason) for number in range(len(requests)) for row, reason in drawn[number]]
+        documents = [{"tokens": torch.tensor(requests[number]["prompt"] + row)} for number, row, _ in pairs]
         for micro in hdp.plan(documents, share_prefixes=True):
             hdp.collect(micro, micro.logprobs(module))
         results: list[dict[str, Any]] = [{"type": "sample", "sequences": [], "prompt_logprobs": None} for _ in requests]
-        for (number, row), scores in zip(pairs, hdp.collected(), strict=True):
+        for (number, row, reason), scores in zip(pairs, hdp.collected(), strict=True):
             size, request = len(requests[number]["prompt"]), requests[number]
-            reason = "stop" if row[-1] in ends[number] else "length"
             logprobs = scores[size - 1 : -1].tolist()  # a row's label is the next token
             results[number]["sequences"].append({"tokens": row, "logprobs": logprobs, "stop_reason": reason})
             if request["prompt_logprobs"]:
@@ -270,8 +274,10 @@ def _inputs(hdp: HDP, prompts: list[list[int]]) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _drawn(module: Any, request: dict[str, Any], given: dict[str, Any], ends: list[int]) -> list[list[int]]:
-    """Tokens of each sample, with the one that ends it."""
+def _drawn(
+    module: Any, request: dict[str, Any], given: dict[str, Any], own_ends: list[int], tokenizer: Callable[[], Any]
+) -> list[tuple[list[int], str]]:
+    """Tokens of each sample, with those that end it, and why it ends. ``own_ends``: the model's ends of a text."""
     count, size = request["num_samples"], given["input_ids"].shape[1]
     for name, value in given.items():
         if isinstance(value, Tensor):
@@ -279,13 +285,29 @@ def _drawn(module: Any, request: dict[str, Any], given: dict[str, Any], ends: li
         elif count > 1:
             value.batch_repeat_interleave(count)
     options = {key: request[key] for key in ("temperature", "top_k", "top_p")} if request["temperature"] else {}
+    stop = own_ends if request["stop"] is None else request["stop"]
+    texts = [own for own in stop if isinstance(own, str)]
+    ends, words = own_ends if texts else stop, tokenizer() if texts else None
+
+    def ended(row: list[int], last: int) -> bool:
+        part = row[: last + 1]
+        return any(own in part for own in ends) or (words is not None and any(t in words.decode(part) for t in texts))
+
     config = GenerationConfig(
         max_new_tokens=request["max_tokens"], do_sample=bool(options), eos_token_id=ends or None, pad_token_id=0,
         **options,
     )  # fmt: skip
     device = given["input_ids"].device
+
+    def each_ended(ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.tensor([ended(row, len(row)) for row in ids[:, size:].tolist()], device=device)
+
+    criteria = [each_ended] if texts else None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(request["seed"])
-        rows = causal_model(module).generate(**given, generation_config=config)[:, size:].tolist()
-    stops = [next((place for place, token in enumerate(row) if token in ends), len(row)) for row in rows]
-    return [row[: stop + 1] for row, stop in zip(rows, stops, strict=True)]  # others of the batch went on
+        rows = causal_model(module).generate(**given, generation_config=config, stopping_criteria=criteria)[:, size:]
+    found = []
+    for row in rows.tolist():  # others of the batch went on
+        last = bisect.bisect_left(range(len(row)), True, key=functools.partial(ended, row))
+        found.append((row[: last + 1], "stop" if last < len(row) else "length"))
+    return found

@@ -125,8 +125,9 @@ class BytescaleEngine(BaseEngine):
         self.rank, self.lr_scheduler = dist.get_rank(), None
         if not config.forward_only:
             wanted = self.optimizer_config
-            shards = self.hdp.adamw(wanted.lr, betas=tuple(wanted.betas), weight_decay=wanted.weight_decay)
-            self.lr_scheduler = FSDPEngine._build_lr_scheduler(self, shards)
+            options = {"betas": tuple(wanted.betas), "weight_decay": wanted.weight_decay}
+            self.optimizer = self.hdp.adamw(wanted.lr, **options)  # verl's Tinker worker sets what it has at each step
+            self.lr_scheduler = FSDPEngine._build_lr_scheduler(self, self.optimizer)
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled, grad=False)
 
     def _load(self, dtype: torch.dtype) -> torch.nn.Module:
@@ -254,11 +255,10 @@ class BytescaleEngine(BaseEngine):
         tokens = list(data["input_ids"].unbind())
         labels = [torch.cat([own[1:], own.new_full((1,), IGNORE_INDEX)]) for own in tokens]
         given = data["temperature"] if "temperature" in data.keys() else 1.0  # noqa: SIM118  # no mapping
-        each = given.flatten().tolist() if isinstance(given, Tensor) else [float(given)] * len(tokens)
-        each = each * len(tokens) if len(each) == 1 else each
+        each = torch.as_tensor(given, dtype=torch.float64).flatten().expand(len(tokens)).tolist()
         number = [torch.full((len(t),), own, dtype=torch.float64) for t, own in zip(tokens, each, strict=True)]
         # Of nested tensors with another ragged dimension, such as three places of a token, PyTorch mixes up the rows.
-        rest = {
+        rest: dict[str, list[Any]] = {
             name: list(value.unbind())
             for name, value in data.items()
             if isinstance(value, Tensor) and getattr(value, "_ragged_idx", 1) == 1
@@ -268,8 +268,8 @@ class BytescaleEngine(BaseEngine):
             rest[ROUTES] = [own.long() if self._replay_mode == "R2" else known_routes(own) for own in routes]
         if any(images):
             shared_out = self.hdp.engine.decoder.encoders.shared_out
-            items = [shared_out([own], given)[0] if given else [] for own, given in zip(tokens, images, strict=True)]
-            return {**rest, "tokens": tokens, "labels": labels, "number": number, "images": items}
+            pairs = zip(tokens, images, strict=True)
+            rest["images"] = [shared_out([own], given)[0] if given else [] for own, given in pairs]
         return {**rest, "tokens": tokens, "labels": labels, "number": number}
 
     def _model_output(self, values: Tensor, data: TensorDict) -> dict[str, Tensor]:
