@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from bytescale.attention import AttentionKernel, PackedAttention
 from bytescale.cost.memory.device_kernels import DeviceKind, nccl_reserve_bytes
@@ -147,14 +147,14 @@ def measure_encoder(decoder: HFDecoder, keeps_graphs: bool = True) -> dict[str, 
         item = encoders.sample("image", number)
         assert item is not None, "it was made before"
         num_patches = sum(frames_of(item))
-        with LiveBytes() as live, FlopCounterMode(display=False) as flops:
+        with LiveBytes() as live:
             rows, _ = encoders.encode("image", item)
-            saved, forward = live.now, _products(flops)
+            saved, forward = live.now, live.products
             if rows.requires_grad:
                 rows.backward(torch.ones_like(rows))
         num_rows.append(len(rows))
         again = forward if rows.requires_grad and not keeps_graphs else 0
-        num_flops.append((forward, _products(flops) - forward + again))
+        num_flops.append((forward, live.products - forward + again))
         return saved, live.peak, rows.nbytes
 
     (saved, peak, of_row), fixed = _slopes(run, 0.0, 1)
@@ -163,11 +163,6 @@ def measure_encoder(decoder: HFDecoder, keeps_graphs: bool = True) -> dict[str, 
     for name, few, many in zip(("forward", "backward"), *num_flops, strict=True):
         own[f"{name}_flops"] = (many - few) / (NUM_DOCUMENTS[1] - NUM_DOCUMENTS[0])
     return {f"encoder_{name}": value / per for name, value in own.items()} | {"encoder_fixed": fixed}
-
-
-def _products(flops: FlopCounterMode) -> float:
-    """Without attention, which not all devices count, and which ``encoders.work_of`` adds."""
-    return sum(own for name, own in flops.get_flop_counts()["Global"].items() if "attention" not in str(name))
 
 
 class _End(torch.autograd.Function):
@@ -308,19 +303,24 @@ def kernel_bytes_per_token(layers: tuple[LayerAttention, ...], device_type: str,
 class LiveBytes(TorchDispatchMode):
     """While active: ``now`` and ``peak`` bytes of storages made inside, each counted once, until it is freed.
 
-    What a kernel allocates for itself, without returning it, is not seen.
+    What a kernel allocates for itself, without returning it, is not seen. ``products``: floating-point operations,
+    without attention's, which ``encoders.work_of`` adds. (PyTorch's own counter hooks the modules of all threads.)
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
         self.peak = 0
+        self.products = 0
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         outside = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *kwargs.values()))}
         result = func(*args, **kwargs)
+        count = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if count is not None and "attention" not in str(func):
+            self.products += count(*args, **kwargs, out_val=result)
         for tensor in _tensors((result,)):
             if tensor.untyped_storage()._cdata not in outside:
                 self._born(tensor)
