@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise, takewhile
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ class FlatParameters:
         values: ``[padded]`` in the parameters' dtype; every parameter is a view of it.
         gradients: ``[padded]`` in fp32 or wider; sums over all backwards since ``zero_gradients``.
         parameters: in the buffers' order.
-        entries: where each of them lies.
+        entries: where each of them lies, by rising places.
         buckets: in the buffers' order; together they cover the buffers.
         late_stop: where the late parameters end.
     """
@@ -231,7 +231,8 @@ class FlatParameters:
 
     def pieces(self, place: slice) -> Iterator[Piece]:
         """The parts of parameters inside a range of the buffers, in order."""
-        for entry in self.entries:
+        first = max(0, bisect_right(self.entries, place.start, key=lambda entry: entry.start) - 1)
+        for entry in takewhile(lambda entry: entry.start < place.stop, islice(self.entries, first, None)):
             low, high = max(entry.start, place.start), min(entry.stop, place.stop)
             if low < high:
                 yield Piece(entry, low, high)
