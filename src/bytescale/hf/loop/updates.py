@@ -190,9 +190,9 @@ class Updates(Session):
         """Go on without ranks that died, after ``RanksLost``. Every rank that is left calls it.
 
         Groups are made anew, WORLD too. Weights and optimizer states are those of the newest update that all have, the
-        same as without the loss, and gradients are zero. ``num_updates`` says whether the batch has to be planned
-        again: on a rank whose ``step()`` did not return, the update may be there. The optimizer that ``adamw`` returned
-        stays the same object.
+        same as without the loss, and gradients are zero. ``num_updates`` is the number of the batch to plan next: on a
+        rank whose ``step()`` did not return, the update may be there, and one that ``step()`` has made may be lost. The
+        optimizer that ``adamw`` returned stays the same object.
 
         Returns the ranks that were lost, in the numbers of before. Raises ``CheckpointError`` if a rank and the one
         that kept its copies are both gone; ``RankFailure`` if the others went on without this rank, or no store is
