@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from PIL import Image
 from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.config.schema import DataConfig
-from bytescale.data.loading.corpus import prepare_corpus
+from bytescale.data.loading.corpus import Corpus, prepare_corpus
 from bytescale.data.tokens import pictures
 from bytescale.data.tokens.pictures import pixels_of
 from tests.train.vision import chats, draw, plain_document, vision_folder, write_chats
@@ -52,15 +53,23 @@ def documents(config: DataConfig) -> list[dict[str, np.ndarray]]:
     return corpus.documents(corpus.samples)
 
 
+def given_with_equal_tokens(
+    corpus: Corpus, model: Path, home: Path, records: Sequence[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """What plain transformers makes of each record, whose tokens and trained tokens are the corpus's."""
+    for document, record in zip(corpus.documents(corpus.samples), records, strict=True):
+        given, trained = plain_document(model, home, record)
+        assert document["tokens"].tolist() == given["input_ids"][0].tolist()
+        assert (np.roll(document["weights"], 1) != 0).tolist() == trained.tolist()
+        yield given
+
+
 def test_tokens_and_pixels_are_those_of_the_processor(tmp_path: Path, model: Path) -> None:
     records = chats(draw(tmp_path / "pictures"))
     write_chats(tmp_path / "chats.jsonl", records)
     corpus = prepare_corpus(settings(tmp_path, model))
     found = corpus.pictures_of(corpus.samples)
-    for number, (document, record) in enumerate(zip(corpus.documents(corpus.samples), records, strict=True)):
-        given, trained = plain_document(model, tmp_path, record)
-        assert document["tokens"].tolist() == given["input_ids"][0].tolist()
-        assert (np.roll(document["weights"], 1) != 0).tolist() == trained.tolist()
+    for number, given in enumerate(given_with_equal_tokens(corpus, model, tmp_path, records)):
         pixels = [pixels_of(picture, str(model)) for picture in found.get(number, ())]
         assert sum(len(own["pixel_values"]) for own in pixels) == len(given.get("pixel_values", ()))
         if pixels:

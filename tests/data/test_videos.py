@@ -18,12 +18,11 @@ from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.tokens import pictures, videos
 from bytescale.data.tokens.pictures import pixels_of
-from tests.data.test_pictures import about, documents, settings
+from tests.data.test_pictures import about, documents, given_with_equal_tokens, settings
 from tests.train.vision import (
     PicturesOfQwen,
     VideosOfQwen,
     draw,
-    plain_document,
     video_chats,
     vision_folder,
     write_chats,
@@ -53,10 +52,7 @@ def test_tokens_and_pixels_are_those_of_the_processor(
         tokenising.setattr(pictures, "_rgb", None)
         corpus = prepare_corpus(settings(tmp_path, model))
     found = corpus.pictures_of(corpus.samples)
-    for number, (document, record) in enumerate(zip(corpus.documents(corpus.samples), records, strict=True)):
-        given, trained = plain_document(model, tmp_path, record)
-        assert document["tokens"].tolist() == given["input_ids"][0].tolist()
-        assert (np.roll(document["weights"], 1) != 0).tolist() == trained.tolist()
+    for number, given in enumerate(given_with_equal_tokens(corpus, model, tmp_path, records)):
         own = [pixels_of(one, str(model)) for one in found.get(number, ()) if one.kind == "video"]
         for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts") if own else ():
             np.testing.assert_array_equal(np.concatenate([one[name] for one in own]), given[name])
