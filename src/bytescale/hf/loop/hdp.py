@@ -105,7 +105,7 @@ class HDP(Updates):
         learned = (indexer_loss, indexer_loss_coefficient) if indexer_loss else None
         decoder = HFDecoder(model, longest_document=longest_document, indexer_loss=learned, invariant=invariant)
         with ExitStack() as undo:
-            undo.callback(decoder.undo)
+            undo.callback(decoder.undo.close)
             self._make_part(decoder, equal_counts)
             self.engine = Engine(decoder, self.mesh, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
             undo.callback(self.engine.close)
@@ -190,7 +190,7 @@ class HDP(Updates):
     def detach(self) -> None:
         """Put the model back on its own attention. ``step`` is refused then; ``state`` and ``save`` still work."""
         for decoder in (self.engine.decoder, *self.engine.others):
-            decoder.undo()
+            decoder.undo.close()
         self.engine.close()
         if self._optimizer is not None:
             self._optimizer.leave(self.model)

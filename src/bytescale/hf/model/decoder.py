@@ -99,8 +99,7 @@ class HFDecoder(nn.Module):
                 from bytescale.hf.model.indexer_loss import IndexerLoss  # few models choose keys
 
                 self.indexer_loss = IndexerLoss(model, self.structure.layers, *indexer_loss)
-            self._undo = undo.pop_all()
-            self.undo = self._undo.close  # leaves the model as it was before
+            self.undo = undo.pop_all()  # closed, it leaves the model as it was before
         modules = {name or type(module).__name__: module for name, module in model.named_modules()}
         self.attentions: dict[nn.Module, LayerAttention] = {modules[own.name]: own for own in self.structure.layers}
         self.mixers: dict[nn.Module, LayerRecurrence] = {modules[mixer.name]: mixer for mixer in self.structure.mixers}
@@ -168,7 +167,7 @@ class HFDecoder(nn.Module):
         """What makes rows of images, videos and sounds."""
         from bytescale.hf.model.encoders import Encoders  # few models have them
 
-        return Encoders(self.model, self.attachment, self._undo)
+        return Encoders(self.model, self.attachment, self.undo)
 
     @cached_property
     def choosers(self) -> dict[str, int]:

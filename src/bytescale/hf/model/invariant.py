@@ -143,7 +143,7 @@ def require_invariance(decoder: Any) -> None:
 
 
 def _refused(decoder: Any, what: str) -> ConfigError:
-    decoder.undo()
+    decoder.undo.close()
     return refusal(
         f"{type(decoder.model).__name__} with invariant = True",
         what,
