@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -110,12 +111,15 @@ class Job:
 
 def build_job(
     config: Config, ranks: Ranks, kernels: AttentionChoice, loader: Loader, stop: StopRequest, changing: ChangingRanks
-) -> Job:
-    """Build the parts in the order in which they depend on each other. Kernels and data exist already."""
+) -> tuple[Job, Callable[[], None]]:
+    """Build the parts in the order in which they depend on each other. Kernels and data exist already.
+
+    Returns what gives the model its initial weights, too, for a run that is not restored.
+    """
     architecture = resolve_model(config.model, tokenizer_vocab_size=loader.metadata.vocab_size)
     check_vocabulary(loader.metadata, architecture.vocab_size)
 
-    # 1. Model: this rank's part of it, with its initial weights, and the optimizer.
+    # 1. Model: this rank's part of it, and the optimizer.
     model = build_rank_model(
         config, architecture, kernels.kernel, device=ranks.device, dtype=ranks.dtype,
         smallest=ranks.mesh.smallest_of_stage, mesh=ranks.mesh,
@@ -125,7 +129,6 @@ def build_job(
     )
     if model.units is None:
         optimizer.zeros[0].overlap_with(model.layers)
-    model.load(config, optimizer, ranks)
 
     # 2. Plans: from numbers that are the same on all ranks.
     spec, memory = model.spec, model.memory(kind_of(ranks.device), ranks.mesh.hdp.size, ranks)
@@ -144,7 +147,7 @@ def build_job(
     )
     if ranks.is_first:
         warn_of_bad_fits(planning.measured)
-    return Job(
+    job = Job(
         config=config,
         ranks=ranks,
         architecture=model.architecture,
@@ -167,6 +170,7 @@ def build_job(
         stop=stop,
         changing=changing,
     )
+    return job, partial(model.load, config, optimizer, ranks)
 
 
 class Planning(NamedTuple):
