@@ -137,14 +137,9 @@ def build_job(
     own = rank_device(config, ranks.device, ranks.dtype, ranks.world.size)
     everyone = [RankDevice(**told) for told in all_gather_json(asdict(own), ranks.checkpoint_group)]
     planning = plan_of_run(
-        config,
-        spec,
-        memory,
-        Devices.of_mesh(everyone, ranks.mesh.shape),
-        device=ranks.device,
-        dtype=ranks.dtype,
+        config, spec, memory, Devices.of_mesh(everyone, ranks.mesh.shape), device=ranks.device, dtype=ranks.dtype,
         ranks_per_node=ranks.hdp_ranks_per_node(),
-    )
+    )  # fmt: skip
     if ranks.is_first:
         warn_of_bad_fits(planning.measured)
     job = Job(
