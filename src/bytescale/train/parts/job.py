@@ -200,7 +200,10 @@ def plan_of_run(
     if mesh.experts == "parallel":
         profile = profile.with_parallel_experts(domain=domain, ranks_per_node=ranks_per_node)
     if measured is None:
-        assumed = assumed_cost(spec, device=kind, bytes_per_element=element, domain=domain, experts=mesh.experts)
+        assumed = assumed_cost(
+            spec, device=kind, bytes_per_element=element, domain=domain, experts=mesh.experts,
+            checkpointing=config.memory.checkpointing,
+        )  # fmt: skip
         cost = replace(assumed, ranks_per_node=ranks_per_node)
     else:
         cost = profile.cost_model(ranks_per_node=ranks_per_node, pipeline_parallel=mesh.pp)
@@ -214,7 +217,7 @@ def plan_of_run(
     )
     budget = memory_budget(config, memory, device=device, devices=devices, profile=profile, domain=domain)
     kept = budget.model.with_activations(profile, config.memory.checkpointing)
-    times = StepTimes(profile=kept, devices=cluster, recompute=config.memory.checkpointing == "full")
+    times = StepTimes(profile=kept, devices=cluster)
     a_round = round_seconds(profile, domain=domain, ranks_per_node=ranks_per_node)
     planner = VerifiedPlanner(
         config.planner,
