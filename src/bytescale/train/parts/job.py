@@ -15,7 +15,7 @@ from bytescale.config.description import ModelDescription
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config
 from bytescale.config.sharing import sharing_domain
-from bytescale.cost.assumed import ASSUMED, assumed_cost, times_of
+from bytescale.cost.assumed import ASSUMED, ASSUMED_MICRO_BATCH_SECONDS, times_of
 from bytescale.cost.calibration import Calibrator
 from bytescale.cost.gradient_sync import BUCKET_BYTES, round_seconds
 from bytescale.cost.memory.measured import MeasuredMemory
@@ -199,14 +199,9 @@ def plan_of_run(
     domain = sharing_domain(mesh.shard, mesh.domain, hdp, ranks_per_node)
     if mesh.experts == "parallel":
         profile = profile.with_parallel_experts(domain=domain, ranks_per_node=ranks_per_node)
+    cost = profile.cost_model(ranks_per_node=ranks_per_node, pipeline_parallel=mesh.pp)
     if measured is None:
-        assumed = assumed_cost(
-            spec, device=kind, bytes_per_element=element, domain=domain, experts=mesh.experts,
-            checkpointing=config.memory.checkpointing,
-        )  # fmt: skip
-        cost = replace(assumed, ranks_per_node=ranks_per_node)
-    else:
-        cost = profile.cost_model(ranks_per_node=ranks_per_node, pipeline_parallel=mesh.pp)
+        cost = replace(cost, micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[kind])
     cluster = ClusterConfig(
         num_gpus=hdp * mesh.tp * mesh.pp,
         gpus_per_node=ranks_per_node * mesh.tp,
