@@ -33,7 +33,8 @@ from bytescale.data.loading.loader import Loader
 from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.hf.files.folder import load_model
 from bytescale.hf.files.hf_folder import exact_dtype
-from bytescale.hf.model.measure import DOCUMENT_TOKENS, LiveBytes
+from bytescale.hf.model.counting import LiveBytes
+from bytescale.hf.model.measure import DOCUMENT_TOKENS
 from bytescale.hf.model.selectors import LowestFirst
 from bytescale.parity import small_model
 from bytescale.parity.thread_ranks import run_ranks

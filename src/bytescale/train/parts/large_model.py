@@ -27,9 +27,10 @@ from bytescale.hf.files.folder import constants_of, empty_model, load_model, see
 from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.files.large import InitialValues, give_memory, hollow_model, twin_of
 from bytescale.hf.model.balance import BalanceLoss
+from bytescale.hf.model.counting import OnMeta
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.long_rope import depends_on_pass
-from bytescale.hf.model.measure import OnMeta, measure_rows
+from bytescale.hf.model.measure import measure_rows
 from bytescale.hf.model.parallelize import RankPart, parallelize
 from bytescale.runtime.loss import PlainHead
 from bytescale.runtime.mesh import Mesh
