@@ -34,7 +34,6 @@ from bytescale.runtime.sockets import listening_ports, shut_connections
 GRACE_SECONDS = 10.0
 """How long the others wait for a member of another machine that may be alive."""
 _LOOK_SECONDS = 0.02
-_ALONE = MeshShape(hdp=1)
 _TELLING_SECONDS = 1.0
 """Between the asking of a new process and what it tells of itself, unless it has died."""
 
@@ -43,35 +42,34 @@ class Members:
     """This process and the others.
 
     Attributes:
-        number: this process's, for good.
+        number: this process's, for good; below 0: it has joined.
         numbers: those of the members of this generation, in the order of ranks.
         generation: how many times members have changed.
         former: rank in the generation before of each member; None: it is new.
-        shape: of a unit, whose HDP ranks are a domain's.
+        shape: of a unit, whose HDP ranks are a domain's (``introduce``).
         spares: numbers of processes that are there, and make no whole unit.
     """
 
-    def __init__(self, store: dist.Store, number: int, first: Sequence[int], shape: MeshShape) -> None:
-        self.store, self.number, self.generation, self.shape = store, number, 0, shape
+    def __init__(self, store: dist.Store, number: int, first: Sequence[int]) -> None:
+        self.store, self.number, self.generation, self.shape = store, number, 0, MeshShape(hdp=1)
         self.numbers, self.former, self.spares = list(first), list[int | None](first), list[int]()
-        self._num_first, self._before = len(first), list(first)
+        self._before = list(first)
         self._seen = 0  # processes that have asked to join, as far as members know
         self._about: dict[int, dict[str, Any]] = {}
         self._living = _LivingStore(store, self._all_may_live)  # PyTorch keeps the part of it in C++ alone
 
     @staticmethod
-    def at_first(store: dist.Store, rank: int, size: int, shape: MeshShape = _ALONE) -> Members:
-        return Members(dist.PrefixStore("members", store), rank, range(size), shape)
+    def at_first(store: dist.Store, rank: int, size: int) -> Members:
+        return Members(dist.PrefixStore("members", store), rank, range(size))
 
     @staticmethod
-    def joining(store: dist.Store, first_size: int, wait_seconds: float, shape: MeshShape = _ALONE) -> Members | None:
-        """Ask to join a run that began with ``first_size`` processes, and wait until its members take this one in.
+    def joining(store: dist.Store, wait_seconds: float) -> Members | None:
+        """Ask to join the run that meets in ``store``, and wait until its members take this process in.
 
         None: the run has ended meanwhile. Raises ``RankFailure`` if it does not take this one in.
         """
         store = dist.PrefixStore("members", store)
-        number = first_size - 1 + store.add("asked", 1)
-        made = Members(store, number, range(first_size), shape)
+        made = Members(store, -store.add("asked", 1), [])
         return made if made.wait_until_taken(wait_seconds) else None
 
     def wait_until_taken(self, wait_seconds: float) -> bool:
@@ -91,7 +89,7 @@ class Members:
                 raise RankFailure(
                     f"the run did not take this process in within {wait_seconds:.0f} s",
                     so="it ends, and the run goes on without it",
-                    fix="look whether the run still makes steps",
+                    fix="look whether the run makes steps, and meets in the same store",
                 )
             time.sleep(_LOOK_SECONDS)
         self.generation = int(self.store.get(key))
@@ -128,8 +126,9 @@ class Members:
         waiting = self.store.add("asked", 0) - self._seen + len(self.spares)
         return (self.size + waiting) // self.shape.size * self.shape.size - self.size
 
-    def introduce(self, group: dist.ProcessGroup) -> None:
+    def introduce(self, group: dist.ProcessGroup, shape: MeshShape) -> None:
         """Tell the others where this process is, behind the making of all groups. Every member calls it."""
+        self.shape = shape
         everyone = all_gather_json(_about_this_process(_port_of(self.store)), group)
         self._about = dict(zip(self.numbers, everyone, strict=True))
         if self.rank == 0:
@@ -184,7 +183,7 @@ class Members:
         broken = {unit for number, unit in units.items() if number not in now}
         there.sort(key=lambda number: units[number] in broken)  # the next unit has copies of what these have
         asked = self.store.add("asked", 0)
-        for number in (*self.spares, *range(self._num_first + self._seen, self._num_first + asked)):
+        for number in (*self.spares, *range(-1 - self._seen, -1 - asked, -1)):
             until = time.monotonic() + _TELLING_SECONDS
             while not self.store.check([f"about/{number}"]) and time.monotonic() < until:
                 time.sleep(_LOOK_SECONDS)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values
     from bytescale.hf.loop.loaded import LoadedBatches
     from bytescale.hf.loop.prefill import Prefill, Prompt, Ready
+    from bytescale.hf.loop.recovery import Recovery
     from bytescale.hf.model.indexer_loss import IndexerStage
 
 
@@ -74,6 +75,7 @@ class HDP(Updates):
         indexer_loss: IndexerStage | None = None,
         indexer_loss_coefficient: float = 1.0,
         invariant: bool = False,
+        joined: Recovery | None = None,
     ) -> None:
         """Attach to ``model``. Every rank of ``group`` calls it, with the same arguments and the same weights.
 
@@ -95,10 +97,12 @@ class HDP(Updates):
             host_gib: host memory of a rank for activations. It may then hold more of a document (``memory.offload``).
             indexer_loss: times a coefficient, trains indexers: ``dense`` or ``sparse`` (``hf.model.indexer_loss``).
             invariant: whether log-probabilities have the same bits under any plan, on CPUs (``hf.model.invariant``).
+            joined: what ``bytescale.join`` returned in a process that joins others. Their weights are taken from them.
 
         Raises ``ConfigError`` where a plan would not give the results of one process; ``RankFailure`` if ranks differ.
         """
         self.attach_anew = partial(HDP.__init__, **{name: own for name, own in locals().items() if name != "__class__"})
+        self.recovery = joined or self.recovery
         super().__init__(model, mesh_of(group, model, (tp, pp), shard, domain, experts, equal_counts), experts)
         require_use_of_memory(capacity_tokens, device_gib, host_gib, equal_counts, forward_only)
         check_invariant(invariant=invariant, tp=tp, experts=experts)
@@ -188,12 +192,17 @@ class HDP(Updates):
         self.engine.others.append(decoder)
 
     def detach(self) -> None:
-        """Put the model back on its own attention. ``step`` is refused then; ``state`` and ``save`` still work."""
+        """Put the model back on its own attention. ``step`` is refused then; ``state`` and ``save`` still work.
+
+        Processes that wait to be taken in are told that the loop has ended (``recover``).
+        """
         for decoder in (self.engine.decoder, *self.engine.others):
             decoder.undo.close()
         self.engine.close()
         if self._optimizer is not None:
             self._optimizer.leave(self.model)
+        if self.recovery is not None:
+            self.recovery.members.end()
 
     def plan(
         self,

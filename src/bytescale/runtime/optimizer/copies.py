@@ -107,7 +107,7 @@ class StateCopies:
         self, optimizer: ShardedOptimizer, group: dist.ProcessGroup, *,
         generation: int = 0, per_node: int = 1, unit: int = 1, position: int = 0,
     ) -> None:  # fmt: skip
-        """Keep copies of ``optimizer``. Every rank calls it. Behind it, all ranks have theirs.
+        """Begin to keep copies of ``optimizer``. Every rank calls it. Behind ``complete``, all ranks have theirs.
 
         Args:
             group: of gloo, over the ranks of ``optimizer.group``, which nobody else uses.
@@ -124,9 +124,12 @@ class StateCopies:
         self.generation, self.position, self.num_bytes = generation, position, 0
         optimizer.before_norm[:], optimizer.behind_update[:] = [self.finish], [self.keep]
         self.keep()
+
+    def complete(self) -> None:
+        """Wait until every rank has all copies of now. Raises ``RankFailure``."""
         self.finish()
         with answered(f"rank {self.rank} lost the others"):
-            dist.barrier(group)
+            dist.barrier(self._group)
 
     def keep(self) -> None:
         """Copy the states, and begin to exchange them. The copies before the last ones are given up."""
@@ -193,7 +196,8 @@ def restore_from_copies(
         group: of gloo, over the ranks of all positions.
         at_most: the newest update that this rank wants to go on from; None: the newest that there is.
 
-    Raises ``CheckpointError`` on every rank if the states of a rank are lost: it is gone, and so is its copy.
+    Raises ``CheckpointError`` on every rank if the states of a rank are lost: it is gone, and so is its copy; and on
+    one that has parameters of which there are no copies.
     """
     own: dict[tuple[int, ...], StatesCopy] = {
         (copy.num_updates, copies.generation, copies.num_ranks, copies.position, rank): copy
@@ -223,12 +227,19 @@ def restore_from_copies(
     if at[0]:
         optimizer.require_states()
     numbers: Any = None
-    wanted = _parts(optimizer)
+    wanted, arrived = _parts(optimizer), 0
     for (of_position, rank), holder in sorted(holders[at].items()):
         copy = own[(*at, of_position, rank)] if group is None or group.rank() == holder else None
         about = broadcast_json(copy and copy.header(), group, holder)
         numbers = about["numbers"]
-        _deliver(wanted, [Place(*place) for place in about["places"]], copy, group)
+        with answered("a rank was lost while states came from copies"):
+            arrived += _deliver(wanted, [Place(*place) for place in about["places"]], copy, group)
+    if arrived < sum(len(own.values) for ranges in wanted.values() for own in ranges):
+        raise CheckpointError(
+            "the copies of the other ranks lack some parameters of this one",
+            so="it has another model than they have",
+            fix="give every rank the same model, with the same parameters frozen",
+        )
     optimizer.finish_restore(at[0], numbers)
     return at[0]
 
@@ -251,8 +262,11 @@ def _deliver(
     places: Sequence[Place],
     copy: StatesCopy | None,
     group: dist.ProcessGroup | None,
-) -> None:
-    """Bring one copy's states to the ranks that have these weights now. ``copy``: on the rank that holds it."""
+) -> int:
+    """Bring one copy's states to the ranks that have these weights now. ``copy``: on the rank that holds it.
+
+    Returns how many numbers came to this rank.
+    """
     rank = 0 if group is None else group.rank()
     needed, memory = [], []
     for number, place in enumerate(places):
@@ -277,3 +291,4 @@ def _deliver(
     for work in sent:
         assert work is not None, "this rank is in the group"
         work.wait()
+    return sum(map(len, memory))
