@@ -16,6 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -146,11 +147,18 @@ class Members:
 
     def leave(self, device: torch.device) -> None:
         """End all groups of this process. Members that wait for it get an error at once, where gloo connects them."""
+        with suppress(RuntimeError):  # a store that is gone counts in ``next_generation``
+            self.store.set(f"left/{self.generation}", "")
         shut_connections({port for about in self._about.values() for port in about["ports"]})
-        if device.type == "cuda":
-            abort_process_groups()
-        elif dist.is_initialized():
-            dist.destroy_process_group()
+        if dist.is_initialized():
+            (abort_process_groups if device.type == "cuda" else dist.destroy_process_group)()
+
+    def has_lost(self) -> bool:
+        """Whether a member of this generation is gone, or has left it. Any thread may ask."""
+        with suppress(RuntimeError):
+            if self.store.check([f"left/{self.generation}"]):
+                return True
+        return not self._all_may_live()
 
     def next_generation(self, error: RanksLost | None = None) -> None:
         """Agree with all that are there on the next members. Every member that is there calls it, behind ``leave``.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -23,6 +24,7 @@ from bytescale.runtime.members import Members
 from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.copies import StateCopies, restore_from_copies
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+from bytescale.runtime.watch import Watch, abort_nccl, nccl_has_failed
 
 
 class Survivors:
@@ -42,6 +44,7 @@ class Survivors:
         self.members, self._timeout = members, timeout
         self._device, self._per_node = torch.device("cpu"), 1
         self._kept: list[StateCopies] = []
+        self._watch: Watch | None = None
 
     @property
     def has_copies(self) -> bool:
@@ -59,6 +62,18 @@ class Survivors:
         per_node = int(mesh.world.min_of([ranks_here(mesh.world.size)])[0])
         self._per_node = max(1, per_node // shape.tp)
         self.members.introduce(self.group, unit)
+        if self._device.type == "cuda":
+            self.watch(mesh, lambda: self.members.has_lost() or nccl_has_failed(), abort_nccl)
+
+    def watch(self, mesh: Mesh, has_lost: Callable[[], bool], abort: Callable[[], None]) -> None:
+        self._watch = Watch(has_lost, abort)
+        for group in mesh.groups:
+            group.was_aborted = self._watch.has_aborted
+
+    def end_watch(self) -> None:
+        """From now on others may end."""
+        if self._watch is not None:
+            self._watch.stop()
 
     def num_waiting(self) -> int:
         """New processes that wait, and make a whole unit, on the first rank; 0 on others."""
@@ -73,6 +88,7 @@ class Survivors:
 
     def leave(self) -> None:
         """Leave all groups, behind an error or a step. What is complete of the copies is kept."""
+        self.end_watch()
         self.members.leave(self._device)
         for copies in self._kept:
             copies.close()

@@ -132,6 +132,8 @@ class ChangingRanks:
                 self._change = time.monotonic(), []
                 self.leave()
             raise
+        if self._ranks is not None:
+            self._ranks.end_watch()
 
     def leave(self) -> None:
         self._there.leave()
