@@ -7,11 +7,16 @@ in *units* (the tensor-parallel and pipeline ranks, or those of a lockstep domai
 whoever makes no whole unit waits as a spare, and is taken in when one can be made.
 
 A process of this machine counts as gone once its id is; one of another machine if it does not come for a while.
+
+The trainer (``train.changing``) and loops of one's own (``hf.loop.recovery``) open groups again, build what they train
+for their new ranks, and fill it from copies that other members have kept (``runtime.optimizer.copies``).
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import os
 import socket
 import time
@@ -19,18 +24,25 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_groups
 
+from bytescale.common.environment import ranks_here
 from bytescale.common.errors import RankFailure, RanksLost
 from bytescale.runtime.group import answered
-from bytescale.runtime.mesh import MeshShape
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.copies import StateCopies
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.runtime.sockets import listening_ports, shut_connections
+from bytescale.runtime.watch import Watch, abort_nccl, nccl_has_failed
+
+if TYPE_CHECKING:
+    from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 
 GRACE_SECONDS = 10.0
 """How long the others wait for a member of another machine that may be alive."""
@@ -49,37 +61,46 @@ class Members:
         former: rank in the generation before of each member; None: it is new.
         shape: of a unit, whose HDP ranks are a domain's (``introduce``).
         spares: numbers of processes that are there, and make no whole unit.
+        timeout: of the groups of gloo that are made here.
+        group: of gloo, over all members.
+        copies: what this process has kept of the generations' optimizer states; none: it is new.
     """
+
+    group: dist.ProcessGroup
+    _copies_group: dist.ProcessGroup
 
     def __init__(self, store: dist.Store, number: int, first: Sequence[int]) -> None:
         self.store, self.number, self.generation, self.shape = store, number, 0, MeshShape(hdp=1)
         self.numbers, self.former, self.spares = list(first), list[int | None](first), list[int]()
         self._before = list(first)
+        self.timeout, self.copies = timedelta(minutes=30), list[StateCopies]()
+        self._device, self._per_node, self._position = torch.device("cpu"), 1, 0
+        self._watch: Watch | None = None
         self._seen = 0  # processes that have asked to join, as far as members know
         self._about: dict[int, dict[str, Any]] = {}
         self._living = _LivingStore(store, self._all_may_live)  # PyTorch keeps the part of it in C++ alone
 
-    @staticmethod
-    def at_first(store: dist.Store, rank: int, size: int) -> Members:
-        return Members(dist.PrefixStore("members", store), rank, range(size))
+    @classmethod
+    def at_first(cls, store: dist.Store, rank: int, size: int) -> Self:
+        return cls(dist.PrefixStore("members", store), rank, range(size))
 
-    @staticmethod
-    def joining(store: dist.Store, wait_seconds: float) -> Members | None:
+    @classmethod
+    def joining(cls, store: dist.Store, wait_seconds: float) -> Self:
         """Ask to join the run that meets in ``store``, and wait until its members take this process in.
 
-        None: the run has ended meanwhile. Raises ``RankFailure`` if it does not take this one in.
+        Raises ``SystemExit`` if the run has ended meanwhile, ``RankFailure`` if it does not take this one in.
         """
         store = dist.PrefixStore("members", store)
-        made = Members(store, -store.add("asked", 1), [])
-        return made if made.wait_until_taken(wait_seconds) else None
+        made = cls(store, -store.add("asked", 1), [])
+        made._wait_until_taken(wait_seconds)
+        return made
 
-    def wait_until_taken(self, wait_seconds: float) -> bool:
-        """Wait until this process is a member. Returns False where the run has ended. Raises as ``joining``."""
+    def _wait_until_taken(self, wait_seconds: float) -> None:
         key, until = f"taken/{self.number}", time.monotonic() + wait_seconds
         self.store.set(f"about/{self.number}", json.dumps(_about_this_process()))
         while not self.store.check([key]) or int(self.store.get(key)) <= self.generation:
             if self.store.check(["ended"]):
-                return False
+                raise SystemExit(0)
             if not self._any_may_live():
                 raise RankFailure(
                     "all ranks that this process was to join are gone",
@@ -95,7 +116,6 @@ class Members:
             time.sleep(_LOOK_SECONDS)
         self.generation = int(self.store.get(key))
         self._take(json.loads(self.store.get(f"members/{self.generation}")))
-        return True
 
     @property
     def rank(self) -> int:
@@ -111,10 +131,6 @@ class Members:
         there = {*self.numbers, *self.spares}
         return [rank for rank, number in enumerate(self._before) if number not in there]
 
-    @property
-    def is_spare(self) -> bool:
-        return self.number in self.spares
-
     def groups_store(self) -> dist.Store:
         """Where the groups of this generation meet."""
         return dist.PrefixStore(f"groups/{self.generation}", self._living)
@@ -123,21 +139,55 @@ class Members:
         return all(map(self._may_live, self.numbers))
 
     def num_waiting(self) -> int:
-        """How many processes could be taken in that are no members. Any member may look."""
-        waiting = self.store.add("asked", 0) - self._seen + len(self.spares)
+        """How many processes could be taken in that are no members. Members but the first do not look: 0."""
+        try:
+            waiting = self.store.add("asked", 0) - self._seen + len(self.spares) if self.rank == 0 else 0
+        except RuntimeError:  # a store that is gone counts when ranks have to meet there
+            return 0
         return (self.size + waiting) // self.shape.size * self.shape.size - self.size
 
-    def introduce(self, group: dist.ProcessGroup, shape: MeshShape) -> None:
-        """Tell the others where this process is, behind the making of all groups. Every member calls it."""
-        self.shape = shape
-        everyone = all_gather_json(_about_this_process(_port_of(self.store)), group)
+    def opened(self, mesh: Mesh) -> None:
+        """All groups of ``mesh`` are open: tell the others where this process is. Every member calls it."""
+        make = partial(dist.new_group, backend="gloo", timeout=self.timeout, use_local_synchronization=True)
+        shape, tp = mesh.shape, mesh.tp.rank
+        self.shape = MeshShape(hdp=mesh.domain.size, tp=shape.tp, pp=shape.pp)
+        self.group = self._copies_group = make(list(range(self.size)))
+        if self.shape.size > 1:
+            self._copies_group = make([shape.rank(mesh.stage, hdp, tp) for hdp in range(shape.hdp)])
+        self._position, self._device = mesh.stage * shape.tp + tp, mesh.world.device
+        self._per_node = max(1, int(mesh.world.min_of([ranks_here(self.size)])[0]) // shape.tp)
+        everyone = all_gather_json(_about_this_process(_port_of(self.store)), self.group)
         self._about = dict(zip(self.numbers, everyone, strict=True))
         if self.rank == 0:
             self.store.set("now", json.dumps(self._about))
+        if self._device.type == "cuda":
+            self.watch(mesh, nccl_has_failed, abort_nccl)
+
+    def watch(self, mesh: Mesh, has_failed: Callable[[], bool], abort: Callable[[], None]) -> None:
+        self._watch = Watch(lambda: self._has_lost() or has_failed(), abort)
+        for group in mesh.groups:
+            group.was_aborted = self._watch.has_aborted
+
+    def end_watch(self) -> None:
+        """From now on, members may end."""
+        if self._watch is not None:
+            self._watch.stop()
 
     def end(self) -> None:
         """Tell who waits to be taken in that there is nothing to join any more."""
+        self.end_watch()
         self.store.set("ended", "")
+
+    def keep(self, optimizer: ShardedOptimizer) -> None:
+        """Keep copies of this generation's states in place of former ones. Every member calls it."""
+        unit, position = self.shape.hdp, self._position
+        made = StateCopies(
+            optimizer, self._copies_group, generation=self.generation, per_node=self._per_node, unit=unit,
+            position=position,
+        )  # fmt: skip
+        self.copies.append(made)  # beside the former ones, until all members have theirs
+        made.complete()
+        del self.copies[:-1]
 
     def _any_may_live(self) -> bool:
         """Whether the run may go on; for a process that is none of its members yet."""
@@ -145,15 +195,21 @@ class Members:
             self._about = {int(number): about for number, about in json.loads(self.store.get("now")).items()}
         return not self._about or any(map(self._may_live, self._about))
 
-    def leave(self, device: torch.device) -> None:
-        """End all groups of this process. Members that wait for it get an error at once, where gloo connects them."""
+    def leave(self) -> None:
+        """End all groups of this process. Members that wait for it get an error at once, where gloo connects them.
+
+        What is complete of the copies is kept.
+        """
+        self.end_watch()
         with suppress(RuntimeError):  # a store that is gone counts in ``next_generation``
             self.store.set(f"left/{self.generation}", "")
         shut_connections({port for about in self._about.values() for port in about["ports"]})
         if dist.is_initialized():
-            (abort_process_groups if device.type == "cuda" else dist.destroy_process_group)()
+            (abort_process_groups if self._device.type == "cuda" else dist.destroy_process_group)()
+        for copies in self.copies:
+            copies.close()
 
-    def has_lost(self) -> bool:
+    def _has_lost(self) -> bool:
         """Whether a member of this generation is gone, or has left it. Any thread may ask."""
         with suppress(RuntimeError):
             if self.store.check([f"left/{self.generation}"]):
@@ -163,8 +219,9 @@ class Members:
     def next_generation(self, error: RanksLost | None = None) -> None:
         """Agree with all that are there on the next members. Every member that is there calls it, behind ``leave``.
 
-        Raises ``RankFailure`` if the others went on without this process, or the store is gone; ``error`` if nobody is
-        gone and nobody has come: ranks do not understand each other then, and would not do so the next time.
+        A spare waits here until it is a member. Raises ``SystemExit`` if the run ends before; ``RankFailure`` if the
+        others went on without this process, or the store is gone; ``error`` if nobody is gone and nobody has come:
+        ranks do not understand each other then, and would not do so the next time.
         """
         with answered("the store in which ranks meet does not answer; the process that served it may be gone"):
             self._next_generation()
@@ -176,6 +233,10 @@ class Members:
             )
         if error is not None and not self.gone and None not in self.former:
             raise error
+        gc.collect()
+        if self.number in self.spares:
+            self.copies.clear()
+            self._wait_until_taken(math.inf)
 
     def _next_generation(self) -> None:
         here = f"there/{self.generation}"

@@ -1,7 +1,7 @@
-"""Ranks that come and go inside a run (``parallel.elastic``; ``runtime.survivors`` says how).
+"""Ranks that come and go inside a run (``parallel.elastic``).
 
-The trainer builds its job anew for the ranks that there are. The step that was under way begins again. Where a new rank
-waits, all do the same behind a whole step.
+They go on as ``runtime.members`` says: the trainer builds its job anew for the ranks that there are. The step that was
+under way begins again. Where a new rank waits, all do the same behind a whole step.
 
 A step is *completed* when every rank has begun the next one: whatever belongs to it, its row, its evaluation and the
 start of its checkpoint, is done then.
@@ -24,10 +24,9 @@ from bytescale.common.errors import ConfigError, RankFailure, RanksLost
 from bytescale.config.schema import Config
 from bytescale.config.validate import validate
 from bytescale.runtime.members import Members
-from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.copies import restore_from_copies
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.plain_data import broadcast_json
-from bytescale.runtime.survivors import Survivors
 from bytescale.train.stop import record_for_launcher
 
 JOINS = "BYTESCALE_JOINS"
@@ -48,7 +47,7 @@ class ChangingRanks:
         self._config, self.is_elastic = config, config.parallel.elastic
         self.are_due, self._goes_on = False, True
         self.unsaved: RunState | None = None
-        self._ranks: Survivors | None = None
+        self._members: Members | None = None
         self._checkpoints: Checkpointer | None = None
         self._states: dict[int, RunState] = {}  # behind the last two steps
         self._completed: int | None = None
@@ -57,13 +56,18 @@ class ChangingRanks:
     def goes_on(self) -> bool:
         """Whether to begin with the ranks that there are: at first, and after each change."""
         goes_on, self._goes_on = self._goes_on, False
-        if self._ranks is not None and not goes_on:
-            self._ranks.members.end()
+        if self._members is not None and not goes_on:
+            self._members.end()
         return goes_on
 
     @property
     def has_changed(self) -> bool:
-        return self._ranks is not None and self._ranks.members.generation > 0
+        return self._members is not None and self._members.generation > 0
+
+    @property
+    def members(self) -> Members:
+        assert self._members is not None, "place() has been called"
+        return self._members
 
     def place(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, int, int]:
         """Where the groups meet, this rank in them and their size, from what the launcher has said.
@@ -72,13 +76,11 @@ class ChangingRanks:
         """
         if not self.is_elastic:
             return store, rank, size
-        if self._ranks is None:
+        self.are_due, self.unsaved, self._checkpoints = False, None, None
+        if self._members is None:
             joins = JOINS in os.environ
-            found = Members.joining(store, _JOIN_SECONDS) if joins else Members.at_first(store, rank, size)
-            if found is None:
-                raise SystemExit(0)
-            self._ranks = Survivors(found, timeout)
-        members = self._ranks.members
+            self._members = Members.joining(store, _JOIN_SECONDS) if joins else Members.at_first(store, rank, size)
+        members, self._members.timeout = self._members, timeout
         if self.has_changed:
             try:
                 validate(self._config, num_ranks=members.size)
@@ -90,22 +92,12 @@ class ChangingRanks:
                 ) from error
         return members.groups_store(), members.rank, members.size
 
-    def opened(self, mesh: Mesh) -> None:
-        """As ``Survivors.opened``."""
-        self.are_due, self.unsaved, self._checkpoints = False, None, None
-        self._there.opened(mesh)
-
-    @property
-    def _there(self) -> Survivors:
-        assert self._ranks is not None, "place() has been called"
-        return self._ranks
-
     def num_waiting(self) -> int:
-        """See ``Survivors``."""
-        return 0 if self._ranks is None else self._ranks.num_waiting()
+        """New ranks that wait, and make a whole unit; see ``Members``."""
+        return 0 if self._members is None else self._members.num_waiting()
 
     def goes_on_after(self, error: BaseException) -> bool:
-        return isinstance(error, RanksLost) and self._ranks is not None and self._ranks.has_copies
+        return isinstance(error, RanksLost) and self._members is not None and bool(self._members.copies)
 
     @contextmanager
     def survived(self) -> Iterator[None]:
@@ -132,23 +124,23 @@ class ChangingRanks:
                 self._change = time.monotonic(), []
                 self.leave()
             raise
-        if self._ranks is not None:
-            self._ranks.end_watch()
+        if self._members is not None:
+            self._members.end_watch()
 
     def leave(self) -> None:
-        self._there.leave()
+        self.members.leave()
         if self._checkpoints is not None:
             self._checkpoints.close()
 
     def _agree(self, error: RanksLost | None = None) -> None:
-        ranks, began = self._there, self._change[0] if self._change else time.monotonic()
+        members, began = self.members, self._change[0] if self._change else time.monotonic()
         try:
-            ranks.agree(error)
+            members.next_generation(error)
         except RankFailure as failure:
             record_for_launcher(failure)
             raise
-        self._change, self._goes_on = (began, ranks.members.gone), True
-        if not ranks.has_copies:  # it was a spare
+        self._change, self._goes_on = (began, members.gone), True
+        if not members.copies:  # it was a spare
             self._states, self._completed, self._change = {}, None, None
 
     def restored(self, optimizer: ShardedOptimizer) -> RunState | None:
@@ -158,16 +150,17 @@ class ChangingRanks:
         """
         if not self.has_changed:
             return None
-        step = self._there.restore(optimizer, at_most=self._completed)
-        told = broadcast_json(asdict(self._states[step]) if step in self._states else None, self._there.group)
+        group = self.members.group
+        step = restore_from_copies(optimizer, self.members.copies, group, at_most=self._completed)
+        told = broadcast_json(asdict(self._states[step]) if step in self._states else None, group)
         return RunState(**told)
 
     def begin(self, optimizer: ShardedOptimizer, state: RunState, checkpoints: Checkpointer) -> str:
         """Keep copies from now on, beside the state of the run. Every rank calls it. Returns what to tell people."""
         if not self.is_elastic:
             return ""
-        self._checkpoints, members = checkpoints, self._there.members
-        self._there.keep(optimizer)
+        self._checkpoints, members = checkpoints, self.members
+        members.keep(optimizer)
         self._states, self._completed = {state.step: state}, state.step
         if not self.has_changed:
             return ""

@@ -146,7 +146,7 @@ def open_ranks(config: Config, changing: ChangingRanks | None = None) -> Iterato
                 dtype=dtype,
             )
             if changing is not None and changing.is_elastic:
-                changing.opened(ranks.mesh)
+                changing.members.opened(ranks.mesh)
         yield ranks
         _meet_at_the_end(store, rank, num_ranks, timeout)
     except BaseException as error:

@@ -202,8 +202,7 @@ class HDP(Updates):
         if self._optimizer is not None:
             self._optimizer.leave(self.model)
         if self.recovery is not None:
-            self.recovery.end_watch()
-            self.recovery.members.end()
+            self.recovery.end()
 
     def plan(
         self,

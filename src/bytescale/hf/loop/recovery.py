@@ -1,4 +1,4 @@
-"""Going on in a loop of one's own where ranks die and come (``HDP.recover``; ``runtime.survivors`` says how)."""
+"""Going on in a loop of one's own where ranks die and come (``HDP.recover``; ``runtime.members`` says how)."""
 
 from __future__ import annotations
 
@@ -14,49 +14,39 @@ from bytescale.common.errors import ConfigError, RankFailure, RanksLost
 from bytescale.hf.loop.session import Session
 from bytescale.runtime.group import answered
 from bytescale.runtime.members import Members
-from bytescale.runtime.survivors import Survivors
+from bytescale.runtime.optimizer.copies import restore_from_copies
 
 
-class Recovery(Survivors):
-    """What stays of a loop when ranks change."""
+class Recovery(Members):
+    """What stays of a loop when ranks change.
 
-    def __init__(self, members: Members, timeout: timedelta, backend: str) -> None:
-        super().__init__(members, timeout)
-        self._backend = backend
-        self._make_model: Callable[[], nn.Module] | None = None
+    Attributes:
+        backend: of WORLD.
+    """
 
-    @staticmethod
-    def at_first(hdp: Session, store: dist.Store | None) -> Recovery:
-        """With the ranks of WORLD as members."""
-        group, world = hdp.group, hdp.group.group
-        _require(world is dist.group.WORLD, "the ranks are not those of WORLD, or there is one")
-        assert world is not None, "there are several ranks"
-        members = Members.at_first(store or _get_default_store(), group.rank, group.size)
-        made = Recovery(members, world._get_backend(group.device).options._timeout, dist.get_backend())
-        made.opened(hdp.mesh)
-        return made
+    backend: str
 
     def begin(self, hdp: Session, make_model: Callable[[], nn.Module] | None) -> None:
         """``HDP.keep_copies``, behind taking the others' states where this process has joined them."""
-        mesh, domain = hdp.mesh, hdp.attach_anew.keywords["domain"]
+        domain = hdp.attach_anew.keywords["domain"]
         _require(not hdp.engine.others, "a second model is attached")
-        _require(domain or mesh.domain.size == 1, 'shard = "parameters", and domain is no number')
-        _require(make_model or self.members.shape.size == 1, "ranks have parts of the model, and model is None")
+        _require(domain or hdp.mesh.domain.size == 1, 'shard = "parameters", and domain is no number')
+        _require(make_model or self.shape.size == 1, "ranks have parts of the model, and model is None")
         self._make_model = make_model
-        if self.members.generation:
-            self.restore(hdp.sharded())
+        if self.generation:
+            restore_from_copies(hdp.sharded(), self.copies, self.group)
         self.keep(hdp.sharded())
 
     def recover(self, hdp: Session, make_optimizer: Callable[[], object]) -> list[int]:
         """``HDP.recover``. ``make_optimizer``: as it was made."""
         lost, again = list[int](), None
-        if hdp.ranks_wait:
-            with suppress(RankFailure):  # one is lost, too
-                self.settle()
+        with suppress(RankFailure):  # one is lost, too
+            for copies in self.copies if hdp.ranks_wait else ():
+                copies.complete()
         while True:
             self.leave()
-            self.agree(again)
-            lost = lost or self.members.gone
+            self.next_generation(again)
+            lost = lost or self.gone
             try:
                 self.open_world()
                 former = hdp.sharded()
@@ -71,23 +61,25 @@ class Recovery(Survivors):
                 again = error
 
     def open_world(self) -> None:
-        members = self.members
         with answered("ranks that were to meet did not all come"):
             dist.init_process_group(
-                self._backend,
-                store=members.groups_store(),
-                rank=members.rank,
-                world_size=members.size,
-                timeout=self._timeout,
+                self.backend, store=self.groups_store(), rank=self.rank, world_size=self.size, timeout=self.timeout
             )
 
 
+def recovery_of(hdp: Session, store: dist.Store | None) -> Recovery:
+    """With the ranks of WORLD as its first members."""
+    group, world = hdp.group, hdp.group.group
+    _require(world is dist.group.WORLD, "the ranks are not those of WORLD, or there is one")
+    assert world is not None, "there are several ranks"
+    made = Recovery.at_first(store or _get_default_store(), group.rank, group.size)
+    made.backend, made.timeout = dist.get_backend(), world._get_backend(group.device).options._timeout
+    made.opened(hdp.mesh)
+    return made
+
+
 def join(
-    store: dist.Store,
-    backend: str,
-    *,
-    timeout: timedelta = timedelta(minutes=30),
-    wait_seconds: float = 3600.0,
+    store: dist.Store, backend: str, *, timeout: timedelta = timedelta(minutes=30), wait_seconds: float = 3600.0
 ) -> Recovery:
     """Join a loop that other processes run, for ``HDP(..., joined=...)``: a new process calls it, and WORLD is open.
 
@@ -102,10 +94,8 @@ def join(
 
     Raises ``SystemExit`` if the loop has ended meanwhile (``HDP.detach``), ``RankFailure`` if it is not there.
     """
-    members = Members.joining(store, wait_seconds)
-    if members is None:
-        raise SystemExit(0)
-    made = Recovery(members, timeout, backend)
+    made = Recovery.joining(store, wait_seconds)
+    made.backend, made.timeout = backend, timeout
     made.open_world()
     return made
 

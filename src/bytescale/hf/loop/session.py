@@ -30,9 +30,9 @@ from bytescale.runtime.parking import Parking
 
 if TYPE_CHECKING:
     from bytescale.common.cut import Cut
+    from bytescale.runtime.members import Members
     from bytescale.runtime.optimizer.lockstep import Units
     from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
-    from bytescale.runtime.survivors import Survivors
     from bytescale.runtime.tied import TiedHead
 
 
@@ -63,7 +63,7 @@ class Session:
     encoders_backward: Callable[[], None] | None
     tied: TiedHead | None
     attach_anew: partial[None]
-    recovery: Survivors | None = None
+    recovery: Members | None = None
 
     def __init__(self, model: nn.Module, mesh: Mesh, experts: Experts) -> None:
         self.model, self.mesh, self.group, self.experts = model, mesh, mesh.world, experts

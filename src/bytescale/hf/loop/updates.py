@@ -190,9 +190,9 @@ class Updates(Session):
 
         Raises ``ConfigError`` where ranks have such parts and ``model`` is None, or are not all of WORLD's.
         """
-        from bytescale.hf.loop.recovery import Recovery  # few loops go on where a rank has died
+        from bytescale.hf.loop.recovery import recovery_of  # few loops go on where a rank has died
 
-        self.recovery = self.recovery or Recovery.at_first(self, store)
+        self.recovery = self.recovery or recovery_of(self, store)
         self.recovery.begin(self, model)
 
     def recover(self) -> list[int]:
