@@ -39,7 +39,7 @@ from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.optimizer.copies import StateCopies
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.runtime.sockets import listening_ports, shut_connections
-from bytescale.runtime.watch import Watch, abort_nccl, nccl_has_failed
+from bytescale.runtime.watch import watch
 
 if TYPE_CHECKING:
     from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
@@ -63,19 +63,20 @@ class Members:
         spares: numbers of processes that are there, and make no whole unit.
         timeout: of the groups of gloo that are made here.
         group: of gloo, over all members.
-        copies: what this process has kept of the generations' optimizer states; none: it is new.
+        copies: what this process has kept of optimizer states; none: it is new.
+        end_watch: from then on, members may end (``runtime.watch``).
     """
 
     group: dist.ProcessGroup
-    _copies_group: dist.ProcessGroup
+    _copies_of: Callable[[ShardedOptimizer], StateCopies]
+    _device = torch.device("cpu")
 
     def __init__(self, store: dist.Store, number: int, first: Sequence[int]) -> None:
         self.store, self.number, self.generation, self.shape = store, number, 0, MeshShape(hdp=1)
         self.numbers, self.former, self.spares = list(first), list[int | None](first), list[int]()
         self._before = list(first)
         self.timeout, self.copies = timedelta(minutes=30), list[StateCopies]()
-        self._device, self._per_node, self._position = torch.device("cpu"), 1, 0
-        self._watch: Watch | None = None
+        self.end_watch: Callable[[], None] = lambda: None
         self._seen = 0  # processes that have asked to join, as far as members know
         self._about: dict[int, dict[str, Any]] = {}
         self._living = _LivingStore(store, self._all_may_live)  # PyTorch keeps the part of it in C++ alone
@@ -149,45 +150,33 @@ class Members:
     def opened(self, mesh: Mesh) -> None:
         """All groups of ``mesh`` are open: tell the others where this process is. Every member calls it."""
         make = partial(dist.new_group, backend="gloo", timeout=self.timeout, use_local_synchronization=True)
-        shape, tp = mesh.shape, mesh.tp.rank
+        shape, tp, self._device = mesh.shape, mesh.tp.rank, mesh.world.device
         self.shape = MeshShape(hdp=mesh.domain.size, tp=shape.tp, pp=shape.pp)
-        self.group = self._copies_group = make(list(range(self.size)))
+        self.group = group = make(list(range(self.size)))
         if self.shape.size > 1:
-            self._copies_group = make([shape.rank(mesh.stage, hdp, tp) for hdp in range(shape.hdp)])
-        self._position, self._device = mesh.stage * shape.tp + tp, mesh.world.device
-        self._per_node = max(1, int(mesh.world.min_of([ranks_here(self.size)])[0]) // shape.tp)
+            group = make([shape.rank(mesh.stage, hdp, tp) for hdp in range(shape.hdp)])
+        per_node = max(1, int(mesh.world.min_of([ranks_here(self.size)])[0]) // shape.tp)
+        position, unit = mesh.stage * shape.tp + tp, mesh.domain.size
+        self._copies_of = partial(
+            StateCopies, group=group, generation=self.generation, per_node=per_node, unit=unit, position=position
+        )
         everyone = all_gather_json(_about_this_process(_port_of(self.store)), self.group)
         self._about = dict(zip(self.numbers, everyone, strict=True))
         if self.rank == 0:
             self.store.set("now", json.dumps(self._about))
         if self._device.type == "cuda":
-            self.watch(mesh, nccl_has_failed, abort_nccl)
+            self.end_watch = watch(mesh, self.has_lost)
 
-    def watch(self, mesh: Mesh, has_failed: Callable[[], bool], abort: Callable[[], None]) -> None:
-        self._watch = Watch(lambda: self._has_lost() or has_failed(), abort)
-        for group in mesh.groups:
-            group.was_aborted = self._watch.has_aborted
-
-    def end_watch(self) -> None:
-        """From now on, members may end."""
-        if self._watch is not None:
-            self._watch.stop()
+    def keep(self, optimizer: ShardedOptimizer) -> None:
+        """Keep copies of this generation's states in place of former ones. Every member calls it."""
+        self.copies.append(self._copies_of(optimizer))  # beside the former ones, until all members have theirs
+        self.copies[-1].complete()
+        del self.copies[:-1]
 
     def end(self) -> None:
         """Tell who waits to be taken in that there is nothing to join any more."""
         self.end_watch()
         self.store.set("ended", "")
-
-    def keep(self, optimizer: ShardedOptimizer) -> None:
-        """Keep copies of this generation's states in place of former ones. Every member calls it."""
-        unit, position = self.shape.hdp, self._position
-        made = StateCopies(
-            optimizer, self._copies_group, generation=self.generation, per_node=self._per_node, unit=unit,
-            position=position,
-        )  # fmt: skip
-        self.copies.append(made)  # beside the former ones, until all members have theirs
-        made.complete()
-        del self.copies[:-1]
 
     def _any_may_live(self) -> bool:
         """Whether the run may go on; for a process that is none of its members yet."""
@@ -209,12 +198,12 @@ class Members:
         for copies in self.copies:
             copies.close()
 
-    def _has_lost(self) -> bool:
+    def has_lost(self) -> bool:
         """Whether a member of this generation is gone, or has left it. Any thread may ask."""
-        with suppress(RuntimeError):
-            if self.store.check([f"left/{self.generation}"]):
-                return True
-        return not self._all_may_live()
+        try:
+            return not self._all_may_live() or self.store.check([f"left/{self.generation}"])
+        except RuntimeError:  # of the store
+            return False
 
     def next_generation(self, error: RanksLost | None = None) -> None:
         """Agree with all that are there on the next members. Every member that is there calls it, behind ``leave``.

@@ -125,11 +125,6 @@ class Mesh:
             return self.hdp.exchange
         return self.node.exchange
 
-    @property
-    def groups(self) -> list[RankGroup]:
-        own = (self.world, self.hdp, self.node, self.gradients, self.domain, self.replicas, self.tp)
-        return list(dict.fromkeys((*own, *self.forward, *self.backward)))
-
     def ring_groups(self) -> list[RankGroup]:
         return [self.hdp] if self.node is self.hdp else [self.hdp, self.node]
 

@@ -1,8 +1,7 @@
 """A thread that ends a rank's waiting for ranks that are gone, where the host waits for kernels (NCCL).
 
-A kernel that waits for a dead rank never ends, and a host that waits for the kernel cannot raise. So this thread looks
-for ranks that are gone, and aborts all communicators then: their kernels end, and the host goes on. What it reads then
-is no result, so ``RankGroup.read`` asks whether communicators were aborted (docs/gpu.md, "Ranks that die").
+A kernel that waits for a dead rank never ends, and a host that waits for it cannot raise. So this thread aborts all
+communicators: their kernels end, and the host goes on. What it reads then is no result, and ``RankGroup.read`` raises.
 """
 
 from __future__ import annotations
@@ -14,39 +13,36 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _world
 
+from bytescale.runtime.mesh import Mesh
+
 _LOOK_SECONDS = 0.2
 
 
-class Watch:
-    """Looks from time to time, until ``stop``, and calls ``abort`` once."""
+def watch(mesh: Mesh, is_lost: Callable[[], bool]) -> Callable[[], None]:
+    """Abort NCCL as soon as a rank ``is_lost``, or NCCL has failed. Returns what ends the watch."""
+    ended, aborted = threading.Event(), threading.Event()
 
-    def __init__(self, has_lost: Callable[[], bool], abort: Callable[[], None]) -> None:
-        self._has_lost, self._abort = has_lost, abort
-        self._stopped, self._aborted = threading.Event(), threading.Event()
-        self.has_aborted = self._aborted.is_set
-        self._thread = threading.Thread(target=self._look, name="bytescale-watch", daemon=True)
-        self._thread.start()
-
-    def _look(self) -> None:
-        while not self._stopped.wait(_LOOK_SECONDS):
-            if self._has_lost():
-                self._aborted.set()  # before a host goes on
-                self._abort()
+    def look() -> None:
+        while not ended.wait(_LOOK_SECONDS):
+            if is_lost() or any(backend.get_error().name != "SUCCESS" for backend in _nccl()):
+                aborted.set()  # before the host goes on
+                abort_nccl()
                 return
 
-    def stop(self) -> None:
-        """Look no more. Behind it nothing is aborted."""
-        self._stopped.set()
-        self._thread.join()
+    def end() -> None:
+        ended.set()
+        thread.join()
 
-
-def nccl_has_failed() -> bool:
-    """Whether PyTorch's own watchdog has seen an error of NCCL or a time limit."""
-    return any(backend.get_error().name != "SUCCESS" for backend in _nccl())
+    own = (mesh.world, mesh.hdp, mesh.node, mesh.gradients, mesh.domain, mesh.replicas, mesh.tp)
+    for group in (*own, *mesh.forward, *mesh.backward):
+        group.was_aborted = aborted.is_set
+    thread = threading.Thread(target=look, name="bytescale-watch", daemon=True)
+    thread.start()
+    return end
 
 
 def abort_nccl() -> None:
-    """End all operations of NCCL. PyTorch goes on to know the groups: the training thread may ask for them now."""
+    """End all operations of NCCL. PyTorch still knows the groups: the training thread may ask for them meanwhile."""
     backends = _nccl()
     backends[0]._group_start()  # one by one, they would wait for each other
     for backend in backends:
@@ -55,6 +51,5 @@ def abort_nccl() -> None:
 
 
 def _nccl() -> list[Any]:
-    """Of every group that has it."""
-    known = list(_world.pg_backend_config.items())
-    return [group._get_backend(torch.device("cuda")) for group, kinds in known if "cuda:nccl" in kinds]
+    kinds = list(_world.pg_backend_config.items())
+    return [group._get_backend(torch.device("cuda")) for group, kind in kinds if "cuda:nccl" in kind]

@@ -18,11 +18,7 @@ from bytescale.runtime.optimizer.copies import restore_from_copies
 
 
 class Recovery(Members):
-    """What stays of a loop when ranks change.
-
-    Attributes:
-        backend: of WORLD.
-    """
+    """What stays of a loop when ranks change. ``backend``: of WORLD."""
 
     backend: str
 

@@ -196,8 +196,8 @@ def restore_from_copies(
         group: of gloo, over the ranks of all positions.
         at_most: the newest update that this rank wants to go on from; None: the newest that there is.
 
-    Raises ``CheckpointError`` on every rank if the states of a rank are lost: it is gone, and so is its copy; and on
-    one that has parameters of which there are no copies.
+    Raises ``CheckpointError`` on every rank if the states of a rank are lost: it is gone, and so is its copy; and where
+    a rank has parameters without copies.
     """
     own: dict[tuple[int, ...], StatesCopy] = {
         (copy.num_updates, copies.generation, copies.num_ranks, copies.position, rank): copy
@@ -235,11 +235,8 @@ def restore_from_copies(
         with answered("a rank was lost while states came from copies"):
             arrived += _deliver(wanted, [Place(*place) for place in about["places"]], copy, group)
     if arrived < sum(len(own.values) for ranges in wanted.values() for own in ranges):
-        raise CheckpointError(
-            "the copies of the other ranks lack some parameters of this one",
-            so="it has another model than they have",
-            fix="give every rank the same model, with the same parameters frozen",
-        )
+        raise CheckpointError("the others have no copies of some parameters of this rank", so="its model is another",
+                              fix="make the same model on every rank, with the same parameters frozen")  # fmt: skip
     optimizer.finish_restore(at[0], numbers)
     return at[0]
 
@@ -263,9 +260,9 @@ def _deliver(
     copy: StatesCopy | None,
     group: dist.ProcessGroup | None,
 ) -> int:
-    """Bring one copy's states to the ranks that have these weights now. ``copy``: on the rank that holds it.
+    """Bring one copy's states to the ranks that have these weights now. Returns how many numbers this rank got.
 
-    Returns how many numbers came to this rank.
+    ``copy``: on the rank that holds it.
     """
     rank = 0 if group is None else group.rank()
     needed, memory = [], []
