@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,12 +22,17 @@ from bytescale import HDP
 from bytescale.common.errors import CheckpointError, ConfigError, RanksLost
 from bytescale.hf.loop.micro_batch import Engine
 from bytescale.parity import small_model
+from bytescale.runtime import watch as watch_file
+from bytescale.runtime.members import Members
+from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.copies import StateCopies
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.optimizer.zero import ZeroShards
+from bytescale.runtime.sockets import shut_connections
 from tests.helpers.effort import one_in
 from tests.helpers.forks import run_forked
 from tests.hf.support import documents, on_ranks, trained_alone
+from tests.runtime.test_watch import die_with_open_sockets
 
 STEPS = 8
 Dies = Callable[[int, str], None]
@@ -75,7 +81,7 @@ def trained(hdp: HDP, model: nn.Module, dies: Dies = lambda number, where: None)
     return losses
 
 
-def trained_by_function(hdp: HDP, model: nn.Module, *, full: int) -> dict[int, float]:
+def trained_by_function(hdp: HDP, model: nn.Module, *, full: int, last: bool = False) -> dict[int, float]:
     """The same with the body as a function. Behind 4 updates, fewer than ``full`` ranks wait for new ones."""
     losses: dict[int, float] = {}
     while (number := hdp.num_updates) < STEPS:
@@ -86,7 +92,7 @@ def trained_by_function(hdp: HDP, model: nn.Module, *, full: int) -> dict[int, f
             until *= not hdp.recovery.num_waiting()
             time.sleep(0.02)
         try:
-            planned = hdp.plan(batch)
+            planned = hdp.plan(batch, last=last)
             whole = planned.forward_backward(
                 lambda micro, total=total: -(micro.weights * micro.logprobs(model)).sum() / total
             )
@@ -130,9 +136,9 @@ def loop(hdp: HDP) -> torch.optim.Optimizer:
 
 
 def attached(
-    rank: int, file: Path | None = None, joins: bool = False, **options: Any
+    rank: int, file: Path | None = None, size: int = 4, joins: bool = False, **options: Any
 ) -> tuple[HDP, nn.Module, torch.optim.Optimizer]:
-    """One of several ranks, with copies. ``file``: in which four ranks meet; None: where the first rank serves them.
+    """One of several ranks, with copies. ``file``: in which they meet; None: where the first rank serves them.
 
     ``joins``: whether it is a new one.
     """
@@ -140,12 +146,12 @@ def attached(
     if file is None:
         dist.init_process_group("gloo", timeout=limit)
     else:
-        store = dist.FileStore(str(file), 4)
+        store = dist.FileStore(str(file), size)
     if joins:
         model = model_of_loop()
         options["joined"] = bytescale.join(store, "gloo", timeout=limit, wait_seconds=60.0)
     elif file is not None:
-        dist.init_process_group("gloo", store=dist.PrefixStore("w", store), rank=rank, world_size=4, timeout=limit)
+        dist.init_process_group("gloo", store=dist.PrefixStore("w", store), rank=rank, world_size=size, timeout=limit)
     model = model_of_loop()
     hdp = HDP(model, capacity_tokens=40, **options)
     optimizer = loop(hdp)
@@ -220,6 +226,41 @@ def test_a_whole_copy_of_the_model_goes_on_and_takes_in_new_ranks(
             assert len(losses) >= (3 if rank == 4 else 4)
 
 
+def test_a_rank_dies_whose_connections_stay_open(tmp_path: Path) -> None:
+    """Nothing tells the others but their watch, which GPUs have: here shut connections stand for NCCL's abort."""
+    expected, weights = in_plain_pytorch()
+    ports = set[int]()
+    opened = Members.opened
+
+    def watched(self: Members, mesh: Mesh) -> None:
+        opened(self, mesh)
+        ports.update(port for about in self._about.values() for port in about["ports"])
+        self.end_watch = watch_file.watch(mesh, self.has_lost)
+
+    def one_rank(rank: int) -> Any:
+        hdp, model, _optimizer = attached(rank, tmp_path / "store")
+
+        def dies(number: int, where: str) -> None:
+            if (rank, number, where) == (1, 2, "forward"):
+                die_with_open_sockets(55.0)
+
+        losses = trained(hdp, model, dies)
+        different = max(float((own - weights[name]).abs().max()) for name, own in model.named_parameters())
+        hdp.detach()
+        return losses, different, hdp.group.size
+
+    with (
+        mock.patch.object(Members, "opened", watched),
+        mock.patch.object(watch_file, "abort_nccl", side_effect=lambda: shut_connections(ports)),
+    ):
+        outcomes = run_forked(4, one_rank, timeout_seconds=50, lost={1})
+    for losses, different, size in (outcomes[0], outcomes[2], outcomes[3]):
+        assert size == 3
+        assert different < 1e-10
+        assert len(losses) >= STEPS - 1
+        assert all(abs(loss - expected[number]) < 1e-10 for number, loss in losses.items())
+
+
 def die_in(phase: str, is_due: Callable[[], bool]) -> None:
     """Let this process die in a phase as soon as it is due."""
     owner, name, is_behind = PHASES[phase]
@@ -270,3 +311,43 @@ def test_what_cannot_be_recovered_is_refused() -> None:
             hdp.keep_copies()
 
     on_ranks(2, model_of_loop(), one_rank)
+
+
+def test_parts_of_a_model_need_one_that_is_whole() -> None:
+    """And a domain whose size stays."""
+
+    def one_rank(rank: int) -> None:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        for options, message in (
+            ({"tp": 2}, "ranks have parts of the model, and model is None"),
+            ({"shard": "parameters"}, "domain is no number"),
+        ):
+            hdp = HDP(model_of_loop(), capacity_tokens=40, **options)
+            hdp.adamw(lr=1e-3)
+            with pytest.raises(ConfigError, match=message):
+                hdp.keep_copies()
+
+    run_forked(2, one_rank, timeout_seconds=60)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_new_ranks_come_where_none_is_lost(tmp_path: Path, dies: bool) -> None:
+    """To two ranks comes a third one. ``dies``: before, the others have lost one, and had begun to reduce gradients."""
+    expected, weights = in_plain_pytorch()
+
+    def one_rank(rank: int) -> Any:
+        made = list[HDP]()
+        if rank == 3:
+            die_in("reduction", lambda: bool(made) and made[0].num_updates == 2)
+        hdp, model, _optimizer = attached(rank - (rank == 3), tmp_path / "store", size=2 + dies, joins=rank == 2)
+        made.append(hdp)
+        losses = trained_by_function(hdp, model, full=3, last=dies)
+        different = max(float((own - weights[name]).abs().max()) for name, own in model.named_parameters())
+        hdp.detach()
+        return losses, different, hdp.group.size
+
+    for losses, different, size in run_forked(3 + dies, one_rank, timeout_seconds=120, lost={3} & {3 * dies})[:3]:
+        assert size == 3
+        assert different < 1e-10
+        assert len(losses) >= 2
+        assert all(abs(loss - expected[number]) < 1e-10 for number, loss in losses.items())

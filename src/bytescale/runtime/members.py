@@ -133,7 +133,9 @@ class Members:
         return [rank for rank, number in enumerate(self._before) if number not in there]
 
     def groups_store(self) -> dist.Store:
-        """Where the groups of this generation meet."""
+        """Where the groups of this generation meet. PyTorch's watchdog does not end this process for their errors."""
+        for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC"):
+            os.environ.setdefault(f"TORCH_NCCL_{name}", "0")
         return dist.PrefixStore(f"groups/{self.generation}", self._living)
 
     def _all_may_live(self) -> bool:
