@@ -21,6 +21,7 @@ import bytescale
 from bytescale import HDP
 from bytescale.common.errors import CheckpointError, ConfigError, RanksLost
 from bytescale.hf.loop.micro_batch import Engine
+from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.parity import small_model
 from bytescale.runtime import watch as watch_file
 from bytescale.runtime.members import Members
@@ -38,6 +39,7 @@ STEPS = 8
 Dies = Callable[[int, str], None]
 PHASES: dict[str, tuple[Any, str, bool]] = {
     "forward": (Engine, "micro", False),
+    "end": (PlannedBatch, "_end", True),
     "reduction": (ShardedOptimizer, "reduce_gradients", True),
     "update": (ZeroShards, "publish", False),
     "copy": (StateCopies, "keep", True),
@@ -197,7 +199,7 @@ SHARED = {"shard": "parameters", "domain": 2}
 
 @pytest.mark.parametrize(
     ("mesh", "victim", "phase"),
-    one_in(11, [(mesh, rank, phase) for mesh in ({"tp": 2}, {"pp": 2}, SHARED) for rank in (0, 3) for phase in PHASES]),
+    one_in(13, [(mesh, rank, phase) for mesh in ({"tp": 2}, {"pp": 2}, SHARED) for rank in (0, 3) for phase in PHASES]),
 )
 def test_a_whole_copy_of_the_model_goes_on_and_takes_in_new_ranks(
     tmp_path: Path, mesh: dict[str, Any], victim: int, phase: str
@@ -338,7 +340,7 @@ def test_new_ranks_come_where_none_is_lost(tmp_path: Path, dies: bool) -> None:
     def one_rank(rank: int) -> Any:
         made = list[HDP]()
         if rank == 3:
-            die_in("reduction", lambda: bool(made) and made[0].num_updates == 2)
+            die_in("end", lambda: bool(made) and made[0].num_updates == 2)
         hdp, model, _optimizer = attached(rank - (rank == 3), tmp_path / "store", size=2 + dies, joins=rank == 2)
         made.append(hdp)
         losses = trained_by_function(hdp, model, full=3, last=dies)
