@@ -59,7 +59,7 @@ class Members:
         numbers: those of the members of this generation, in the order of ranks.
         generation: how many times members have changed.
         former: rank in the generation before of each member; None: it is new.
-        shape: of a unit, whose HDP ranks are a domain's (``introduce``).
+        shape: of a unit, whose HDP ranks are a domain's.
         spares: numbers of processes that are there, and make no whole unit.
         timeout: of the groups of gloo that are made here.
         group: of gloo, over all members.
@@ -187,10 +187,7 @@ class Members:
         return not self._about or any(map(self._may_live, self._about))
 
     def leave(self) -> None:
-        """End all groups of this process. Members that wait for it get an error at once, where gloo connects them.
-
-        What is complete of the copies is kept.
-        """
+        """End all groups of this process. Members that wait for it get an error at once, where gloo connects them."""
         self.end_watch()
         with suppress(RuntimeError):  # a store that is gone counts in ``next_generation``
             self.store.set(f"left/{self.generation}", "")
@@ -250,9 +247,8 @@ class Members:
             if self.store.check([f"about/{number}"]):
                 self._about[number] = json.loads(self.store.get(f"about/{number}"))
                 there += [number] if self._may_live(number) else []
-        whole = len(there) // self.shape.size * self.shape.size or len(
-            there
-        )  # too few ranks are refused where their mesh is made
+        whole = len(there) // self.shape.size * self.shape.size
+        whole = whole or len(there)  # too few ranks are refused where their mesh is made
         agreed = {"numbers": there[:whole], "spares": there[whole:], "before": self.numbers, "seen": asked}
         proposed = json.dumps(agreed)
         self.generation += 1
@@ -285,21 +281,6 @@ class _LivingStore(dist.Store):
         self._store, self._all_may_live = store, all_may_live
         self._seconds = 300.0
 
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(list(keys))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._store.compare_set(key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
-
-    def set(self, key: str, value: str) -> None:
-        self._store.set(key, value)
-
     def set_timeout(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()
 
@@ -315,6 +296,14 @@ class _LivingStore(dist.Store):
             if time.monotonic() > until:
                 raise RuntimeError("ranks did not come in time")
             time.sleep(_LOOK_SECONDS / 4)
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    return lambda living, *given: getattr(living._store, name)(*given)
+
+
+for _name in ("add", "check", "compare_set", "delete_key", "set"):  # C++ looks for them in the class
+    setattr(_LivingStore, _name, _passed_on(_name))
 
 
 def _about_this_process(store_port: int | None = None) -> dict[str, Any]:

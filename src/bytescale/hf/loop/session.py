@@ -65,7 +65,7 @@ class Session:
     attach_anew: partial[None]
     recovery: Members | None = None
 
-    def __init__(self, model: nn.Module, mesh: Mesh, experts: Experts) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, experts: Experts, joined: Members | None) -> None:
         self.model, self.mesh, self.group, self.experts = model, mesh, mesh.world, experts
         self.cuts: dict[str, Cut] | None = None
         self.pending = PendingPasses()
@@ -76,6 +76,7 @@ class Session:
         self.checkpoint_group: dist.ProcessGroup | None = None
         self._parking = Parking()
         self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
+        self.recovery = joined or self.recovery
         if self.recovery is not None:
             self.recovery.opened(mesh)
 
