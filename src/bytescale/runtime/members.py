@@ -14,7 +14,6 @@ for their new ranks, and fill it from copies that other members have kept (``run
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -221,7 +220,6 @@ class Members:
             )
         if error is not None and not self.gone and None not in self.former:
             raise error
-        gc.collect()
         if self.number in self.spares:
             self.copies.clear()
             self._wait_until_taken(math.inf)

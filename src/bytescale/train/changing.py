@@ -9,6 +9,7 @@ start of its checkpoint, is done then.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -140,6 +141,7 @@ class ChangingRanks:
             record_for_launcher(failure)
             raise
         self._change, self._goes_on = (began, members.gone), True
+        gc.collect()
         if not members.copies:  # it was a spare
             self._states, self._completed, self._change = {}, None, None
 

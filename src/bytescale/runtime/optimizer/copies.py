@@ -29,7 +29,7 @@ from torch import Tensor
 from bytescale.common.errors import CheckpointError
 from bytescale.runtime.group import answered
 from bytescale.runtime.optimizer.flat import Range
-from bytescale.runtime.plain_data import all_gather_json, broadcast_json, packed, unpacked
+from bytescale.runtime.plain_data import all_gather_json, packed, unpacked
 
 if TYPE_CHECKING:
     from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
@@ -226,18 +226,17 @@ def restore_from_copies(
     at = max(whole)
     if at[0]:
         optimizer.require_states()
-    numbers: Any = None
-    wanted, arrived = _parts(optimizer), 0
-    for (of_position, rank), holder in sorted(holders[at].items()):
-        copy = own[(*at, of_position, rank)] if group is None or group.rank() == holder else None
-        about = broadcast_json(copy and copy.header(), group, holder)
-        numbers = about["numbers"]
-        with answered("a rank was lost while states came from copies"):
-            arrived += _deliver(wanted, [Place(*place) for place in about["places"]], copy, group)
+    order, rank = sorted(holders[at].items()), 0 if group is None else group.rank()
+    copies = [own[(*at, *of)] if holder == rank else None for of, holder in order]
+    told = [iter(headers) for headers in all_gather_json([copy.header() for copy in copies if copy], group)]
+    headers = [next(told[holder]) for _, holder in order]
+    wanted, places = _parts(optimizer), [[Place(*place) for place in header["places"]] for header in headers]
+    with answered("a rank was lost while states came from copies"):
+        arrived = _deliver(wanted, places, copies, [holder for _, holder in order], group)
     if arrived < sum(len(own.values) for ranges in wanted.values() for own in ranges):
         raise CheckpointError("the others have no copies of some parameters of this rank", so="its model is another",
                               fix="make the same model on every rank, with the same parameters frozen")  # fmt: skip
-    optimizer.finish_restore(at[0], numbers)
+    optimizer.finish_restore(at[0], headers[-1]["numbers"])
     return at[0]
 
 
@@ -255,36 +254,36 @@ def _parts(optimizer: ShardedOptimizer) -> dict[tuple[str, str], list[Range]]:
 
 
 def _deliver(
-    wanted: Mapping[tuple[str, str], Sequence[Range]],
-    places: Sequence[Place],
-    copy: StatesCopy | None,
-    group: dist.ProcessGroup | None,
-) -> int:
-    """Bring one copy's states to the ranks that have these weights now. Returns how many numbers this rank got.
+    wanted: Mapping[tuple[str, str], Sequence[Range]], places: Sequence[Sequence[Place]],
+    copies: Sequence[StatesCopy | None], holders: Sequence[int], group: dist.ProcessGroup | None,
+) -> int:  # fmt: skip
+    """Bring the states of all copies to the ranks that have these weights now. Returns how many numbers this rank got.
 
-    ``copy``: on the rank that holds it.
+    Args:
+        places: in each copy. ``copies``: those that this rank holds; ``holders``: of each, the rank that does.
     """
-    rank = 0 if group is None else group.rank()
     needed, memory = [], []
-    for number, place in enumerate(places):
-        for own in wanted.get((place.part, place.state), ()):
-            low, high = max(place.start, own.place.start), min(place.start + place.size, own.place.stop)
-            if low < high:
-                needed.append((number, low - place.start, high - place.start))
-                memory.append(own.values[low - own.start : high - own.start])
-    everyone = all_gather_json([copy is not None, needed], group)
-    holder, sent = next(number for number, (has, _) in enumerate(everyone) if has), []
-    if copy is not None:
-        for other, (_, ranges) in enumerate(everyone):
-            for number, low, high in ranges if other != rank else ():
-                sent.append(dist.isend(copy.values(places[number])[low:high], group=group, group_dst=other))
-    for (number, low, high), values in zip(needed, memory, strict=True):
-        if copy is not None:
-            arrived = copy.values(places[number])[low:high]
+    for copy, own_places in enumerate(places):
+        for number, place in enumerate(own_places):
+            for own in wanted.get((place.part, place.state), ()):
+                low, high = max(place.start, own.place.start), min(place.start + place.size, own.place.stop)
+                if low < high:
+                    needed.append((copy, number, low - place.start, high - place.start))
+                    memory.append(own.values[low - own.start : high - own.start])
+    sent = []
+    for other, ranges in enumerate(all_gather_json(needed, group)):
+        for copy, number, low, high in ranges:
+            if (held := copies[copy]) is not None and other != holders[copy]:
+                values = held.values(places[copy][number])[low:high]
+                sent.append(dist.isend(values, group=group, group_dst=other))
+    for (copy, number, low, high), values in zip(needed, memory, strict=True):
+        place = places[copy][number]
+        if (held := copies[copy]) is not None:
+            values.copy_(held.values(place)[low:high])
         else:
-            arrived = torch.empty(high - low, dtype=_DTYPES[places[number].dtype])
-            dist.recv(arrived, group=group, group_src=holder)
-        values.copy_(arrived)
+            arrived = torch.empty(high - low, dtype=_DTYPES[place.dtype])
+            dist.recv(arrived, group=group, group_src=holders[copy])
+            values.copy_(arrived)
     for work in sent:
         assert work is not None, "this rank is in the group"
         work.wait()
