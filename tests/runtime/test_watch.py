@@ -175,3 +175,14 @@ def test_an_error_of_nccl_aborts_every_group_once(told: str) -> None:
         assert calls == ["start", "world", "ring", "end"]
         abort_nccl()  # as ``leave`` does
     OF_ALONE.world.was_aborted = bool
+
+
+def test_who_ends_is_not_lost() -> None:
+    """A rank that has left the groups is lost, and nobody is once the run has ended."""
+    store = dist.HashStore()
+    first, second = (Members.at_first(store, rank, 2) for rank in range(2))
+    assert not first.has_lost()
+    second.leave()
+    assert first.has_lost()
+    second.end()
+    assert not first.has_lost()

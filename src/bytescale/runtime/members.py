@@ -197,9 +197,10 @@ class Members:
             copies.close()
 
     def has_lost(self) -> bool:
-        """Whether a member of this generation is gone, or has left it. Any thread may ask."""
+        """Whether a member of this generation is gone, or has left it, before the end. Any thread may ask."""
         try:
-            return not self._all_may_live() or self.store.check([f"left/{self.generation}"])
+            is_lost = not self._all_may_live() or self.store.check([f"left/{self.generation}"])
+            return is_lost and not self.store.check(["ended"])
         except RuntimeError:  # of the store
             return False
 
