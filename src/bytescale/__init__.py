@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bytescale.hf.loop.hdp import HDP
     from bytescale.hf.loop.micro_batch import Micro
     from bytescale.hf.loop.planned_batch import PlannedBatch
+    from bytescale.hf.loop.recovery import join
     from bytescale.hf.scoring.score_file import score
     from bytescale.plan import Plan
     from bytescale.runtime.optimizer.sharded_optimizer import Update
@@ -39,6 +40,7 @@ _PLACES = {
     "Update": "bytescale.runtime.optimizer.sharded_optimizer",
     "cut": "bytescale.hf.batch.documents",
     "Micro": "bytescale.hf.loop.micro_batch",
+    "join": "bytescale.hf.loop.recovery",
     "make_planner": "bytescale.hf.batch.planning",
     "Plan": "bytescale.plan",
     "score": "bytescale.hf.scoring.score_file",
@@ -46,7 +48,7 @@ _PLACES = {
 
 __all__ = [
     "HDP", "Micro", "Plan", "PlannedBatch", "RankBatch", "RanksLost", "SentWeights", "Update", "WeightPart", "cut",
-    "fp8_blocks", "make_planner", "score",
+    "fp8_blocks", "join", "make_planner", "score",
 ]  # fmt: skip
 
 

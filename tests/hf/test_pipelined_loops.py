@@ -280,7 +280,6 @@ def asked(hdp: bytescale.HDP, model: nn.Module, group: dist.ProcessGroup, what: 
         "hdp.weights() of adapters": lambda: hdp.weights(),
         "hdp.prefill": lambda: hdp.prefill([[3, 4, 5]]),
         "hdp.run": lambda: hdp.run(hdp.plan(batch).part),
-        "hdp.keep_copies": lambda: hdp.keep_copies(),
         "images, videos or audios in documents": lambda: hdp.plan([batch[0] | {"images": [{}]}]),
         "torch.autocast": lambda: run(torch.autocast("cpu", torch.bfloat16)),
         "layer.compile()": run,

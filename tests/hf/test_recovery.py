@@ -4,38 +4,68 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import bytescale
 from bytescale import HDP
 from bytescale.common.errors import CheckpointError, ConfigError, RanksLost
+from bytescale.hf.loop.micro_batch import Engine
+from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.parity import small_model
+from bytescale.runtime import watch as watch_file
+from bytescale.runtime.members import Members
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.copies import StateCopies
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+from bytescale.runtime.optimizer.zero import ZeroShards
+from bytescale.runtime.sockets import shut_connections
+from tests.helpers.effort import one_in
 from tests.helpers.forks import run_forked
-from tests.hf.support import documents, on_ranks
+from tests.hf.support import documents, on_ranks, trained_alone
+from tests.runtime.test_watch import die_with_open_sockets
 
 STEPS = 8
 Dies = Callable[[int, str], None]
+PHASES: dict[str, tuple[Any, str, bool]] = {
+    "forward": (Engine, "micro", False),
+    "end": (PlannedBatch, "_end", True),
+    "reduction": (ShardedOptimizer, "reduce_gradients", True),
+    "update": (ZeroShards, "publish", False),
+    "copy": (StateCopies, "keep", True),
+}
+"""Where a rank dies: at a function, before or behind it."""
 
 
 def model_of_loop() -> nn.Module:
-    torch.manual_seed(3)
-    return small_model("llama")
+    return small_model("llama", num_hidden_layers=4, seed=3)
+
+
+def batch_of(number: int) -> tuple[list[dict[str, Any]], float]:
+    """The documents of a batch, and the sum of their weights."""
+    batch = documents([5 + 3 * ((number * 7 + place) % 9) for place in range(9)], seed=number)
+    return batch, sum(float(document["weights"].sum()) for document in batch)
+
+
+def rate_of(number: int) -> float:
+    return 2e-3 * 0.5 ** (number // 3)
 
 
 def trained(hdp: HDP, model: nn.Module, dies: Dies = lambda number, where: None) -> dict[int, float]:
     """The loop of docs/own_loop.md. Returns the loss of each step that returned on this rank."""
     losses: dict[int, float] = {}
     while (number := hdp.num_updates) < STEPS:  # which may be one less than before, where a copy had not arrived
-        batch = documents([5 + 3 * ((number * 7 + place) % 9) for place in range(9)], seed=number)
-        total = sum(float(document["weights"].sum()) for document in batch)
+        batch, total = batch_of(number)
         try:
             loss = 0.0
             for micro in hdp.plan(batch):
@@ -46,11 +76,60 @@ def trained(hdp: HDP, model: nn.Module, dies: Dies = lambda number, where: None)
                 dies(number, "backward")
             whole = hdp.group.sum_of([loss])[0]
             dies(number, "step")
-            hdp.step(lr=2e-3 * 0.5 ** (number // 3))
+            hdp.step(lr=rate_of(number))
             losses[number] = whole
         except RanksLost:
             hdp.recover()
     return losses
+
+
+def trained_by_function(hdp: HDP, model: nn.Module, *, full: int, last: bool = False) -> dict[int, float]:
+    """The same with the body as a function. Behind 4 updates, fewer than ``full`` ranks wait for new ones."""
+    losses: dict[int, float] = {}
+    while (number := hdp.num_updates) < STEPS:
+        batch, total = batch_of(number)
+        until = time.monotonic() + 60.0
+        while number >= 4 and hdp.group.rank == 0 and hdp.group.size < full and time.monotonic() < until:
+            assert hdp.recovery is not None
+            until *= not hdp.recovery.num_waiting()
+            time.sleep(0.02)
+        try:
+            planned = hdp.plan(batch, last=last)
+            whole = planned.forward_backward(
+                lambda micro, total=total: -(micro.weights * micro.logprobs(model)).sum() / total
+            )
+            hdp.step(lr=rate_of(number))
+            losses[number] = whole
+            if hdp.ranks_wait:
+                hdp.recover()
+        except RanksLost:
+            hdp.recover()
+    return losses
+
+
+@cache
+def in_plain_pytorch() -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+    """Losses of all steps, and the weights behind them: one process, one document at a time."""
+    model, losses = model_of_loop(), dict[int, float]()
+    named = dict(model.named_parameters())
+    kinds = [
+        {"params": [p for p in named.values() if p.dim() > 1]},
+        {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(kinds)
+    for number in range(STEPS):
+        batch, total = batch_of(number)
+        logprobs = trained_alone(model, batch, lambda document: None)
+        losses[number] = (
+            -sum(float((document["weights"] * own).sum()) for document, own in zip(batch, logprobs, strict=True))
+            / total
+        )
+        torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate_of(number)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: p.detach() for name, p in named.items()}
 
 
 def loop(hdp: HDP) -> torch.optim.Optimizer:
@@ -58,31 +137,33 @@ def loop(hdp: HDP) -> torch.optim.Optimizer:
     return hdp.adamw(lr=2e-3, **kinds)
 
 
-def attached(rank: int, file: Path | None = None) -> tuple[HDP, nn.Module, torch.optim.Optimizer]:
-    """One of several ranks, with copies. ``file``: in which four ranks meet; None: where the first rank serves them."""
+def attached(
+    rank: int, file: Path | None = None, size: int = 4, joins: bool = False, **options: Any
+) -> tuple[HDP, nn.Module, torch.optim.Optimizer]:
+    """One of several ranks, with copies. ``file``: in which they meet; None: where the first rank serves them.
+
+    ``joins``: whether it is a new one.
+    """
     limit, store = timedelta(seconds=60), None
     if file is None:
         dist.init_process_group("gloo", timeout=limit)
     else:
-        store = dist.FileStore(str(file), 4)
-        dist.init_process_group("gloo", store=dist.PrefixStore("w", store), rank=rank, world_size=4, timeout=limit)
+        store = dist.FileStore(str(file), size)
+    if joins:
+        model = model_of_loop()
+        options["joined"] = bytescale.join(store, "gloo", timeout=limit, wait_seconds=60.0)
+    elif file is not None:
+        dist.init_process_group("gloo", store=dist.PrefixStore("w", store), rank=rank, world_size=size, timeout=limit)
     model = model_of_loop()
-    hdp = HDP(model, capacity_tokens=40)
+    hdp = HDP(model, capacity_tokens=40, **options)
     optimizer = loop(hdp)
-    hdp.keep_copies(store=store)
+    hdp.keep_copies(store=store, model=model_of_loop)
     return hdp, model, optimizer
-
-
-def in_one_process() -> tuple[dict[int, float], dict[str, torch.Tensor]]:
-    model = model_of_loop()
-    hdp = HDP(model, capacity_tokens=200)
-    loop(hdp)
-    return trained(hdp, model), dict(model.named_parameters())
 
 
 def test_losses_and_weights_are_those_of_one_process(tmp_path: Path) -> None:
     """Of four ranks, the first dies in a forward, the third in an update."""
-    expected, weights = in_one_process()
+    expected, weights = in_plain_pytorch()
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -111,6 +192,92 @@ def test_losses_and_weights_are_those_of_one_process(tmp_path: Path) -> None:
         assert all(abs(loss - expected[number]) < 1e-10 for number, loss in losses.items())
         assert len(losses) >= STEPS - 1  # of the step in which rank 2 died, a rank may know the update alone
         assert rates == pytest.approx([2e-3 * 0.25] * len(rates))
+
+
+SHARED = {"shard": "parameters", "domain": 2}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "victim", "phase"),
+    one_in(13, [(mesh, rank, phase) for mesh in ({"tp": 2}, {"pp": 2}, SHARED) for rank in (0, 3) for phase in PHASES]),
+)
+def test_a_whole_copy_of_the_model_goes_on_and_takes_in_new_ranks(
+    tmp_path: Path, mesh: dict[str, Any], victim: int, phase: str
+) -> None:
+    """Of two pairs of ranks one loses a rank. The other rank of it waits, and goes on with a new process."""
+    expected, weights = in_plain_pytorch()
+
+    def one_rank(rank: int) -> Any:
+        made = list[HDP]()
+        if rank == victim:
+            die_in(phase, lambda: bool(made) and made[0].num_updates == 2)
+        hdp, model, _optimizer = attached(rank, tmp_path / "store", joins=rank == 4, **mesh)
+        made.append(hdp)
+        losses = trained_by_function(hdp, model, full=4)
+        different = max(float((own - weights[name]).abs().max()) for name, own in hdp.weights())
+        hdp.detach()
+        return losses, different, hdp.group.size
+
+    outcomes = run_forked(5, one_rank, timeout_seconds=150, lost={victim})
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            losses, different, size = outcome
+            assert size == 4
+            assert different < 1e-10
+            assert all(abs(loss - expected[number]) < 1e-10 for number, loss in losses.items())
+            assert len(losses) >= (3 if rank == 4 else 4)
+
+
+def test_a_rank_dies_whose_connections_stay_open(tmp_path: Path) -> None:
+    """Nothing tells the others but their watch, which GPUs have: here shut connections stand for NCCL's abort."""
+    expected, weights = in_plain_pytorch()
+    ports = set[int]()
+    opened = Members.opened
+
+    def watched(self: Members, mesh: Mesh) -> None:
+        opened(self, mesh)
+        ports.update(port for about in self._about.values() for port in about["ports"])
+        self.end_watch = watch_file.watch(mesh, self.has_lost)
+
+    def one_rank(rank: int) -> Any:
+        hdp, model, _optimizer = attached(rank, tmp_path / "store")
+
+        def dies(number: int, where: str) -> None:
+            if (rank, number, where) == (1, 2, "forward"):
+                die_with_open_sockets(55.0)
+
+        losses = trained(hdp, model, dies)
+        different = max(float((own - weights[name]).abs().max()) for name, own in model.named_parameters())
+        hdp.detach()
+        return losses, different, hdp.group.size
+
+    with (
+        mock.patch.object(Members, "opened", watched),
+        mock.patch.object(watch_file, "abort_nccl", side_effect=lambda: shut_connections(ports)),
+    ):
+        outcomes = run_forked(4, one_rank, timeout_seconds=50, lost={1})
+    for losses, different, size in (outcomes[0], outcomes[2], outcomes[3]):
+        assert size == 3
+        assert different < 1e-10
+        assert len(losses) >= STEPS - 1
+        assert all(abs(loss - expected[number]) < 1e-10 for number, loss in losses.items())
+
+
+def die_in(phase: str, is_due: Callable[[], bool]) -> None:
+    """Let this process die in a phase as soon as it is due."""
+    owner, name, is_behind = PHASES[phase]
+    original = getattr(owner, name)
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        due = is_due()
+        if due and not is_behind:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*arguments, **options)
+        if due:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, watched)
 
 
 def test_the_store_of_the_first_rank_is_not_left() -> None:
@@ -146,3 +313,43 @@ def test_what_cannot_be_recovered_is_refused() -> None:
             hdp.keep_copies()
 
     on_ranks(2, model_of_loop(), one_rank)
+
+
+def test_parts_of_a_model_need_one_that_is_whole() -> None:
+    """And a domain whose size stays."""
+
+    def one_rank(rank: int) -> None:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        for options, message in (
+            ({"tp": 2}, "ranks have parts of the model, and model is None"),
+            ({"shard": "parameters"}, "domain is no number"),
+        ):
+            hdp = HDP(model_of_loop(), capacity_tokens=40, **options)
+            hdp.adamw(lr=1e-3)
+            with pytest.raises(ConfigError, match=message):
+                hdp.keep_copies()
+
+    run_forked(2, one_rank, timeout_seconds=60)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_new_ranks_come_where_none_is_lost(tmp_path: Path, dies: bool) -> None:
+    """To two ranks comes a third one. ``dies``: before, the others have lost one, and had begun to reduce gradients."""
+    expected, weights = in_plain_pytorch()
+
+    def one_rank(rank: int) -> Any:
+        made = list[HDP]()
+        if rank == 3:
+            die_in("end", lambda: bool(made) and made[0].num_updates == 2)
+        hdp, model, _optimizer = attached(rank - (rank == 3), tmp_path / "store", size=2 + dies, joins=rank == 2)
+        made.append(hdp)
+        losses = trained_by_function(hdp, model, full=3, last=dies)
+        different = max(float((own - weights[name]).abs().max()) for name, own in model.named_parameters())
+        hdp.detach()
+        return losses, different, hdp.group.size
+
+    for losses, different, size in run_forked(3 + dies, one_rank, timeout_seconds=120, lost={3} & {3 * dies})[:3]:
+        assert size == 3
+        assert different < 1e-10
+        assert len(losses) >= 2
+        assert all(abs(loss - expected[number]) < 1e-10 for number, loss in losses.items())

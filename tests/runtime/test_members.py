@@ -86,14 +86,13 @@ def test_a_new_process_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     two = [Members.at_first(store, rank, 2) for rank in range(2)]
     with ThreadPoolExecutor(1) as thread:
-        joining = thread.submit(Members.joining, store, 2, 20.0)
+        joining = thread.submit(Members.joining, store, 20.0)
         until = time.monotonic() + 10.0
         while not two[0].num_waiting() and time.monotonic() < until:
             time.sleep(0.01)
-        assert agree(*two) == [([0, 1, 2], 0, []), ([0, 1, 2], 1, [])]
+        assert agree(*two) == [([0, 1, -1], 0, []), ([0, 1, -1], 1, [])]
         made = joining.result()
-    assert made is not None
-    assert (made.numbers, made.rank, made.former) == ([0, 1, 2], 2, [0, 1, None])
+    assert (made.numbers, made.rank, made.former) == ([0, 1, -1], 2, [0, 1, None])
     assert made.generation == two[0].generation == 1
     assert two[0].num_waiting() == 0
 
@@ -102,6 +101,7 @@ def test_who_waits_ends_with_the_run() -> None:
     store = dist.HashStore()
     first = Members.at_first(store, 0, 1)
     threading.Timer(0.2, first.end).start()
-    assert Members.joining(store, 1, 20.0) is None
+    with pytest.raises(SystemExit):
+        Members.joining(store, 20.0)
     with pytest.raises(RankFailure, match="did not take this process in within 0 s"):
-        Members.joining(dist.HashStore(), 1, 0.1)
+        Members.joining(dist.HashStore(), 0.1)

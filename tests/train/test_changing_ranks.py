@@ -219,7 +219,7 @@ def test_states_that_are_lost_come_from_the_checkpoint(tmp_path: Path) -> None:
     config = changing_run(tmp_path, "several", ranks=4, steps=12)
     printed = trained(config, before=dies({1: (8, "passes")}, kill_both))
     assert "states of rank 1 are lost" in printed
-    assert "resuming after step 6" in printed
+    assert re.search("resuming after step [36] ", printed), printed  # that of step 6 may not have been written yet
     assert_as_undisturbed(tmp_path / "several", tmp_path / "alone")
 
 

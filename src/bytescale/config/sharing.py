@@ -27,7 +27,6 @@ REFUSED_WITH_PP = {
     "hdp.weights() of adapters": ("a stage lacks those of the others", "take weights and adapters from hdp.state()"),
     "hdp.prefill": ("a rank would have the caches of its own layers alone", "prefill with an HDP without pp"),
     "hdp.run": ("a plan from elsewhere may let stages wait for each other", "call hdp.plan(batch, plan=plan)"),
-    "hdp.keep_copies": ("a pipeline without one of its stages could not go on", "leave it out, and use hdp.save"),
     "routes and chosen keys": ("the loss sees the last stage's layers alone", "record and replay without pp"),
     "torch.autocast": ("messages between stages have the weights' dtype", "load the model in bf16"),
     "layer.compile()": ("the compiler cannot follow where a stage ends", "leave layers as they are"),

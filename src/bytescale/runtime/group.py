@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,7 @@ class RankGroup:
         self.clock = make_clock(self.device)  # of collectives; messages have their own
         self.members = members
         self.exchange = self.make_exchange(batched=self.device.type == "cuda")
+        self.was_aborted: Callable[[], bool] = bool  # by ``runtime.watch``
 
     def make_exchange(self, *, batched: bool) -> Exchange:
         return Exchange(
@@ -143,7 +145,7 @@ class RankGroup:
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         rows = own.new_empty(self.size * len(values))
         self.timed(lambda: _all_gather(rows, own, group=self.group))
-        return rows.view(self.size, -1).tolist()
+        return self.read(rows.view(self.size, -1))
 
     def sum_of(self, values: list[float]) -> list[float]:
         """Sums of ``values`` (fp64, equally many on each rank) over ranks. Every rank gets the same bits."""
@@ -165,14 +167,22 @@ class RankGroup:
         table = own.new_empty(self.size, len(values)) if self.rank == 0 else None
         rows = None if table is None else list(table.unbind())
         self.timed(lambda: dist.gather(own, rows, group=self.group, group_dst=0))
-        return [] if table is None else table.tolist()
+        return [] if table is None else self.read(table)
 
     def _reduced(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.group is None:
             return values
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
         self.timed(lambda: dist.all_reduce(numbers, op=operation, group=self.group))
-        return numbers.tolist()
+        return self.read(numbers)
+
+    def read(self, values: Tensor) -> Any:
+        """``values``, for which the host waits, as ``tolist``. Raises ``RanksLost`` if this was ended (``watch``)."""
+        with self._answered():
+            found = values.tolist()
+            if self.was_aborted():
+                raise RuntimeError("a rank is gone")
+        return found
 
     def agree(self, what: str, value: int) -> None:
         """Raise ``RankFailure`` on every rank unless all of them hold the same ``value`` (63 bits)."""
@@ -180,8 +190,8 @@ class RankGroup:
             return
         extremes = torch.tensor([value, -value], dtype=torch.int64, device=self.device)
         self.timed(lambda: dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group))
-        largest, smallest = int(extremes[0]), -int(extremes[1])
-        if largest != smallest:
+        largest, negative = self.read(extremes)
+        if largest != -negative:
             raise RankFailure(
                 f"ranks disagree on {what} (this one, {self.name} rank {self.rank}, has {value:#x})",
                 so="they would wait for each other forever or train on different data",

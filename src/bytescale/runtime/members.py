@@ -7,34 +7,45 @@ in *units* (the tensor-parallel and pipeline ranks, or those of a lockstep domai
 whoever makes no whole unit waits as a spare, and is taken in when one can be made.
 
 A process of this machine counts as gone once its id is; one of another machine if it does not come for a while.
+
+The trainer (``train.changing``) and loops of one's own (``hf.loop.recovery``) open groups again, build what they train
+for their new ranks, and fill it from copies that other members have kept (``runtime.optimizer.copies``).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_groups
 
+from bytescale.common.environment import ranks_here
 from bytescale.common.errors import RankFailure, RanksLost
 from bytescale.runtime.group import answered
-from bytescale.runtime.mesh import MeshShape
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.optimizer.copies import StateCopies
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.runtime.sockets import listening_ports, shut_connections
+from bytescale.runtime.watch import watch
+
+if TYPE_CHECKING:
+    from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 
 GRACE_SECONDS = 10.0
 """How long the others wait for a member of another machine that may be alive."""
 _LOOK_SECONDS = 0.02
-_ALONE = MeshShape(hdp=1)
 _TELLING_SECONDS = 1.0
 """Between the asking of a new process and what it tells of itself, unless it has died."""
 
@@ -43,44 +54,53 @@ class Members:
     """This process and the others.
 
     Attributes:
-        number: this process's, for good.
+        number: this process's, for good; below 0: it has joined.
         numbers: those of the members of this generation, in the order of ranks.
         generation: how many times members have changed.
         former: rank in the generation before of each member; None: it is new.
         shape: of a unit, whose HDP ranks are a domain's.
         spares: numbers of processes that are there, and make no whole unit.
+        timeout: of the groups of gloo that are made here.
+        group: of gloo, over all members.
+        copies: what this process has kept of optimizer states; none: it is new.
+        end_watch: from then on, members may end (``runtime.watch``).
     """
 
-    def __init__(self, store: dist.Store, number: int, first: Sequence[int], shape: MeshShape) -> None:
-        self.store, self.number, self.generation, self.shape = store, number, 0, shape
+    group: dist.ProcessGroup
+    _copies_of: Callable[[ShardedOptimizer], StateCopies]
+    _device = torch.device("cpu")
+
+    def __init__(self, store: dist.Store, number: int, first: Sequence[int]) -> None:
+        self.store, self.number, self.generation, self.shape = store, number, 0, MeshShape(hdp=1)
         self.numbers, self.former, self.spares = list(first), list[int | None](first), list[int]()
-        self._num_first, self._before = len(first), list(first)
+        self._before = list(first)
+        self.timeout, self.copies = timedelta(minutes=30), list[StateCopies]()
+        self.end_watch: Callable[[], None] = lambda: None
         self._seen = 0  # processes that have asked to join, as far as members know
         self._about: dict[int, dict[str, Any]] = {}
         self._living = _LivingStore(store, self._all_may_live)  # PyTorch keeps the part of it in C++ alone
 
-    @staticmethod
-    def at_first(store: dist.Store, rank: int, size: int, shape: MeshShape = _ALONE) -> Members:
-        return Members(dist.PrefixStore("members", store), rank, range(size), shape)
+    @classmethod
+    def at_first(cls, store: dist.Store, rank: int, size: int) -> Self:
+        return cls(dist.PrefixStore("members", store), rank, range(size))
 
-    @staticmethod
-    def joining(store: dist.Store, first_size: int, wait_seconds: float, shape: MeshShape = _ALONE) -> Members | None:
-        """Ask to join a run that began with ``first_size`` processes, and wait until its members take this one in.
+    @classmethod
+    def joining(cls, store: dist.Store, wait_seconds: float) -> Self:
+        """Ask to join the run that meets in ``store``, and wait until its members take this process in.
 
-        None: the run has ended meanwhile. Raises ``RankFailure`` if it does not take this one in.
+        Raises ``SystemExit`` if the run has ended meanwhile, ``RankFailure`` if it does not take this one in.
         """
         store = dist.PrefixStore("members", store)
-        number = first_size - 1 + store.add("asked", 1)
-        made = Members(store, number, range(first_size), shape)
-        return made if made.wait_until_taken(wait_seconds) else None
+        made = cls(store, -store.add("asked", 1), [])
+        made._wait_until_taken(wait_seconds)
+        return made
 
-    def wait_until_taken(self, wait_seconds: float) -> bool:
-        """Wait until this process is a member. Returns False where the run has ended. Raises as ``joining``."""
+    def _wait_until_taken(self, wait_seconds: float) -> None:
         key, until = f"taken/{self.number}", time.monotonic() + wait_seconds
         self.store.set(f"about/{self.number}", json.dumps(_about_this_process()))
         while not self.store.check([key]) or int(self.store.get(key)) <= self.generation:
             if self.store.check(["ended"]):
-                return False
+                raise SystemExit(0)
             if not self._any_may_live():
                 raise RankFailure(
                     "all ranks that this process was to join are gone",
@@ -91,12 +111,11 @@ class Members:
                 raise RankFailure(
                     f"the run did not take this process in within {wait_seconds:.0f} s",
                     so="it ends, and the run goes on without it",
-                    fix="look whether the run still makes steps",
+                    fix="look whether the run makes steps, and meets in the same store",
                 )
             time.sleep(_LOOK_SECONDS)
         self.generation = int(self.store.get(key))
         self._take(json.loads(self.store.get(f"members/{self.generation}")))
-        return True
 
     @property
     def rank(self) -> int:
@@ -112,31 +131,52 @@ class Members:
         there = {*self.numbers, *self.spares}
         return [rank for rank, number in enumerate(self._before) if number not in there]
 
-    @property
-    def is_spare(self) -> bool:
-        return self.number in self.spares
-
     def groups_store(self) -> dist.Store:
-        """Where the groups of this generation meet."""
+        """Where the groups of this generation meet. PyTorch's watchdog does not end this process for their errors."""
+        for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC"):
+            os.environ.setdefault(f"TORCH_NCCL_{name}", "0")
         return dist.PrefixStore(f"groups/{self.generation}", self._living)
 
     def _all_may_live(self) -> bool:
         return all(map(self._may_live, self.numbers))
 
     def num_waiting(self) -> int:
-        """How many processes could be taken in that are no members. Any member may look."""
-        waiting = self.store.add("asked", 0) - self._seen + len(self.spares)
+        """How many processes could be taken in that are no members. Members but the first do not look: 0."""
+        try:
+            waiting = self.store.add("asked", 0) - self._seen + len(self.spares) if self.rank == 0 else 0
+        except RuntimeError:  # a store that is gone counts when ranks have to meet there
+            return 0
         return (self.size + waiting) // self.shape.size * self.shape.size - self.size
 
-    def introduce(self, group: dist.ProcessGroup) -> None:
-        """Tell the others where this process is, behind the making of all groups. Every member calls it."""
-        everyone = all_gather_json(_about_this_process(_port_of(self.store)), group)
+    def opened(self, mesh: Mesh) -> None:
+        """All groups of ``mesh`` are open: tell the others where this process is. Every member calls it."""
+        make = partial(dist.new_group, backend="gloo", timeout=self.timeout, use_local_synchronization=True)
+        shape, tp, self._device = mesh.shape, mesh.tp.rank, mesh.world.device
+        self.shape = MeshShape(hdp=mesh.domain.size, tp=shape.tp, pp=shape.pp)
+        self.group = group = make(list(range(self.size)))
+        if self.shape.size > 1:
+            group = make([shape.rank(mesh.stage, hdp, tp) for hdp in range(shape.hdp)])
+        per_node = max(1, int(mesh.world.min_of([ranks_here(self.size)])[0]) // shape.tp)
+        position, unit = mesh.stage * shape.tp + tp, mesh.domain.size
+        self._copies_of = partial(
+            StateCopies, group=group, generation=self.generation, per_node=per_node, unit=unit, position=position
+        )
+        everyone = all_gather_json(_about_this_process(_port_of(self.store)), self.group)
         self._about = dict(zip(self.numbers, everyone, strict=True))
         if self.rank == 0:
             self.store.set("now", json.dumps(self._about))
+        if self._device.type == "cuda":
+            self.end_watch = watch(mesh, self.has_lost)
+
+    def keep(self, optimizer: ShardedOptimizer) -> None:
+        """Keep copies of this generation's states in place of former ones. Every member calls it."""
+        self.copies.append(self._copies_of(optimizer))  # beside the former ones, until all members have theirs
+        self.copies[-1].complete()
+        del self.copies[:-1]
 
     def end(self) -> None:
         """Tell who waits to be taken in that there is nothing to join any more."""
+        self.end_watch()
         self.store.set("ended", "")
 
     def _any_may_live(self) -> bool:
@@ -145,19 +185,31 @@ class Members:
             self._about = {int(number): about for number, about in json.loads(self.store.get("now")).items()}
         return not self._about or any(map(self._may_live, self._about))
 
-    def leave(self, device: torch.device) -> None:
+    def leave(self) -> None:
         """End all groups of this process. Members that wait for it get an error at once, where gloo connects them."""
+        self.end_watch()
+        with suppress(RuntimeError):  # a store that is gone counts in ``next_generation``
+            self.store.set(f"left/{self.generation}", "")
         shut_connections({port for about in self._about.values() for port in about["ports"]})
-        if device.type == "cuda":
-            abort_process_groups()
-        elif dist.is_initialized():
-            dist.destroy_process_group()
+        if dist.is_initialized():
+            (abort_process_groups if self._device.type == "cuda" else dist.destroy_process_group)()
+        for copies in self.copies:
+            copies.close()
+
+    def has_lost(self) -> bool:
+        """Whether a member of this generation is gone, or has left it, before the end. Any thread may ask."""
+        try:
+            is_lost = not self._all_may_live() or self.store.check([f"left/{self.generation}"])
+            return is_lost and not self.store.check(["ended"])
+        except RuntimeError:  # of the store
+            return False
 
     def next_generation(self, error: RanksLost | None = None) -> None:
         """Agree with all that are there on the next members. Every member that is there calls it, behind ``leave``.
 
-        Raises ``RankFailure`` if the others went on without this process, or the store is gone; ``error`` if nobody is
-        gone and nobody has come: ranks do not understand each other then, and would not do so the next time.
+        A spare waits here until it is a member. Raises ``SystemExit`` if the run ends before; ``RankFailure`` if the
+        others went on without this process, or the store is gone; ``error`` if nobody is gone and nobody has come:
+        ranks do not understand each other then, and would not do so the next time.
         """
         with answered("the store in which ranks meet does not answer; the process that served it may be gone"):
             self._next_generation()
@@ -169,6 +221,9 @@ class Members:
             )
         if error is not None and not self.gone and None not in self.former:
             raise error
+        if self.number in self.spares:
+            self.copies.clear()
+            self._wait_until_taken(math.inf)
 
     def _next_generation(self) -> None:
         here = f"there/{self.generation}"
@@ -184,16 +239,15 @@ class Members:
         broken = {unit for number, unit in units.items() if number not in now}
         there.sort(key=lambda number: units[number] in broken)  # the next unit has copies of what these have
         asked = self.store.add("asked", 0)
-        for number in (*self.spares, *range(self._num_first + self._seen, self._num_first + asked)):
+        for number in (*self.spares, *range(-1 - self._seen, -1 - asked, -1)):
             until = time.monotonic() + _TELLING_SECONDS
             while not self.store.check([f"about/{number}"]) and time.monotonic() < until:
                 time.sleep(_LOOK_SECONDS)
             if self.store.check([f"about/{number}"]):
                 self._about[number] = json.loads(self.store.get(f"about/{number}"))
                 there += [number] if self._may_live(number) else []
-        whole = len(there) // self.shape.size * self.shape.size or len(
-            there
-        )  # too few ranks are refused where their mesh is made
+        whole = len(there) // self.shape.size * self.shape.size
+        whole = whole or len(there)  # too few ranks are refused where their mesh is made
         agreed = {"numbers": there[:whole], "spares": there[whole:], "before": self.numbers, "seen": asked}
         proposed = json.dumps(agreed)
         self.generation += 1
@@ -226,21 +280,6 @@ class _LivingStore(dist.Store):
         self._store, self._all_may_live = store, all_may_live
         self._seconds = 300.0
 
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(list(keys))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._store.compare_set(key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
-
-    def set(self, key: str, value: str) -> None:
-        self._store.set(key, value)
-
     def set_timeout(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()
 
@@ -256,6 +295,14 @@ class _LivingStore(dist.Store):
             if time.monotonic() > until:
                 raise RuntimeError("ranks did not come in time")
             time.sleep(_LOOK_SECONDS / 4)
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    return lambda living, *given: getattr(living._store, name)(*given)
+
+
+for _name in ("add", "check", "compare_set", "delete_key", "set"):  # C++ looks for them in the class
+    setattr(_LivingStore, _name, _passed_on(_name))
 
 
 def _about_this_process(store_port: int | None = None) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -128,7 +127,7 @@ def open_ranks(config: Config, changing: ChangingRanks | None = None) -> Iterato
     if changing is None or not changing.is_elastic:
         store = dist.PrefixStore(f"opening-{next(_OPENINGS)}", store)
     else:
-        store, rank, num_ranks = changing.place(store, rank, num_ranks)
+        store, rank, num_ranks = changing.place(store, rank, num_ranks, timeout)
     try:
         with answered("ranks that were to meet did not all come"):
             dist.init_process_group(
@@ -147,8 +146,7 @@ def open_ranks(config: Config, changing: ChangingRanks | None = None) -> Iterato
                 dtype=dtype,
             )
             if changing is not None and changing.is_elastic:
-                gloo = partial(dist.new_group, backend="gloo", timeout=timeout, use_local_synchronization=True)
-                changing.opened(ranks.mesh, gloo, ranks.hdp_ranks_per_node())
+                changing.members.opened(ranks.mesh)
         yield ranks
         _meet_at_the_end(store, rank, num_ranks, timeout)
     except BaseException as error:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values
     from bytescale.hf.loop.loaded import LoadedBatches
     from bytescale.hf.loop.prefill import Prefill, Prompt, Ready
+    from bytescale.hf.loop.recovery import Recovery
     from bytescale.hf.model.indexer_loss import IndexerStage
 
 
@@ -73,22 +74,22 @@ class HDP(Updates):
         indexer_loss: IndexerStage | None = None,
         indexer_loss_coefficient: float = 1.0,
         invariant: bool = False,
+        joined: Recovery | None = None,
     ) -> None:
         """Attach to ``model``. Every rank of ``group`` calls it, with the same arguments and the same weights.
 
         Args:
             model: a causal decoder of transformers, or a module around one (peft). Outside of plans it stays as it is.
-            group: the ranks; None: all ranks, or this one alone where torch.distributed has not been initialised.
+            group: the ranks; None: all, or this one alone without torch.distributed; ``joined``: see ``bytescale.join``
             capacity_tokens: of a micro-batch of a rank; ``auto``: see ``hf.loop.room``. Several share longer documents.
             tp: consecutive ranks that share matrices and rows, one rank for plans; ``pp``: stages. They cut the model.
             device_gib: what plans may use of a rank's device; None: most of it with ``auto``, else they are unchecked.
-            planner: see ``make_planner``; ``cost``: what it believes of training; None: counted from the model.
+            planner: see ``make_planner``; ``cost``: what it believes (None: it counts); ``forward_only``: no backward.
             equal_counts: whether all ranks get equally many micro-batches, as FSDP needs; some have a row of no token.
             shard: ``optimizer``: states; ``parameters``: layers and their gradients, too, from ``adamw`` on (lockstep).
             domain: consecutive ranks that share parameters; None: those of a node. It divides the number of ranks.
             experts: ``gathered`` as the rest of a layer, or ``parallel``: tokens travel to them (``runtime.experts``).
             longest_document: its tokens, fixed for good, where rotary positions depend on it (dynamic NTK, longrope).
-            forward_only: whether plans are for passes without backward, as scoring and prefill have them.
             kernel: ``auto``, the fastest flash attention of all ranks; ``flash``, ``fa3``, ``fa4``; or slow ``math``.
             checkpointing: ``full`` or ``attention`` compute layers again in backward.
             host_gib: host memory of a rank for activations. It may then hold more of a document (``memory.offload``).
@@ -98,7 +99,7 @@ class HDP(Updates):
         Raises ``ConfigError`` where a plan would not give the results of one process; ``RankFailure`` if ranks differ.
         """
         self.attach_anew = partial(HDP.__init__, **{name: own for name, own in locals().items() if name != "__class__"})
-        super().__init__(model, mesh_of(group, model, (tp, pp), shard, domain, experts, equal_counts), experts)
+        super().__init__(model, mesh_of(group, model, (tp, pp), shard, domain, experts, equal_counts), experts, joined)
         require_use_of_memory(capacity_tokens, device_gib, host_gib, equal_counts, forward_only)
         check_invariant(invariant=invariant, tp=tp, experts=experts)
         learned = (indexer_loss, indexer_loss_coefficient) if indexer_loss else None
@@ -191,12 +192,17 @@ class HDP(Updates):
         self.engine.others.append(decoder)
 
     def detach(self) -> None:
-        """Put the model back on its own attention. ``step`` is refused then; ``state`` and ``save`` still work."""
+        """Put the model back on its own attention. ``step`` is refused then; ``state`` and ``save`` still work.
+
+        Processes that wait to be taken in are told that the loop has ended (``recover``).
+        """
         for decoder in (self.engine.decoder, *self.engine.others):
             decoder.undo.close()
         self.engine.close()
         if self._optimizer is not None:
             self._optimizer.leave(self.model)
+        if self.recovery is not None:
+            self.recovery.end()
 
     def plan(
         self,

@@ -1,77 +1,102 @@
-"""Going on in a loop of one's own where ranks have died (``HDP.recover``)."""
+"""Going on in a loop of one's own where ranks die and come (``HDP.recover``; ``runtime.members`` says how)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from bytescale.common.environment import ranks_here
-from bytescale.common.errors import ConfigError, RanksLost
+from bytescale.common.errors import ConfigError, RankFailure, RanksLost
 from bytescale.hf.loop.session import Session
 from bytescale.runtime.group import answered
 from bytescale.runtime.members import Members
-from bytescale.runtime.optimizer.copies import StateCopies, restore_from_copies
+from bytescale.runtime.optimizer.copies import restore_from_copies
 
 
-class Recovery:
-    """What stays when ranks change: the members, and the copies of states that this rank keeps."""
+class Recovery(Members):
+    """What stays of a loop when ranks change. ``backend``: of WORLD."""
 
-    def __init__(self, hdp: Session, store: dist.Store | None, make_optimizer: Callable[[], object]) -> None:
-        """``HDP.keep_copies``. ``make_optimizer``: as it was made."""
-        mesh, world = hdp.mesh, hdp.group.group
-        hdp.require("hdp.keep_copies")
-        _require(mesh.tp.size == mesh.domain.size == 1, "ranks share parameters or matrices")
+    backend: str
+
+    def begin(self, hdp: Session, make_model: Callable[[], nn.Module] | None) -> None:
+        """``HDP.keep_copies``, behind taking the others' states where this process has joined them."""
+        domain = hdp.attach_anew.keywords["domain"]
         _require(not hdp.engine.others, "a second model is attached")
-        _require(world is dist.group.WORLD, "the ranks are not those of WORLD, or there is one")
-        assert world is not None, "there are several ranks"
-        self._hdp, self._per_node = hdp, ranks_here(hdp.group.size)
-        self._backend, self._make_optimizer = dist.get_backend(), make_optimizer
-        self._timeout = world._get_backend(hdp.group.device).options._timeout
-        self._members = Members.at_first(store or _get_default_store(), hdp.group.rank, hdp.group.size)
-        group = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._members.introduce(group)
-        self._kept = [StateCopies(hdp.sharded(), group, per_node=self._per_node)]
+        _require(domain or hdp.mesh.domain.size == 1, 'shard = "parameters", and domain is no number')
+        _require(make_model or self.shape.size == 1, "ranks have parts of the model, and model is None")
+        self._make_model = make_model
+        if self.generation:
+            restore_from_copies(hdp.sharded(), self.copies, self.group)
+        self.keep(hdp.sharded())
 
-    def recover(self) -> list[int]:
-        """``HDP.recover``."""
-        members, lost, again = self._members, list[int](), None
+    def recover(self, hdp: Session, make_optimizer: Callable[[], object]) -> list[int]:
+        """``HDP.recover``. ``make_optimizer``: as it was made."""
+        lost, again = list[int](), None
+        with suppress(RankFailure):  # one is lost, too
+            for copies in self.copies if hdp.ranks_wait else ():
+                copies.complete()
         while True:
-            members.leave(self._hdp.group.device)
-            for copies in self._kept:
-                copies.close()
-            members.next_generation(again)
-            lost = lost or members.gone
+            self.leave()
+            self.next_generation(again)
+            lost = lost or self.gone
             try:
-                self._go_on()
+                self.open_world()
+                former = hdp.sharded()
+                if self._make_model is not None:
+                    hdp.model.__dict__ = vars(self._make_model())  # the loop has this object
+                hdp.attach_anew()
+                make_optimizer()
+                hdp.sharded().stand_in_for(former)
+                self.begin(hdp, self._make_model)
                 return lost
             except RanksLost as error:
                 again = error
 
-    def _go_on(self) -> None:
-        hdp, members = self._hdp, self._members
+    def open_world(self) -> None:
         with answered("ranks that were to meet did not all come"):
             dist.init_process_group(
-                self._backend,
-                store=members.groups_store(),
-                rank=members.rank,
-                world_size=members.size,
-                timeout=self._timeout,
+                self.backend, store=self.groups_store(), rank=self.rank, world_size=self.size, timeout=self.timeout
             )
-            group = dist.new_group(backend="gloo", timeout=self._timeout)
-            members.introduce(group)
-        former = hdp.sharded()
-        hdp.attach_anew()
-        self._make_optimizer()
-        hdp.sharded().stand_in_for(former)
-        restore_from_copies(hdp.sharded(), self._kept, group)
-        copies = StateCopies(hdp.sharded(), group, generation=members.generation, per_node=self._per_node)
-        self._kept.append(copies)
-        del self._kept[:-1]
 
 
-def _require(holds: bool, what: str) -> None:
+def recovery_of(hdp: Session, store: dist.Store | None) -> Recovery:
+    """With the ranks of WORLD as its first members."""
+    group, world = hdp.group, hdp.group.group
+    _require(world is dist.group.WORLD, "the ranks are not those of WORLD, or there is one")
+    assert world is not None, "there are several ranks"
+    made = Recovery.at_first(store or _get_default_store(), group.rank, group.size)
+    made.backend, made.timeout = dist.get_backend(), world._get_backend(group.device).options._timeout
+    made.opened(hdp.mesh)
+    return made
+
+
+def join(
+    store: dist.Store, backend: str, *, timeout: timedelta = timedelta(minutes=30), wait_seconds: float = 3600.0
+) -> Recovery:
+    """Join a loop that other processes run, for ``HDP(..., joined=...)``: a new process calls it, and WORLD is open.
+
+    The others take it in when their loop calls ``recover()``, behind a step or where one of them has died. From then on
+    they wait for this process, so that it makes its model before. What they do in ``recover()``, it does by
+    ``HDP(...)``, the optimizer and ``keep_copies()``, with nothing in between that waits for other ranks.
+
+    Args:
+        store: as they gave it to ``keep_copies``.
+        backend: of WORLD, such as ``nccl``; ``timeout``: of its messages.
+        wait_seconds: how long to wait to be taken in.
+
+    Raises ``SystemExit`` if the loop has ended meanwhile (``HDP.detach``), ``RankFailure`` if it is not there.
+    """
+    made = Recovery.joining(store, wait_seconds)
+    made.backend, made.timeout = backend, timeout
+    made.open_world()
+    return made
+
+
+def _require(holds: object, what: str) -> None:
     if not holds:
         raise ConfigError(
             f"hdp.keep_copies() where {what}",

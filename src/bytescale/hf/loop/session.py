@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,12 +24,13 @@ from bytescale.hf.loop.pending import Collector, PendingPasses
 from bytescale.hf.loop.room import Room
 from bytescale.hf.model.probe import ModelStructure
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime.group import RankGroup
+from bytescale.runtime.group import RankGroup, answered
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.parking import Parking
 
 if TYPE_CHECKING:
     from bytescale.common.cut import Cut
+    from bytescale.runtime.members import Members
     from bytescale.runtime.optimizer.lockstep import Units
     from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
     from bytescale.runtime.tied import TiedHead
@@ -49,6 +51,7 @@ class Session:
             ended.
         attach_anew: makes this object once more, as it was made, over the ranks that there are now.
         recovery: see ``HDP.recover``; it stays when ranks change. None: nobody keeps copies.
+        ranks_wait: whether processes wait that ``HDP.recover`` would take in; the same on all ranks behind ``step()``.
     """
 
     engine: Engine
@@ -56,22 +59,26 @@ class Session:
     room: Room
     cost: CostModel
     domain: int
-    looped: Collector | None = None
-    encoders_backward: Callable[[], None] | None = None
-    is_reducing = False
-    tied: TiedHead | None = None
-    attach_anew: Callable[[], None]
-    recovery: Callable[[], list[int]] | None = None
-    _num_agreed = 0
+    looped: Collector | None
+    encoders_backward: Callable[[], None] | None
+    tied: TiedHead | None
+    attach_anew: partial[None]
+    recovery: Members | None = None
 
-    def __init__(self, model: nn.Module, mesh: Mesh, experts: Experts) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, experts: Experts, joined: Members | None) -> None:
         self.model, self.mesh, self.group, self.experts = model, mesh, mesh.world, experts
         self.cuts: dict[str, Cut] | None = None
         self.pending = PendingPasses()
+        self.looped = self.encoders_backward = self.tied = None
+        self.is_reducing = self.ranks_wait = False
+        self._num_agreed = 0
         self._optimizer: ShardedOptimizer | None = None
         self.checkpoint_group: dist.ProcessGroup | None = None
         self._parking = Parking()
         self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
+        self.recovery = joined or self.recovery
+        if self.recovery is not None:
+            self.recovery.opened(mesh)
 
     @property
     def structure(self) -> ModelStructure:
@@ -232,4 +239,5 @@ def mesh_of(
     for what in (f"equal_counts = {equal_counts}", f'experts = "{experts}"', f'shard = "{shard}"'):
         require_beside(what, tp, pp)
     per_node = max(1, ranks_here(world.size) // tp)
-    return Mesh.of_hdp(world, sharing_domain(shard, domain or 0, world.size // parts, per_node), tp, pp)
+    with answered("ranks that were to meet did not all come"):
+        return Mesh.of_hdp(world, sharing_domain(shard, domain or 0, world.size // parts, per_node), tp, pp)

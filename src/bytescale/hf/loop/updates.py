@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from bytescale.hf.files.weight_parts import Convert, WeightPart
+    from bytescale.hf.loop.recovery import Recovery
     from bytescale.runtime.optimizer.optimizers import GroupOptions
     from bytescale.runtime.optimizer.sharded_optimizer import Update
 
 
 class Updates(Session):
     """Updates of one attached model, whose gradients and optimizer states are sharded over the ranks of a group."""
+
+    recovery: Recovery | None = None
 
     def adamw(
         self,
@@ -151,7 +154,10 @@ class Updates(Session):
         self.is_reducing = False
         options = {name: value for name, value in (("lr", lr), ("betas", betas)) if value is not None}
         sharded.set_options(options)
-        grad_norm = sum(self.group.sum_of([sharded.reduce_gradients()])) ** 0.5
+        squares, waiting = self.group.sum_of(
+            [sharded.reduce_gradients(), 0 if self.recovery is None else self.recovery.num_waiting()]
+        )
+        grad_norm, self.ranks_wait = squares**0.5, waiting > 0
         if math.isfinite(grad_norm):
             update = sharded.update(grad_norm, max_grad_norm)
         elif skip_nonfinite:
@@ -170,7 +176,7 @@ class Updates(Session):
         """Updates that the weights have behind them."""
         return self.sharded().num_updates
 
-    def keep_copies(self, *, store: dist.Store | None = None) -> None:
+    def keep_copies(self, *, store: dist.Store | None = None, model: Callable[[], nn.Module] | None = None) -> None:
         """Keep copies of the optimizer's states on other ranks, so that ``recover`` can go on where a rank has died.
 
         Every rank calls it, behind ``adamw`` or ``optimizer``. A rank then has four times its states in host memory,
@@ -179,24 +185,30 @@ class Updates(Session):
         Args:
             store: where ranks meet when one of them has died; None: that of ``init_process_group``. A store that a
                 rank serves ends with it.
+            model: makes the whole model anew, on its device, as ``HDP(...)`` was given it; what is trained may have any
+                values. ``recover`` calls it where ranks have parts (``tp``, ``pp``, ``shard="parameters"``).
 
-        Raises ``ConfigError`` where ranks share parameters or matrices, or are not all of WORLD's.
+        Raises ``ConfigError`` where ranks have such parts and ``model`` is None, or are not all of WORLD's.
         """
-        from bytescale.hf.loop.recovery import Recovery  # few loops go on where a rank has died
+        from bytescale.hf.loop.recovery import recovery_of  # few loops go on where a rank has died
 
-        self.recovery = Recovery(self, store, lambda: self.optimizer(**self._optimizer_of)).recover
+        self.recovery = self.recovery or recovery_of(self, store)
+        self.recovery.begin(self, model)
 
     def recover(self) -> list[int]:
-        """Go on without ranks that died, after ``RanksLost``. Every rank that is left calls it.
+        """Go on with the ranks that there are: after ``RanksLost``, or where ``ranks_wait`` behind ``step()``.
 
-        Groups are made anew, WORLD too. Weights and optimizer states are those of the newest update that all have, the
-        same as without the loss, and gradients are zero. ``num_updates`` is the number of the batch to plan next: on a
-        rank whose ``step()`` did not return, the update may be there, and one that ``step()`` has made may be lost. The
-        optimizer that ``adamw`` returned stays the same object.
+        Every rank that is left calls it. Groups are made anew, WORLD too. Weights and optimizer states are those of the
+        newest update that all have, the same as without the loss, and gradients are zero. ``num_updates`` is the number
+        of the batch to plan next: on a rank whose ``step()`` did not return, the update may be there, and one that
+        ``step()`` has made may be lost. The model, and the optimizer that ``adamw`` returned, stay the same objects.
+
+        With ``tp``, ``pp`` or ``shard="parameters"``, whole copies of the model go on, and a rank that is in none waits
+        here until it makes one with others.
 
         Returns the ranks that were lost, in the numbers of before. Raises ``CheckpointError`` if a rank and the one
         that kept its copies are both gone; ``RankFailure`` if the others went on without this rank, or no store is
-        left.
+        left; ``SystemExit`` on a rank that waits while the others end (``detach``).
         """
         if self.recovery is None:
             raise ConfigError(
@@ -204,7 +216,7 @@ class Updates(Session):
                 so="the optimizer states of the rank that died are lost",
                 fix="call hdp.keep_copies() behind hdp.adamw(...), and continue now from a checkpoint",
             )
-        return self.recovery()
+        return self.recovery.recover(self, lambda: self.optimizer(**self._optimizer_of))
 
     def gradients(self) -> dict[str, Tensor]:
         """The global gradient of every trained parameter, by name, before it is clipped. Every rank calls it.

@@ -29,7 +29,7 @@ from torch import Tensor
 from bytescale.common.errors import CheckpointError
 from bytescale.runtime.group import answered
 from bytescale.runtime.optimizer.flat import Range
-from bytescale.runtime.plain_data import all_gather_json, broadcast_json, packed, unpacked
+from bytescale.runtime.plain_data import all_gather_json, packed, unpacked
 
 if TYPE_CHECKING:
     from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
@@ -107,7 +107,7 @@ class StateCopies:
         self, optimizer: ShardedOptimizer, group: dist.ProcessGroup, *,
         generation: int = 0, per_node: int = 1, unit: int = 1, position: int = 0,
     ) -> None:  # fmt: skip
-        """Keep copies of ``optimizer``. Every rank calls it. Behind it, all ranks have theirs.
+        """Begin to keep copies of ``optimizer``. Every rank calls it. Behind ``complete``, all ranks have theirs.
 
         Args:
             group: of gloo, over the ranks of ``optimizer.group``, which nobody else uses.
@@ -124,9 +124,12 @@ class StateCopies:
         self.generation, self.position, self.num_bytes = generation, position, 0
         optimizer.before_norm[:], optimizer.behind_update[:] = [self.finish], [self.keep]
         self.keep()
+
+    def complete(self) -> None:
+        """Wait until every rank has all copies of now. Raises ``RankFailure``."""
         self.finish()
         with answered(f"rank {self.rank} lost the others"):
-            dist.barrier(group)
+            dist.barrier(self._group)
 
     def keep(self) -> None:
         """Copy the states, and begin to exchange them. The copies before the last ones are given up."""
@@ -193,7 +196,8 @@ def restore_from_copies(
         group: of gloo, over the ranks of all positions.
         at_most: the newest update that this rank wants to go on from; None: the newest that there is.
 
-    Raises ``CheckpointError`` on every rank if the states of a rank are lost: it is gone, and so is its copy.
+    Raises ``CheckpointError`` on every rank if the states of a rank are lost: it is gone, and so is its copy; and where
+    a rank has parameters without copies.
     """
     own: dict[tuple[int, ...], StatesCopy] = {
         (copy.num_updates, copies.generation, copies.num_ranks, copies.position, rank): copy
@@ -222,14 +226,17 @@ def restore_from_copies(
     at = max(whole)
     if at[0]:
         optimizer.require_states()
-    numbers: Any = None
-    wanted = _parts(optimizer)
-    for (of_position, rank), holder in sorted(holders[at].items()):
-        copy = own[(*at, of_position, rank)] if group is None or group.rank() == holder else None
-        about = broadcast_json(copy and copy.header(), group, holder)
-        numbers = about["numbers"]
-        _deliver(wanted, [Place(*place) for place in about["places"]], copy, group)
-    optimizer.finish_restore(at[0], numbers)
+    order, rank = sorted(holders[at].items()), 0 if group is None else group.rank()
+    copies = [own[(*at, *of)] if holder == rank else None for of, holder in order]
+    told = [iter(headers) for headers in all_gather_json([copy.header() for copy in copies if copy], group)]
+    headers = [next(told[holder]) for _, holder in order]
+    wanted, places = _parts(optimizer), [[Place(*place) for place in header["places"]] for header in headers]
+    with answered("a rank was lost while states came from copies"):
+        arrived = _deliver(wanted, places, copies, [holder for _, holder in order], group)
+    if arrived < sum(len(own.values) for ranges in wanted.values() for own in ranges):
+        raise CheckpointError("the others have no copies of some parameters of this rank", so="its model is another",
+                              fix="make the same model on every rank, with the same parameters frozen")  # fmt: skip
+    optimizer.finish_restore(at[0], headers[-1]["numbers"])
     return at[0]
 
 
@@ -247,33 +254,37 @@ def _parts(optimizer: ShardedOptimizer) -> dict[tuple[str, str], list[Range]]:
 
 
 def _deliver(
-    wanted: Mapping[tuple[str, str], Sequence[Range]],
-    places: Sequence[Place],
-    copy: StatesCopy | None,
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Bring one copy's states to the ranks that have these weights now. ``copy``: on the rank that holds it."""
-    rank = 0 if group is None else group.rank()
+    wanted: Mapping[tuple[str, str], Sequence[Range]], places: Sequence[Sequence[Place]],
+    copies: Sequence[StatesCopy | None], holders: Sequence[int], group: dist.ProcessGroup | None,
+) -> int:  # fmt: skip
+    """Bring the states of all copies to the ranks that have these weights now. Returns how many numbers this rank got.
+
+    Args:
+        places: in each copy. ``copies``: those that this rank holds; ``holders``: of each, the rank that does.
+    """
     needed, memory = [], []
-    for number, place in enumerate(places):
-        for own in wanted.get((place.part, place.state), ()):
-            low, high = max(place.start, own.place.start), min(place.start + place.size, own.place.stop)
-            if low < high:
-                needed.append((number, low - place.start, high - place.start))
-                memory.append(own.values[low - own.start : high - own.start])
-    everyone = all_gather_json([copy is not None, needed], group)
-    holder, sent = next(number for number, (has, _) in enumerate(everyone) if has), []
-    if copy is not None:
-        for other, (_, ranges) in enumerate(everyone):
-            for number, low, high in ranges if other != rank else ():
-                sent.append(dist.isend(copy.values(places[number])[low:high], group=group, group_dst=other))
-    for (number, low, high), values in zip(needed, memory, strict=True):
-        if copy is not None:
-            arrived = copy.values(places[number])[low:high]
+    for copy, own_places in enumerate(places):
+        for number, place in enumerate(own_places):
+            for own in wanted.get((place.part, place.state), ()):
+                low, high = max(place.start, own.place.start), min(place.start + place.size, own.place.stop)
+                if low < high:
+                    needed.append((copy, number, low - place.start, high - place.start))
+                    memory.append(own.values[low - own.start : high - own.start])
+    sent = []
+    for other, ranges in enumerate(all_gather_json(needed, group)):
+        for copy, number, low, high in ranges:
+            if (held := copies[copy]) is not None and other != holders[copy]:
+                values = held.values(places[copy][number])[low:high]
+                sent.append(dist.isend(values, group=group, group_dst=other))
+    for (copy, number, low, high), values in zip(needed, memory, strict=True):
+        place = places[copy][number]
+        if (held := copies[copy]) is not None:
+            values.copy_(held.values(place)[low:high])
         else:
-            arrived = torch.empty(high - low, dtype=_DTYPES[places[number].dtype])
-            dist.recv(arrived, group=group, group_src=holder)
-        values.copy_(arrived)
+            arrived = torch.empty(high - low, dtype=_DTYPES[place.dtype])
+            dist.recv(arrived, group=group, group_src=holders[copy])
+            values.copy_(arrived)
     for work in sent:
         assert work is not None, "this rank is in the group"
         work.wait()
+    return sum(map(len, memory))

@@ -118,7 +118,7 @@ def sums_of_all(job: Job, result: StepResult, norm_share: float) -> StepSums:
         batch_loss=result.batch_loss if mesh.hdp.rank == mesh.tp.rank == 0 else 0.0,  # a stage's ranks all have it
         norm_share=norm_share,
         stop_heard=job.stop.heard,
-        ranks_waiting=job.changing.num_waiting() if job.ranks.is_first else 0,
+        ranks_waiting=job.changing.num_waiting(),
     )
     return own.of_all(mesh.world)
 
