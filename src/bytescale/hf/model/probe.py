@@ -57,6 +57,8 @@ class LayerAttention:
     rules: AttentionRules
     selection: Selection | None = None
     """How the keys of each query are chosen; None: it sees all that ``rules`` show."""
+    parts: int = 1
+    """In how many parts tensor-parallel ranks have the key/value heads; fewer than ranks: several have the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
