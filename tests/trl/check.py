@@ -1,9 +1,10 @@
 """What ``make check-trl`` runs in an environment of its own: TRL's trainers alone, under DDP, and over HDP.
 
 torchrun --nproc-per-node N check.py KIND OUT [--plain] [--stop] [--resume] [--tp] [--simulated [--planted]]
-    [--no-evaluation]
+    [--no-evaluation] [--pp]
 
-Writes the log of every update, and the trained model, to OUT. With ``--tp`` two ranks share the model. Of the kind
+Writes the log of every update, and the trained model, to OUT. With ``--tp`` pairs of ranks share the model's matrices,
+with ``--pp`` two ranks its layers. Of the kind
 "global", ranks share batches of a fixed size: ``--stop`` ends such a run with a checkpoint after two updates, and
 ``--resume`` goes on from it. ``--simulated`` gives every rank a simulated accelerator: faults, and waits amid
 micro-batches, go to OUT, too. ``--planted`` lets the loss make the host wait.
@@ -150,7 +151,8 @@ def trainer(kind: str, out: Path, plain: bool, is_simulated: bool = False) -> An
     }  # fmt: skip
     options: dict[str, Any] = {"processing_class": tokenizer(), "train_dataset": rows(kind)}
     if not plain:
-        options |= {"capacity_tokens": 140, "tp": 2} if "--tp" in sys.argv else {"capacity_tokens": 70}
+        degrees = {name: 2 for name in ("tp", "pp") if f"--{name}" in sys.argv}
+        options |= {"capacity_tokens": 70 * 2 ** len(degrees), **degrees}
     if kind == "sft":
         made = trl.SFTTrainer if plain else HDPSFTTrainer
         if "--no-evaluation" not in sys.argv:  # TRL's kernel for losses of plain models looks for a driver

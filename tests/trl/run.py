@@ -16,7 +16,9 @@ from pathlib import Path
 from tests.helpers.environments import ROOT, python_with
 
 KINDS = ("sft", "dft", "images", "dpo", "grpo", "resume", "accelerators")
-WITH_TP = ("sft", "dpo")
+ON_MESHES = ("sft", "dpo")
+MESHES: list[tuple[int, list[str]]] = [(2, ["--tp"]), (2, ["--pp"]), (4, ["--tp", "--pp"])]
+"""Ranks, and what of the model they share."""
 PACKAGES = ("trl==1.16.0", "peft>=0.15", "pillow")
 TOLERANCE = 2e-4
 """Relative, of fp32 with sums in another order, over updates of AdamW; 1e-4 of sums over a document."""
@@ -36,15 +38,15 @@ def main() -> int:
         if kind == "accelerators":
             failed += on_accelerators(python)
             continue
-        for ranks, tp in ((1, []), (2, []), *([(2, ["--tp"])] if kind in WITH_TP else [])):
+        for ranks, shared in ((1, []), (2, []), *(MESHES if kind in ON_MESHES else [])):
             with tempfile.TemporaryDirectory() as folder:
                 plain = run(python, kind, ranks, Path(folder) / "plain", "--plain")
-                ours = run(python, kind, ranks, Path(folder) / "ours", *tp)
+                ours = run(python, kind, ranks, Path(folder) / "ours", *shared)
                 differences = of_models(Path(folder) / "plain", Path(folder) / "ours")
             differences += [told for a, b in zip(plain, ours, strict=True) for told in compared(a, b)]
             failed += bool(differences)
             result = "; ".join(differences[:6]) or f"{len(ours) - 1} lines of the log and the saved model are equal"
-            print(f"{kind} on {ranks} rank(s) {' '.join(tp)}: {result}", flush=True)
+            print(f"{kind} on {ranks} rank(s) {' '.join(shared)}: {result}", flush=True)
     return 1 if failed else 0
 
 
