@@ -55,10 +55,14 @@ def resumed(python: str) -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         whole = run(python, "global", 2, Path(folder) / "whole")
-        for before, after in ((2, 1), (1, 2)):
-            out = Path(folder) / f"from-{before}"
-            run(python, "global", before, out, "--stop")
-            both = run(python, "global", after, out, "--resume")
+        for (before, shared), (after, later) in (
+            ((2, []), (1, [])),
+            ((1, []), (2, [])),
+            ((2, ["--pp"]), (2, ["--tp"])),
+        ):
+            out = Path(folder) / f"from-{before}{''.join(shared)}"
+            run(python, "global", before, out, "--stop", *shared)
+            both = run(python, "global", after, out, "--resume", *later)
             wanted, found = (
                 [
                     {name: value for name, value in line.items() if name != "num_tokens"}
@@ -70,7 +74,8 @@ def resumed(python: str) -> int:
             differences = [told for a, b in zip(wanted, found, strict=True) for told in compared(a, b)]
             failed += bool(differences)
             result = "; ".join(differences[:6]) or f"{len(found)} updates are equal"
-            print(f"sft stopped on {before} rank(s) and resumed on {after}: {result}", flush=True)
+            told = f"{before} rank(s) {' '.join(shared)} and resumed on {after} {' '.join(later)}"
+            print(f"sft stopped on {told}: {result}", flush=True)
     return failed
 
 

@@ -311,9 +311,13 @@ class BytescaleEngine(BaseEngine):
         return self.hdp.weights(), None
 
     def get_per_tensor_param_shard(self, **options: Any) -> tuple[Iterator[tuple[str, Tensor, ShardSpec]], None]:
-        """This rank's share of every weight, flattened, in BF16 as verl's rollouts have it. Nothing is gathered."""
+        """This rank's share of every weight, flattened, in BF16 as verl's rollouts have it.
+
+        Nothing is gathered, unless ranks share the model: columns of a matrix are no run of it, and verl takes runs.
+        """
         self.to(get_device_name(), model=True, optimizer=False, grad=False)
-        parts, group = self.hdp.weight_parts(torch.bfloat16), self.get_data_parallel_group()
+        runs = None if self.hdp.cuts is None else lambda name, whole: [(name, whole)]
+        parts, group = self.hdp.weight_parts(torch.bfloat16, convert=runs), self.get_data_parallel_group()
         return ((p.name, p.values, ShardSpec(p.shape, place=p.start, gather_group=group)) for p in parts), None
 
     def get_per_tensor_param_delta_shard(self, **options: Any) -> tuple[Iterator[tuple[Any, ...]], None]:
