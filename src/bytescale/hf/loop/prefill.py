@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from bytescale.attention.copies import to_device
-from bytescale.common.errors import DataError
+from bytescale.common.errors import ConfigError, DataError
 from bytescale.hf.batch.documents import POSITIONS
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.micro_batch import Micro
@@ -233,9 +233,8 @@ class Prefill:
             if is_heads or keys.shape[1] > 1:
                 own = None
         if own is None:
-            raise refusal(
-                f"layer {layer}",
-                f"it gives its cache {keys.shape[1]} heads that are not those of its attention",
+            raise ConfigError(
+                f"layer {layer} gives its cache {keys.shape[1]} heads that are not those of its attention",
                 so=f"which of all heads the {tp.size} tensor-parallel ranks have would not be known",
                 fix="prefill with an HDP without tp",
             )
