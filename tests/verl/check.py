@@ -33,6 +33,7 @@ from verl.workers.config import (
     ActorConfig,
     CriticConfig,
     EngineConfig,
+    EngineRouterReplayConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
@@ -42,6 +43,7 @@ from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
+from bytescale.common.errors import ConfigError
 from bytescale.integrations.verl import BytescaleEngineConfig
 
 WORDS, LR, CLIP, UPDATES = 64, 1e-2, 0.5, 10
@@ -133,10 +135,10 @@ def value_model(local_path: str, torch_dtype: torch.dtype, model_config: Any, tr
 verl.utils.model.load_valuehead_model = value_model
 
 
-def worker(folder: Path, kind: str, engine: EngineConfig, cls: Any = TrainingWorker) -> Any:
+def worker(folder: Path, kind: str, engine: EngineConfig, cls: Any = TrainingWorker, **of_model: Any) -> Any:
     model = HFModelConfig(
         path=str(folder), load_tokenizer=False, use_remove_padding=True, enable_gradient_checkpointing=False,
-        override_config={"attn_implementation": "sdpa"},
+        override_config={"attn_implementation": "sdpa"}, **of_model,
     )  # fmt: skip
     optimizer = FSDPOptimizerConfig(lr=LR, weight_decay=0.01, total_training_steps=100, clip_grad=CLIP)
     made = cls(
@@ -380,6 +382,23 @@ def changed_weights(folder: Path, mesh: tuple[int, int]) -> str:
     return f"changed weights, (tp, pp) {mesh}: {share}, shares of each rank, bit for bit"
 
 
+def refused(folder: Path) -> str:
+    """What needs all layers on each rank, before a model is loaded."""
+    routes = replace(our_engine(pp=2), router_replay=EngineRouterReplayConfig(mode="R3"))
+    for engine, of_model, what in (
+        (routes, {}, "engine.router_replay.mode = 'R3' with tp = 1, pp = 2"),
+        (our_engine(pp=2), {"lora_rank": 4}, "odel.lora_rank = 4 with tp = 1, pp = 2"),
+        (our_engine(tp=2), {"lora_rank": 4}, "odel.lora_rank = 4 with tp = 2, pp = 1"),
+    ):
+        told = ""
+        try:
+            worker(folder, "ppo", engine, **of_model)
+        except ConfigError as error:
+            told = str(error)
+        assert what in told, f"{what} was not refused: {told}"
+    return "routes on stages, and adapters where ranks share the model, are refused"
+
+
 def main() -> None:
     out = Path(sys.argv[1])
     torch.set_num_threads(1)
@@ -396,7 +415,7 @@ def main() -> None:
     meshes = MESHES[dist.get_world_size()]
     checks = [partial(actor_engine, folder, out, mesh) for mesh in meshes]
     checks += [partial(changed_weights, folder, mesh) for mesh in meshes]
-    for check in (*checks, partial(tinker_worker, folder)):
+    for check in (*checks, partial(tinker_worker, folder), partial(refused, folder)):
         told = check()
         if dist.get_rank() == 0:
             print(told, flush=True)

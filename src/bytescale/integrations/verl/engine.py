@@ -33,15 +33,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.loop.coupled import Values
 from bytescale.hf.loop.hdp import HDP
-from bytescale.integrations.verl.options import (
-    DTYPES,
-    ROUTES,
-    known_routes,
-    refusal,
-    require_computed,
-    require_known,
-    require_whole,
-)
+from bytescale.integrations.verl.options import DTYPES, ROUTES, known_routes, refusal, require_computed, require_known
 from bytescale.integrations.whole_batch import (
     ENTROPY,
     LOG_PROBS,
@@ -155,7 +147,6 @@ class BytescaleEngine(BaseEngine):
         rank = self.model_config.lora_rank
         if not rank:
             return model
-        require_whole(f"lora_rank = {rank}", self.engine_config.tp, self.engine_config.pp)
         from peft import LoraConfig, get_peft_model
 
         taken = ("lora_alpha", "target_modules", "target_parameters", "exclude_modules")
