@@ -68,7 +68,7 @@ class PlannedBatch(Collector):
         return [*own, *(MicroBatch.of_documents(index, []) for index in range(len(own), self.rank_plan.num_rounds))]
 
     def forward_backward(
-        self, loss: Callable[[Micro], Any], *, prepare: Callable[[Micro], None] | None = None
+        self, loss: Callable[[Micro], Any], *, prepare: Callable[[Micro], object] = lambda micro: None
     ) -> float:
         """Run every micro-batch forward, and backward from ``loss(micro)``. Every rank calls it; ``step`` follows.
 
@@ -96,14 +96,13 @@ class PlannedBatch(Collector):
         if self.hdp.mesh.shape.pp > 1:
             self._run_stage(noted, prepare)
         for micro in self if self.hdp.mesh.shape.pp == 1 else ():
-            if prepare is not None:
-                prepare(micro)
+            prepare(micro)
             total = noted(micro)
             if torch.is_grad_enabled():
                 total.backward()
         return self.hdp.group.sum_of([float(sum(losses))])[0]
 
-    def _run_stage(self, loss: Callable[[Micro], Any], prepare: Callable[[Micro], None] | None) -> None:
+    def _run_stage(self, loss: Callable[[Micro], Any], prepare: Callable[[Micro], object]) -> None:
         """Run the micro-batches on this stage of a pipeline."""
         from bytescale.runtime.pipeline import StageLinks, run_stage  # few loops have stages
 
@@ -116,8 +115,7 @@ class PlannedBatch(Collector):
 
         def forward(index: int, received: torch.Tensor | None) -> Any:
             micro = self._micro(index, self.micro_batches[index], buffers)
-            if prepare is not None:
-                prepare(micro)
+            prepare(micro)
             with decoder.receiving(received, micro.inputs["input_ids"].shape[1]):
                 is_last = hdp.mesh.is_last_stage
                 output = loss(micro) if is_last else decoder.output(micro.inputs, micro.plan.num_tokens)

@@ -198,12 +198,11 @@ class Prefill:
         def keep_states(module: nn.Module, kind: str, states: Tensor) -> None:
             """``[F, ...]`` after each run of rows."""
             key = int(module.layer_idx), kind, 0, 0  # type: ignore[arg-type]
+            by_heads = kind == "recurrent" and type(module).__name__ == "ZambaMambaMixer"  # calls of their own
             for number, (prompt, start, stop) in enumerate(micro.plan.runs) if self._is_mine(key[0]) else ():
                 if start < stop == len(self.prompts[prompt]):
                     parts, state = self.parts.setdefault(prompt, {}), states[number].clone()
-                    if (
-                        kind == "recurrent" and type(module).__name__ == "ZambaMambaMixer"
-                    ):  # its heads are several calls
+                    if by_heads:
                         state = torch.cat([*([parts.pop(key)] if key in parts else []), state[None]])
                     assert key not in parts, f"{type(module).__name__} has several {kind} states, and caches have one"
                     parts[key] = state

@@ -58,7 +58,7 @@ class LayerAttention:
     selection: Selection | None = None
     """How the keys of each query are chosen; None: it sees all that ``rules`` show."""
     parts: int = 1
-    """In how many parts tensor-parallel ranks have the key/value heads; fewer than ranks: several have the same."""
+    """Parts of all key/value heads, one of which this is; where fewer than tensor-parallel ranks, several have one."""
 
 
 @dataclass(frozen=True, kw_only=True)
