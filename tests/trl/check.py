@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import trl
+from bytescale.common.errors import ConfigError
 from bytescale.integrations.trl import HDPDPOTrainer, HDPGRPOTrainer, HDPSFTTrainer
 
 STEPS, STOP = 4, 2
@@ -187,6 +189,21 @@ def trainer(kind: str, out: Path, plain: bool, is_simulated: bool = False) -> An
     return made(str(out / "start"), reward_funcs=reward, args=config, **options)
 
 
+def refused(out: Path) -> None:
+    """What would sample from a part of the model, or save one."""
+    options: dict[str, Any] = {"output_dir": str(out), "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    sampling, adapters = {"args": trl.GRPOConfig(**options)}, {"args": trl.SFTConfig(**options), "peft_config": 1}
+    for degree in ("tp", "pp"):
+        for made, given in ((HDPGRPOTrainer, sampling), (HDPSFTTrainer, adapters)):
+            told = ""
+            try:
+                made("which is not loaded", capacity_tokens=70, **{degree: 2}, **given)
+            except ConfigError as error:
+                told = str(error)
+            assert re.search(f"{degree} = 2.* with adapters or with a trainer that samples", told, re.IGNORECASE), told
+    (out / "log.json").write_text("[]")
+
+
 def that_looks(loss_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A loss of documents whose value somebody asks for."""
 
@@ -234,6 +251,9 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     if "--simulated" in sys.argv:
         simulated(kind, out)
+        return
+    if kind == "refused":
+        refused(out)
         return
     dist.init_process_group("gloo")
     train(kind, out)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.helpers.environments import ROOT, python_with
 
-KINDS = ("sft", "dft", "images", "dpo", "grpo", "resume", "accelerators")
+KINDS = ("sft", "dft", "images", "dpo", "grpo", "refused", "resume", "accelerators")
 ON_MESHES = ("sft", "dpo")
 MESHES: list[tuple[int, list[str]]] = [(2, ["--tp"]), (2, ["--pp"]), (4, ["--tp", "--pp"])]
 """Ranks, and what of the model they share."""
@@ -34,6 +34,11 @@ def main() -> int:
     for kind in sys.argv[1:] or KINDS:
         if kind == "resume":
             failed += resumed(python)
+            continue
+        if kind == "refused":
+            with tempfile.TemporaryDirectory() as folder:
+                run(python, kind, 1, Path(folder))
+            print("sampling and adapters are refused where ranks share the model", flush=True)
             continue
         if kind == "accelerators":
             failed += on_accelerators(python)
