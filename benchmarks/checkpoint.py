@@ -33,8 +33,8 @@ from bytescale.checkpoint.manifest import Manifest, RunState, StoredFile, layout
 from bytescale.checkpoint.writing import RankStates, layout_of
 from bytescale.config.schema import CheckpointConfig, OptimizerConfig
 from bytescale.cost.gradient_sync import BUCKET_BYTES
+from bytescale.hf.model.counting import OnMeta
 from bytescale.hf.model.decoder import HFDecoder
-from bytescale.hf.model.measure import OnMeta
 from bytescale.hf.model.parallelize import parallelize
 from bytescale.hf.model.tensor_parallel import planned_cuts
 from bytescale.runtime.group import RankGroup

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import bytescale
-from bytescale.hf.model.measure import LiveBytes
+from bytescale.hf.model.counting import LiveBytes
 
 
 def values_of(side: str, micro: Any, model: torch.nn.Module) -> tuple[Tensor, Tensor]:

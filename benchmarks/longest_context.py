@@ -18,13 +18,12 @@ import torch
 
 from bytescale.attention import select_kernel
 from bytescale.config.resolve import resolve_model
-from bytescale.config.schema import Config, ModelConfig
+from bytescale.config.schema import Checkpointing, Config, ModelConfig
 from bytescale.cost.memory.device_kernels import nccl_reserve_bytes
 from bytescale.cost.memory.device_memory import States
 from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
 from bytescale.hf.model.measure import kernel_bytes_per_token, ring_widths
 from bytescale.parity import small_model
-from bytescale.runtime.saved.checkpointing import Checkpointing
 from bytescale.train.parts.rank_model import RankModel, build_rank_model
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, FEED_FORWARD, VOCABULARY = 36, 4096, 32, 8, 12288, 151936

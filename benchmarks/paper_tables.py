@@ -105,7 +105,8 @@ class Setting:
         """Return the simulated step time in seconds. A remote loader works beside the step before."""
         if self.devices.pp > 1:
             plan = align(plan, cluster=self.cluster, cost=self.cost)
-        step = simulate(plan, self.profile, self.devices, recompute=recompute)
+        profile = replace(self.profile, checkpointing="full" if recompute else "none")
+        step = simulate(plan, profile, self.devices)
         sync = (1.0 - self.sync_hidden) * step.sync_seconds[0]
         seconds = max(step.timeline.end[:, p :: self.devices.pp].max() + sync[p] for p in range(self.devices.pp))
         return seconds + (max(0.0, self.loader_seconds - seconds) if remote_loader else self.loader_seconds)

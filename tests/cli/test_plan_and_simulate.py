@@ -205,6 +205,20 @@ def test_experts_in_parallel_are_planned_for(capsys: pytest.CaptureFixture[str])
     assert plan.run([*SMALL[:4], *devices, "--parallel.experts", "parallel", "--json"]) == 0
 
 
+def test_checkpointing_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Backward computes layers again: a third more where it is all of them. Plans are made for that."""
+    seconds = []
+    for checkpointing in ("none", "attention", "full"):
+        arguments = [*SHALLOW, "--parallel.ranks", "8", "--memory.checkpointing", checkpointing, "--json"]
+        assert plan.run([*arguments, "--planners", "adaptive"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        seconds.append(found["planners"]["adaptive"]["step_seconds"])
+        assert seconds[-1] < 1.1 * found["ideal_seconds"]
+    none, attention, full = seconds
+    assert 1.2 * none < full < 1.34 * none
+    assert none < attention < full
+
+
 def test_simulate_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "plan.npz"
     plan.run([*SMALL, "--parallel.ranks", "32", "--parallel.tp", "2", "--planners", "naive", "--save", str(saved)])

@@ -8,6 +8,7 @@ import pytest
 
 from bytescale.common.errors import ConfigError
 from bytescale.config.load import config_to_toml
+from bytescale.config.schema import Checkpointing
 from bytescale.cost.curve import Curve, fit_curve, relative_errors
 from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.links import Links
@@ -177,7 +178,10 @@ def assert_equal_costs(found: CostModel, wanted: CostModel) -> None:
             assert getattr(found, spec.name) == pytest.approx(getattr(wanted, spec.name)), spec.name
 
 
-def test_a_profile_takes_the_terms_of_a_cost_model_and_keeps_how_they_are_shared_out() -> None:
+@pytest.mark.parametrize("checkpointing", ["none", "attention", "full"])
+def test_a_profile_takes_the_terms_of_a_cost_model_and_keeps_how_they_are_shared_out(
+    checkpointing: Checkpointing,
+) -> None:
     measured = replace(
         load_profile("figure-6"),
         links=Links(intra_node_bytes_per_second=1e9, inter_node_bytes_per_second=5e8, node_bytes_per_second=4e8),
@@ -185,7 +189,7 @@ def test_a_profile_takes_the_terms_of_a_cost_model_and_keeps_how_they_are_shared
     counted = Profile.from_flops(
         spec_of_llama("tiny"), flops_per_second=1e11
     )  # has no constants, and links without a limit
-    for profile in (measured, counted):
+    for profile in (replace(measured, checkpointing=checkpointing), replace(counted, checkpointing=checkpointing)):
         own = profile.cost_model(ranks_per_node=2)
         same = profile.with_costs(own)
         assert_equal_costs(same.cost_model(ranks_per_node=2), own)

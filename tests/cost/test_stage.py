@@ -82,7 +82,7 @@ def test_local_compute_and_head_by_hand() -> None:
 def test_recomputation_is_one_more_forward_ring_included() -> None:
     item = loads(shared_tokens=8.0, shared_squares=64.0, degree=4.0, share=0.25, largest_share=0.25, local_tokens=1.0)
     plain, again = (
-        stage_times(of_layers(PROFILE, 3), item, has_head=True, recompute=recompute) for recompute in (False, True)
+        stage_times(replace(of_layers(PROFILE, 3), checkpointing=own), item, has_head=True) for own in ("none", "full")
     )
     head = 1.0 * (0.25 * 8 + 1)
     assert (again.compute[0], again.exposed_ring[0]) == (plain.compute[0], plain.exposed_ring[0])

@@ -17,8 +17,9 @@ from bytescale.common.errors import ConfigError
 from bytescale.cost.memory.measured import MeasuredRows
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.encoded import Items
+from bytescale.hf.model.counting import LiveBytes
 from bytescale.hf.model.encoders import Encoders, even_frame, work_of
-from bytescale.hf.model.measure import LiveBytes, measure_encoder
+from bytescale.hf.model.measure import measure_encoder
 from bytescale.plan.limits import MemoryLimits, Phase
 from tests.helpers.effort import one_of
 

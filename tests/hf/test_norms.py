@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bytescale.hf.model.measure import LiveBytes
+from bytescale.hf.model.counting import LiveBytes
 from bytescale.hf.model.norms import RMSNorm, replace_norms
 from bytescale.parity import small_model
 

@@ -17,7 +17,8 @@ import bytescale
 from bytescale.attention import select_kernel
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.cost.memory.device_memory import States
-from bytescale.hf.model.measure import LiveBytes, measure_rows, measured_memory
+from bytescale.hf.model.counting import LiveBytes
+from bytescale.hf.model.measure import measure_rows, measured_memory
 from bytescale.plan import Plan
 from tests.helpers.effort import one_of
 

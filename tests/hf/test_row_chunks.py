@@ -11,8 +11,9 @@ import torch
 from bytescale.attention import PackedAttention, select_kernel
 from bytescale.cost.memory.measured import MeasuredRows
 from bytescale.hf.model import measure
+from bytescale.hf.model.counting import LiveBytes
 from bytescale.hf.model.decoder import HFDecoder
-from bytescale.hf.model.measure import LiveBytes, measure_rows, row_wise_parts
+from bytescale.hf.model.measure import measure_rows, row_wise_parts
 from bytescale.parity import small_model
 from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup

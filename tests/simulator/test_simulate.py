@@ -31,9 +31,14 @@ def test_one_rank_takes_the_sum_of_its_work() -> None:
 
 
 def test_recomputation_adds_a_forward() -> None:
-    step = simulate(local_plan([[3, 5, 7]]), profile(quadratic=0.5), ClusterConfig(num_gpus=1), recompute=True)
-    assert step.step_seconds == pytest.approx(4 * 4 * (15 + 0.5 * (9 + 25 + 49)))
-    check_books(step)
+    times = profile(quadratic=0.5)
+    for checkpointing, seconds in (
+        ("full", 4 * 4 * (15 + 0.5 * (9 + 25 + 49))),
+        ("attention", 4 * (4 * 15 + 3 * 0.5 * (9 + 25 + 49))),
+    ):
+        step = simulate(local_plan([[3, 5, 7]]), replace(times, checkpointing=checkpointing), ClusterConfig(num_gpus=1))
+        assert step.step_seconds == pytest.approx(seconds)
+        check_books(step)
 
 
 def test_equal_tasks_leave_no_bubble_and_unequal_ones_a_dp_bubble() -> None:

@@ -38,10 +38,9 @@ class Job:
     devices: ClusterConfig
     cluster: Cluster
     context: int
-    recompute: bool
 
     def seconds(self, plan: Plan) -> float:
-        return step_seconds(plan, self.profile, self.devices, speeds=self.cluster.speeds, recompute=self.recompute)
+        return step_seconds(plan, self.profile, self.devices, speeds=self.cluster.speeds)
 
     def planned(self, planner: Callable[..., Plan], **given: object) -> Plan:
         cost = self.profile.cost_model(ranks_per_node=self.devices.ranks_per_node, pipeline_parallel=self.devices.pp)
@@ -61,7 +60,8 @@ def jobs(draw: st.DrawFn, *, most_stages: int = 1) -> Job:
         latency_seconds=latency * CASE_STUDY.links.latency_seconds,
     )
     heads = spec_of_llama("7b", **CASE_STUDY.model.config, num_key_value_heads=int(random.choice([1, 4, 32])))
-    profile = replace(CASE_STUDY.scaled_to(heads, tensor_parallel=1), links=links)
+    checkpointing = draw(st.sampled_from(["none", "full", "attention"]))
+    profile = replace(CASE_STUDY.scaled_to(heads, tensor_parallel=1), links=links, checkpointing=checkpointing)
     unequal = draw(st.booleans())
     capacity = random.choice([CAPACITY, 2 * CAPACITY], num_ranks) if unequal else np.full(num_ranks, CAPACITY)
     speeds = random.choice([0.5, 1.0, 2.0], num_ranks) if unequal else np.ones(num_ranks)
@@ -80,7 +80,7 @@ def jobs(draw: st.DrawFn, *, most_stages: int = 1) -> Job:
         gradient_bucket_mib=float(random.choice([0.0, 16.0, 256.0])),
     )
     context = int(random.integers(0, 2 * num_ranks * CAPACITY))
-    return Job(np.clip(lengths, 1, longest), profile, devices, cluster, context, draw(st.booleans()))
+    return Job(np.clip(lengths, 1, longest), profile, devices, cluster, context)
 
 
 def baselines(job: Job) -> dict[str, Callable[..., Plan]]:
@@ -123,7 +123,7 @@ def test_no_baseline_s_step_is_shorter_in_a_pipeline(job: Job) -> None:
 def test_the_quick_step_time_is_the_simulator_s(job: Job, planner: str) -> None:
     """Without events on a heap: to rounding, because sums are made in another order."""
     plan = job.planned((baselines(job) | {"adaptive": adaptive_plan})[planner])
-    step = simulate(plan, job.profile, job.devices, speeds=job.cluster.speeds, recompute=job.recompute)
+    step = simulate(plan, job.profile, job.devices, speeds=job.cluster.speeds)
     assert job.seconds(plan) == pytest.approx(step.step_seconds, rel=1e-12)
 
 
@@ -137,7 +137,6 @@ def test_a_small_batch_is_planned_for_its_gradient_sync() -> None:
         devices=ClusterConfig(num_gpus=64, gradient_bucket_mib=1.0),
         cluster=Cluster.uniform(64, 1024),
         context=0,
-        recompute=False,
     )
     by_makespan = job.planned(adaptive_plan)
     by_step = job.planned(adaptive_plan, step_seconds=job.seconds)

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from bytescale.runtime.tied import TiedHead
 from bytescale.train.loop.dry_run import dry_run
 from bytescale.train.loop.trainer import train
 from bytescale.train.parts import large_model
+from bytescale.train.parts.rank_model import RankModel
 from tests.helpers.effort import REST, one_of
 from tests.helpers.forks import run_forked
 from tests.train.runs import interrupt, losses, run, small_run, with_trainer, write_corpus
@@ -118,6 +119,23 @@ def test_first_values_depend_on_the_seed_alone(
         curves.append(run(on_mesh(config, **mesh)))
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
     assert curves[2] == pytest.approx(curves[0], rel=1e-5)
+
+
+def test_a_run_that_goes_on_makes_no_first_values(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large model would take minutes on every rank; a checkpoint has all of them."""
+    monkeypatch.setattr(large_model, "FEW_PARAMETERS", 0)
+    expected = run(small_run(corpus, tmp_path / "alone", ranks=1, steps=4))
+    config = small_run(corpus, tmp_path / "run", ranks=2, steps=4)
+    config = replace(config, checkpoint=replace(config.checkpoint, every=1))
+    interrupt(config, after_step=2)
+
+    def load(*_: object) -> NoReturn:
+        raise AssertionError("first values were made")
+
+    monkeypatch.setattr(RankModel, "load", load)
+    assert run(with_trainer(config, resume="auto")) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.exhaustive

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,11 +33,15 @@ from bytescale.data.loading.loader import Loader
 from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.hf.files.folder import load_model
 from bytescale.hf.files.hf_folder import exact_dtype
-from bytescale.hf.model.measure import DOCUMENT_TOKENS, LiveBytes
+from bytescale.hf.model.counting import LiveBytes
+from bytescale.hf.model.measure import DOCUMENT_TOKENS
 from bytescale.hf.model.selectors import LowestFirst
 from bytescale.parity import small_model
+from bytescale.parity.thread_ranks import run_ranks
 from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.train.loop.step import learning_rate
 from bytescale.train.loop.trainer import train
 from bytescale.train.parts.rank_model import RankModel, build_rank_model
@@ -449,17 +454,23 @@ def test_a_rank_keeps_the_exact_weights_of_its_shard_alone(corpus: Path, tmp_pat
     architecture: Any = resolve_model(config.model)
     kernel = select_kernel("auto", CPU, torch.bfloat16)
 
-    def build(dtype: torch.dtype, rank: int) -> RankModel:
-        return build_rank_model(config, architecture, kernel, device=CPU, dtype=dtype, num_shards=3, rank=rank)
+    def build(dtype: torch.dtype) -> RankModel:
+        return build_rank_model(config, architecture, kernel, device=CPU, dtype=dtype, num_shards=3)
 
-    whole = build(torch.float32, 0)
-    assert not whole.masters
-    ranks = [build(torch.bfloat16, rank) for rank in range(3)]
-    for rank, model in enumerate(ranks):
-        for place, own in zip(model.parameters.shards(rank), model.masters, strict=True):
-            assert own.untyped_storage().nbytes() == 4 * (place.stop - place.start)
-            assert torch.equal(own, whole.parameters.values[place])
-            assert torch.equal(own.bfloat16(), model.parameters.values[place])
+    whole = build(torch.float32)
+    assert whole.initial is None
+    models = [build(torch.bfloat16) for _ in range(3)]
+
+    def of_rank(group: dist.ProcessGroup) -> None:
+        mesh, model = Mesh.of_hdp(RankGroup(group)), models[group.rank()]
+        optimizer = ShardedOptimizer.of_config(model.parameters, config.optimizer, mesh)
+        model.load(config, optimizer, SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
+        assert torch.equal(model.parameters.values, whole.parameters.values.bfloat16())
+        for place, shard in zip(model.parameters.shards(group.rank()), optimizer.zeros[0].shards, strict=True):
+            assert shard.master.untyped_storage().nbytes() == 4 * (place.stop - place.start)
+            assert torch.equal(shard.master, whole.parameters.values[place])
+
+    run_ranks(3, of_rank, timeout_seconds=120)
 
 
 @pytest.mark.parametrize("stored", one_of([torch.bfloat16, torch.float32], torch.bfloat16))

@@ -16,6 +16,7 @@ AUTO_DOMAIN = 0
 LossPer = Literal["token", "sequence", "weight"]
 Shard = Literal["optimizer", "parameters"]
 Experts = Literal["gathered", "parallel"]
+Checkpointing = Literal["none", "full", "attention"]
 Bos = Literal["auto", "always", "never"]
 PlannerName = Literal["adaptive", "paper", "greedy", "naive", "static"]
 
@@ -171,7 +172,7 @@ class MemoryConfig:
     host_gib: float | None = field(default=None, metadata=limits(above=0, most=2**20))
     """GiB of host memory for one rank's offloaded activations and optimizer; unset: half of the machine's RAM over its
     ranks, or 80 % of it with `optimizer.offload`."""
-    checkpointing: Literal["none", "full", "attention"] = "none"
+    checkpointing: Checkpointing = "none"
     """Which activations backward computes again. full: all. attention: all except the result of attention, which is
     cheap to keep, O(s), and expensive to compute, O(s^2). none: it keeps all activations. With full and attention,
     feed-forward parts of plain linear layers are computed a chunk of rows at a time, except with `parallel.tp`."""

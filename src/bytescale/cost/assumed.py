@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bytescale.common.limits import limits
-from bytescale.config.schema import Config, Experts
+from bytescale.config.schema import Checkpointing, Config, Experts
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel
 from bytescale.cost.profile import Profile, require_model
@@ -69,9 +69,11 @@ def times_of(
     A profile of another tp is scaled by operation counts. Raises ``ConfigError`` if other layers were measured.
     """
     if measured is None:
-        return rates.profile(spec, tensor_parallel=config.parallel.tp, bytes_per_element=bytes_per_element)
-    require_model(measured, spec)
-    return measured.scaled_to(spec, tensor_parallel=config.parallel.tp)
+        found = rates.profile(spec, tensor_parallel=config.parallel.tp, bytes_per_element=bytes_per_element)
+    else:
+        require_model(measured, spec)
+        found = measured.scaled_to(spec, tensor_parallel=config.parallel.tp)
+    return replace(found, checkpointing=config.memory.checkpointing)
 
 
 ASSUMED: dict[str, Rates] = {
@@ -109,12 +111,14 @@ def assumed_cost(
     bytes_per_element: int,
     domain: int = 1,
     experts: Experts = "gathered",
+    checkpointing: Checkpointing = "none",
 ) -> CostModel:
     """The cost model of a model on a device of ``ASSUMED``, without any measurement.
 
     ``domain``: consecutive ranks that gather the parameters in every round (``plan.Plan``), or all but the experts.
     """
     profile = ASSUMED[device].profile(spec, bytes_per_element=bytes_per_element)
+    profile = replace(profile, checkpointing=checkpointing)
     if experts == "parallel":
         profile = profile.with_parallel_experts(domain=domain)
     cost = replace(profile.cost_model(), micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[device])

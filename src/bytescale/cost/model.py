@@ -73,6 +73,8 @@ class CostModel:
     """a: seconds per s^2. The factor one half of the causal mask is included."""
     token_seconds: float = field(metadata=limits(least=0))
     """b: seconds per token of everything except attention."""
+    forward_share: float = field(default=1 / 3, metadata=limits(least=0))
+    """Of b, what forward takes."""
     micro_batch_seconds: float = field(default=0.0, metadata=limits(least=0))
     """g: fixed seconds per micro-batch (kernel launches)."""
     attention_block_seconds: float = field(default=0.0, metadata=limits(least=0))
@@ -313,29 +315,33 @@ class CostModel:
         return np.asarray(first // self.ranks_per_node != last // self.ranks_per_node)
 
     def forward_only(self, bytes_per_element: int) -> CostModel:
-        """The costs of the same model without backward.
+        """The costs of the same model without backward: those of the first pass.
 
-        A third of the matrix products are forward, and ``1 / (1 + BACKWARD_ATTENTION_RATIO)`` of attention. Messages
-        have no second copies of ``bytes_per_element``, and no gradients in fp32 or wider.
+        Where passes are not known, ``1 / (1 + BACKWARD_ATTENTION_RATIO)`` of attention is forward. Messages have no
+        second copies of ``bytes_per_element`` then, and no gradients in fp32 or wider.
         """
-        leaving = self.inter_node_ring_step_seconds
-        wide = max(4, bytes_per_element)
-        traffic = bytes_per_element / (2 * bytes_per_element + wide)
-        rows = 2 * bytes_per_element / (4 * bytes_per_element + wide)
+        leaving, rows = self.inter_node_ring_step_seconds, self.row_bytes_per_token
+        traffic = bytes_per_element / (2 * bytes_per_element + max(4, bytes_per_element))
+        first = self.passes[0]
+        if len(self.passes) == 1:
+            of_rows = bytes_per_element / (4 * bytes_per_element + max(4, bytes_per_element))
+            of_attention = 1 / (1 + BACKWARD_ATTENTION_RATIO)
+            first = Pass(attention=of_attention, keys=traffic, queries=of_rows, results=of_rows, steps=0.5)
         return replace(
             self,
-            attention_seconds_per_pair=self.attention_seconds_per_pair / (1 + BACKWARD_ATTENTION_RATIO),
-            token_seconds=self.token_seconds / 3,
-            micro_batch_seconds=self.micro_batch_seconds / 2,
-            gather_seconds=self.gather_seconds * bytes_per_element / (2 * bytes_per_element + wide),
-            attention_block_seconds=self.attention_block_seconds / (1 + BACKWARD_ATTENTION_RATIO),
-            ring_bytes_per_token=self.ring_bytes_per_token * traffic,
-            row_bytes_per_token=None if self.row_bytes_per_token is None else self.row_bytes_per_token * rows,
+            attention_seconds_per_pair=self.attention_seconds_per_pair * first.attention,
+            token_seconds=self.token_seconds * self.forward_share,
+            forward_share=1.0,
+            micro_batch_seconds=self.micro_batch_seconds * first.steps,
+            gather_seconds=self.gather_seconds * traffic,
+            attention_block_seconds=self.attention_block_seconds * first.attention,
+            ring_bytes_per_token=self.ring_bytes_per_token * first.keys,
+            row_bytes_per_token=None if rows is None else rows * (first.queries + first.results),
             passes=(Pass(),),
-            ring_step_seconds=self.ring_step_seconds / 2,
-            inter_node_ring_step_seconds=None if leaving is None else leaving / 2,
-            ring_message_seconds=self.ring_message_seconds / 2,
-            state_bytes=self.state_bytes / 2,
+            ring_step_seconds=self.ring_step_seconds * first.steps,
+            inter_node_ring_step_seconds=None if leaving is None else leaving * first.steps,
+            ring_message_seconds=self.ring_message_seconds * first.steps,
+            state_bytes=self.state_bytes * first.steps,
         )
 
     @staticmethod

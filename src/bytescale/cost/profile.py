@@ -14,7 +14,7 @@ from typing import Any
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
-from bytescale.config.schema import ModelConfig
+from bytescale.config.schema import Checkpointing, ModelConfig
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
 from bytescale.cost.model import BACKWARD_ATTENTION_RATIO, CostModel, Pass
@@ -70,7 +70,15 @@ class Profile:
     """Weights of one layer, over all tp devices and all experts. Gradients are reduced for all of them."""
     parameter_bytes: int = 2
     """Bytes of one parameter, which is gathered after every update."""
+    checkpointing: Checkpointing = "none"
+    """What backward computes again: layers, their messages included, or all of a layer but its attention. All figures
+    above are without it."""
     points: tuple[Point, ...] = ()
+
+    @property
+    def forwards(self) -> tuple[int, int]:
+        """How often attention and the rest of a layer run forward, for one backward."""
+        return (2 if self.checkpointing == "full" else 1), (1 if self.checkpointing == "none" else 2)
 
     @property
     def state_bytes(self) -> float:
@@ -194,27 +202,34 @@ class Profile:
         Stages work at the same time, so the layers and the head count ``1 / pipeline_parallel``.
         """
         layers = self.spec.num_layers / pipeline_parallel
-        attention = (self.attention_forward, self.attention_backward)
-        rest = (self.rest_forward, self.rest_backward)
+        (forwards, of_rest), row_bytes = self.forwards, self.row_bytes_per_token
+        attention = (*[self.attention_forward] * forwards, self.attention_backward)
+        rest = (*[self.rest_forward] * of_rest, self.rest_backward)
         heads = (self.head_forward, self.head_backward)
-        linear = sum(curve.linear for curve in attention + rest)
+        linear = layers * sum(curve.linear for curve in attention + rest)
+        linear += sum(curve.linear for curve in heads) / pipeline_parallel
+        first = layers * (self.attention_forward.linear + self.rest_forward.linear)
+        first += self.head_forward.linear / pipeline_parallel
+        passes, blocks = (forwards + 1) * layers, forwards * self.sequence_forward_seconds
+        ring_bytes = forwards * self.ring_forward_bytes_per_token + self.ring_backward_bytes_per_token
         return CostModel(
             attention_seconds_per_pair=layers * sum(curve.quadratic for curve in attention),
-            token_seconds=layers * linear + sum(curve.linear for curve in heads) / pipeline_parallel,
+            token_seconds=linear,
+            forward_share=first / linear if linear else 1 / 3,
             micro_batch_seconds=layers * sum(curve.constant for curve in attention + rest)
             + sum(curve.constant for curve in heads) / pipeline_parallel,
-            attention_block_seconds=layers * (self.sequence_forward_seconds + self.sequence_backward_seconds),
-            ring_bytes_per_token=layers * (self.ring_forward_bytes_per_token + self.ring_backward_bytes_per_token),
-            row_bytes_per_token=layers * sum(map(sum, self.row_bytes_per_token)),
-            ring_step_seconds=2 * layers * self.links.ring_latency_seconds(False),
-            inter_node_ring_step_seconds=2 * layers * self.links.ring_latency_seconds(True),
-            ring_message_seconds=2 * layers * self.links.message_seconds,
+            attention_block_seconds=layers * (blocks + self.sequence_backward_seconds),
+            ring_bytes_per_token=layers * ring_bytes,
+            row_bytes_per_token=layers * (forwards * sum(row_bytes[0]) + sum(row_bytes[1])),
+            ring_step_seconds=passes * self.links.ring_latency_seconds(False),
+            inter_node_ring_step_seconds=passes * self.links.ring_latency_seconds(True),
+            ring_message_seconds=passes * self.links.message_seconds,
             intra_node_bytes_per_second=self.links.intra_node_bytes_per_second,
             inter_node_bytes_per_second=self.links.ring_bytes_per_second(True),
             ranks_per_node=ranks_per_node,
             ring_share=self.spec.share_with("pair_numbers"),
             recurrent_share=self.spec.share_with("mixers"),
-            state_bytes=2 * layers * self.state_bytes,
+            state_bytes=passes * self.state_bytes,
             windows=self.spec.windows,
             passes=self._passes(),
         )
@@ -238,20 +253,21 @@ class Profile:
         )
 
     def _passes(self) -> tuple[Pass, ...]:
-        """Forward and backward, with their shares of the sums in ``cost_model``."""
+        """Forward, once more if attention runs again, and backward, with their shares of the sums in ``cost_model``."""
+        order = (*[0] * self.forwards[0], 1)
         attention = (self.attention_forward.quadratic, self.attention_backward.quadratic)
         keys = (self.ring_forward_bytes_per_token, self.ring_backward_bytes_per_token)
         rows = self.row_bytes_per_token
-        of_rows = sum(map(sum, rows)) or 1.0
+        of_rows = sum(sum(rows[place]) for place in order) or 1.0
         return tuple(
             Pass(
-                attention=attention[place] / (sum(attention) or 1.0),
-                keys=keys[place] / (sum(keys) or 1.0),
+                attention=attention[place] / (sum(attention[own] for own in order) or 1.0),
+                keys=keys[place] / (sum(keys[own] for own in order) or 1.0),
                 queries=rows[place][0] / of_rows,
                 results=rows[place][1] / of_rows,
-                steps=0.5,
+                steps=1 / len(order),
             )
-            for place in (0, 1)
+            for place in order
         )
 
     def with_costs(self, cost: CostModel) -> Profile:
@@ -263,21 +279,23 @@ class Profile:
         profile = self._with_term("quadratic", cost.attention_seconds_per_pair, ("attention",))
         profile = profile._with_term("linear", cost.token_seconds, ("rest", "attention", "head"))
         profile = profile._with_term("constant", cost.micro_batch_seconds, ("rest", "attention", "head"))
-        of_message = cost.ring_message_seconds / (2 * self.spec.num_layers)
+        of_message = cost.ring_message_seconds / ((self.forwards[0] + 1) * self.spec.num_layers)
         return replace(profile, links=replace(self.links, message_seconds=of_message), points=())
 
     def _with_term(self, term: str, seconds: float, parts: tuple[str, ...]) -> Profile:
         """This profile with ``seconds`` as the sum of a coefficient over the curves of ``parts``, over all layers."""
         curves: dict[str, Curve] = {}
         before, layers = 0.0, self.spec.num_layers
+        forwards = dict(zip(("attention", "rest"), self.forwards, strict=True))
         for part in parts:
-            for name in (f"{part}_forward", f"{part}_backward"):
+            for name, count in ((f"{part}_forward", forwards.get(part, 1)), (f"{part}_backward", 1)):
                 curves[name] = getattr(self, name)
-                before += getattr(curves[name], term) * (1 if part == "head" else layers)
+                before += getattr(curves[name], term) * count * (1 if part == "head" else layers)
         if before > 0:
             changed = {name: getattr(curve, term) * seconds / before for name, curve in curves.items()}
         else:
-            changed = {f"{parts[0]}_{direction}": seconds / (2 * layers) for direction in ("forward", "backward")}
+            one = seconds / ((forwards[parts[0]] + 1) * layers)
+            changed = {f"{parts[0]}_{direction}": one for direction in ("forward", "backward")}
         values: dict[str, Any] = {name: replace(curves[name], **{term: value}) for name, value in changed.items()}
         return replace(self, **values)
 

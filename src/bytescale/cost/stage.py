@@ -83,10 +83,10 @@ class StageTimes:
         return self.compute + self.exposed_ring + self.exposed_offload
 
 
-def stage_times(profile: Profile, loads: Loads, *, has_head: bool, recompute: bool = False) -> StageTimes:
+def stage_times(profile: Profile, loads: Loads, *, has_head: bool) -> StageTimes:
     """Times of a stage with the layers of ``profile``, by the formulas at the top of this file.
 
-    With ``recompute``, every layer's forward, including its ring, runs once more before its backward.
+    What checkpointing computes again, it computes before a layer's backward, and sends again what it needs for that.
     """
     directions = (
         (profile.attention_forward, profile.sequence_forward_seconds, profile.rest_forward, profile.head_forward),
@@ -116,11 +116,11 @@ def stage_times(profile: Profile, loads: Loads, *, has_head: bool, recompute: bo
             compute[row] += head(loads.tokens) / loads.speed
         ring[row] = num_layers * layer_ring
         offload[row] = movable_layers(num_layers) * layer_offload
-        if recompute and row == 0:
-            again = num_layers * layer_compute, num_layers * layer_ring
-    if recompute:
-        compute[1] += again[0]
-        ring[1] += again[1]
+        if row == 0:
+            of_attention, of_rest = (count - 1 for count in profile.forwards)  # in backward
+            again = (of_attention * attended + of_rest * rest(loads.tokens)) / loads.speed
+    compute[1] += num_layers * again
+    ring[1] += of_attention * ring[0]
     return StageTimes(compute=compute, exposed_ring=ring, exposed_offload=offload)
 
 

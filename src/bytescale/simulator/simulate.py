@@ -43,7 +43,7 @@ from bytescale.simulator.result import SimulatedStep, Traffic
 
 
 def simulate(
-    plan: Plan, profile: Profile, cluster: ClusterConfig, *, speeds: FloatArray | None = None, recompute: bool = False
+    plan: Plan, profile: Profile, cluster: ClusterConfig, *, speeds: FloatArray | None = None
 ) -> SimulatedStep:
     """Execute ``plan`` event by event. ``profile`` gives the time of each. Input costs no time.
 
@@ -51,7 +51,6 @@ def simulate(
         plan: a verified plan for as many ranks as ``cluster`` has.
         profile: costs per layer at the cluster's tp.
         speeds: ``[R]`` relative speeds of the ranks; None: all are 1.
-        recompute: whether every layer's forward, ring included, runs once more before its backward.
 
     Raises:
         ConfigError: plan, profile and cluster do not belong together.
@@ -59,28 +58,26 @@ def simulate(
     """
     _check(plan, profile, cluster)
     events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.spec.windows)
-    parts = _times_of_parts(profile, cluster, events, recompute)
+    parts = _times_of_parts(profile, cluster, events)
     seconds, transfer = _seconds_of_events(profile, events, parts)
     if plan.domain > 1:
         timeline, rounds_end = _in_lockstep(plan, profile, cluster, events, seconds[0])
     else:
         timeline, rounds_end = run_events(events, seconds, transfer), 0.0
     done = _Executed(plan, profile, cluster, events, timeline, rounds_end)
-    return _account(done, parts, num_forwards=2 if recompute else 1)
+    return _account(done, parts)
 
 
-def step_seconds(
-    plan: Plan, profile: Profile, cluster: ClusterConfig, *, speeds: FloatArray | None = None, recompute: bool = False
-) -> float:
+def step_seconds(plan: Plan, profile: Profile, cluster: ClusterConfig, *, speeds: FloatArray | None = None) -> float:
     """Return ``simulate(...).step_seconds``, without a pipeline some ten times as fast: planners compare plans by it.
 
     Arguments and errors are those of ``simulate``.
     """
     if cluster.pp > 1 or plan.domain > 1:
-        return simulate(plan, profile, cluster, speeds=speeds, recompute=recompute).step_seconds
+        return simulate(plan, profile, cluster, speeds=speeds).step_seconds
     _check(plan, profile, cluster)
     events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.spec.windows)
-    seconds, _ = _seconds_of_events(profile, events, _times_of_parts(profile, cluster, events, recompute))
+    seconds, _ = _seconds_of_events(profile, events, _times_of_parts(profile, cluster, events))
     event = events.micro_batch_events
     forward, backward = seconds[0]
     _, ends = run_in_order(plan, (forward + backward)[event])
@@ -107,10 +104,10 @@ def _in_lockstep(
     return Timeline(arrival=start, start=start, end=start + seconds.T[:, None]), float(ends.max())
 
 
-def _times_of_parts(profile: Profile, cluster: ClusterConfig, events: Events, recompute: bool) -> list[StageTimes]:
+def _times_of_parts(profile: Profile, cluster: ClusterConfig, events: Events) -> list[StageTimes]:
     last = cluster.pp - 1
     return [
-        stage_times(profile.of_stage(stage, cluster.pp), events.loads, has_head=stage == last, recompute=recompute)
+        stage_times(profile.of_stage(stage, cluster.pp), events.loads, has_head=stage == last)
         for stage in range(cluster.pp)
     ]
 
@@ -157,7 +154,7 @@ def _check(plan: Plan, profile: Profile, cluster: ClusterConfig) -> None:
         )
 
 
-def _account(done: _Executed, parts: list[StageTimes], *, num_forwards: int) -> SimulatedStep:
+def _account(done: _Executed, parts: list[StageTimes]) -> SimulatedStep:
     events, timeline, pp = done.events, done.timeline, done.cluster.pp
     ranks, num_ranks = events.micro_batch_ranks, events.num_ranks
     spent = {name: np.zeros((num_ranks, pp)) for name in ("compute", "exposed_ring", "exposed_offload", "wait_members")}
@@ -181,7 +178,7 @@ def _account(done: _Executed, parts: list[StageTimes], *, num_forwards: int) -> 
         dp_bubble=dp_bubble,
         pp_bubble=pp_bubble,
         sync_seconds=sync,
-        traffic=_traffic(done, num_forwards),
+        traffic=_traffic(done),
         events=events,
         timeline=timeline,
         num_tokens=done.plan.num_tokens,
@@ -257,9 +254,9 @@ def _waits(events: Events, timeline: Timeline, stage: int) -> tuple[FloatArray, 
     return _per_rank(start - free - for_stage, ranks, num_ranks), _per_rank(for_stage, ranks, num_ranks), last
 
 
-def _traffic(done: _Executed, num_forwards: int) -> Traffic:
+def _traffic(done: _Executed) -> Traffic:
     profile, cluster, events = done.profile, done.cluster, done.events
-    layers, tp = profile.spec.num_layers, cluster.tp
+    layers, tp, (num_forwards, _) = profile.spec.num_layers, cluster.tp, profile.forwards
     ring = num_forwards * profile.ring_forward_bytes_per_token + profile.ring_backward_bytes_per_token
     forward, backward = profile.row_bytes_per_token
     row = events.row_tokens @ np.array([num_forwards * forward[place] + backward[place] for place in (0, 1)])
@@ -291,17 +288,15 @@ class StepTimes:
     profile: Profile
     """The times of the model's layers, without calibration."""
     devices: ClusterConfig
-    recompute: bool = False
-    """Whether backward computes every layer's forward again."""
 
     def __call__(self, cluster: Cluster, cost: CostModel) -> Callable[[Plan], float]:
         """Return the function from a plan to the seconds of its step at these speeds and costs (``step_seconds``)."""
         profile, speeds = self._at(cost), cluster.speeds
-        return partial(step_seconds, profile=profile, cluster=self.devices, speeds=speeds, recompute=self.recompute)
+        return partial(step_seconds, profile=profile, cluster=self.devices, speeds=speeds)
 
     def simulated(self, plan: Plan, cost: CostModel) -> SimulatedStep:
         """Simulate ``plan`` at these costs. The data costs no time. Raises as ``simulate``."""
-        return simulate(plan, self._at(cost), self.devices, recompute=self.recompute)
+        return simulate(plan, self._at(cost), self.devices)
 
     def _at(self, cost: CostModel) -> Profile:
         # The planner's costs are sums over all layers, of which the stages of a pipeline have parts.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.initialization import no_init_weights
 
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import CheckpointError, ConfigError, typed_path
@@ -50,7 +51,7 @@ def export_checkpoint(
     if base and not architecture.trained:
         raise ConfigError(f"--base is {base!r}, and this run trained all weights", fix="leave --base out")
     if architecture.trained:
-        model = load_model(_base_of(run_config, origin, base), architecture.content, torch.float32)
+        model: Any = load_model(_base_of(run_config, origin, base), architecture.content, torch.float32)
         wrapped: Any = train_a_part(model, architecture.trained, seed=0)
     else:
         held = {name.removeprefix("master.") for name in stored.shapes() if name.startswith("master.")}
@@ -60,7 +61,9 @@ def export_checkpoint(
                 so="it would be lost",
                 fix="set tie_word_embeddings to false in the model's config.json, and train it anew",
             )
-        model = make_model(architecture.content, target_dtype)
+        with no_init_weights():  # which would take 15 s for a billion parameters
+            model = make_model(architecture.content, target_dtype)
+        model.tie_weights()
         set_constants(model, architecture.buffers)
     content, name = dict(architecture.content), str(target_dtype).removeprefix("torch.")
     with torch.no_grad(), appearing(target) as hidden:
@@ -76,7 +79,7 @@ def export_checkpoint(
         if architecture.trained:
             model = model.to(target_dtype)
         with quiet():
-            model.save_pretrained(hidden, max_shard_size=shard_bytes)  # type: ignore[operator]
+            model.save_pretrained(hidden, max_shard_size=shard_bytes)
         written = {key: name for key in ("dtype", "torch_dtype") if key in content} or {"dtype": name}
         new = _known_of_run(content, run_config, origin)
         write_json(hidden / "config.json", content | written | new)

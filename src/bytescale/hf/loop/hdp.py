@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bytescale.common.errors import ConfigError, PlanError
-from bytescale.config.schema import DataConfig, Experts, PlannerName, Shard
+from bytescale.config.schema import Checkpointing, DataConfig, Experts, PlannerName, Shard
 from bytescale.config.sharing import check_invariant
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.memory.device_kernels import DeviceKind
@@ -32,7 +32,6 @@ from bytescale.hf.loop.session import mesh_of
 from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.decoder import HFDecoder, second_model
 from bytescale.plan import Plan
-from bytescale.runtime.saved.checkpointing import Checkpointing
 
 if TYPE_CHECKING:
     from bytescale.common.cut import Cut
@@ -109,7 +108,7 @@ class HDP(Updates):
             self._make_part(decoder, equal_counts)
             self.engine = Engine(decoder, self.mesh, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
             undo.callback(self.engine.close)
-            self._prepare(capacity_tokens, device_gib, planner, cost, forward_only)
+            self._prepare(capacity_tokens, device_gib, planner, cost, None if forward_only else checkpointing)
             undo.pop_all()
 
     @property
@@ -143,8 +142,9 @@ class HDP(Updates):
         device_gib: float | None,
         planner: PlannerName,
         cost: CostModel | None,
-        forward_only: bool,
+        checkpointing: Checkpointing | None,
     ) -> None:
+        """``checkpointing``: None where plans are for forward alone."""
         if self.experts == "parallel":
             self.engine.decoder.require_experts(self.mesh.domain.size)
         self.room = Room.of(self.engine, capacity_tokens, device_gib, self.mesh.domain.size, self.experts)
@@ -152,8 +152,11 @@ class HDP(Updates):
         if cost is None:
             device: DeviceKind = "cuda" if parameter.device.type == "cuda" else "cpu"
             spec, domain, experts = self.engine.decoder.spec, self.domain, self.experts
-            cost = assumed_cost(spec, device=device, bytes_per_element=element, domain=domain, experts=experts)
-        self.cost = cost.forward_only(element) if forward_only else cost
+            cost = assumed_cost(
+                spec, device=device, bytes_per_element=element, domain=domain, experts=experts,
+                checkpointing=checkpointing or "none",
+            )  # fmt: skip
+        self.cost = cost if checkpointing else cost.forward_only(element)
         self.planner = make_planner(
             num_ranks=self.mesh.hdp.size,
             capacity_tokens=self.capacity_tokens,

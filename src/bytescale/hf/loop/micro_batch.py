@@ -16,6 +16,7 @@ from bytescale.attention.flash import open_attention
 from bytescale.common.errors import ConfigError, DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.units import GIBI
+from bytescale.config.schema import Checkpointing
 from bytescale.config.sharing import require_beside
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.hf.model.decoder import HFDecoder
@@ -26,7 +27,6 @@ from bytescale.hf.model.probe import check_widths, heads_of
 from bytescale.plan import MicroBatch
 from bytescale.runtime.loss import loss_sum
 from bytescale.runtime.saved.activations import Activations
-from bytescale.runtime.saved.checkpointing import Checkpointing
 
 if TYPE_CHECKING:
     from bytescale.cost.memory.measured import MeasuredMemory

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from bytescale.attention.earlier import EarlierRows, Path
 from bytescale.attention.selected import NONE, RowForm, selected_attention
 from bytescale.hf.model.blind import INDEXED, MANY, Selection, UnreadMask, choice_of, few_keys
+from bytescale.hf.model.counting import LiveBytes
 from bytescale.hf.model.interface import KEYWORD, PREFIX, Call, Target, names_in, refusal
 
 _NUMBERS = 2**20
@@ -257,9 +257,9 @@ class Indexer:
         of_many = []
         for many in (MANY // 2, MANY):
             visible = torch.ones(1, 1, many, dtype=torch.bool, device=keys.device)
-            with FlopCounterMode(display=False) as counter:
+            with LiveBytes() as counter:
                 chosen = self._chosen(slice(0, 1), keys.flatten(0, -2)[:1].expand(many, -1), visible)
-            of_many.append((chosen.shape[2], counter.get_total_flops()))
+            of_many.append((chosen.shape[2], counter.products))
         (_, less), (num_keys, more) = of_many
         is_seen = self.scores(slice(0, 1), keys.flatten(0, -2)[:1].expand(many, -1), visible[0]) is not None
         flops = (more - less) / (MANY // 2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from bytescale.runtime.experts import ParallelExperts
 from bytescale.runtime.group import PendingCollective
 from bytescale.runtime.loss import AT_ONCE
 from bytescale.runtime.mesh import Mesh
-from bytescale.runtime.optimizer.flat import Entry
 from bytescale.runtime.optimizer.units import DomainParameters, ExpertParameters, Named, Unit, UnitParameters
 
 
@@ -294,15 +293,14 @@ def shard_parts(
     dtype: torch.dtype | None = None,
     late: Collection[str] = (),
     cuts: Mapping[str, Cut] | None = None,
-    initial: Callable[[Entry], Tensor] | None = None,
     experts: Sequence[nn.Module] = (),
 ) -> tuple[list[Named], list[DomainParameters], Units]:
     """Let the ranks of ``mesh.domain`` share the parameters of ``parts``: the embedding, the layers and the head.
 
     Returns the parameters that stay whole, what is trained of the others, and what opens the parts. Parameters stay
     whole that ``units_of`` leaves out, that tensor-parallel ranks hold alike, and ``late`` ones, whose gradients come
-    after the layers' backward. ``dtype``: of the parameters; None: the one that each of them has. ``cuts, initial``:
-    see ``UnitParameters``. ``experts``: modules of mixtures in the parts, in order, whose experts are computed in
+    after the layers' backward. ``dtype``: of the parameters; None: the one that each of them has. ``cuts``: see
+    ``UnitParameters``. ``experts``: modules of mixtures in the parts, in order, whose experts are computed in
     parallel (``runtime.experts``), and not gathered.
     """
     mixtures = [ParallelExperts(module, mesh.domain) for module in experts]
@@ -313,11 +311,11 @@ def shard_parts(
             unit_of.pop(id(parameter), None)
     rest = [item for item in named if id(item[1]) not in unit_of and id(item[1]) not in mixture_of]
     stores = [
-        UnitParameters(units, mesh, dtype=kind, trained=trained, cuts=cuts, initial=initial)
+        UnitParameters(units, mesh, dtype=kind, trained=trained, cuts=cuts)
         for trained, kind, units in _by_kind(named, unit_of, dtype)
     ]
     in_parallel = [
-        ExpertParameters(list(filter(None, own)), mesh, dtype=kind, trained=trained, initial=initial)
+        ExpertParameters(list(filter(None, own)), mesh, dtype=kind, trained=trained)
         for trained, kind, own in _by_kind(named, mixture_of, dtype)
     ]
     return rest, [own for own in (*stores, *in_parallel) if own.trained], Units(parts, stores, mixtures, in_parallel)

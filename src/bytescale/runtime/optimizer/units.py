@@ -100,7 +100,6 @@ class UnitParameters(DomainParameters):
         dtype: torch.dtype,
         trained: bool = True,
         cuts: Mapping[str, Cut] | None = None,
-        initial: Callable[[Entry], Tensor] | None = None,
     ) -> None:
         """Take over parameters, one unit after the other, so that one of them at a time exists twice.
 
@@ -109,7 +108,6 @@ class UnitParameters(DomainParameters):
             mesh: on whose device they are from now on.
             trained: whether their gradients are summed.
             cuts: as in ``FlatParameters``.
-            initial: the values of a parameter; None: those that it has.
         """
         super().__init__(mesh, trained=trained)
         stop, quantum = 0, mesh.hdp.size * ALIGNMENT
@@ -131,7 +129,7 @@ class UnitParameters(DomainParameters):
         pairs = list(zip(self.entries, self.parameters, strict=True))
         self.units: list[Unit] = []
         for (number, places), bucket in zip(own, self.buckets, strict=True):
-            self.units.append(Unit(self, number, bucket, pairs[places], initial))
+            self.units.append(Unit(self, number, bucket, pairs[places]))
             self._hooks += self.units[-1].hooks
 
     def held_entries(self) -> list[tuple[Entry, nn.Parameter]]:
@@ -162,7 +160,6 @@ class Unit:
         number: int,
         bucket: Bucket,
         pairs: Sequence[tuple[Entry, nn.Parameter]],
-        initial: Callable[[Entry], Tensor] | None,
     ) -> None:
         self.store, self.number, self.bucket, self.pairs = store, number, bucket, pairs
         self.hooks: list[RemovableHandle] = []
@@ -170,7 +167,7 @@ class Unit:
         self.gradients = store.gradients.new_zeros(len(self.full) if store.trained else 0)
         for entry, parameter in pairs:
             with torch.no_grad():
-                self._of(self.full, entry).copy_(initial(entry) if initial else parameter)
+                self._of(self.full, entry).copy_(parameter)
             if store.trained:
                 hook = _add_to(self._of(self.gradients, entry), entry.name)  # a view, made while there is memory
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -226,7 +223,6 @@ class ExpertParameters(DomainParameters):
         *,
         dtype: torch.dtype,
         trained: bool = True,
-        initial: Callable[[Entry], Tensor] | None = None,
     ) -> None:
         """Take over the parameters ``[E, ...]`` of each mixture, which have this rank's experts alone from now on."""
         super().__init__(mesh, trained=trained)
@@ -244,7 +240,7 @@ class ExpertParameters(DomainParameters):
         self._take_over(
             dtype,
             mesh.hdp.device,
-            lambda entry, whole: initial(entry) if initial else entry.cut.of(whole),
+            lambda entry, whole: entry.cut.of(whole),
             trained=trained,
         )
 

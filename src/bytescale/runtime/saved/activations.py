@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from bytescale.common.errors import PlanError
+from bytescale.config.schema import Checkpointing
 from bytescale.cost.memory.device_kernels import ROWS_PER_CHUNK
 from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.saved.checkpointing import (
-    Checkpointing,
     KeptAttention,
     RowChunk,
     apply_checkpointing,

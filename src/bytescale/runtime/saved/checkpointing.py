@@ -18,14 +18,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-Checkpointing = Literal["none", "full", "attention"]
+from bytescale.config.schema import Checkpointing
 
 Pack = Callable[[Tensor], object]
 Unpack = Callable[[Any], Tensor]

@@ -80,10 +80,11 @@ def train_on_ranks(
         ExitStack() as closing,
         changing.left_at_once(),
     ):
-        job = build_job(config, ranks, kernels, loader, stop, changing)
+        job, load = build_job(config, ranks, kernels, loader, stop, changing)
         log.open(resume=resume or changing.has_changed, tokenizer=loader.metadata.tokenizer)
         checkpoints = Checkpointer(run.checkpoints, ranks.checkpoint_group, config.checkpoint, log=log.write)
-        restored = restore(job, checkpoints, log, resume=resume)
+        restored = restore(job, load, checkpoints, log, resume=resume)
+        del load  # and the weights that it would read
         steps_done, best = (restored.step, restored.best) if restored else (0, {})
         if job.calibration is not None:
             closing.callback(job.calibration.close)
@@ -136,10 +137,12 @@ def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, 
     traces.finish()
 
 
-def restore(job: Job, checkpoints: Checkpointer, log: RunLog, *, resume: bool) -> RunState | None:
+def restore(
+    job: Job, load: Callable[[], None], checkpoints: Checkpointer, log: RunLog, *, resume: bool
+) -> RunState | None:
     """Continue after a change of ranks from their copies of states, and a run that resumes from its newest checkpoint.
 
-    Returns what these say; None: the run begins.
+    Returns what these say; None: the run begins, with the weights that ``load`` gives the model.
     """
     state, changing, path = None, job.changing, None
     try:
@@ -152,6 +155,8 @@ def restore(job: Job, checkpoints: Checkpointer, log: RunLog, *, resume: bool) -
         if path is not None:
             state = checkpoints.restore(path, job.optimizer, job.architecture.as_dict())
         log.resumed(path, state.step if state else 0)
+    if state is None:
+        load()
     if state is not None and state.sampler:
         job.loader.load_state_dict(state.sampler)
     begun = RunState(step=0, sampler={}, architecture={}, mesh={})

@@ -21,8 +21,8 @@ from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.cost.spec import ModelSpec
 from bytescale.hf.files.folder import empty_model, make_model, parameters_of, require_positions, set_constants
 from bytescale.hf.files.large import twin_of
+from bytescale.hf.model.counting import OnMeta
 from bytescale.hf.model.decoder import HFDecoder
-from bytescale.hf.model.measure import OnMeta
 from bytescale.hf.model.norms import replace_norms
 from bytescale.train.parts import large_model
 from bytescale.train.parts.budget import usable_host_bytes

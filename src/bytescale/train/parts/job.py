@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from bytescale.config.description import ModelDescription
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config
 from bytescale.config.sharing import sharing_domain
-from bytescale.cost.assumed import ASSUMED, assumed_cost, times_of
+from bytescale.cost.assumed import ASSUMED, ASSUMED_MICRO_BATCH_SECONDS, times_of
 from bytescale.cost.calibration import Calibrator
 from bytescale.cost.gradient_sync import BUCKET_BYTES, round_seconds
 from bytescale.cost.memory.measured import MeasuredMemory
@@ -110,12 +111,15 @@ class Job:
 
 def build_job(
     config: Config, ranks: Ranks, kernels: AttentionChoice, loader: Loader, stop: StopRequest, changing: ChangingRanks
-) -> Job:
-    """Build the parts in the order in which they depend on each other. Kernels and data exist already."""
+) -> tuple[Job, Callable[[], None]]:
+    """Build the parts in the order in which they depend on each other. Kernels and data exist already.
+
+    Returns what gives the model its initial weights, too, for a run that is not restored.
+    """
     architecture = resolve_model(config.model, tokenizer_vocab_size=loader.metadata.vocab_size)
     check_vocabulary(loader.metadata, architecture.vocab_size)
 
-    # 1. Model: this rank's part of it, with its initial weights, and the optimizer.
+    # 1. Model: this rank's part of it, and the optimizer.
     model = build_rank_model(
         config, architecture, kernels.kernel, device=ranks.device, dtype=ranks.dtype,
         smallest=ranks.mesh.smallest_of_stage, mesh=ranks.mesh,
@@ -125,7 +129,6 @@ def build_job(
     )
     if model.units is None:
         optimizer.zeros[0].overlap_with(model.layers)
-    model.load(config, optimizer, ranks)
 
     # 2. Plans: from numbers that are the same on all ranks.
     spec, memory = model.spec, model.memory(kind_of(ranks.device), ranks.mesh.hdp.size, ranks)
@@ -134,17 +137,12 @@ def build_job(
     own = rank_device(config, ranks.device, ranks.dtype, ranks.world.size)
     everyone = [RankDevice(**told) for told in all_gather_json(asdict(own), ranks.checkpoint_group)]
     planning = plan_of_run(
-        config,
-        spec,
-        memory,
-        Devices.of_mesh(everyone, ranks.mesh.shape),
-        device=ranks.device,
-        dtype=ranks.dtype,
+        config, spec, memory, Devices.of_mesh(everyone, ranks.mesh.shape), device=ranks.device, dtype=ranks.dtype,
         ranks_per_node=ranks.hdp_ranks_per_node(),
-    )
+    )  # fmt: skip
     if ranks.is_first:
         warn_of_bad_fits(planning.measured)
-    return Job(
+    job = Job(
         config=config,
         ranks=ranks,
         architecture=model.architecture,
@@ -167,6 +165,7 @@ def build_job(
         stop=stop,
         changing=changing,
     )
+    return job, partial(model.load, config, optimizer, ranks)
 
 
 class Planning(NamedTuple):
@@ -200,11 +199,9 @@ def plan_of_run(
     domain = sharing_domain(mesh.shard, mesh.domain, hdp, ranks_per_node)
     if mesh.experts == "parallel":
         profile = profile.with_parallel_experts(domain=domain, ranks_per_node=ranks_per_node)
+    cost = profile.cost_model(ranks_per_node=ranks_per_node, pipeline_parallel=mesh.pp)
     if measured is None:
-        assumed = assumed_cost(spec, device=kind, bytes_per_element=element, domain=domain, experts=mesh.experts)
-        cost = replace(assumed, ranks_per_node=ranks_per_node)
-    else:
-        cost = profile.cost_model(ranks_per_node=ranks_per_node, pipeline_parallel=mesh.pp)
+        cost = replace(cost, micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[kind])
     cluster = ClusterConfig(
         num_gpus=hdp * mesh.tp * mesh.pp,
         gpus_per_node=ranks_per_node * mesh.tp,
@@ -215,7 +212,7 @@ def plan_of_run(
     )
     budget = memory_budget(config, memory, device=device, devices=devices, profile=profile, domain=domain)
     kept = budget.model.with_activations(profile, config.memory.checkpointing)
-    times = StepTimes(profile=kept, devices=cluster, recompute=config.memory.checkpointing == "full")
+    times = StepTimes(profile=kept, devices=cluster)
     a_round = round_seconds(profile, domain=domain, ranks_per_node=ranks_per_node)
     planner = VerifiedPlanner(
         config.planner,

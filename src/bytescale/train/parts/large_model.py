@@ -3,13 +3,13 @@
 1. The model's shapes alone are attached and cut, on the meta device.
 2. Its first layers, one of each kind, are made with numbers, and cut in the same way: what the attachment and the cuts
    find by comparing numbers, they find there (``hf.files.large.twin_of``).
-3. The rank's parameters get memory and values in its flat buffers: read from a folder, whose files are mapped into
-   host memory, or made a layer at a time.
+3. The rank's parameters get memory in its flat buffers. Where nothing restores their values, each rank takes those of
+   its optimizer shards from a folder, whose files are mapped into host memory, or makes them a tile at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,9 +27,10 @@ from bytescale.hf.files.folder import constants_of, empty_model, load_model, see
 from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.files.large import InitialValues, give_memory, hollow_model, twin_of
 from bytescale.hf.model.balance import BalanceLoss
+from bytescale.hf.model.counting import OnMeta
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.long_rope import depends_on_pass
-from bytescale.hf.model.measure import OnMeta, measure_rows
+from bytescale.hf.model.measure import measure_rows
 from bytescale.hf.model.parallelize import RankPart, parallelize
 from bytescale.runtime.loss import PlainHead
 from bytescale.runtime.mesh import Mesh
@@ -37,8 +38,8 @@ from bytescale.train.parts.activations import activations_of
 
 FEW_PARAMETERS = 10**8
 """A model of so many is built as a whole, with all of its weights; a larger one in parts, or by its shapes alone."""
-Initial = Callable[[str, Cut], Tensor]
-"""The values of a part of a parameter, by its name in the whole model."""
+Initial = Callable[[str, Cut, slice], Tensor]
+"""``[n]``: a range of the values of a part of a parameter, by its name in the whole model."""
 
 
 class LargePart(NamedTuple):
@@ -47,7 +48,6 @@ class LargePart(NamedTuple):
     part: RankPart
     rows: MeasuredRows  # what its layers need
     initial: Initial
-    exact: dict[str, Tensor]  # weights by name, where the parameters are rounded
 
 
 def shapes_of(architecture: ModelDescription, dtype: torch.dtype, longest: int) -> HFDecoder | None:
@@ -77,14 +77,13 @@ def part_of_large(
     device: torch.device,
     dtype: torch.dtype,
 ) -> LargePart:
-    """Make it of ``decoder``, its shapes. Parameters of the part have no memory until ``initial`` fills flat buffers.
+    """Make it of ``decoder``, its shapes. Parameters of the part are one zero until they are in flat buffers.
 
     Raises as ``build_rank_model``.
     """
     content, longest = architecture.content, config.data.context_length
     with OnMeta():
         _ = decoder.head, decoder.spec  # what parameters without values must not be asked for
-        layers = [name for name, module in decoder.model.named_modules() if module in set(decoder.layers)]
         stage = None if mesh.shape.pp == 1 else (min(mesh.stage, 1), 2)
         model = twin_of(decoder, content, dtype, least=1 if stage is None else 2)
     twin = HFDecoder(model.to(device).train(), longest_document=longest, indexer_loss=architecture.indexer_loss)
@@ -102,31 +101,32 @@ def part_of_large(
         activations.remove()
 
     # Constants, and memory for parameters.
-    source, exact = config.trainer.init, dict[str, Tensor]()
+    source = config.trainer.init
     initial: Initial
     if source.startswith(HF_PREFIX):
         folder = source_folder(source)
-        read_as = exact_dtype(folder, dtype)
-        whole = load_model(folder, content, read_as)
-        read = {name: value.detach() for name, value in whole.named_parameters()}
-        exact = read if read_as != dtype else exact
-
-        def initial(name: str, cut: Cut) -> Tensor:
-            return cut.of(read[name])
+        whole = load_model(folder, content, exact_dtype(folder, dtype))
+        initial = values_in({name: value.detach() for name, value in whole.named_parameters()})
 
     else:
         whole = hollow_model(content, dtype)
         set_constants(whole, architecture.buffers)
-        initial = InitialValues(content, dtype, config.trainer.seed, layers)
+        initial = InitialValues(content, dtype, config.trainer.seed)
     _take_constants(decoder.model, whole, device)
     for parameter in decoder.model.parameters():
-        empty = torch.empty((), dtype=dtype, device=device)
-        give_memory(parameter, empty.expand(parameter.shape) if parameter.numel() else empty.new_empty(0))
-    if decoder.stage is not None and decoder.stage.tied is not None and not decoder.stage.is_first:
-        tied = decoder.stage.tied
-        name = next(name for name, own in decoder.model.named_parameters() if own is tied)
-        tied.data = initial(name, part.cuts[name]).to(device, dtype)
-    return LargePart(replace(architecture, buffers=constants_of(whole)), decoder, part, rows, initial, exact)
+        zero = torch.zeros((), dtype=dtype, device=device)
+        give_memory(parameter, zero.expand(parameter.shape) if parameter.numel() else zero.new_empty(0))
+    return LargePart(replace(architecture, buffers=constants_of(whole)), decoder, part, rows, initial)
+
+
+def values_in(weights: Mapping[str, Tensor]) -> Initial:
+    """Of whole parameters, by name."""
+
+    def initial(name: str, cut: Cut, inside: slice) -> Tensor:
+        values: Tensor = cut.of(weights[name]).flatten()[inside]
+        return values
+
+    return initial
 
 
 def _take_constants(model: nn.Module, source: nn.Module, device: torch.device) -> None:

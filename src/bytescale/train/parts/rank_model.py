@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,13 +29,13 @@ from bytescale.hf.model.probe import check_widths
 from bytescale.runtime.executor import Decoder
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizer.buckets import Chunk
-from bytescale.runtime.optimizer.flat import Entry, FlatParameters
+from bytescale.runtime.optimizer.flat import FlatParameters
 from bytescale.runtime.optimizer.lockstep import Units, shard_parts
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.tied import TiedHead
 from bytescale.train.parts.activations import activations_of
-from bytescale.train.parts.large_model import Initial, part_of_large, shapes_of
+from bytescale.train.parts.large_model import Initial, part_of_large, shapes_of, values_in
 from bytescale.train.ranks import Ranks
 
 
@@ -49,7 +49,7 @@ class RankModel:
     activations: Activations
     rows: MeasuredRows  # the memory that a token was seen to need
     planned: tuple[int, float]  # tensor-parallel parts that are planned, and the share of the weights of one of them
-    masters: list[Tensor]  # this rank's shards of the weights as read; empty where the parameters are not rounded
+    initial: Initial | None  # the weights in full precision; None: the parameters have them
     more: Sequence[FlatParameters] = ()  # further ones, where ranks share layers
     units: Units | None = None  # open these layers
 
@@ -71,16 +71,19 @@ class RankModel:
         return own if ranks is None else of_all_stages(own, ranks.mesh)
 
     def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
-        """Give the optimizer the initial weights in full precision."""
-        if self.masters:
-            shards = [shard for zero in optimizer.zeros for shard in zero.shards]
-            for shard, own in zip(shards, self.masters, strict=True):
-                shard.master.copy_(own)
-            self.masters.clear()
+        """Give the optimizer the initial weights in full precision, and all ranks its parameters."""
         if config.trainer.init.startswith(CHECKPOINT_PREFIX):
             place = config.trainer.init.removeprefix(CHECKPOINT_PREFIX)
             load_states(place, optimizer, self.architecture.as_dict(), ranks.checkpoint_group, only=["master"])
-            optimizer.finish_restore(0, {})
+        elif self.initial is not None:
+            for zero in optimizer.zeros:
+                for shard, own in zip(zero.shards, zero.parameters.shards(ranks.mesh.hdp.rank), strict=True):
+                    for piece in zero.parameters.pieces(own):
+                        inside = piece.inside(slice(piece.entry.start, piece.entry.stop))
+                        shard.master[piece.inside(own)] = self.initial(piece.entry.name, piece.entry.cut, inside)
+        else:
+            return
+        optimizer.finish_restore(0, {})
 
     def decoder(self, optimizer: ShardedOptimizer, mesh: Mesh) -> Decoder:
         part = self.part
@@ -104,15 +107,14 @@ def build_rank_model(
     smallest: Callable[[Sequence[float]], Sequence[float]] = list,
     mesh: Mesh | None = None,
     num_shards: int = 1,
-    rank: int = 0,
     stage: tuple[int, int] | None = None,
     planned_parts: int = 1,
 ) -> RankModel:
     """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
 
     ``smallest``: the minimum over ranks of each of these numbers. All ranks go by the rank whose kernels keep most.
-    ``mesh``: of the ranks; None: one rank builds it to look at it: at shards of the HDP rank ``rank`` of
-    ``num_shards``, at a ``stage`` of a pipeline of so many, and at one of the ``planned_parts`` of tensor parallelism.
+    ``mesh``: of the ranks; None: one rank builds it to look at it: as one of ``num_shards`` HDP ranks, at a ``stage``
+    of a pipeline of so many, and at one of the ``planned_parts`` of tensor parallelism.
 
     Raises ``ConfigError`` if the model cannot be attached, or has no weights that can be read; ``CheckpointError`` if
     weights are missing, have other shapes or no place.
@@ -121,21 +123,20 @@ def build_rank_model(
     rows: MeasuredRows | None = None
     shapes = None
     if mesh is not None:
-        num_shards, rank = mesh.hdp.size, mesh.hdp.rank
+        num_shards = mesh.hdp.size
         shapes = None if config.trainer.invariant else shapes_of(architecture, dtype, config.data.context_length)
     if mesh is not None and shapes is not None:
         made = part_of_large(config, architecture, shapes, mesh, device=device, dtype=dtype)
-        architecture, part, own, rows, initial, exact = made
+        architecture, part, own, rows, initial = made
     else:
         architecture, part, exact = _whole_model(config, architecture, mesh, device=device, dtype=dtype)
+        initial = values_in(exact) if exact else None
         own = parallelize(part, mesh, stage=stage, planned_parts=planned_parts)
     check_widths(part.structure, cuda_flash=isinstance(kernel, CudaFlashKernel))
 
     # Flat buffers, in the order in which the model names its parameters.
     like = torch.empty(0, dtype=dtype, device=device)
-    flat, units = _flat_buffers(config, part, own, mesh, initial, num_shards, like)
-    masters = [shard for own in flat for shard in shard_of(exact, own, rank)]
-    exact.clear()
+    flat, units = _flat_buffers(config, part, own, mesh, num_shards, like)
     activations = activations_of(config, part, device, num_ranks=num_shards, tp=None if mesh is None else mesh.tp)
     if rows is None:
         rows = measure_rows(part, kernel, activations, device)
@@ -152,7 +153,7 @@ def build_rank_model(
         activations=activations,
         rows=rows.of_all(smallest),
         planned=(planned_parts, own.share),
-        masters=masters,
+        initial=initial,
     )
 
 
@@ -207,20 +208,14 @@ def _flat_buffers(
     part: HFDecoder,
     own: RankPart,
     mesh: Mesh | None,
-    initial: Initial | None,
     num_shards: int,
     like: Tensor,
 ) -> tuple[list[FlatParameters], Units | None]:
-    """Move what is trained into flat buffers, and where ranks share layers also the rest of these.
+    """Move what is trained into flat buffers, and where ranks share layers also the rest.
 
-    ``initial``: the values of a parameter's part; None: those that parameters have. ``like``: their dtype and device.
+    ``like``: their dtype and device.
     """
     _require_named(part.frozen)
-
-    def value_of(entry: Entry) -> Tensor:
-        assert initial is not None, "asked where parameters have no values"
-        return initial(entry.name, entry.cut)
-
     named, flat, units = own.named, list[FlatParameters](), None
     if mesh is not None and mesh.domain.size > 1:
         _ = part.head  # found by a pass
@@ -236,7 +231,6 @@ def _flat_buffers(
             dtype=like.dtype,
             late=late,
             cuts=own.cuts,
-            initial=value_of if initial else None,
             experts=experts,
         )
         flat += shared
@@ -246,19 +240,4 @@ def _flat_buffers(
     if any(parameter.requires_grad for _, parameter in named):
         late = part.late_parameters()
         flat.insert(0, FlatParameters(named, num_shards, own.cuts, bucket_bytes=BUCKET_BYTES, late=late))
-        for entry in flat[0].entries if initial else ():
-            flat[0].value_of(entry).copy_(value_of(entry))
     return flat, units
-
-
-def shard_of(exact: Mapping[str, Tensor], parameters: FlatParameters, rank: int) -> list[Tensor]:
-    """The values of ``exact``, by name, that lie in each of a rank's parts of the flat buffers, in host memory."""
-    shards: list[Tensor] = []
-    for place in parameters.shards(rank) if exact else ():
-        shard = torch.zeros(place.stop - place.start, dtype=parameters.master_dtype)
-        for piece in parameters.pieces(place):
-            own = piece.entry.cut.of(exact[piece.entry.name]).flatten()
-            inside = piece.inside(slice(piece.entry.start, piece.entry.stop))
-            shard[piece.inside(place)] = own[inside]
-        shards.append(shard)
-    return shards
