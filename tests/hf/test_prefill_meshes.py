@@ -7,17 +7,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from bytescale import HDP
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, PlanError
+from bytescale.hf.loop import prefill
 from bytescale.hf.loop.prefill import Prefill
 from bytescale.hf.model.selectors import LowestFirst
 from bytescale.parity import small_model
 from bytescale.parity.compare import WideCasts
+from bytescale.plan import Plan
+from bytescale.plan.plan import GroupSpec
 from tests.helpers.effort import one_of
 from tests.hf.support import on_ranks
 from tests.hf.test_prefill import LENGTHS, NEW_TOKENS, plain, prompts
@@ -67,7 +71,7 @@ def test_caches_are_whole(name: str, mesh: tuple[int, int, int]) -> None:
     """A model that is loaded elsewhere goes on from them. Short prompts lie on one rank, the long one on all."""
     num_ranks, tp, pp = mesh
     with WideCasts(), LowestFirst(), torch.no_grad():
-        model = small_model(name, **{"max_position_embeddings": 256, **MODELS[name]}).eval()
+        model = small_model(name, **{"max_position_embeddings": 256, **MODELS[name]}).eval().requires_grad_(False)
         model.generation_config.eos_token_id = None
         wanted = [model(input_ids=prompt[None], use_cache=True) for prompt in prompts()]
         texts = [plain(model, prompt).tolist() for prompt in prompts()]
@@ -112,3 +116,25 @@ def test_caches_of_other_heads_than_those_of_attention_are_refused_by_name() -> 
             hdp.prefill(prompts())
 
     on_ranks(2, small_model("llama"), work)
+
+
+def test_prompts_in_an_order_that_would_hang_are_refused_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank has two short prompts between two long ones that it shares with the other."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randint(2, 67, (length,), generator=generator) for length in (30, 30, 3, 3)]
+    shared = [GroupSpec(sequences=[number], ranks=[0, 1]) for number in (0, 1)]
+    alone = [GroupSpec(sequences=[number], ranks=[1]) for number in (2, 3)]
+    plan = Plan.build(
+        lengths=np.array([30, 30, 3, 3]),
+        capacity_tokens=[40] * 2,
+        groups=[shared[0], *alone, shared[1]],
+        schedule=[[[0], [3]], [[0], [1], [2], [3]]],
+    )
+    monkeypatch.setattr(prefill, "short_first", lambda *_: plan)
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> None:
+        hdp = HDP(own.eval(), group, capacity_tokens=40, forward_only=True, pp=2)
+        with pytest.raises(PlanError, match="wait"):
+            hdp.prefill(given)
+
+    on_ranks(4, small_model("llama"), work)

@@ -37,7 +37,6 @@ from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.session import Session
 from bytescale.hf.model.head import causal_model, hidden_states
 from bytescale.hf.model.interface import has_own_cache, refusal
-from bytescale.plan.pipeline_order import find_cycle
 from bytescale.planner.prefixes import cost_of_trees
 from bytescale.planner.short_first import short_first
 from bytescale.runtime.plain_data import all_gather_json
@@ -290,8 +289,9 @@ def prefill(hdp: Session, prompts: Sequence[Prompt], ready: Ready | None = None)
     next_tokens = torch.zeros(len(prompts), dtype=torch.int64, device=device)
     plan, forest = given.plan()
     if hdp.domain == 1:  # counts that are equal, backwards, would not meet at equal places
-        ordered, pp = short_first(plan, cost_of_trees(hdp.cost, forest)), hdp.mesh.shape.pp
-        plan = plan if pp > 1 and find_cycle(ordered, pp) else ordered  # stages may not wait for each other
+        plan = short_first(plan, cost_of_trees(hdp.cost, forest))
+    if hdp.mesh.shape.pp > 1:  # or stages could wait for each other
+        hdp.planner.check(plan)
 
     def end(micro: Micro) -> None:
         runs, own = micro.plan.rows_of_documents, range(micro.rows.start, micro.rows.stop)
