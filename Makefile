@@ -59,7 +59,7 @@ check-cuda:  ## GPU code against CUDA builds of torch, without a GPU: 6 GB of do
 check-trl:  ## TRL's trainers alone and over HDP, on one rank and on two: 3 GB of downloads the first time, then some minutes
 	$(PYTHON) -m tests.trl.run
 
-check-verl:  ## verl's worker and losses on our engine, on two ranks: 6 GB of downloads the first time, then two minutes
+check-verl:  ## verl's worker and losses on our engine, on two ranks and on four: 6 GB of downloads the first time, then some minutes
 	$(PYTHON) -m tests.verl.run
 
 check-tinker:  ## Tinker's client against bytescale serve, on one rank and on two: 3 GB of downloads the first time, then some minutes

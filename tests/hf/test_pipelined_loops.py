@@ -278,7 +278,6 @@ def asked(hdp: bytescale.HDP, model: nn.Module, group: dist.ProcessGroup, what: 
         "equal_counts = True": lambda: bytescale.HDP(model, group, equal_counts=True, **options),
         "hdp.attach": lambda: hdp.attach(copy.deepcopy(SECOND)),
         "hdp.weights() of adapters": lambda: hdp.weights(),
-        "hdp.prefill": lambda: hdp.prefill([[3, 4, 5]]),
         "hdp.run": lambda: hdp.run(hdp.plan(batch).part),
         "images, videos or audios in documents": lambda: hdp.plan([batch[0] | {"images": [{}]}]),
         "torch.autocast": lambda: run(torch.autocast("cpu", torch.bfloat16)),

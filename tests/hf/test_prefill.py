@@ -123,9 +123,17 @@ def test_short_prompts_come_before_the_long_one() -> None:
     assert all(0 not in order[:-1] for order in orders)
 
 
-@pytest.mark.parametrize("num_ranks", one_of([1, 2, 3, 4], 2))
-@pytest.mark.parametrize("name", one_of(["qwen3", "gemma3_text", "gpt2", "deepseek_v3"], "qwen3"))
-def test_questions_about_one_document_compute_it_once(name: str, num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "tp", "pp"),
+    one_of(
+        [
+            *itertools.product(["qwen3", "gemma3_text", "gpt2", "deepseek_v3"], [1, 2, 3, 4], [1], [1]),
+            *itertools.product(["qwen3", "gemma3_text"], [4], [2], [1, 2]),
+        ],
+        ("qwen3", 2, 1, 1),
+    ),
+)
+def test_questions_about_one_document_compute_it_once(name: str, num_ranks: int, tp: int, pp: int) -> None:
     """Caches and logits are transformers', also of equal prompts, of the document alone, and of other prompts."""
     changes = {} if name == "gpt2" else {"max_position_embeddings": 256, **MODELS.get(name, {})}
     model, generator = small_model(name, **changes).eval(), torch.Generator().manual_seed(1)
@@ -133,7 +141,8 @@ def test_questions_about_one_document_compute_it_once(name: str, num_ranks: int)
     questions = [torch.cat([document, end]) for end in ends] + [document, torch.cat([document, ends[0]]), *prompts()]
 
     def work(group: dist.ProcessGroup, own: nn.Module) -> tuple[int, list[Any]]:
-        hdp, rows = HDP(own.eval(), group, capacity_tokens=-(-400 // num_ranks), forward_only=True), [0]
+        capacity = -(-400 * tp * pp // num_ranks)
+        hdp, rows = HDP(own.eval(), group, capacity_tokens=capacity, forward_only=True, tp=tp, pp=pp), [0]
         own.get_input_embeddings().register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].numel()))
         filled, caches = hdp.prefill(questions), []
         for number in range(len(questions) if name != "deepseek_v3" else 0):  # its cache holds something else
@@ -150,7 +159,7 @@ def test_questions_about_one_document_compute_it_once(name: str, num_ranks: int)
     with WideCasts(), torch.no_grad():
         wanted = [model(input_ids=question[None], use_cache=True) for question in questions]
     found = on_ranks(num_ranks, model, widened)
-    assert sum(rows for rows, _ in found) < 0.6 * sum(map(len, questions))
+    assert sum(rows for rows, _ in found) < 0.6 * sum(map(len, questions)) * pp
     logits = torch.stack([own.logits[0, -1] for own in wanted])
     for _, (ours, tokens, _) in found:
         torch.testing.assert_close(ours, logits, rtol=1e-10, atol=1e-10)
@@ -191,7 +200,7 @@ def test_a_cache_stays_where_it_was_computed() -> None:
         held = [
             [
                 (start, start + len(part))
-                for (layer, kind, start), part in filled.parts.get(number, {}).items()
+                for (layer, kind, start, _), part in filled.parts.get(number, {}).items()
                 if (layer, kind) == (0, "keys")
             ]
             for number in (0, 2)

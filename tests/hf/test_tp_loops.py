@@ -212,7 +212,6 @@ def asked(hdp: bytescale.HDP, model: nn.Module, group: dist.ProcessGroup, what: 
     return {
         "equal_counts = True": lambda: bytescale.HDP(model, group, equal_counts=True, **options),
         'experts = "parallel"': lambda: bytescale.HDP(model, group, shard="parameters", experts="parallel", **options),
-        "hdp.prefill": lambda: hdp.prefill([[3, 4, 5]]),
         "indexer_loss": lambda: bytescale.HDP(copy.deepcopy(CHOOSER), group, indexer_loss="sparse", **options),
         "hdp.run": lambda: hdp.run(hdp.plan(batch).part),
     }[what]()

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 import bytescale
 from bytescale.integrations.whole_batch import LOG_PROBS, WholeBatch, word_columns
+from tests.helpers.effort import one_of
 
 from .support import on_ranks, small_model
 
-LENGTHS = ([37, 2, 21], [8, 60])
+LENGTHS = ([37, 2, 21], [8, 60], [5], [12, 6])
+MESHES = [(2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 1, 2)]
+"""Ranks, tensor-parallel ranks and stages among them."""
 PREFIX = 5
 """Tokens that the second and the fourth sequence have in common."""
 
@@ -43,11 +46,13 @@ def of_batch(documents: list[dict[str, Tensor]], values: list[Tensor]) -> Tensor
     return of_sequences(documents, values) / len(documents)
 
 
-def run(loss: Any, given: Any, tp: int = 1) -> tuple[list[float], list[dict[str, Tensor]], list[bool]]:
+def run(
+    loss: Any, given: Any, num_ranks: int = 2, tp: int = 1, pp: int = 1
+) -> tuple[list[float], list[dict[str, Tensor]], list[bool]]:
     """Losses of the ranks, their gradients, and whether a second pass ran."""
 
     def work(group: dist.ProcessGroup, model: nn.Module) -> tuple[float, dict[str, Tensor], bool]:
-        hdp = bytescale.HDP(model, group, capacity_tokens=40 * tp, tp=tp)
+        hdp = bytescale.HDP(model, group, capacity_tokens=40 * tp * pp, tp=tp, pp=pp)
         hdp.adamw(lr=0.0)
         own = fields_of(group.rank())
         batch = WholeBatch(hdp, word_columns(model, count=2), num_trained=2)
@@ -58,36 +63,41 @@ def run(loss: Any, given: Any, tp: int = 1) -> tuple[list[float], list[dict[str,
         ran_again = batch.finish()
         return float(total.detach()), hdp.gradients(), ran_again
 
-    losses, gradients, again = zip(*on_ranks(2, small_model("llama"), work), strict=True)
+    losses, gradients, again = zip(*on_ranks(num_ranks, small_model("llama"), work), strict=True)
     return list(losses), list(gradients), list(again)
 
 
 @pytest.mark.parametrize(
-    ("loss", "again"),
-    [(of_sequences, False), pytest.param(of_batch, True, marks=pytest.mark.exhaustive)],
-    ids=["of sequences", "of a rank's batch"],
+    ("loss", "again", "mesh"),
+    one_of(
+        [(loss, again, mesh) for loss, again in ((of_sequences, False), (of_batch, True)) for mesh in MESHES],
+        (of_sequences, False, MESHES[0]),
+    ),
 )
-def test_one_pass_is_two_passes(loss: Any, again: bool) -> None:
+def test_one_pass_is_two_passes(loss: Any, again: bool, mesh: tuple[int, int, int]) -> None:
     """A sequence of 60 tokens is shared by both ranks. A mean over a rank's batch takes a second pass.
 
     Llama's norms compute in fp32, so that the gradients of two backwards do not add up to those of one in fp64.
     """
-    losses, gradients, ran_again = run(loss, loss)
-    wanted, theirs, ran_twice = run(loss, None)
+    losses, gradients, ran_again = run(loss, loss, *mesh)
+    wanted, theirs, ran_twice = run(loss, None, *mesh)
     assert losses == pytest.approx(wanted, rel=1e-12)
-    assert ran_again == [again, again]
-    assert ran_twice == [True, True]
+    assert ran_again == [again] * mesh[0]
+    assert ran_twice == [True] * mesh[0]
     for name, gradient in theirs[0].items():
         torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-10, atol=1e-7 if again else 1e-12)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_loss_of_sequences_is_that_of_one_process(tp: int) -> None:
-    """With tp, each rank has sequences of its own all the same."""
-    losses, gradients, _ = run(of_sequences, of_sequences, tp)
+@pytest.mark.parametrize(
+    ("mesh", "given"),
+    one_of([(mesh, given) for mesh in MESHES for given in (of_sequences, None)], (MESHES[3], of_sequences)),
+)
+def test_a_loss_of_sequences_is_that_of_one_process(mesh: tuple[int, int, int], given: Any) -> None:
+    """With tp or pp, each rank has sequences of its own all the same; in one pass, and in two."""
+    losses, gradients, _ = run(of_sequences, given, *mesh)
     model = small_model("llama")
     documents, values = [], []
-    for rank in range(2):
+    for rank in range(mesh[0]):
         own = fields_of(rank)
         for place, tokens in enumerate(own["tokens"]):
             documents.append({name: column[place] for name, column in own.items()})
@@ -98,5 +108,6 @@ def test_a_loss_of_sequences_is_that_of_one_process(tp: int) -> None:
     total = of_sequences(documents, values)
     total.backward()
     assert sum(losses) == pytest.approx(float(total.detach()), rel=1e-10)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[0][name], parameter.grad, rtol=1e-8, atol=1e-10)
+    for found in gradients:
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-8, atol=1e-10)

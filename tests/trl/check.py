@@ -1,9 +1,10 @@
 """What ``make check-trl`` runs in an environment of its own: TRL's trainers alone, under DDP, and over HDP.
 
 torchrun --nproc-per-node N check.py KIND OUT [--plain] [--stop] [--resume] [--tp] [--simulated [--planted]]
-    [--no-evaluation]
+    [--no-evaluation] [--pp]
 
-Writes the log of every update, and the trained model, to OUT. With ``--tp`` two ranks share the model. Of the kind
+Writes the log of every update, and the trained model, to OUT. With ``--tp`` pairs of ranks share the model's matrices,
+with ``--pp`` two ranks its layers. Of the kind
 "global", ranks share batches of a fixed size: ``--stop`` ends such a run with a checkpoint after two updates, and
 ``--resume`` goes on from it. ``--simulated`` gives every rank a simulated accelerator: faults, and waits amid
 micro-batches, go to OUT, too. ``--planted`` lets the loss make the host wait.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +39,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import trl
+from bytescale.common.errors import ConfigError
 from bytescale.integrations.trl import HDPDPOTrainer, HDPGRPOTrainer, HDPSFTTrainer
 
 STEPS, STOP = 4, 2
@@ -150,7 +153,8 @@ def trainer(kind: str, out: Path, plain: bool, is_simulated: bool = False) -> An
     }  # fmt: skip
     options: dict[str, Any] = {"processing_class": tokenizer(), "train_dataset": rows(kind)}
     if not plain:
-        options |= {"capacity_tokens": 140, "tp": 2} if "--tp" in sys.argv else {"capacity_tokens": 70}
+        degrees = {name: 2 for name in ("tp", "pp") if f"--{name}" in sys.argv}
+        options |= {"capacity_tokens": 70 * 2 ** len(degrees), **degrees}
     if kind == "sft":
         made = trl.SFTTrainer if plain else HDPSFTTrainer
         if "--no-evaluation" not in sys.argv:  # TRL's kernel for losses of plain models looks for a driver
@@ -183,6 +187,21 @@ def trainer(kind: str, out: Path, plain: bool, is_simulated: bool = False) -> An
     model().save_pretrained(out / "start")  # TRL loads the reference from there; the first rank writes it
     dist.barrier()
     return made(str(out / "start"), reward_funcs=reward, args=config, **options)
+
+
+def refused(out: Path) -> None:
+    """What would sample from a part of the model, or save one."""
+    options: dict[str, Any] = {"output_dir": str(out), "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    sampling, adapters = {"args": trl.GRPOConfig(**options)}, {"args": trl.SFTConfig(**options), "peft_config": 1}
+    for degree in ("tp", "pp"):
+        for made, given in ((HDPGRPOTrainer, sampling), (HDPSFTTrainer, adapters)):
+            told = ""
+            try:
+                made("which is not loaded", capacity_tokens=70, **{degree: 2}, **given)
+            except ConfigError as error:
+                told = str(error)
+            assert re.search(f"{degree} = 2.* with adapters or with a trainer that samples", told, re.IGNORECASE), told
+    (out / "log.json").write_text("[]")
 
 
 def that_looks(loss_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -232,6 +251,9 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     if "--simulated" in sys.argv:
         simulated(kind, out)
+        return
+    if kind == "refused":
+        refused(out)
         return
     dist.init_process_group("gloo")
     train(kind, out)

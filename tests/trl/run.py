@@ -15,8 +15,10 @@ from pathlib import Path
 
 from tests.helpers.environments import ROOT, python_with
 
-KINDS = ("sft", "dft", "images", "dpo", "grpo", "resume", "accelerators")
-WITH_TP = ("sft", "dpo")
+KINDS = ("sft", "dft", "images", "dpo", "grpo", "refused", "resume", "accelerators")
+ON_MESHES = ("sft", "dpo")
+MESHES: list[tuple[int, list[str]]] = [(2, ["--tp"]), (2, ["--pp"]), (4, ["--tp", "--pp"])]
+"""Ranks, and what of the model they share."""
 PACKAGES = ("trl==1.16.0", "peft>=0.15", "pillow")
 TOLERANCE = 2e-4
 """Relative, of fp32 with sums in another order, over updates of AdamW; 1e-4 of sums over a document."""
@@ -33,18 +35,23 @@ def main() -> int:
         if kind == "resume":
             failed += resumed(python)
             continue
+        if kind == "refused":
+            with tempfile.TemporaryDirectory() as folder:
+                run(python, kind, 1, Path(folder))
+            print("sampling and adapters are refused where ranks share the model", flush=True)
+            continue
         if kind == "accelerators":
             failed += on_accelerators(python)
             continue
-        for ranks, tp in ((1, []), (2, []), *([(2, ["--tp"])] if kind in WITH_TP else [])):
+        for ranks, shared in ((1, []), (2, []), *(MESHES if kind in ON_MESHES else [])):
             with tempfile.TemporaryDirectory() as folder:
                 plain = run(python, kind, ranks, Path(folder) / "plain", "--plain")
-                ours = run(python, kind, ranks, Path(folder) / "ours", *tp)
+                ours = run(python, kind, ranks, Path(folder) / "ours", *shared)
                 differences = of_models(Path(folder) / "plain", Path(folder) / "ours")
             differences += [told for a, b in zip(plain, ours, strict=True) for told in compared(a, b)]
             failed += bool(differences)
             result = "; ".join(differences[:6]) or f"{len(ours) - 1} lines of the log and the saved model are equal"
-            print(f"{kind} on {ranks} rank(s) {' '.join(tp)}: {result}", flush=True)
+            print(f"{kind} on {ranks} rank(s) {' '.join(shared)}: {result}", flush=True)
     return 1 if failed else 0
 
 
@@ -53,10 +60,14 @@ def resumed(python: str) -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         whole = run(python, "global", 2, Path(folder) / "whole")
-        for before, after in ((2, 1), (1, 2)):
-            out = Path(folder) / f"from-{before}"
-            run(python, "global", before, out, "--stop")
-            both = run(python, "global", after, out, "--resume")
+        for (before, shared), (after, later) in (
+            ((2, []), (1, [])),
+            ((1, []), (2, [])),
+            ((2, ["--pp"]), (2, ["--tp"])),
+        ):
+            out = Path(folder) / f"from-{before}{''.join(shared)}"
+            run(python, "global", before, out, "--stop", *shared)
+            both = run(python, "global", after, out, "--resume", *later)
             wanted, found = (
                 [
                     {name: value for name, value in line.items() if name != "num_tokens"}
@@ -68,7 +79,8 @@ def resumed(python: str) -> int:
             differences = [told for a, b in zip(wanted, found, strict=True) for told in compared(a, b)]
             failed += bool(differences)
             result = "; ".join(differences[:6]) or f"{len(found)} updates are equal"
-            print(f"sft stopped on {before} rank(s) and resumed on {after}: {result}", flush=True)
+            told = f"{before} rank(s) {' '.join(shared)} and resumed on {after} {' '.join(later)}"
+            print(f"sft stopped on {told}: {result}", flush=True)
     return failed
 
 

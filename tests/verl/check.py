@@ -1,6 +1,6 @@
-"""What ``make check-verl`` runs on two gloo ranks: verl's own worker, losses and batches on the engine bytescale.
+"""What ``make check-verl`` runs on two gloo ranks and on four: verl's own worker and losses on the engine bytescale.
 
-torchrun --nproc-per-node 2 check.py OUT
+torchrun --nproc-per-node N check.py OUT
 
 The bodies of verl's test_actor_engine and test_per_tensor_generator, on CPUs; and updates of SFT, PPO, GSPO and a
 critic, beside a plain model with the same losses, one sequence after the other, gradients averaged as FSDP does, and
@@ -33,6 +33,7 @@ from verl.workers.config import (
     ActorConfig,
     CriticConfig,
     EngineConfig,
+    EngineRouterReplayConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
@@ -42,12 +43,15 @@ from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
+from bytescale.common.errors import ConfigError
 from bytescale.integrations.verl import BytescaleEngineConfig
 
 WORDS, LR, CLIP, UPDATES = 64, 1e-2, 0.5, 10
 FIRST, NEAR = 1e-5, 3.0
 """Relative, of fp32 with sums in another order: the first update of ours from others. AdamW makes more of it, as much
 for others as for ours: over all updates, ours is at most as many times as far from fp64 as the farther of them."""
+MESHES = {2: [(1, 1), (2, 1), (1, 2)], 4: [(2, 2), (1, 2)]}
+"""By the number of ranks, how many of them share matrices and how many layers (tp, pp)."""
 PROMPTS, RESPONSES = (3, 9, 2, 5), (40, 4, 17, 2)
 FSDP_ENGINE: dict[str, Any] = {
     "strategy": "fsdp2", "model_dtype": "fp32", "dtype": "float32", "use_torch_compile": False,
@@ -110,9 +114,9 @@ def rollouts(rank: int, step: int) -> TensorDict:
     return data
 
 
-def our_engine(tp: int = 1) -> BytescaleEngineConfig:
-    budget = {"max_token_len_per_gpu": 32 * tp, "infer_max_token_len_per_gpu": 64 * tp}
-    return BytescaleEngineConfig(dtype="float32", tp=tp, **budget)
+def our_engine(tp: int = 1, pp: int = 1) -> BytescaleEngineConfig:
+    budget = {"max_token_len_per_gpu": 32 * tp * pp, "infer_max_token_len_per_gpu": 64 * tp * pp}
+    return BytescaleEngineConfig(dtype="float32", tp=tp, pp=pp, **budget)
 
 
 def fsdp_engine() -> FSDPEngineConfig:
@@ -131,10 +135,10 @@ def value_model(local_path: str, torch_dtype: torch.dtype, model_config: Any, tr
 verl.utils.model.load_valuehead_model = value_model
 
 
-def worker(folder: Path, kind: str, engine: EngineConfig, cls: Any = TrainingWorker) -> Any:
+def worker(folder: Path, kind: str, engine: EngineConfig, cls: Any = TrainingWorker, **of_model: Any) -> Any:
     model = HFModelConfig(
         path=str(folder), load_tokenizer=False, use_remove_padding=True, enable_gradient_checkpointing=False,
-        override_config={"attn_implementation": "sdpa"},
+        override_config={"attn_implementation": "sdpa"}, **of_model,
     )  # fmt: skip
     optimizer = FSDPOptimizerConfig(lr=LR, weight_decay=0.01, total_training_steps=100, clip_grad=CLIP)
     made = cls(
@@ -228,9 +232,9 @@ class Worker:
         return metrics["loss"], metrics["grad_norm"]
 
 
-def compare(kind: str, folder: Path, out: Path, tp: int) -> str:
+def compare(kind: str, folder: Path, out: Path, mesh: tuple[int, int]) -> str:
     """Ten updates beside the plain model in fp32 and fp64, and beside verl's FSDP engine, from the same weights."""
-    made = Worker(folder, kind, our_engine(tp))
+    made = Worker(folder, kind, our_engine(*mesh))
     model = made.worker.engine.module
     same, whole = out / kind, dict(made.worker.engine.hdp.weights())
     if dist.get_rank() == 0:
@@ -258,12 +262,14 @@ def compare(kind: str, folder: Path, out: Path, tp: int) -> str:
     limit = NEAR * max(value for name, value in worst.items() if name != "ours")
     assert worst["ours"] < limit + 1e-6, f"{kind}: losses or norms of ours are far from fp64: {worst}"
     from_fp64 = ", ".join(f"{value:.1e} ({name})" for name, value in worst.items())
-    return f"{kind}, tp {tp}: losses and gradient norms of {UPDATES} updates are those of fp64 within {from_fp64}"
+    return (
+        f"{kind}, (tp, pp) {mesh}: losses and gradient norms of {UPDATES} updates are those of fp64 within {from_fp64}"
+    )
 
 
-def actor_engine(folder: Path, out: Path, tp: int) -> str:
+def actor_engine(folder: Path, out: Path, mesh: tuple[int, int]) -> str:
     """verl's test_actor_engine: inference, training, and a checkpoint that goes on exactly; and weights by name."""
-    made = worker(folder, "ppo", our_engine(tp))
+    made, name_of_mesh = worker(folder, "ppo", our_engine(*mesh)), f"{mesh[0]}-{mesh[1]}"
     data = rollouts(dist.get_rank(), 0)
     tu.assign_non_tensor(data, global_token_num=LENGTHS, compute_loss=False)
     output = made.infer_batch(data.clone())
@@ -288,18 +294,18 @@ def actor_engine(folder: Path, out: Path, tp: int) -> str:
         return found
 
     train(range(2))
-    made.save_checkpoint(str(out / f"actor-{tp}"), None, 2)
+    made.save_checkpoint(str(out / f"actor-{name_of_mesh}"), None, 2)
     ahead = train(range(2, 4))
-    made.load_checkpoint(str(out / f"actor-{tp}"))
+    made.load_checkpoint(str(out / f"actor-{name_of_mesh}"))
     assert train(range(2, 4)) == ahead, "an update after a restore differs"
-    made.save_checkpoint(str(out / f"last-{tp}"), None, 4)
+    made.save_checkpoint(str(out / f"last-{name_of_mesh}"), None, 4)
     stream, adapter = made.engine.get_per_tensor_param()
-    saved = AutoModelForCausalLM.from_pretrained(out / f"last-{tp}/huggingface").state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(out / f"last-{name_of_mesh}/huggingface").state_dict()
     assert adapter is None
     for name, tensor in stream:
         assert torch.equal(saved.pop(name), tensor), f"{name} was saved with other values"
     assert not saved, saved.keys()
-    return f"actor, tp {tp}: inference, training, checkpoint, saved model and weights by name"
+    return f"actor, (tp, pp) {mesh}: inference, training, checkpoint, saved model and weights by name"
 
 
 def tinker_worker(folder: Path) -> str:
@@ -336,9 +342,9 @@ def tinker_worker(folder: Path) -> str:
     return f"verl's Tinker worker: of six passes and three updates in fp64, {told}"
 
 
-def changed_weights(folder: Path) -> str:
+def changed_weights(folder: Path, mesh: tuple[int, int]) -> str:
     """What verl's checkpoint engine for deltas asks for: a receiver has the weights of the trainer bit for bit."""
-    made = worker(folder, "ppo", our_engine())
+    made = worker(folder, "ppo", our_engine(*mesh))
     made.set_loss_fn(loss_of("ppo"))
     engine, is_first, bits = made.engine, dist.get_rank() == 0, torch.int16
     receiver = {name: value.to(torch.bfloat16) for name, value in engine.get_per_tensor_param()[0]}
@@ -372,7 +378,25 @@ def changed_weights(folder: Path) -> str:
             new, flat[place] = flat[place].clone(), former
             assert not all(torch.equal(receiver[name].view(bits), value) for name, value in wanted.items())
             flat[place] = new
-    return f"changed weights: {changed / 3 / total:.0%} of the values in an update, shares of each rank, bit for bit"
+    share = f"{changed / 3 / total:.0%} of the values in an update"
+    return f"changed weights, (tp, pp) {mesh}: {share}, shares of each rank, bit for bit"
+
+
+def refused(folder: Path) -> str:
+    """What needs all layers on each rank, before a model is loaded."""
+    routes = replace(our_engine(pp=2), router_replay=EngineRouterReplayConfig(mode="R3"))
+    for engine, of_model, what in (
+        (routes, {}, "engine.router_replay.mode = 'R3' with tp = 1, pp = 2"),
+        (our_engine(pp=2), {"lora_rank": 4}, "odel.lora_rank = 4 with tp = 1, pp = 2"),
+        (our_engine(tp=2), {"lora_rank": 4}, "odel.lora_rank = 4 with tp = 2, pp = 1"),
+    ):
+        told = ""
+        try:
+            worker(folder, "ppo", engine, **of_model)
+        except ConfigError as error:
+            told = str(error)
+        assert what in told, f"{what} was not refused: {told}"
+    return "routes on stages, and adapters where ranks share the model, are refused"
 
 
 def main() -> None:
@@ -384,12 +408,14 @@ def main() -> None:
         make_model(folder)
     dist.barrier()
     for kind in sys.argv[2:] or ("sft", "ppo", "gspo", "critic"):
-        for tp in (1, 2):
-            told = compare(kind, folder, out, tp)
+        for mesh in MESHES[dist.get_world_size()]:
+            told = compare(kind, folder, out, mesh)
             if dist.get_rank() == 0:
                 print(told, flush=True)
-    checks = (partial(actor_engine, folder, out, 1), partial(actor_engine, folder, out, 2))
-    for check in (*checks, partial(changed_weights, folder), partial(tinker_worker, folder)):
+    meshes = MESHES[dist.get_world_size()]
+    checks = [partial(actor_engine, folder, out, mesh) for mesh in meshes]
+    checks += [partial(changed_weights, folder, mesh) for mesh in meshes]
+    for check in (*checks, partial(tinker_worker, folder), partial(refused, folder)):
         told = check()
         if dist.get_rank() == 0:
             print(told, flush=True)

@@ -9,6 +9,7 @@ other, with the loss that the engine is given. Some sequences have several image
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,9 @@ def main() -> None:
     dist.barrier()
     wanted, gradients = alone(folder)
     worst = 0.0
-    for one_pass in (True, False):
-        config = dataclasses.replace(our_engine(), dtype="float64", max_token_len_per_gpu=40, one_pass=one_pass)
+    for one_pass, pp in itertools.product((True, False), (1, 2)):
+        of_stages = {"pp": pp, "max_token_len_per_gpu": 40 * pp}
+        config = dataclasses.replace(our_engine(), dtype="float64", one_pass=one_pass, **of_stages)
         engine = worker(folder, "ppo", config).engine
         with engine.eval_mode():
             output = engine.forward_backward_batch(batch(), None, forward_only=True)["model_output"]

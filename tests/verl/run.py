@@ -27,7 +27,14 @@ def main() -> int:
     python = python_with("verl", PACKAGES)
     with tempfile.TemporaryDirectory() as out:
         command = [python, "-m", "torch.distributed.run", "--standalone"]
-        runs: list[Any] = [(2, "check.py"), (2, "passes.py"), (1, "passes.py"), (2, "sft_trainer.py"), (2, "routes.py")]
+        runs: list[Any] = [
+            (2, "check.py"),
+            (4, "check.py"),
+            (2, "passes.py"),
+            (1, "passes.py"),
+            (2, "sft_trainer.py"),
+            (2, "routes.py"),
+        ]
         runs += [(2, "images.py"), (2, "accelerators.py"), (2, "accelerators.py", "--simulated")]
         codes = [
             subprocess.run(

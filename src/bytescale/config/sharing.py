@@ -10,7 +10,6 @@ from bytescale.config.schema import Experts, Shard
 REFUSED_WITH_TP = {
     "equal_counts = True": ("FSDP would shard parts of weights as if they were whole", "leave equal_counts out"),
     'experts = "parallel"': ("experts would be cut twice", "leave experts out"),
-    "hdp.prefill": ("a cache would have the keys of this rank's heads alone", "prefill with an HDP without tp"),
     "hdp.run": ("ranks that were given different rows would wait for each other", "call hdp.plan(batch, plan=plan)"),
     "micro.segments": ("a run of this rank's rows is not a document", "take whole ones, micro.documents(values)"),
     "layer.compile()": ("the compiler cannot follow rows that travel beside products", "leave layers as they are"),
@@ -25,7 +24,6 @@ REFUSED_WITH_PP = {
     "equal_counts = True": ("FSDP would shard the layers that a stage lacks", "leave equal_counts out"),
     "hdp.attach": ("the second model would need stages of its own", "score with it in an HDP of its own"),
     "hdp.weights() of adapters": ("a stage lacks those of the others", "take weights and adapters from hdp.state()"),
-    "hdp.prefill": ("a rank would have the caches of its own layers alone", "prefill with an HDP without pp"),
     "hdp.run": ("a plan from elsewhere may let stages wait for each other", "call hdp.plan(batch, plan=plan)"),
     "routes and chosen keys": ("the loss sees the last stage's layers alone", "record and replay without pp"),
     "torch.autocast": ("messages between stages have the weights' dtype", "load the model in bf16"),

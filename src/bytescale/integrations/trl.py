@@ -25,6 +25,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.loop.hdp import HDP
 from bytescale.hf.loop.room import Capacity
+from bytescale.hf.model.decoder import require_beside_first
 from bytescale.hf.loop.updates import HDPOptimizer
 from bytescale.integrations.whole_batch import (
     COMPUTED,
@@ -46,9 +47,9 @@ _STATES = "hdp"
 class _Planned:
     """What TRL calls in the model's place: ``model(**inputs, labels=..., fused_lm_head=True)``."""
 
-    def __init__(self, hdp: HDP, model: nn.Module, temperature: float, loss: Loss | None = None) -> None:
-        self.model, self.loss = model, loss
-        self.batch = WholeBatch(hdp, word_columns(model, temperature), num_trained=2 if model is hdp.model else 0)
+    def __init__(self, hdp: HDP, temperature: float, loss: Loss | None, *, is_trained: bool) -> None:
+        self.model, self.loss = hdp.model, loss
+        self.batch = WholeBatch(hdp, word_columns(hdp.model, temperature), num_trained=2 if is_trained else 0)
 
     def train(self, mode: bool = True) -> _Planned:
         self.model.train(mode)
@@ -91,21 +92,24 @@ class HDPTrainerMixin:
     accelerator: Any
     args: Any
 
-    def __init__(self, model: Any, *, args: Any, capacity_tokens: Capacity, tp: int = 1, **options: Any) -> None:
-        """``capacity_tokens``, ``tp``: as ``HDP`` takes them. All else as TRL's trainer takes it.
+    def __init__(
+        self, model: Any, *, args: Any, capacity_tokens: Capacity, tp: int = 1, pp: int = 1, **options: Any
+    ) -> None:
+        """``capacity_tokens``, ``tp``, ``pp``: as ``HDP`` takes them. All else as TRL's trainer takes it.
 
-        Raises ``ConfigError`` for an option of TRL that plans do not have, and for sampling or adapters with ``tp``.
+        Raises ``ConfigError`` for an option of TRL that plans do not have, and for sampling or adapters with ``tp`` or
+        ``pp``.
         """
         _require_known(args)
-        if tp > 1 and (
+        if tp * pp > 1 and (
             isinstance(self, trl.GRPOTrainer) or options.get("peft_config") or hasattr(model, "peft_config")
         ):
             raise ConfigError(
-                f"tp = {tp} with adapters or with a trainer that samples",
+                f"tp = {tp}, pp = {pp} with adapters or with a trainer that samples",
                 so="this rank's part of the model would be saved, or sampled from, as if it were all of it",
-                fix="leave tp out, or train whole weights by SFT or DPO",
+                fix="leave tp and pp out, or train whole weights by SFT or DPO",
             )
-        self.capacity_tokens, self._tp = capacity_tokens, tp
+        self._mesh: dict[str, Any] = {"capacity_tokens": capacity_tokens, "tp": tp, "pp": pp}
         self._largest_norm, args = args.max_grad_norm, copy.copy(args)
         args.max_grad_norm = 0.0  # Trainer would clip one rank's part of the gradient
         super().__init__(model, args=args, **options)  # type: ignore[call-arg]
@@ -114,9 +118,12 @@ class HDPTrainerMixin:
         """Attach ``HDP``, and shard the optimizer that ``args.optim`` names."""
         # In evaluation mode accelerate moves the model and does not wrap it in DistributedDataParallel.
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
-        self.hdp = HDP(self.model, capacity_tokens=self.capacity_tokens, tp=self._tp)
         if isinstance(reference := getattr(self, "ref_model", None), nn.Module):
-            self.hdp.attach(reference)
+            require_beside_first(reference, self.model)
+        self.hdp = HDP(self.model, **self._mesh)
+        if isinstance(reference, nn.Module):
+            given = self._mesh | {"capacity_tokens": self.hdp.capacity_tokens}
+            self._reference = HDP(reference, forward_only=True, **given)
         cls, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
         decayed = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
         shards = self.hdp.optimizer(
@@ -129,10 +136,10 @@ class HDPTrainerMixin:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """TRL's own step with a ``WholeBatch`` in the model's place; then backward through the model."""
-        planned = self._planned(self.model, self._loss_of_documents(num_items_in_batch))
+        planned = self._planned(loss=self._loss_of_documents(num_items_in_batch))
         # The reference runs on plans, too. With adapters, TRL runs each rank's own rows without them.
         reference = getattr(self, "ref_model", None)
-        self.ref_model: Any = self._planned(reference) if isinstance(reference, nn.Module) else reference
+        self.ref_model: Any = self._planned(self._reference) if isinstance(reference, nn.Module) else reference
         try:
             loss: Tensor = super().training_step(planned, inputs, num_items_in_batch)  # type: ignore[misc]
         finally:
@@ -140,14 +147,19 @@ class HDPTrainerMixin:
         planned.batch.finish(1.0 / self.hdp.group.size)  # as DistributedDataParallel averages
         return loss
 
+    @property
+    def _is_shared(self) -> bool:
+        """Whether no rank has a whole model any more."""
+        return self.hdp is not None and self.hdp.cuts is not None
+
     def log(self, logs: dict[str, float], *args: Any) -> None:
         """With the norm of the global gradient in place of this rank's."""
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
         norm = {"grad_norm": inner.grad_norm} if "grad_norm" in logs else {}
         super().log(logs | norm, *args)  # type: ignore[misc]
 
-    def _planned(self, model: nn.Module, loss: Loss | None = None) -> _Planned:
-        return _Planned(self.hdp, model, self.temperature, loss)
+    def _planned(self, hdp: HDP | None = None, loss: Loss | None = None) -> _Planned:
+        return _Planned(hdp or self.hdp, self.temperature, loss, is_trained=hdp is None)
 
     def _loss_of_documents(self, num_items_in_batch: Any) -> Loss | None:
         """TRL's losses gather metrics of all ranks, so that they cannot be called on micro-batches."""
@@ -155,12 +167,12 @@ class HDPTrainerMixin:
 
     def prediction_step(self, model: Any, *args: Any, **options: Any) -> Any:
         """TRL's own; ranks that share a model evaluate by plans."""
-        model = model if self._tp == 1 or self.hdp is None else self._planned(self.model)
+        model = self._planned() if self._is_shared else model
         return super().prediction_step(model, *args, **options)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Trainer's own; of ranks that share a model the first one saves all of it."""
-        if self._tp == 1 or self.hdp is None:
+        if not self._is_shared:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         whole = dict(self.hdp.weights())
@@ -207,7 +219,7 @@ class HDPGRPOTrainer(HDPTrainerMixin, trl.GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
         if self.hdp is not None and not isinstance(model, _Planned):
-            model = self._planned(model if model is self.ref_model else self.model)
+            model = self._planned(self._reference if model is self.ref_model else None)
         return super()._get_per_token_logps_and_entropies(model, *args, **options)
 
 

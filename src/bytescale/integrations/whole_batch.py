@@ -27,6 +27,7 @@ from bytescale.hf.loop.coupled import Values, backward_from, sums_of_rows
 from bytescale.hf.loop.hdp import HDP
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
+from bytescale.plan import MicroBatch
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.plain_data import all_gather_json
 
@@ -51,7 +52,7 @@ class _Call(NamedTuple):
     planned: PlannedBatch
     lengths: list[int]
     values: Tensor  # [N, D], a leaf
-    applied: list[tuple[slice, Tensor]] | None
+    applied: dict[int, tuple[slice, Tensor]] | None
     """Of each micro-batch this rank's rows and the gradient ``[T, D]`` that went backward in the first pass."""
 
 
@@ -82,16 +83,25 @@ class WholeBatch:
             for own in rows.values()
         ]
         planned = self.hdp.plan(documents, capacity_tokens=capacity_tokens, share_prefixes=True)
-        loss, applied = loss if trains else None, list[tuple[slice, Tensor]]()
+        loss, applied = loss if trains else None, dict[int, tuple[slice, Tensor]]()
         if loss is not None:
             of_loss = {name: values for name, values in fields.items() if name != "images"}
             _, rows = delivered(group, of_loss, _documents_of(planned))
+
+        def of_micro(micro: Micro) -> Tensor | None:
+            columns = self._columns(micro)
+            self.hdp.collect(micro, columns)
+            if loss is None:
+                return None
+            values = columns[:, : self._num_trained]
+            values.register_hook(lambda gradient: applied.update({micro.index: (micro.rows, gradient)}))
+            documents, total = micro.documents(values), values[:0].sum()
+            if len(documents):
+                total = total + loss([rows[number] for number in documents.numbers], list(documents))
+            return total
+
         with torch.set_grad_enabled(loss is not None):
-            for micro in planned:
-                columns = self._columns(micro)
-                if loss is not None:
-                    applied.append((micro.rows, self._backward(micro, columns[:, : self._num_trained], loss, rows)))
-                self.hdp.collect(micro, columns)
+            planned.forward_backward(of_micro)
         lengths = [len(tokens) for tokens in fields["tokens"]]
         found = self.hdp.collected()[first : first + len(lengths)]
         whole = torch.cat(found) if found else torch.zeros(0, self._num_trained, device=group.device)
@@ -100,17 +110,6 @@ class WholeBatch:
             values.requires_grad_()
             self._calls.append(_Call(planned, lengths, values, applied if loss else None))
         return values, rest
-
-    def _backward(self, micro: Micro, values: Tensor, loss: Loss, fields: Mapping[int, dict[str, Tensor]]) -> Tensor:
-        """Go backward from the loss of a micro-batch's documents. Returns the gradient of its ``values [T, D]``."""
-        leaf = values.detach().requires_grad_()
-        documents = micro.documents(leaf)
-        total = leaf[:0].sum()
-        if len(documents):
-            total = total + loss([fields[number] for number in documents.numbers], list(documents))
-        (gradient,) = torch.autograd.grad(total, leaf)
-        values.backward(gradient)
-        return gradient
 
     def finish(self, share: float = 1.0) -> bool:
         """Go backward through the model, after the loss has gone backward into the values of all runs.
@@ -127,12 +126,13 @@ class WholeBatch:
             own = {"gradient": gradient.split(call.lengths)}
             _, found = delivered(self.hdp.group, own, _documents_of(call.planned))
             of_documents = {number: fields["gradient"] for number, fields in found.items()}
-            gradients = [sums_of_rows(plan, of_documents) for plan in call.planned.micro_batches]
+            gradients = [sums_of_rows(plan, of_documents) for plan in _of_last_stage(call.planned)]
             if call.applied is not None:
-                scale = _largest(gradients)
-                for wanted, (rows, applied) in zip(gradients, call.applied, strict=True):
+                scale, rest = _largest(gradients), list[Tensor]()
+                for index, (rows, applied) in call.applied.items():
+                    wanted = gradients[index]
                     wanted[rows] -= applied.to(wanted).reshape(wanted[rows].shape)
-                rest = [wanted[rows] for wanted, (rows, _) in zip(gradients, call.applied, strict=True)]
+                    rest.append(wanted[rows])
                 wrong, scale = self.hdp.group.max_of([_largest(rest), scale])
                 if not wrong > 1e-5 * scale:
                     continue  # also where they are not numbers: a second pass would not make them so
@@ -141,8 +141,13 @@ class WholeBatch:
         return ran_again
 
 
+def _of_last_stage(planned: PlannedBatch) -> list[MicroBatch]:
+    """The micro-batches whose loss this rank computes."""
+    return planned.micro_batches if planned.hdp.mesh.is_last_stage else []
+
+
 def _documents_of(planned: PlannedBatch) -> list[int]:
-    return sorted({number for plan in planned.micro_batches for number in plan.documents})
+    return sorted({number for plan in _of_last_stage(planned) for number in plan.documents})
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:

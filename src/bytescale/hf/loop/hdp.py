@@ -372,5 +372,4 @@ class HDP(Updates):
         """
         from bytescale.hf.loop.prefill import prefill  # few loops generate
 
-        self.require("hdp.prefill")
         return prefill(self, prompts, ready)

@@ -67,12 +67,15 @@ class PlannedBatch(Collector):
         own = self.rank_plan.micro_batches
         return [*own, *(MicroBatch.of_documents(index, []) for index in range(len(own), self.rank_plan.num_rounds))]
 
-    def forward_backward(self, loss: Callable[[Micro], Any]) -> float:
+    def forward_backward(
+        self, loss: Callable[[Micro], Any], *, prepare: Callable[[Micro], object] = lambda micro: None
+    ) -> float:
         """Run every micro-batch forward, and backward from ``loss(micro)``. Every rank calls it; ``step`` follows.
 
         It is a loop whose body is a function, as pipelines need: on the last stage alone, ``loss`` runs the model on a
         micro-batch, once, and returns a scalar: a sum over rows, divided by a number of the global batch. Under
-        ``torch.no_grad()`` there is no backward, and it need not return anything.
+        ``torch.no_grad()`` there is no backward, and it need not return anything. ``prepare`` is called on every stage,
+        with each micro-batch before it runs.
 
         Returns the sum over all micro-batches of all ranks, the same on every rank. Raises as a loop does.
         """
@@ -91,14 +94,15 @@ class PlannedBatch(Collector):
             return total
 
         if self.hdp.mesh.shape.pp > 1:
-            self._run_stage(noted)
+            self._run_stage(noted, prepare)
         for micro in self if self.hdp.mesh.shape.pp == 1 else ():
+            prepare(micro)
             total = noted(micro)
             if torch.is_grad_enabled():
                 total.backward()
         return self.hdp.group.sum_of([float(sum(losses))])[0]
 
-    def _run_stage(self, loss: Callable[[Micro], Any]) -> None:
+    def _run_stage(self, loss: Callable[[Micro], Any], prepare: Callable[[Micro], object]) -> None:
         """Run the micro-batches on this stage of a pipeline."""
         from bytescale.runtime.pipeline import StageLinks, run_stage  # few loops have stages
 
@@ -111,6 +115,7 @@ class PlannedBatch(Collector):
 
         def forward(index: int, received: torch.Tensor | None) -> Any:
             micro = self._micro(index, self.micro_batches[index], buffers)
+            prepare(micro)
             with decoder.receiving(received, micro.inputs["input_ids"].shape[1]):
                 is_last = hdp.mesh.is_last_stage
                 output = loss(micro) if is_last else decoder.output(micro.inputs, micro.plan.num_tokens)

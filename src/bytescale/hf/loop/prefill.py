@@ -3,8 +3,10 @@
 The planner spreads the prompts as it spreads documents in training, and short prompts come first, so that they do not
 wait for long ones (``planner.short_first``). Keys and values stay where they were computed, and so do the states of
 recurrent layers, which the rank with a prompt's last token has. ``Prefill.cache`` gathers those of one prompt on one
-rank, as a cache of transformers. What prompts begin with, such as a document that many questions are about, is computed
-and held once where that saves time (``hf.batch.prefixes``); each prompt's cache has all of it.
+rank, as a cache of transformers: of all stages the layers, and of tensor-parallel ranks the heads, in the whole model's
+order. What several of these ranks have alike, one of them keeps, another one for each layer. What prompts begin with,
+such as a document that many questions are about, is computed and held once where that saves time
+(``hf.batch.prefixes``); each prompt's cache has all of it.
 
 What a layer's cache holds is what the layer gives it: in a pass of prefill the model has an empty cache, whose
 ``update`` keeps just that. So keys may be compressed (DeepSeek, Kimi Linear), and a layer may have several places
@@ -18,7 +20,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -27,7 +30,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from bytescale.attention.copies import to_device
-from bytescale.common.errors import DataError
+from bytescale.common.errors import ConfigError, DataError
 from bytescale.hf.batch.documents import POSITIONS
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.micro_batch import Micro
@@ -43,11 +46,10 @@ Prompt = Sequence[int] | Tensor | Mapping[str, Any]
 Ready = Callable[[int, Tensor], None]
 """Called with the number of a prompt and the logits ``[V]`` of its next token, in fp32 or wider."""
 
-_OF_ROWS = ("keys", "values", "index")
-Parts = dict[tuple[int, str, int], Tensor]
-"""What a rank has of a prompt. By layer, ``"keys"`` or ``"values"``, and the first token of a run: ``[n, H, D]``, and
-``"index"``, by which keys are chosen: ``[n, D]``. By layer, ``"conv"`` or ``"recurrent"``, and 0: a state as caches
-have it, on the rank with the prompt's last token."""
+Parts = dict[tuple[int, str, int, int], Tensor]
+"""What a rank has of a prompt. By layer, ``"keys"`` or ``"values"``, the first token of a run, and which part of the
+heads it is: ``[n, H, D]``, and ``"index"``, by which keys are chosen: ``[n, D]``. By layer, ``"conv"`` or
+``"recurrent"``, 0 and 0: a state as caches have it, on the rank with the prompt's last token."""
 
 
 @dataclass
@@ -105,16 +107,21 @@ class Prefill:
         if held is None:
             return None
         cache = _empty_cache(self.hdp)
-        for layer in sorted({layer for layer, kind, _ in held if kind == "keys"}):
-            runs = [[held.pop(key) for key in sorted(held) if key[:2] == (layer, kind)] for kind in ("keys", "values")]
-            cache.update(*(torch.cat(parts).transpose(0, 1)[None] for parts in runs), layer)
-            if index := [held.pop(key) for key in sorted(held) if key[:2] == (layer, "index")]:
-                place, index_keys = cache.layers[layer], torch.cat(index)[None]
+
+        def rows_of(layer: int, kind: str) -> Tensor:
+            keys = sorted(key for key in held if key[:2] == (layer, kind))
+            runs = [[held.pop(key) for key in run] for _, run in groupby(keys, key=itemgetter(2))]
+            return torch.cat([torch.cat(heads, dim=1) for heads in runs])
+
+        for layer in sorted({key[0] for key in held if key[1] == "keys"}):
+            cache.update(*(rows_of(layer, kind).transpose(0, 1)[None] for kind in ("keys", "values")), layer)
+            if any(key[:2] == (layer, "index") for key in held):
+                place, index_keys = cache.layers[layer], rows_of(layer, "index")[None]
                 if hasattr(place, "update_index"):  # MiniMax M3
                     place.update_index(index_keys[None])
                 else:
                     place.update_indexer(index_keys)
-        for (layer, kind, _), state in held.items():
+        for (layer, kind, *_), state in held.items():
             if hasattr(cache, "set_linear_cache"):
                 cache.set_linear_cache(layer, state.mT[None])  # keys before values
             elif kind == "conv":
@@ -136,7 +143,8 @@ class Prefill:
         """Arguments for ``model.generate`` on ``rank``: the prompt with its most probable next token, and its cache.
 
         ``generate`` then computes no token of the prompt again. Where the cache does not tell how many tokens it has
-        seen (Mamba's, MiniMax's), the prompt is left out: it would be. On the other ranks None.
+        seen (Mamba's, MiniMax's), the prompt is left out: it would be. On the other ranks None. With tp or pp no rank
+        has a whole model: ``generate`` is then that of one which the caller has loaded beside it.
         """
         cache = self.cache(prompt, rank)
         if cache is None:
@@ -160,25 +168,75 @@ class Prefill:
         """Forget this rank's part of a prompt's cache. What it shares with other prompts is kept as long as theirs."""
         self.parts.pop(prompt, None)
 
-    def add(self, micro: Micro, kept: dict[tuple[int, str], Tensor], logits: dict[int, Tensor]) -> None:
-        """Keep the results of a micro-batch.
-
-        ``kept``: by layer and kind, ``"keys"`` and ``"values"`` ``[T, H, D]``, or states ``[F, ...]`` after each run of
-        rows; ``logits``: ``[V]`` by prompt.
-        """
+    def begin(self, micro: Micro) -> None:
+        """Let the model's pass over a micro-batch keep what its layers give their caches."""
         is_shared = bool(micro.plan.trees)  # rows of several prompts, whose memory they share here, too
+        spans: list[tuple[int, int, slice]] = []
         for prompt, start, places in micro.plan.rows_of_documents:
-            for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
-                for (layer, kind), part in kept.items() if len(run) else ():
-                    if kind in _OF_ROWS:
-                        rows = part[run[0] : run[-1] + 1]
-                        self.parts.setdefault(prompt, {})[layer, kind, start] = rows if is_shared else rows.clone()
+            for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1) if len(places) else ():
+                spans.append((prompt, start, slice(run[0], run[-1] + 1)))
                 start += len(run)
-        for number, (prompt, start, stop) in enumerate(micro.plan.runs):
-            for (layer, kind), part in kept.items() if start < stop == len(self.prompts[prompt]) else ():
-                if kind not in _OF_ROWS:
-                    self.parts.setdefault(prompt, {})[layer, kind, 0] = part[number].clone()
-        self._logits.update(logits)
+
+        def keep(layer: int, kind: str, rows: Tensor, place: int) -> None:
+            for prompt, start, span in spans:
+                own = rows[span] if is_shared else rows[span].clone()
+                self.parts.setdefault(prompt, {})[layer, kind, start, place] = own
+
+        def keep_rows(keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            """``keys, values [1, H, T, D]`` are all that the layer sees of this rank."""
+            place, is_kept = self._share(layer, keys, values)
+            for kind, part in (("keys", keys), ("values", values)) if is_kept else ():
+                keep(layer, kind, part[0].transpose(0, 1), place)
+            return keys, values
+
+        def keep_index(keys: Tensor, layer: int) -> None:
+            """``keys [..., T, D]`` by which indexers choose."""
+            if self._is_mine(layer):
+                keep(layer, "index", keys.flatten(0, -2), 0)
+
+        def keep_states(module: nn.Module, kind: str, states: Tensor) -> None:
+            """``[F, ...]`` after each run of rows."""
+            key = int(module.layer_idx), kind, 0, 0  # type: ignore[arg-type]
+            by_heads = kind == "recurrent" and type(module).__name__ == "ZambaMambaMixer"  # calls of their own
+            for number, (prompt, start, stop) in enumerate(micro.plan.runs) if self._is_mine(key[0]) else ():
+                if start < stop == len(self.prompts[prompt]):
+                    parts, state = self.parts.setdefault(prompt, {}), states[number].clone()
+                    if by_heads:
+                        state = torch.cat([*([parts.pop(key)] if key in parts else []), state[None]])
+                    assert key not in parts, f"{type(module).__name__} has several {kind} states, and caches have one"
+                    parts[key] = state
+
+        micro.target.keep = keep_states
+        cache = _empty_cache(self.hdp)
+        cache.update, cache.update_indexer = keep_rows, keep_index
+        micro.inputs |= {_cache_name(causal_model(self.hdp.model)): cache, "use_cache": True}
+
+    def _is_mine(self, layer: int, replicas: int | None = None) -> bool:
+        """Whether this rank is the one that keeps what so many tensor-parallel ranks (None: all) have alike."""
+        tp = self.hdp.mesh.tp
+        return (tp.rank - layer) % (replicas or tp.size) == 0
+
+    def _share(self, layer: int, keys: Tensor, values: Tensor) -> tuple[int, bool]:
+        """Which part of the heads a layer has given its cache, and whether this rank keeps it."""
+        tp = self.hdp.mesh.tp
+        if tp.size == 1:
+            return 0, True
+        attentions = self.hdp.engine.decoder.attentions.items()
+        own = next((own for module, own in attentions if getattr(module, "layer_idx", None) == layer), None)
+        if own is not None and own.parts > 1:
+            is_heads = (keys.shape[3], values.shape[3]) == (own.head_dim, own.value_dim)
+            if keys.shape[1] == own.num_kv_heads and is_heads:
+                replicas = tp.size // own.parts
+                return tp.rank // replicas, self._is_mine(layer, replicas)
+            if is_heads or keys.shape[1] > 1:
+                own = None
+        if own is None:
+            raise ConfigError(
+                f"layer {layer} gives its cache {keys.shape[1]} heads that are not those of its attention",
+                so=f"which of all heads the {tp.size} tensor-parallel ranks have would not be known",
+                fix="prefill with an HDP without tp",
+            )
+        return 0, self._is_mine(layer)
 
     def _gathered(self, prompt: int, rank: int) -> Parts | None:
         """All parts of a prompt on ``rank``; None on the others."""
@@ -196,10 +254,10 @@ class Prefill:
                 group.exchange.start(send=part.contiguous(), to=rank, receive=None, source=rank, tag=0).wait()
             return None
         for source, line in enumerate(table):
-            for layer, kind, start, shape, dtype in line if source != rank else ():
+            for *key, shape, dtype in line if source != rank else ():
                 part = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
                 group.exchange.start(send=None, to=source, receive=part, source=source, tag=0).wait()
-                own[layer, kind, start] = part
+                own[tuple(key)] = part
         return own
 
 
@@ -221,7 +279,7 @@ def prefill(hdp: Session, prompts: Sequence[Prompt], ready: Ready | None = None)
         own["tokens"] = tokens[0] if tokens.dim() == 2 and len(tokens) == 1 else tokens  # tokenizers return [1, S]
     # Recurrences tell what they leave behind by run of rows; in a tree, which of them end a prompt is not looked up.
     given = BatchToPlan.of(
-        hdp, rows, shift_labels=False, per_document=None if hdp.engine.decoder.mixers else (), whole=True
+        hdp, rows, shift_labels=False, per_document=None if hdp.engine.decoder.attachment.mixers else (), whole=True
     )
     lengths, device = given.lengths, hdp.group.device
     fields = given.all_documents.fields
@@ -232,47 +290,26 @@ def prefill(hdp: Session, prompts: Sequence[Prompt], ready: Ready | None = None)
     plan, forest = given.plan()
     if hdp.domain == 1:  # counts that are equal, backwards, would not meet at equal places
         plan = short_first(plan, cost_of_trees(hdp.cost, forest))
-    for micro in given.part(plan, forest):
-        kept: dict[tuple[int, str], Tensor] = {}
-        micro.target.keep = partial(_keep, kept)
-        cache = _empty_cache(hdp)
-        cache.update, cache.update_indexer = partial(_keep_rows, kept), partial(_keep_index, kept)
-        inputs = micro.inputs | {_cache_name(root): cache, "use_cache": True}
-        runs = micro.plan.rows_of_documents
-        ends = {prompt: int(own[-1]) for prompt, start, own in runs if start + len(own) == lengths[prompt]}
-        hidden, head = hidden_states(hdp.model, inputs)
+    if hdp.mesh.shape.pp > 1:  # or stages could wait for each other
+        hdp.planner.check(plan)
+
+    def end(micro: Micro) -> None:
+        runs, own = micro.plan.rows_of_documents, range(micro.rows.start, micro.rows.stop)
+        ends = {prompt: int(rows[-1]) for prompt, start, rows in runs if start + len(rows) == lengths[prompt]}
+        ends = {prompt: row - own.start for prompt, row in ends.items() if row in own}
+        hidden, head = hidden_states(hdp.model, micro.inputs)
         last_rows = to_device(torch.tensor([*ends.values()]), device)
         logits = head(hidden[0, last_rows]) if ends else hidden.new_zeros(0, 0)
         values_of = dict(zip(ends, logits.to(torch.promote_types(logits.dtype, torch.float32)), strict=True))
-        result.add(micro, kept, values_of)
+        result._logits.update(values_of)
         for prompt, values in values_of.items():
             next_tokens[prompt] = values.argmax()
             if ready is not None:
                 ready(prompt, values)
+
+    given.part(plan, forest).forward_backward(end, prepare=result.begin)
     result.next_tokens = hdp.group.all_reduce(next_tokens)
     return result
-
-
-def _keep_rows(
-    kept: dict[tuple[int, str], Tensor], keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
-) -> tuple[Tensor, Tensor]:
-    """Stands for the ``update`` of a cache. ``keys, values [1, H, T, D]`` are all that the layer sees of this rank."""
-    for kind, part in (("keys", keys), ("values", values)):
-        kept[layer, kind] = part[0].transpose(0, 1)
-    return keys, values
-
-
-def _keep_index(kept: dict[tuple[int, str], Tensor], keys: Tensor, layer: int) -> None:
-    """``keys [..., T, D]`` by which indexers choose."""
-    kept[layer, "index"] = keys.flatten(0, -2)
-
-
-def _keep(kept: dict[tuple[int, str], Tensor], module: nn.Module, kind: str, part: Tensor) -> None:
-    key = int(module.layer_idx), kind  # type: ignore[arg-type]
-    if type(module).__name__ == "ZambaMambaMixer" and kind == "recurrent":  # its heads are calls of their own
-        part = torch.cat([*([kept.pop(key)] if key in kept else []), part[:, None]], dim=1)
-    assert key not in kept, f"{type(module).__name__} has several states of one kind ({kind}), and caches have one"
-    kept[key] = part
 
 
 def _cache_name(model: nn.Module) -> str:
@@ -283,7 +320,7 @@ def _cache_name(model: nn.Module) -> str:
 
 def _empty_cache(hdp: Session) -> Any:
     """As ``generate`` makes it. MiniMax alone has a class of its own."""
-    if any(has_own_cache(mixer) for mixer in hdp.engine.decoder.mixers):
+    if any(has_own_cache(mixer) for mixer in hdp.engine.decoder.attachment.mixers):
         from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
         return MiniMaxCache()

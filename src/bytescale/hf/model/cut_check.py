@@ -75,8 +75,8 @@ def sample(decoder: HFDecoder, tp: RankGroup, cuts: dict[str, Cut], num_words: i
             loss = loss_sum(decoder.head, hidden, tokens.roll(-1)[own.start : own.stop])
         if trained:
             loss.backward()
-    sums = torch.stack([products.get(name, hidden.new_zeros(())).double().cpu() for name in trained])
-    if decoder.token_rows is not None:
+    sums = torch.tensor([float(products.get(name, 0.0)) for name in trained], dtype=torch.float64)
+    if decoder.token_rows is not None and trained:
         sums = tp.all_reduce(sums.to(weight.device)).cpu()
     total, states = loss.detach().double(), hidden.detach()
     if decoder.token_rows is not None and decoder.splits_loss:

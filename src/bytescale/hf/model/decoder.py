@@ -379,14 +379,20 @@ class HFDecoder(nn.Module):
 
 def second_model(model: nn.Module, first: HFDecoder, *, same_tokenizer: bool) -> HFDecoder:
     """Attach ``model`` for passes without gradients, on micro-batches of ``first``; ``HDP.attach``."""
-    if set(model.modules()) & set(first.model.modules()):
+    require_beside_first(model, first.model, same_tokenizer=same_tokenizer)
+    return HFDecoder(model, invariant=first.is_invariant)
+
+
+def require_beside_first(model: nn.Module, first: nn.Module, *, same_tokenizer: bool = False) -> None:
+    """Raise ``ConfigError`` for a second model that cannot be one beside the first. Both are whole."""
+    if set(model.modules()) & set(first.modules()):
         raise ConfigError(
             "the second model has modules of the first one",
             so="its attention would be counted as that of the first",
             fix="take a copy; a model with its adapters switched off needs no second one: "
             "with torch.no_grad(), model.disable_adapter(): micro.logprobs(model)",
         )
-    words, others = (len(embeddings_of(one)[0].weight) for one in (first.model, model))
+    words, others = (len(embeddings_of(one)[0].weight) for one in (first, model))
     if words != others and not same_tokenizer:
         raise ConfigError(
             f"the second model has {others} words, and the first one {words}",
@@ -394,4 +400,3 @@ def second_model(model: nn.Module, first: HFDecoder, *, same_tokenizer: bool) ->
             fix="use a model with the same tokenizer; if only the padding of the matrices differs, say "
             "hdp.attach(model, same_tokenizer=True)",
         )
-    return HFDecoder(model, invariant=first.is_invariant)

@@ -256,7 +256,7 @@ class Attachment:
             called = inspect.unwrap(type(mixer).forward).__globals__
             for kernel in sorted(_kernels(mixer) & STOCK_KERNELS):
                 require_known_kernel(kernel, called[kernel], f"{name} ({type(mixer).__name__})")
-        self._mixers = list(mixers)
+        self.mixers = list(mixers)
         self._is_detached = False
         self.ran_plain_backward = False
         """Whether a backward came from a pass outside of plans, since somebody has set this to False."""
@@ -268,7 +268,7 @@ class Attachment:
                 AttentionInterface.register(PREFIX + original, partial(_attention, original))
                 AttentionMaskInterface.register(PREFIX + original, partial(_mask, original))
             part.config._attn_implementation_internal = PREFIX + original
-        for mixer in self._mixers:
+        for mixer in self.mixers:
             mixer.forward = MethodType(_forward(inspect.unwrap(type(mixer).forward), _kernels(mixer)), mixer)
         self._hooks = []
         for module in dict.fromkeys([model, *self.parts]):
@@ -310,7 +310,7 @@ class Attachment:
         self._is_detached = True
         for part, name in self.before:
             part.config._attn_implementation_internal = name
-        for mixer in self._mixers:
+        for mixer in self.mixers:
             vars(mixer).pop("forward", None)
         for hook in self._hooks:
             hook.remove()

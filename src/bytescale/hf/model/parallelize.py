@@ -53,12 +53,14 @@ def parallelize(
     tensor-parallel parts that are planned alone: nothing but a stage is made. ``cuts_words``: whether embedding and
     head may be cut; otherwise every rank has the logits of its own rows.
 
-    Raises ``ConfigError`` for a model that cannot be cut so, by name, and for a stage that has nothing to train.
+    Raises ``ConfigError`` for a model that cannot be cut so, by name, and for a stage of a trained one that has nothing
+    to train.
     """
     if mesh is not None and decoder.indexer_loss is not None:
         require_beside("indexer_loss", mesh.tp.size)
     number, count = stage or ((0, 1) if mesh is None else (mesh.stage, mesh.shape.pp))
     named = list(decoder.model.named_parameters())
+    is_trained = any(parameter.requires_grad for _, parameter in named)
     cuts = {name: Cut(shape=tuple(parameter.shape)) for name, parameter in named}
     planned = planned_cuts(decoder, planned_parts) if planned_parts > 1 else cuts
     if mesh is not None and mesh.tp.size > 1:
@@ -67,7 +69,7 @@ def parallelize(
         cut_to_stage(decoder, number, count)
     here = None if decoder.stage is None else decoder.stage.names
     named = [(name, own) for name, own in decoder.model.named_parameters() if here is None or name in here]
-    if decoder.stage is not None and not any(parameter.requires_grad for _, parameter in named):
+    if count > 1 and is_trained and not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(
             f"pipeline stage {number} of {count} has no parameter that is trained",
             so="its ranks would have nothing to update",

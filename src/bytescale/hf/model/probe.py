@@ -57,6 +57,8 @@ class LayerAttention:
     rules: AttentionRules
     selection: Selection | None = None
     """How the keys of each query are chosen; None: it sees all that ``rules`` show."""
+    parts: int = 1
+    """Parts of all key/value heads, one of which this is; where fewer than tensor-parallel ranks, several have one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -305,7 +305,10 @@ def _heads(decoder: HFDecoder) -> Iterator[LayerAttention]:
         run_blind(decoder.model, blind, torch.arange(NUM_ROWS, device=device), tokens)
     before = [decoder.attentions[call.module] for call in blind.calls]
     found = (layer_of(call, layer.name) for call, layer in zip(blind.calls, before, strict=True))
-    return (replace(own, selection=layer.selection) for own, layer in zip(found, before, strict=True))
+    return (
+        replace(own, selection=layer.selection, parts=layer.num_kv_heads // own.num_kv_heads)
+        for own, layer in zip(found, before, strict=True)
+    )
 
 
 def _refused(decoder: HFDecoder, what: str) -> ConfigError:

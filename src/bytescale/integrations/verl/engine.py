@@ -65,6 +65,8 @@ class BytescaleEngineConfig(EngineConfig):
     """Host memory of a rank for activations."""
     tp: int = 1
     """How many consecutive ranks share the model's matrices. For verl each of them has sequences of its own."""
+    pp: int = 1
+    """Stages of pipelines. For verl the ranks of each stage have sequences of their own."""
     one_pass: bool = True
     """Whether losses are called on micro-batches of whole sequences, as verl's engines do, and not after a forward."""
 
@@ -119,6 +121,7 @@ class BytescaleEngine(BaseEngine):
             checkpointing=config.checkpointing,
             host_gib=config.host_gib,
             tp=config.tp,
+            pp=config.pp,
         )
         # A loss that asks other ranks for something gets another gradient from this rank's micro-batches alone.
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -144,10 +147,6 @@ class BytescaleEngine(BaseEngine):
         rank = self.model_config.lora_rank
         if not rank:
             return model
-        if self.engine_config.tp > 1:
-            raise refusal(
-                f"lora_rank = {rank} with tp = {self.engine_config.tp}", "train whole weights, or leave tp out"
-            )
         from peft import LoraConfig, get_peft_model
 
         taken = ("lora_alpha", "target_modules", "target_parameters", "exclude_modules")
@@ -303,9 +302,13 @@ class BytescaleEngine(BaseEngine):
         return self.hdp.weights(), None
 
     def get_per_tensor_param_shard(self, **options: Any) -> tuple[Iterator[tuple[str, Tensor, ShardSpec]], None]:
-        """This rank's share of every weight, flattened, in BF16 as verl's rollouts have it. Nothing is gathered."""
+        """This rank's share of every weight, flattened, in BF16 as verl's rollouts have it.
+
+        Nothing is gathered, unless ranks share the model: columns of a matrix are no run of it, and verl takes runs.
+        """
         self.to(get_device_name(), model=True, optimizer=False, grad=False)
-        parts, group = self.hdp.weight_parts(torch.bfloat16), self.get_data_parallel_group()
+        runs = None if self.hdp.cuts is None else lambda name, whole: [(name, whole)]
+        parts, group = self.hdp.weight_parts(torch.bfloat16, convert=runs), self.get_data_parallel_group()
         return ((p.name, p.values, ShardSpec(p.shape, place=p.start, gather_group=group)) for p in parts), None
 
     def get_per_tensor_param_delta_shard(self, **options: Any) -> tuple[Iterator[tuple[Any, ...]], None]:
@@ -326,7 +329,7 @@ class BytescaleEngine(BaseEngine):
         self.to(get_device_name(), model=True, optimizer=True, grad=False)
         made = 0 if self.lr_scheduler is None else self.lr_scheduler.last_epoch
         self.hdp.save(Path(local_path) / "bytescale", {"global_step": global_step, "schedule_steps": made})
-        whole = dict(self.hdp.weights()) if self.engine_config.tp > 1 else None
+        whole = None if self.hdp.cuts is None else dict(self.hdp.weights())
         if dist.get_rank() == 0:
             self.module.save_pretrained(Path(local_path) / "huggingface", state_dict=whole)
         self._saved.append(local_path)

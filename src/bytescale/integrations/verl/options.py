@@ -52,6 +52,10 @@ def require_known(model: Any, engine: Any, optimizer: Any, checkpoint: Any) -> N
     for name in ("save_contents", "load_contents"):
         if left_out := {"model", "optimizer", "extra"} - {*getattr(checkpoint, name, ("model", "optimizer", "extra"))}:
             raise refusal(f"checkpoint.{name} is without {' and '.join(sorted(left_out))}", "name all of them")
+    lora, routes = getattr(model, "lora_rank", 0), engine.router_replay.mode
+    if (lora and engine.tp * engine.pp > 1) or (routes != "disabled" and engine.pp > 1):
+        what = f"model.lora_rank = {lora}" if lora else f"engine.router_replay.mode = {routes!r}"
+        raise refusal(f"{what} with tp = {engine.tp}, pp = {engine.pp}", f"leave {what} out, or tp and pp at 1")
     if not engine.max_token_len_per_gpu:
         raise refusal(
             f"engine.max_token_len_per_gpu = {engine.max_token_len_per_gpu}",
