@@ -25,8 +25,8 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.hf.loop.hdp import HDP
 from bytescale.hf.loop.room import Capacity
-from bytescale.hf.model.decoder import require_beside_first
 from bytescale.hf.loop.updates import HDPOptimizer
+from bytescale.hf.model.decoder import require_beside_first
 from bytescale.integrations.whole_batch import (
     COMPUTED,
     ENTROPY,
