@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from bytescale.hf.model import measure
+from bytescale.hf.model import counting
 
 PRODUCTS = {
     torch.ops.aten.mm.default,
@@ -22,7 +22,7 @@ PRODUCTS = {
 """Operators that take nearly all of a training step's time, and whose results have sizes known beforehand."""
 
 
-class LiveBytes(measure.LiveBytes):
+class LiveBytes(counting.LiveBytes):
     """The results of ``PRODUCTS`` are zeros of the right shape: memory does not depend on numbers.
 
     Processors without AVX-512 need minutes for BF16 products. With ``with_numbers`` they are computed.

@@ -11,7 +11,7 @@ import torch
 from bytescale.attention import PackedAttention, select_kernel
 from bytescale.cost.memory.measured import MeasuredRows
 from bytescale.hf.model import measure
-from bytescale.hf.model.counting import LiveBytes
+from bytescale.hf.model.counting import LiveBytes, OnMeta
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.measure import measure_rows, row_wise_parts
 from bytescale.parity import small_model
@@ -78,7 +78,7 @@ def test_equal_layers_are_measured_by_a_few(name: str, mode: str, monkeypatch: p
         monkeypatch.setattr(measure, "_MANY", many)
         monkeypatch.setattr(measure, "NUM_DOCUMENTS", (1, 3))  # enough for a line
         meta, kernel = torch.device("meta"), select_kernel("auto", CPU, torch.bfloat16)
-        with measure.OnMeta():
+        with OnMeta():
             model = small_model(name, dtype=torch.float32, num_hidden_layers=7).to(meta, torch.bfloat16)
             decoder = HFDecoder(model.train())
             activations = Activations(

@@ -30,7 +30,7 @@ from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.hf.loop.room import Capacity, Room, require_use_of_memory
 from bytescale.hf.loop.session import mesh_of
 from bytescale.hf.loop.updates import Updates
-from bytescale.hf.model.decoder import HFDecoder, second_model
+from bytescale.hf.model.decoder import HFDecoder, require_beside_first
 from bytescale.plan import Plan
 
 if TYPE_CHECKING:
@@ -185,7 +185,8 @@ class HDP(Updates):
         Raises ``ConfigError`` as ``HDP(...)``, and for another vocabulary; ``RankFailure`` for different weights.
         """
         self.require("hdp.attach")
-        decoder = second_model(model, self.engine.decoder, same_tokenizer=same_tokenizer)
+        require_beside_first(model, self.model, same_tokenizer=same_tokenizer)
+        decoder = HFDecoder(model, invariant=self.engine.decoder.is_invariant)
         self.group.agree("the weights of a second model", digest_of(decoder.structure, weight_sums(model)))
         self._cut(decoder)
         decoder.is_frozen = True

@@ -377,12 +377,6 @@ class HFDecoder(nn.Module):
         return rows[:num_rows] if self.token_rows is None else self.token_rows.own(rows, num_rows)
 
 
-def second_model(model: nn.Module, first: HFDecoder, *, same_tokenizer: bool) -> HFDecoder:
-    """Attach ``model`` for passes without gradients, on micro-batches of ``first``; ``HDP.attach``."""
-    require_beside_first(model, first.model, same_tokenizer=same_tokenizer)
-    return HFDecoder(model, invariant=first.is_invariant)
-
-
 def require_beside_first(model: nn.Module, first: nn.Module, *, same_tokenizer: bool = False) -> None:
     """Raise ``ConfigError`` for a second model that cannot be one beside the first. Both are whole."""
     if set(model.modules()) & set(first.modules()):
