@@ -34,7 +34,7 @@ def some_counts(random: np.random.Generator) -> RankCounts:
 
 
 def seconds_of(counts: RankCounts, speed: float = 1.0) -> float:
-    return float(counts.row() @ [getattr(TRUE, name) for name in TERMS]) / speed
+    return float(np.array(counts) @ [getattr(TRUE, name) for name in TERMS]) / speed
 
 
 def run(calibrator: Calibrator, steps: int, *, speeds: list[float], noise: float = 0.02, odd: int = -1) -> list[State]:
@@ -61,7 +61,7 @@ def worst_error(cost: CostModel) -> float:
     found = []
     for _ in range(100):
         row = some_counts(random)
-        found.append(float(row.row() @ [getattr(cost, name) for name in TERMS]) / seconds_of(row) - 1)
+        found.append(float(np.array(row) @ [getattr(cost, name) for name in TERMS]) / seconds_of(row) - 1)
     return float(np.abs(found).max())
 
 
@@ -88,7 +88,7 @@ def test_equal_rows_leave_the_terms_near_the_first_ones() -> None:
         sums = calibrator.normal_equations(state, counts, 2 * seconds_of(counts), 0)
         state = calibrator.after(state, sums.tolist(), [1.0])
     cost = calibrator.cost(state)
-    assert float(counts.row() @ [getattr(cost, name) for name in TERMS]) == pytest.approx(
+    assert float(np.array(counts) @ [getattr(cost, name) for name in TERMS]) == pytest.approx(
         2 * seconds_of(counts), rel=0.01
     )
     assert cost.token_seconds > TRUE.token_seconds

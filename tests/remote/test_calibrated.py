@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bytescale.config.schema import Config, CostConfig, PlannerConfig
@@ -29,7 +30,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, ray_address: str) -> None:
     def observe_counts(
         self: RunCalibration, step: int, plan: Plan, rank_plan: RankPlan, busy_seconds: float, passes_seconds: float
     ) -> None:
-        row = counts_of(rank_plan, self.planner.calibrator.first).row()
+        row = np.array(counts_of(rank_plan, self.planner.calibrator.first))
         first = [getattr(self.planner.calibrator.first, name) for name in TERMS]
         busy = float(row @ first) * (3.0 + 0.01 * (step % 3)) / SPEEDS[rank_plan.rank]
         observe(self, step, plan, rank_plan, busy, busy)  # compute hides all messages

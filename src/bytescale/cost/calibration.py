@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,8 +59,7 @@ SPEED_GRID = 0.05
 multiples are half as far apart, for those below a quarter a fourth, and so on."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankCounts:
+class RankCounts(NamedTuple):
     """What one rank computes and sends in a step: the columns of its row."""
 
     pairs: float
@@ -68,9 +67,6 @@ class RankCounts:
     tokens: float
     micro_batches: float
     ring_steps: float
-
-    def row(self) -> FloatArray:
-        return np.array([self.pairs, self.tokens, self.micro_batches, self.ring_steps])
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ class Calibrator:
 
     def normal_equations(self, state: State, counts: RankCounts, seconds: float, rank: int) -> FloatArray:
         """``[20]`` this rank's part of the step's sums: matrix, then vector. Zeros if it did not compute."""
-        row = counts.row()
+        row: FloatArray = np.array(counts)
         if seconds <= 0 or not row.any():
             return np.zeros(20)
         if state.speeds or self.first_speeds:
@@ -129,7 +125,7 @@ class Calibrator:
 
     def speed(self, state: State, counts: RankCounts, seconds: float) -> float:
         """How fast this rank was beside the model; 0 if it did not compute."""
-        predicted = float(counts.row() @ np.array(state.terms or self._first_terms()))
+        predicted = float(np.array(counts) @ np.array(state.terms or self._first_terms()))
         return predicted / seconds if seconds > 0 and predicted > 0 else 0.0
 
     def after(self, state: State, sums: Sequence[float], speeds: Sequence[float]) -> State:
@@ -201,23 +197,18 @@ def most_probable_factors(matrix: FloatArray, vector: FloatArray) -> FloatArray:
     """``[N]`` the factors f with the smallest ``f M f - 2 v f + x P x``, where x = log f.
 
     M and v are normal equations ``[N, N]`` and ``[N]`` of rows whose products with f should be 1. P is the inverse of
-    the covariance of x, times the variance of the rows. The search starts where all factors are equal.
+    the covariance of x, times the variance of the rows. Newton's method with damping begins with equal factors.
     """
     count = len(vector)
     covariance = OWN_FACTOR**2 * np.eye(count) + SAME_FACTOR**2
     prior: FloatArray = np.asarray(NOISE**2 * np.linalg.inv(covariance), dtype=np.float64)
-    same = np.full(count, math.log(float(vector.sum()) / float(matrix.sum())))
-    return np.exp(_valley(matrix, vector, prior, same))
-
-
-def _valley(matrix: FloatArray, vector: FloatArray, prior: FloatArray, start: FloatArray) -> FloatArray:
-    """The local minimum that Newton's method with damping finds from ``start``, as logarithms."""
+    logs = np.full(count, math.log(float(vector.sum()) / float(matrix.sum())))
 
     def penalty(logs: FloatArray) -> float:
         factors = np.exp(logs)
         return float(factors @ matrix @ factors - 2 * vector @ factors + logs @ prior @ logs)
 
-    logs, least, damping = start, penalty(start), 1e-3
+    least, damping = penalty(logs), 1e-3
     for _ in range(NEWTON_STEPS):
         factors = np.exp(logs)
         slope = factors * (matrix @ factors - vector) + prior @ logs
@@ -232,4 +223,4 @@ def _valley(matrix: FloatArray, vector: FloatArray, prior: FloatArray, start: Fl
         logs, least, damping = tried, found, damping / 10
         if done:
             break
-    return logs
+    return np.exp(logs)
