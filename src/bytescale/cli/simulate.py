@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -89,21 +88,11 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
     table.add_column("time of a rank", no_wrap=True)
     for name in ("mean share", "least", "most"):
         table.add_column(name, justify="right", no_wrap=True)
-    parts = {
-        "compute": step.compute,
-        "ring": step.exposed_ring,
-        "offload": step.exposed_offload,
-        "members": step.wait_members,
-        "dp bubble": step.dp_bubble,
-        "pp bubble": step.pp_bubble,
-        "gradient sync": step.sync_seconds,
-        **({"encoders": np.sum(step.encoders, axis=0)} if step.encoders else {}),
-    }
     names = {"ring": "ring, exposed", "offload": "offload, exposed", "members": "slower members"}
     if plan.domain > 1:
         names["pp bubble"] = "rounds and gathers"
     shares = step.shares()
-    for key, values in parts.items():
+    for key, values in step.parts.items():
         least, most = format_seconds(float(values.min())), format_seconds(float(values.max()))
         table.add_row(names.get(key, key), f"{shares[key]:.1%}", least, most)
     console.print(table, soft_wrap=False)

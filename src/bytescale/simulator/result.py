@@ -87,8 +87,9 @@ class SimulatedStep:
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.step_seconds
 
-    def shares(self) -> dict[str, float]:
-        """Return the mean share of the step that ranks spend on each activity. The shares add up to 1."""
+    @property
+    def parts(self) -> dict[str, FloatArray]:
+        """Seconds that each rank spends on each activity, ``[R, pp]``; of encoders ``[R]``."""
         parts = {
             "compute": self.compute,
             "ring": self.exposed_ring,
@@ -98,6 +99,8 @@ class SimulatedStep:
             "pp bubble": self.pp_bubble,
             "gradient sync": self.sync_seconds,
         }
-        if self.encoders:
-            parts["encoders"] = np.sum(self.encoders, axis=0) / self.num_stages
-        return {name: float(values.mean()) / self.step_seconds for name, values in parts.items()}
+        return {**parts, "encoders": np.sum(self.encoders, axis=0)} if self.encoders else parts
+
+    def shares(self) -> dict[str, float]:
+        """Return the mean share of the step that ranks spend on each activity. The shares add up to 1."""
+        return {name: float(own.sum()) / self.compute.size / self.step_seconds for name, own in self.parts.items()}

@@ -56,16 +56,12 @@ def simulate(
         ConfigError: plan, profile and cluster do not belong together.
         PlanError: 1F1B deadlocks.
     """
-    _check(plan, profile, cluster)
-    events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.spec.windows)
-    parts = _times_of_parts(profile, cluster, events)
-    seconds, transfer = _seconds_of_events(profile, events, parts)
+    events, parts, seconds, transfer = _prepared(plan, profile, cluster, speeds)
     if plan.domain > 1:
         timeline, rounds_end = _in_lockstep(plan, profile, cluster, events, seconds[0])
     else:
         timeline, rounds_end = run_events(events, seconds, transfer), 0.0
-    done = _Executed(plan, profile, cluster, events, timeline, rounds_end)
-    return _account(done, parts)
+    return _account(_Executed(plan, profile, cluster, events, timeline, rounds_end), parts)
 
 
 def step_seconds(plan: Plan, profile: Profile, cluster: ClusterConfig, *, speeds: FloatArray | None = None) -> float:
@@ -75,9 +71,7 @@ def step_seconds(plan: Plan, profile: Profile, cluster: ClusterConfig, *, speeds
     """
     if cluster.pp > 1 or plan.domain > 1:
         return simulate(plan, profile, cluster, speeds=speeds).step_seconds
-    _check(plan, profile, cluster)
-    events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.spec.windows)
-    seconds, _ = _seconds_of_events(profile, events, _times_of_parts(profile, cluster, events))
+    events, _, seconds, _ = _prepared(plan, profile, cluster, speeds)
     event = events.micro_batch_events
     forward, backward = seconds[0]
     _, ends = run_in_order(plan, (forward + backward)[event])
@@ -104,21 +98,6 @@ def _in_lockstep(
     return Timeline(arrival=start, start=start, end=start + seconds.T[:, None]), float(ends.max())
 
 
-def _times_of_parts(profile: Profile, cluster: ClusterConfig, events: Events) -> list[StageTimes]:
-    last = cluster.pp - 1
-    return [
-        stage_times(profile.of_stage(stage, cluster.pp), events.loads, has_head=stage == last)
-        for stage in range(cluster.pp)
-    ]
-
-
-def _seconds_of_events(profile: Profile, events: Events, parts: list[StageTimes]) -> tuple[FloatArray, FloatArray]:
-    """``[pp, 2, E]`` duration of every task, and ``[E]`` time to send its result to the next stage."""
-    seconds = np.stack([events.longest_member(times.total) for times in parts])
-    hop = profile.hidden_bytes_per_token * events.loads.tokens / profile.links.inter_node_bytes_per_second
-    return seconds, events.longest_member(hop + profile.links.ring_latency_seconds(True))
-
-
 @dataclass(frozen=True, slots=True)
 class _Executed:
     """A plan that was executed: on what, what its events were, and when they ran."""
@@ -134,7 +113,11 @@ class _Executed:
         return stage_parameters(self.profile, stage=stage, pipeline_parallel=self.cluster.pp)
 
 
-def _check(plan: Plan, profile: Profile, cluster: ClusterConfig) -> None:
+def _prepared(
+    plan: Plan, profile: Profile, cluster: ClusterConfig, speeds: FloatArray | None
+) -> tuple[Events, list[StageTimes], FloatArray, FloatArray]:
+    """The events, and their times on each stage; from these the ``[pp, 2, E]`` duration of every task, and the ``[E]``
+    time to send its result to the next stage. Raises ``ConfigError`` as ``simulate``."""
     if plan.num_ranks != cluster.num_ranks:
         raise ConfigError(
             f"the plan is for {plan.num_ranks} ranks but {cluster.num_gpus} devices at tp = {cluster.tp}, pp = "
@@ -152,21 +135,25 @@ def _check(plan: Plan, profile: Profile, cluster: ClusterConfig) -> None:
             so="every stage would gather its parameters at times of its own",
             fix="plan without domains, or simulate without a pipeline",
         )
+    events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.spec.windows)
+    stages = [profile.of_stage(stage, cluster.pp) for stage in range(cluster.pp)]
+    parts = [stage_times(own, events.loads, has_head=own is stages[-1]) for own in stages]
+    seconds = np.stack([events.longest_member(times.total) for times in parts])
+    hop = profile.hidden_bytes_per_token * events.loads.tokens / profile.links.inter_node_bytes_per_second
+    return events, parts, seconds, events.longest_member(hop + profile.links.ring_latency_seconds(True))
 
 
 def _account(done: _Executed, parts: list[StageTimes]) -> SimulatedStep:
     events, timeline, pp = done.events, done.timeline, done.cluster.pp
     ranks, num_ranks = events.micro_batch_ranks, events.num_ranks
     spent = {name: np.zeros((num_ranks, pp)) for name in ("compute", "exposed_ring", "exposed_offload", "wait_members")}
-    dp_bubble, pp_bubble, last = np.zeros((3, num_ranks, pp))
-    sync = np.zeros((num_ranks, pp))
+    dp_bubble, pp_bubble, last, sync = np.zeros((4, num_ranks, pp))
     for stage, times in enumerate(parts):
         for name in ("compute", "exposed_ring", "exposed_offload"):
             spent[name][:, stage] = _per_rank(getattr(times, name).sum(axis=0), ranks, num_ranks)
         own = times.total
         waited = events.longest_member(own)[:, events.micro_batch_events] - own
         spent["wait_members"][:, stage] = _per_rank(waited.sum(axis=0), ranks, num_ranks)
-    for stage in range(pp):
         dp_bubble[:, stage], pp_bubble[:, stage], last[:, stage] = _waits(events, timeline, stage)
         sync[:, stage] = _visible_sync(done, stage)
     stage_done = last.max(axis=0)  # gradients of a stage are reduced when all its ranks have run their last backward
