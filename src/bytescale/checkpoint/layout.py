@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 PIECE_ELEMENTS = 2**24
 """64 MiB of fp32: what a reader of a few numbers reads at most, because a piece is checked as a whole."""
@@ -29,8 +30,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a rectangle in a tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutEntry:
+class LayoutEntry(NamedTuple):
     """One parameter, or the part of it that an HDP group holds, in the group's flat buffer."""
 
     name: str
@@ -50,8 +50,7 @@ class LayoutEntry:
         return self.start + math.prod(self.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutPiece:
+class LayoutPiece(NamedTuple):
     """A rectangle of a parameter that one rank holds as elements ``start`` to ``stop - 1`` of the flat buffer."""
 
     entry: LayoutEntry

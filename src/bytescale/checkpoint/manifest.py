@@ -18,10 +18,10 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields
-from operator import add, attrgetter, le
+from dataclasses import asdict, dataclass, field, fields
+from operator import add, le
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -54,8 +54,7 @@ class RunState:
     best: dict[str, float] = field(default_factory=dict)  # the lowest loss of evaluations (`train.loop.evaluation`)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredFile:
+class StoredFile(NamedTuple):
     """A file with tensors, as its writer reported it. Sizes in bytes."""
 
     num_bytes: int
@@ -77,7 +76,7 @@ class Manifest:
             **asdict(self.state),
             "states": list(self.states),
             "layouts": [layout_to_json(layout) for layout in self.layouts],
-            "files": [astuple(file) for file in self.files],
+            "files": list(self.files),
         }
         return json.dumps({**content, "checksum": checksum_of(_canonical(content))}).encode()
 
@@ -233,10 +232,8 @@ def _canonical(content: dict[str, Any]) -> bytes:
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
-    """Plain lists, some 100 bytes a parameter."""
-    own = {spec.name: getattr(layout, spec.name) for spec in fields(layout)}
-    of_entry = attrgetter(*(spec.name for spec in fields(LayoutEntry)))
-    return own | {"entries": list(map(of_entry, layout.entries))}
+    """As JSON, plain lists: some 100 bytes a parameter."""
+    return {spec.name: getattr(layout, spec.name) for spec in fields(layout)}
 
 
 def layout_from_json(content: dict[str, Any]) -> Layout:

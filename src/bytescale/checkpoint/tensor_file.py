@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bytescale.checkpoint.layout import Box
 from bytescale.checkpoint.manifest import CheckpointDamage, StoredFile, checksum_of, damaged, unreachable
@@ -26,8 +26,7 @@ def piece_name(state: str, parameter: str, box: Box) -> str:
     return f"{state}.{parameter}@{','.join(map(str, box[0]))}"
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedTensor:
+class PlacedTensor(NamedTuple):
     """Where a tensor lies in its file, in bytes."""
 
     dtype: str  # as safetensors names it

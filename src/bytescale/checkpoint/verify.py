@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bytescale.checkpoint.manifest import (
     MANIFEST,
@@ -54,8 +54,7 @@ def wrong_files(folder: Place, manifest: Manifest) -> list[str]:
     return found + [str(damaged(folder, name, "the file does not belong to the checkpoint")) for name in surplus]
 
 
-@dataclass(frozen=True, slots=True)
-class ListedCheckpoint:
+class ListedCheckpoint(NamedTuple):
     """One line of ``bytescale checkpoint list``."""
 
     name: str
