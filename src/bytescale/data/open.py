@@ -6,11 +6,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 from bytescale.common.units import format_bytes
 from bytescale.config.schema import DataConfig
-from bytescale.data.loading.corpus import Corpus, prepare_corpus
+from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Loader, Reader
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 
@@ -30,24 +30,18 @@ def opened_loader(
     Raises ``ConfigError`` or ``DataError`` as ``prepare_corpus``, and if Ray is missing or does not answer.
     """
     progress = logged_now_and_then(log) if reader.is_first else ignore_progress
-    with _opened_corpus(data, reader, progress) as corpus:
+    with ExitStack() as opened:
+        if data.loader == "local":
+            corpus = opened.enter_context(closing(prepare_corpus(data, progress, text_later=True, ahead=True)))
+        else:
+            from bytescale.data.remote.ray_cluster import check_installed, joined_ray
+
+            check_installed()
+            session = opened.enter_context(joined_ray(reader))
+            from bytescale.data.remote.served_corpus import served_corpus  # imports Ray, which reads its token once
+
+            corpus = opened.enter_context(served_corpus(data, session, reader, progress))
         yield kind(corpus, data, reader.hdp_rank)
-
-
-@contextmanager
-def _opened_corpus(data: DataConfig, reader: Reader, progress: ProgressCallback) -> Iterator[Corpus]:
-    if data.loader == "local":
-        with closing(prepare_corpus(data, progress, text_later=True, ahead=True)) as corpus:
-            yield corpus
-        return
-    from bytescale.data.remote.ray_cluster import check_installed, joined_ray
-
-    check_installed()
-    with joined_ray(reader) as session:
-        from bytescale.data.remote.served_corpus import served_corpus  # imports Ray, which reads its token once
-
-        with served_corpus(data, session, reader, progress) as corpus:
-            yield corpus
 
 
 def logged_now_and_then(log: Callable[[str], None]) -> ProgressCallback:
