@@ -115,20 +115,13 @@ def _fields(file: IO[bytes]) -> dict[int, int]:
         if (kind := head & 15) in _WHOLE:
             value = _number(file)
             found[number] = value >> 1 ^ -(value & 1)
+        elif kind == _STRUCT:
+            _fields(file)
+        elif kind == _BINARY or kind in _FIXED:
+            file.seek(_number(file) if kind == _BINARY else _FIXED[kind], 1)
         else:
-            _skip(file, kind)
+            raise IndexError("headers of pages have no other kinds of fields")
     return found
-
-
-def _skip(file: IO[bytes], kind: int) -> None:
-    if kind in _FIXED:
-        file.seek(_FIXED[kind], 1)
-    elif kind == _BINARY:
-        file.seek(_number(file), 1)
-    elif kind == _STRUCT:
-        _fields(file)
-    else:
-        raise IndexError("headers of pages have no other kinds of fields")
 
 
 def _number(file: IO[bytes]) -> int:
