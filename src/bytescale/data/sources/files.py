@@ -58,12 +58,8 @@ logger = logging.getLogger(__name__)
 STDLIB_SOURCE = "python:stdlib"
 FUNCTIONS_SOURCE = "python:functions"
 _FORMAT_OF_ENDING: dict[str, FileFormat] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".parquet": "parquet",
-    ".bin": "bin",
-}
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), cast(FileFormat, "jsonl")), ".parquet": "parquet", ".bin": "bin"
+}  # fmt: skip
 _COMPRESSED = {".gz": "gunzip", ".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz"}
 """Endings of compressed files, and what undoes it."""
 _METADATA = ".meta.json"
