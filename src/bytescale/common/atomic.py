@@ -143,8 +143,6 @@ def _host() -> str:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it exists and belongs to somebody else
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)  # it exists and belongs to somebody else
     return True
