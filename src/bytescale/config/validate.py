@@ -36,11 +36,16 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     shape = resolve_model(config.model)
     check_trained(config, shape)
     check_model(shape)
-    check_ranks(config.parallel, config.parallel.ranks if num_ranks is None else num_ranks)
+    parallel, num_ranks = config.parallel, config.parallel.ranks if num_ranks is None else num_ranks
+    if num_ranks % (mesh := parallel.tp * parallel.pp):
+        raise ConfigError(
+            f"{num_ranks} ranks are no multiple of parallel.tp = {parallel.tp} x parallel.pp = {parallel.pp}",
+            so=f"{num_ranks % mesh} of them would have no place in the mesh",
+            fix=f"use {-(-num_ranks // mesh) * mesh} ranks, or other degrees",
+        )
     if config.model.preset in PRESETS:
-        check_mesh(config.parallel, shape.content)
-    ranks, kind = hdp_ranks(config.parallel, num_ranks), kind_of_ranks(config.parallel)
-    data, parallel = config.data, config.parallel
+        check_mesh(parallel, shape.content)
+    ranks, kind, data = hdp_ranks(parallel, num_ranks), kind_of_ranks(parallel), config.data
     if not data.sources:
         raise ConfigError("data.sources is empty", so="there is nothing to train on", fix="name a folder, file or glob")
     # A capacity that memory decides, or activations that may leave it: known only when memory is.
@@ -55,7 +60,12 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
         )
     _check_optimizer(config)
     check_sharing(config, ranks)
-    _check_elastic(parallel)
+    if parallel.elastic and parallel.shard == "parameters" and parallel.domain == AUTO_DOMAIN:
+        raise ConfigError(
+            'parallel.elastic beside parallel.shard = "parameters", where parallel.domain is not a number',
+            so="whole domains go on where a rank dies, and their size would not stay",
+            fix="set parallel.domain to half of the HDP ranks or less",
+        )
     if (config.eval.keep_best or config.eval.patience) and not config.eval.sources:
         name = "eval.keep_best" if config.eval.keep_best else "eval.patience"
         raise ConfigError(f"{name} is set, but eval.sources is empty", so="no loss would be lower than another",
@@ -70,8 +80,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
                           so="each such loss counts all rows of the global batch, once, and there can be one",
                           fix=f"leave {' or '.join(name.partition(' ')[0] for name in found)} out")  # fmt: skip
     check_batches(data)
-    _check_trace_steps(config.log.trace_steps, config.trainer)
-    _check_trainer(config.trainer)
+    _check_trainer(config.trainer, config.log.trace_steps)
 
 
 def check_batches(data: DataConfig) -> None:
@@ -93,17 +102,6 @@ def hdp_ranks(parallel: ParallelConfig, num_ranks: int | None = None) -> int:
 def kind_of_ranks(parallel: ParallelConfig) -> str:
     """What to call those: all ranks are HDP ranks where there is nothing else."""
     return "ranks" if parallel.tp * parallel.pp == 1 else "HDP ranks"
-
-
-def check_ranks(parallel: ParallelConfig, num_ranks: int) -> None:
-    """Raise ``ConfigError`` where the mesh would have a hole."""
-    tp, pp = parallel.tp, parallel.pp
-    if num_ranks % (tp * pp):
-        raise ConfigError(
-            f"{num_ranks} ranks are no multiple of parallel.tp = {tp} x parallel.pp = {pp}",
-            so=f"{num_ranks % (tp * pp)} of them would have no place in the mesh",
-            fix=f"use {-(-num_ranks // (tp * pp)) * tp * pp} ranks, or other degrees",
-        )
 
 
 def check_mesh(parallel: ParallelConfig, content: dict[str, Any]) -> None:
@@ -137,7 +135,14 @@ def check_mesh(parallel: ParallelConfig, content: dict[str, Any]) -> None:
         )
 
 
-def _check_trainer(trainer: TrainerConfig) -> None:
+def _check_trainer(trainer: TrainerConfig, traced: Sequence[int]) -> None:
+    never = [step for step in traced if not 1 <= step <= trainer.steps]
+    if never and not trainer.epochs:  # else the number of steps is not known yet
+        raise ConfigError(
+            f"log.trace_steps names step {never[0]}, but the run has steps 1 to {trainer.steps}",
+            so="its trace would never be written",
+            fix=f"name steps from 1 to {trainer.steps}, or raise trainer.steps",
+        )
     if trainer.init and not trainer.init.startswith((HF_PREFIX, CHECKPOINT_PREFIX)):
         raise ConfigError(
             f"trainer.init is {trainer.init!r}",
@@ -151,18 +156,6 @@ def _check_trainer(trainer: TrainerConfig) -> None:
             f"trainer.run_dir is {trainer.run_dir!r}, with control characters in it",
             so="nobody could type the name to continue the run",
             fix="name a folder without them",
-        )
-
-
-def _check_trace_steps(traced: Sequence[int], trainer: TrainerConfig) -> None:
-    if trainer.epochs:
-        return  # the number of steps is not known yet
-    never = [step for step in traced if not 1 <= step <= trainer.steps]
-    if never:
-        raise ConfigError(
-            f"log.trace_steps names step {never[0]}, but the run has steps 1 to {trainer.steps}",
-            so="its trace would never be written",
-            fix=f"name steps from 1 to {trainer.steps}, or raise trainer.steps",
         )
 
 
@@ -193,15 +186,6 @@ def check_content(data: DataConfig) -> None:
             f'data.tokenizer is "bpe", but data.content is "{data.content}"',
             so="a tokenizer is trained on texts",
             fix="set data.tokenizer to the model's own",
-        )
-
-
-def _check_elastic(parallel: ParallelConfig) -> None:
-    if parallel.elastic and parallel.shard == "parameters" and parallel.domain == AUTO_DOMAIN:
-        raise ConfigError(
-            'parallel.elastic beside parallel.shard = "parameters", where parallel.domain is not a number',
-            so="whole domains go on where a rank dies, and their size would not stay",
-            fix="set parallel.domain to half of the HDP ranks or less",
         )
 
 
