@@ -63,7 +63,24 @@ def _of_preset(config: ModelConfig, tokenizer_vocab_size: int | None) -> ModelDe
                 fix="change one of them, or set head_dim",
             )
         content["head_dim"] = hidden // heads
-    _check_heads_and_experts(content)
+    kv_heads, width = content["num_key_value_heads"], content["head_dim"]
+    if heads % kv_heads:
+        raise ConfigError(
+            f"num_attention_heads = {heads} of model.config is not a multiple of num_key_value_heads = {kv_heads}",
+            so="query heads could not share key and value heads evenly",
+            fix="use a divisor of num_attention_heads",
+        )
+    if width % 2:
+        raise ConfigError(
+            f"head_dim of model.config is {width}, odd", so="rotary embeddings turn pairs", fix="make it even"
+        )
+    chosen, experts = content.get("num_experts_per_tok", 1), content.get("num_local_experts", 1)
+    if not 1 <= chosen <= experts:
+        raise ConfigError(
+            f"num_experts_per_tok of model.config is {chosen}, and num_local_experts {experts}",
+            so="a token could not be sent to that many experts",
+            fix="use 1 to num_local_experts",
+        )
     return ModelDescription(
         content=content, balance=content.get("router_aux_loss_coef", 0.0) if weight is None else weight
     )
@@ -138,24 +155,3 @@ def described_architecture(stored: dict[str, Any], where: str) -> ModelDescripti
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{where} describes no model ({error})", fix="name another checkpoint") from error
-
-
-def _check_heads_and_experts(content: dict[str, Any]) -> None:
-    heads, kv_heads, width = (content[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    if heads % kv_heads:
-        raise ConfigError(
-            f"num_attention_heads = {heads} of model.config is not a multiple of num_key_value_heads = {kv_heads}",
-            so="query heads could not share key and value heads evenly",
-            fix="use a divisor of num_attention_heads",
-        )
-    if width % 2:
-        raise ConfigError(
-            f"head_dim of model.config is {width}, odd", so="rotary embeddings turn pairs", fix="make it even"
-        )
-    chosen, experts = content.get("num_experts_per_tok", 1), content.get("num_local_experts", 1)
-    if not 1 <= chosen <= experts:
-        raise ConfigError(
-            f"num_experts_per_tok of model.config is {chosen}, and num_local_experts {experts}",
-            so="a token could not be sent to that many experts",
-            fix="use 1 to num_local_experts",
-        )
