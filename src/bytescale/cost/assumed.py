@@ -37,9 +37,9 @@ class Rates:
     host_update_bytes_per_second: float = field(default=40e9, metadata=limits(least=1))
     """Read and written by a rank's CPU cores in an update of an optimizer in host memory."""
 
-    @property
-    def links(self) -> Links:
-        return Links(
+    def profile(self, spec: ModelSpec, *, tensor_parallel: int = 1, bytes_per_element: int = 2) -> Profile:
+        """The profile of a model by counted operations."""
+        links = Links(
             intra_node_bytes_per_second=self.intra_node_bytes_per_second,
             inter_node_bytes_per_second=self.inter_node_bytes_per_second,
             latency_seconds=self.latency_seconds,
@@ -47,15 +47,12 @@ class Rates:
             host_to_device_bytes_per_second=self.host_bytes_per_second,
             host_update_bytes_per_second=self.host_update_bytes_per_second,
         )
-
-    def profile(self, spec: ModelSpec, *, tensor_parallel: int = 1, bytes_per_element: int = 2) -> Profile:
-        """The profile of a model by counted operations."""
         return Profile.from_flops(
             spec,
             flops_per_second=self.flops_per_second,
             attention_flops_per_second=self.attention_flops_per_second,
             launch_seconds=self.launch_seconds,
-            links=self.links,
+            links=links,
             tensor_parallel=tensor_parallel,
             bytes_per_element=bytes_per_element,
         )
