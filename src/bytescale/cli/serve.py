@@ -74,11 +74,6 @@ def run(arguments: Sequence[str]) -> int:
         from bytescale.train.ranks import end_with_launcher
 
         end_with_launcher()
-    serve_on_ranks(options)
-    return 0
-
-
-def serve_on_ranks(options: ServeOptions) -> None:
     from bytescale.integrations.tinker.server import TinkerServer
     from bytescale.integrations.tinker.trainers import Trainers
     from bytescale.train.ranks import open_ranks
@@ -100,6 +95,7 @@ def serve_on_ranks(options: ServeOptions) -> None:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             print(f"serving {options.name} at http://{options.host}:{server.server_port}", flush=True)
         answer_requests(trainers, server)
+    return 0
 
 
 def answer_requests(trainers: Trainers, server: TinkerServer | None) -> None:
