@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 STDLIB_SOURCE = "python:stdlib"
 FUNCTIONS_SOURCE = "python:functions"
 _FORMAT_OF_ENDING: dict[str, FileFormat] = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), cast(FileFormat, "jsonl")), ".parquet": "parquet", ".bin": "bin"
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"), ".parquet": "parquet", ".bin": "bin"
 }  # fmt: skip
 _COMPRESSED = {".gz": "gunzip", ".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz"}
 """Endings of compressed files, and what undoes it."""
