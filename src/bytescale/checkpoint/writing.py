@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def write_checkpoint(folder: Path, state: RunState, copies: RankStates, group: d
     with together(group, what=f"writing to {folder}") as progressed:
         written = write_tensors(folder / file_name(copies.file), tensors, state.step, progressed)
     is_leader = copies.file == min(copies.layouts[0].files)  # of its HDP group
-    rows = all_gather_json([copies.file, is_leader, *astuple(written)], group)
+    rows = all_gather_json([copies.file, is_leader, *written], group)
     own = [layout_to_json(layout) for layout in copies.layouts]
     leaders = [rank for rank, row in enumerate(rows) if row[1]]
     layouts = [layout for leader in leaders for layout in broadcast_json(own, group, leader)]
