@@ -143,6 +143,8 @@ def _host() -> str:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)  # it exists and belongs to somebody else
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it exists and belongs to somebody else
+        return True
     return True

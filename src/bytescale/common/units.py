@@ -15,19 +15,21 @@ _FACTORS = {"": 1, "K": KIBI, "M": KIBI**2, "G": KIBI**3, "T": KIBI**4}
 
 def parse_count(text: str | int) -> int:
     """``"8K"`` -> 8192, ``"2M"`` -> 2097152, ``4096`` -> 4096. Raises ``ConfigError`` on anything else."""
-    count: float = 0 if isinstance(text, str) else text
-    if isinstance(text, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text.strip().upper().replace("IB", "B"))
-        if match is None:
-            raise ConfigError(
-                f"{text!r} is not a count", fix="write a whole number, or one with K, M or G such as 256K"
-            )
-        count = float(match.group(1)) * _FACTORS[match.group(2)]
-        if count != int(count):
-            raise ConfigError(f"{text!r} is {count} tokens, not a whole number", fix="use a whole number")
+    if isinstance(text, int):
+        return _checked(text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text.strip().upper().replace("IB", "B"))
+    if match is None:
+        raise ConfigError(f"{text!r} is not a count", fix="write a whole number, or one with K, M or G such as 256K")
+    value = float(match.group(1)) * _FACTORS[match.group(2)]
+    if value != int(value):
+        raise ConfigError(f"{text!r} is {value} tokens, not a whole number", fix="use a whole number")
+    return _checked(int(value))
+
+
+def _checked(count: int) -> int:
     if abs(count) > MOST_COUNT:
-        raise ConfigError(f"{int(count)} is larger than any count", fix=f"use at most {MOST_COUNT}")
-    return int(count)
+        raise ConfigError(f"{count} is larger than any count", fix=f"use at most {MOST_COUNT}")
+    return count
 
 
 def format_count(value: float) -> str:

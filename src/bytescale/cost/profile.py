@@ -170,18 +170,19 @@ class Profile:
         def scale(name: str) -> float:
             return (spec.mean(name) / self.spec.mean(name) if self.spec.mean(name) else 1.0) / tp
 
-        ring, head = scale("key_numbers"), (spec.head / self.spec.head if self.spec.head else 1) / tp
-        factors = {"attention": scale("pair_numbers"), "rest": scale("active_weights"), "head": head}
-        curves: dict[str, Any] = {}
-        for name in (f"{part}_{direction}" for part in factors for direction in ("forward", "backward")):
-            curve, factor = getattr(self, name), factors[name.partition("_")[0]]
-            # The work grows with the model. The fixed part is the time of launches.
-            curves[name] = replace(curve, quadratic=curve.quadratic * factor, linear=curve.linear * factor)
+        attention, rest, ring, head = scale("pair_numbers"), scale("active_weights"), scale("key_numbers"), 1 / tp
+        if self.spec.head:
+            head = spec.head / self.spec.head / tp
         return replace(
             self,
             spec=spec,
             tensor_parallel=degree,
-            **curves,
+            attention_forward=_scaled(self.attention_forward, attention),
+            attention_backward=_scaled(self.attention_backward, attention),
+            rest_forward=_scaled(self.rest_forward, rest),
+            rest_backward=_scaled(self.rest_backward, rest),
+            head_forward=_scaled(self.head_forward, head),
+            head_backward=_scaled(self.head_backward, head),
             activation_bytes=self.activation_bytes.times(1 / tp),
             ring_forward_bytes_per_token=self.ring_forward_bytes_per_token * ring,
             ring_backward_bytes_per_token=self.ring_backward_bytes_per_token * ring,
@@ -297,6 +298,11 @@ class Profile:
             changed = {f"{parts[0]}_{direction}": one for direction in ("forward", "backward")}
         values: dict[str, Any] = {name: replace(curves[name], **{term: value}) for name, value in changed.items()}
         return replace(self, **values)
+
+
+def _scaled(curve: Curve, factor: float) -> Curve:
+    """Scale the work, which grows with the model, and keep the fixed part, which is the time of launches."""
+    return Curve(curve.quadratic * factor, curve.linear * factor, curve.constant)
 
 
 @cache

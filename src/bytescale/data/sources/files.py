@@ -58,8 +58,12 @@ logger = logging.getLogger(__name__)
 STDLIB_SOURCE = "python:stdlib"
 FUNCTIONS_SOURCE = "python:functions"
 _FORMAT_OF_ENDING: dict[str, FileFormat] = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"), ".parquet": "parquet", ".bin": "bin"
-}  # fmt: skip
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".bin": "bin",
+}
 _COMPRESSED = {".gz": "gunzip", ".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz"}
 """Endings of compressed files, and what undoes it."""
 _METADATA = ".meta.json"

@@ -43,7 +43,14 @@ from bytescale.storage.place import Place
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-TOKEN_DTYPES = dict(zip((1, 2, 3, 4, 5, 8), map(np.dtype, ("<u1", "<i1", "<i2", "<i4", "<i8", "<u2")), strict=True))
+TOKEN_DTYPES: dict[int, np.dtype] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
 """Integer types by code. Codes 6 and 7 are floats, which are not token ids."""
 NUMBER_DTYPES: dict[int, np.dtype] = {**TOKEN_DTYPES, 6: np.dtype("<f8"), 7: np.dtype("<f4")}
 """All types by code, for numbers that belong to tokens."""
