@@ -33,7 +33,7 @@ from bytescale.runtime.sockets import shut_connections
 from tests.helpers.effort import one_in
 from tests.helpers.forks import run_forked
 from tests.hf.support import documents, on_ranks, trained_alone
-from tests.runtime.test_watch import die_with_open_sockets
+from tests.runtime.test_watch import WELL, die_with_open_sockets
 
 STEPS = 8
 Dies = Callable[[int, str], None]
@@ -229,7 +229,7 @@ def test_a_whole_copy_of_the_model_goes_on_and_takes_in_new_ranks(
 
 
 def test_a_rank_dies_whose_connections_stay_open(tmp_path: Path) -> None:
-    """Nothing tells the others but their watch, which GPUs have: here shut connections stand for NCCL's abort."""
+    """Nothing tells the others but their watch: here shut connections stand for NCCL's abort."""
     expected, weights = in_plain_pytorch()
     ports = set[int]()
     opened = Members.opened
@@ -237,7 +237,6 @@ def test_a_rank_dies_whose_connections_stay_open(tmp_path: Path) -> None:
     def watched(self: Members, mesh: Mesh) -> None:
         opened(self, mesh)
         ports.update(port for about in self._about.values() for port in about["ports"])
-        self.end_watch = watch_file.watch(mesh, self.has_lost)
 
     def one_rank(rank: int) -> Any:
         hdp, model, _optimizer = attached(rank, tmp_path / "store")
@@ -253,6 +252,7 @@ def test_a_rank_dies_whose_connections_stay_open(tmp_path: Path) -> None:
 
     with (
         mock.patch.object(Members, "opened", watched),
+        mock.patch.object(watch_file, "_nccl", return_value=[WELL]),
         mock.patch.object(watch_file, "abort_nccl", side_effect=lambda: shut_connections(ports)),
     ):
         outcomes = run_forked(4, one_rank, timeout_seconds=50, lost={1})

@@ -72,7 +72,29 @@ class Wait:
     during: str
 
 
-Event = Compute | Post | Wait
+@dataclass(frozen=True)
+class Drain:
+    """The host waits for its compute stream."""
+
+    during: str
+
+
+@dataclass(frozen=True)
+class Look:
+    """The host looks whether operations of its rank were aborted (``group.ABORTED``)."""
+
+    during: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The host has copied its states behind an update, which counts as complete from here on."""
+
+    update: int
+    during: str
+
+
+Event = Compute | Post | Wait | Drain | Look | Kept
 
 
 @dataclass
@@ -87,6 +109,17 @@ class Log:
     def compute(self) -> None:
         if not (self.events and isinstance(self.events[-1], Compute)):
             self.events.append(Compute(self.during))
+
+    def look(self) -> bool:
+        """Stands in for ``group.ABORTED.is_set``."""
+        self.events.append(Look(self.during))
+        return False
+
+    def drain(self) -> None:
+        self.events.append(Drain(self.during))
+
+    def kept(self, update: int) -> None:
+        self.events.append(Kept(update, self.during))
 
     def post(self, communicator: Communicator, ends: Sequence[End] = (), collective: str = "") -> RecordedWork:
         self.events.append(Post(self.num_posts, communicator, tuple(ends), collective, self.during))

@@ -70,6 +70,8 @@ def training_step(
     recurrence: str = "",
     on_host: bool = False,
     indexer_loss: str = "",
+    optimizer_name: str = "adamw",
+    begun: Callable[[Mesh, ShardedOptimizer], object] = lambda mesh, optimizer: None,
 ) -> Callable[[Mesh], None]:
     """What one rank does in one step, all its collectives included.
 
@@ -77,7 +79,7 @@ def training_step(
     ``bucket_bytes``: of gradients that are reduced while ranks compute. Then there are two steps, since parameters are
     gathered during the second one's forwards. ``window``: of every second layer's attention. ``recurrence``:
     ``matrix`` or ``number``, how states decay in every other layer. ``on_host``: whether the optimizer is in host
-    memory. ``indexer_loss``: ``dense`` or ``sparse``, by which indexers are trained.
+    memory. ``indexer_loss``: ``dense`` or ``sparse``, by which indexers are trained. ``begun``: called first.
     """
     batch = random_batch(plan.lengths.tolist(), NUM_WORDS, 0, masked_share=0.0)
 
@@ -115,10 +117,11 @@ def training_step(
         else:
             parameters, layers, executor = plain(mesh)
             more, units = (), None
-        config = OptimizerConfig(offload=on_host)
+        config = OptimizerConfig(name=optimizer_name, offload=on_host)  # type: ignore[arg-type]
         optimizer = ShardedOptimizer.of_config(parameters, config, mesh, more=more, units=units)
         if bucket_bytes:
             optimizer.zeros[0].overlap_with(layers)
+        begun(mesh, optimizer)
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
         for _ in range(2 if bucket_bytes else 1):
             mesh.world.agree("the plan", rank_plan.digest)

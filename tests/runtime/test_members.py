@@ -17,6 +17,7 @@ from bytescale.common.errors import RankFailure
 from bytescale.runtime import members as members_file
 from bytescale.runtime.members import Members
 from bytescale.runtime.sockets import listening_ports, shut_connections
+from bytescale.runtime.watch import watch
 from tests.helpers.forks import run_forked
 
 
@@ -79,6 +80,41 @@ def test_members_agree_on_who_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     four = [Members.at_first(store, rank, 4) for rank in range(4)]
     assert agree(four[3], four[0], four[2]) == [([0, 2, 3], rank, [1]) for rank in (2, 0, 1)]
     assert "came too late" in str(agree(four[1])[0])
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_who_computes_for_long_is_waited_for(monkeypatch: pytest.MonkeyPatch, lives: bool) -> None:
+    """Rank 1 dies while rank 2 computes for longer than silent ranks are waited for. Its watch tells that it lives."""
+    monkeypatch.setattr(members_file, "GRACE_SECONDS", 0.5)
+    store = dist.HashStore()
+    first, _dead, busy = (Members.at_first(store, rank, 3) for rank in range(3))
+    end = watch(busy.has_lost, busy._tell_life) if lives else bool
+
+    def compute() -> Any:
+        time.sleep(2.5)
+        end()
+        return agree(busy)[0]
+
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(compute)
+        first.leave()
+        (agreed,) = agree(first)
+        came = coming.result()
+    assert agreed == (([0, 2], 0, [1]) if lives else ([0], 0, [1, 2]))
+    assert came == ([0, 2], 1, [1]) if lives else "came too late" in str(came)
+
+
+def test_who_lives_and_never_comes_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members_file, "GRACE_SECONDS", 0.2)
+    first, stuck = (Members.at_first(dist.HashStore(), rank, 2) for rank in range(2))
+    first.timeout, stuck.store = timedelta(seconds=1.5), first.store
+    with ThreadPoolExecutor(1) as thread:
+        begun, agreed = time.monotonic(), thread.submit(agree, first)
+        while not agreed.done():
+            stuck._tell_life()
+            time.sleep(0.05)
+    assert agreed.result() == [([0], 0, [1])]
+    assert 1.4 < time.monotonic() - begun < 4.0
 
 
 def test_a_new_process_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:

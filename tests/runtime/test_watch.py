@@ -24,15 +24,20 @@ import torch.distributed as dist
 from bytescale.common.errors import RanksLost
 from bytescale.runtime import members as members_file
 from bytescale.runtime import watch as watch_file
-from bytescale.runtime.group import RankGroup
+from bytescale.runtime.group import ABORTED, RankGroup, answered
 from bytescale.runtime.members import Members
 from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.plain_data import unpacked
 from bytescale.runtime.sockets import listening_ports, shut_connections
 from bytescale.runtime.watch import abort_nccl, watch
 from tests.helpers.forks import run_forked
 from tests.runtime.test_members import open_group
 
-OF_ALONE = Mesh.of_hdp(RankGroup())
+OF_ALONE = RankGroup()
+
+
+WELL: Any = SimpleNamespace(get_error=lambda: SimpleNamespace(name="SUCCESS"))
+"""A group of NCCL that has met no error."""
 
 
 def watches() -> list[str]:
@@ -44,6 +49,7 @@ def quick() -> Iterator[mock.Mock]:
     """Watches look often, and what would abort NCCL is counted."""
     with (
         mock.patch.object(watch_file, "_LOOK_SECONDS", 0.02),
+        mock.patch.object(watch_file, "_nccl", return_value=[WELL]),
         mock.patch.object(watch_file, "abort_nccl") as aborted,
     ):
         yield aborted
@@ -65,34 +71,33 @@ def die_with_open_sockets(seconds: float) -> None:
 def test_a_host_wakes_up(tmp_path: Path, how: str) -> None:
     """Rank 0 waits for rank 1, which dies or leaves; its connections stay open."""
 
-    def one_rank(rank: int) -> tuple[float, list[str]]:
+    def one_rank(rank: int) -> float:
         open_group(tmp_path, rank, 2)
         ports = [0, 0]
         dist.all_gather_object(ports, listening_ports())
         members = Members.at_first(dist.FileStore(str(tmp_path / "members"), 2), rank, 2)
         mesh = Mesh.of_hdp(RankGroup(dist.group.WORLD))
         mock.patch.object(members_file, "_machine", return_value="one" if how == "killed" else f"of {rank}").start()
-        members.opened(mesh)
-        if rank == 1:
-            time.sleep(0.3)
-            if how == "killed":
-                die_with_open_sockets(8.0)
-            members.store.set("left/0", "")
-            time.sleep(4.0)
-            return 0.0, []
-        before = watches()
         with quick() as aborted:
             aborted.side_effect = lambda: shut_connections({port for own in ports for port in own})
-            end, begun = watch(mesh, members.has_lost), time.monotonic()
+            members.opened(mesh)
+            begun = time.monotonic()
+            if rank == 1:
+                time.sleep(0.3)
+                if how == "killed":
+                    die_with_open_sockets(8.0)
+                members.end_watch()
+                members.store.set("left/0", "")
+                time.sleep(4.0)
+                return 0.0
             with pytest.raises(RanksLost):
                 mesh.world.all_reduce(torch.ones(3))
             woken = time.monotonic() - begun
-            end()
-        return woken, before
+            members.end_watch()
+        return woken
 
-    woken, before = run_forked(2, one_rank, timeout_seconds=30, lost={1} if how == "killed" else ())[0]
+    woken = run_forked(2, one_rank, timeout_seconds=30, lost={1} if how == "killed" else ())[0]
     assert woken < 3.0
-    assert not before, "on CPUs nothing is watched"
 
 
 def test_without_a_watch_it_sleeps_on(tmp_path: Path) -> None:
@@ -125,25 +130,36 @@ def test_what_is_read_behind_an_abort_is_no_result() -> None:
     numbers: Any = Waited()
     with quick() as aborted:
         aborted.side_effect = numbers.released.set
-        end = watch(OF_ALONE, lambda: True)
+        end = watch(lambda: True, bool)
         with pytest.raises(RanksLost, match="a rank is gone"):
-            OF_ALONE.world.read(numbers)
+            OF_ALONE.read(numbers)
         end()
     assert aborted.call_count == 1
-    OF_ALONE.world.was_aborted = bool
-    assert OF_ALONE.world.read(torch.ones(2)) == [1.0, 1.0]
+    assert OF_ALONE.read(torch.ones(2)) == [1.0, 1.0]
+
+
+def test_garbage_of_an_abort_is_told_as_a_lost_rank() -> None:
+    """Sizes and JSON that nobody has sent raise all kinds of errors."""
+    with pytest.raises(ValueError), answered("this"):
+        unpacked(torch.zeros(4, dtype=torch.uint8))
+    ABORTED.set()
+    try:
+        with pytest.raises(RanksLost, match="this: "), answered("this"):
+            unpacked(torch.zeros(4, dtype=torch.uint8))
+    finally:
+        ABORTED.clear()
 
 
 def test_behind_its_end_nothing_is_aborted() -> None:
     lost = threading.Event()
     with quick() as aborted:
-        end = watch(OF_ALONE, lost.is_set)
+        end = watch(lost.is_set, bool)
         end()
         lost.set()
         time.sleep(0.1)
         assert not watches()
     aborted.assert_not_called()
-    assert not OF_ALONE.world.was_aborted()
+    assert not ABORTED.is_set()
 
 
 @pytest.mark.parametrize("told", ["TIMEOUT", "COMM_ERROR"])
@@ -167,14 +183,30 @@ def test_an_error_of_nccl_aborts_every_group_once(told: str) -> None:
         mock.patch.object(watch_file, "_LOOK_SECONDS", 0.02),
         mock.patch.object(watch_file, "_world", SimpleNamespace(pg_backend_config=known)),
     ):
-        end = watch(OF_ALONE, lambda: False)
+        end = watch(lambda: False, bool)
         until = time.monotonic() + 10.0
         while "end" not in calls and time.monotonic() < until:
             time.sleep(0.02)
         end()
         assert calls == ["start", "world", "ring", "end"]
         abort_nccl()  # as ``leave`` does
-    OF_ALONE.world.was_aborted = bool
+
+
+def test_a_rank_tells_that_it_lives_from_a_loss_on_until_it_comes() -> None:
+    lost, told = threading.Event(), list[float]()
+    with quick() as aborted, mock.patch.object(watch_file, "_nccl", return_value=[]):
+        end = watch(lost.is_set, lambda: told.append(time.monotonic()))
+        time.sleep(0.2)
+        assert not told
+        lost.set()
+        until = time.monotonic() + 10.0
+        while len(told) < 3 and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not ABORTED.is_set(), "on CPUs nothing is aborted"
+        end()
+    assert len(told) >= 3
+    aborted.assert_not_called()
+    assert not watches()
 
 
 def test_who_ends_is_not_lost() -> None:

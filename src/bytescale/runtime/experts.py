@@ -63,7 +63,7 @@ class ParallelExperts:
         experts = chosen.flatten()
         leaving = chosen.new_zeros(self.num_experts).scatter_add_(0, experts, torch.ones_like(experts))
         arriving = self.group.all_to_all(leaving, [here] * size, [here] * size).view(size, here)
-        sent, received = torch.stack([leaving.view(size, here).sum(1), arriving.sum(1)]).tolist()
+        sent, received = self.group.read(torch.stack([leaving.view(size, here).sum(1), arriving.sum(1)]))
         there = partial(self.group.all_to_all, sent=sent, received=received)  # [T K, C] -> [R, C]
         back = partial(self.group.all_to_all, sent=received, received=sent)
         order = experts.argsort(stable=True)  # by expert, and so by rank

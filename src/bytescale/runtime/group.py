@@ -7,6 +7,7 @@ parameters gathered. A load-balancing loss of experts adds one sum of a few KB a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ from bytescale.common.errors import RankFailure, RanksLost
 # torch 2.13 renamed these two functions and warns about the old names; torch 2.11 knows only the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+ABORTED = threading.Event()
+"""While it is set, operations of this process were ended (``runtime.watch``): what they leave is no result."""
 
 
 @dataclass
@@ -61,7 +66,6 @@ class RankGroup:
         self.clock = make_clock(self.device)  # of collectives; messages have their own
         self.members = members
         self.exchange = self.make_exchange(batched=self.device.type == "cuda")
-        self.was_aborted: Callable[[], bool] = bool  # by ``runtime.watch``
 
     def make_exchange(self, *, batched: bool) -> Exchange:
         return Exchange(
@@ -177,12 +181,9 @@ class RankGroup:
         return self.read(numbers)
 
     def read(self, values: Tensor) -> Any:
-        """``values``, for which the host waits, as ``tolist``. Raises ``RanksLost`` if this was ended (``watch``)."""
+        """``values``, for which the host waits, as ``tolist``. Raises ``RanksLost`` if this was ended (``ABORTED``)."""
         with self._answered():
-            found = values.tolist()
-            if self.was_aborted():
-                raise RuntimeError("a rank is gone")
-        return found
+            return values.tolist()
 
     def agree(self, what: str, value: int) -> None:
         """Raise ``RankFailure`` on every rank unless all of them hold the same ``value`` (63 bits)."""
@@ -238,8 +239,12 @@ def answered(what: str) -> Iterator[None]:
         yield
     except RankFailure:
         raise
-    except RuntimeError as error:
+    except Exception as error:  # numbers that nobody computed may be sizes, or no JSON
+        if not (isinstance(error, RuntimeError) or ABORTED.is_set()):
+            raise
         raise lost_ranks(what, error) from error
+    if ABORTED.is_set():
+        raise lost_ranks(what, RuntimeError("a rank is gone"))
 
 
 def lost_ranks(what: str, error: Exception) -> RanksLost:

@@ -6,7 +6,8 @@ on the next one: the first list that is written there counts. Whoever is not in 
 in *units* (the tensor-parallel and pipeline ranks, or those of a lockstep domain, that hold one copy of a model),
 whoever makes no whole unit waits as a spare, and is taken in when one can be made.
 
-A process of this machine counts as gone once its id is; one of another machine if it does not come for a while.
+A process of this machine counts as gone once its id is; any other one if for a while it neither comes nor tells that it
+lives: its rank may compute for minutes before it notices that others have left.
 
 The trainer (``train.changing``) and loops of one's own (``hf.loop.recovery``) open groups again, build what they train
 for their new ranks, and fill it from copies that other members have kept (``runtime.optimizer.copies``).
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 
 GRACE_SECONDS = 10.0
-"""How long the others wait for a member of another machine that may be alive."""
+"""How long the others wait for a member that may be alive, and does not tell so."""
 _LOOK_SECONDS = 0.02
 _TELLING_SECONDS = 1.0
 """Between the asking of a new process and what it tells of itself, unless it has died."""
@@ -60,7 +61,7 @@ class Members:
         former: rank in the generation before of each member; None: it is new.
         shape: of a unit, whose HDP ranks are a domain's.
         spares: numbers of processes that are there, and make no whole unit.
-        timeout: of the groups of gloo that are made here.
+        timeout: of the groups of gloo that are made here, and of waiting for a member that lives and does not come.
         group: of gloo, over all members.
         copies: what this process has kept of optimizer states; none: it is new.
         end_watch: from then on, members may end (``runtime.watch``).
@@ -165,8 +166,7 @@ class Members:
         self._about = dict(zip(self.numbers, everyone, strict=True))
         if self.rank == 0:
             self.store.set("now", json.dumps(self._about))
-        if self._device.type == "cuda":
-            self.end_watch = watch(mesh, self.has_lost)
+        self.end_watch = watch(self.has_lost, self._tell_life)
 
     def keep(self, optimizer: ShardedOptimizer) -> None:
         """Keep copies of this generation's states in place of former ones. Every member calls it."""
@@ -204,6 +204,10 @@ class Members:
         except RuntimeError:  # of the store
             return False
 
+    def _tell_life(self) -> None:
+        with suppress(RuntimeError):  # of the store
+            self.store.add(f"lives/{self.generation}/{self.number}", 1)
+
     def next_generation(self, error: RanksLost | None = None) -> None:
         """Agree with all that are there on the next members. Every member that is there calls it, behind ``leave``.
 
@@ -228,12 +232,7 @@ class Members:
     def _next_generation(self) -> None:
         here = f"there/{self.generation}"
         self.store.set(f"{here}/{self.number}", "")
-        until = time.monotonic() + GRACE_SECONDS
-        missing = [number for number in self.numbers if number != self.number]
-        while missing and time.monotonic() < until:
-            is_there = {number: self.store.check([f"{here}/{number}"]) for number in missing}
-            missing = [number for number in missing if not is_there[number] and self._may_live(number)]
-            time.sleep(_LOOK_SECONDS if missing else 0.0)
+        self._wait_for_members(here)
         there = [number for number in self.numbers if self.store.check([f"{here}/{number}"])]
         units, now = self._units(), set(there)
         broken = {unit for number, unit in units.items() if number not in now}
@@ -254,6 +253,21 @@ class Members:
         self._take(json.loads(self.store.compare_set(f"members/{self.generation}", "", proposed)))
         for number in [number for number, former in zip(self.numbers, self.former, strict=True) if former is None]:
             self.store.set(f"taken/{number}", str(self.generation))
+
+    def _wait_for_members(self, here: str) -> None:
+        """Until each of this generation is ``here``, is gone, or has not told for a while that it lives."""
+        until = time.monotonic() + self.timeout.total_seconds()
+        told = {number: (0, time.monotonic()) for number in self.numbers if number != self.number}
+        while told and time.monotonic() < until:
+            for number, (times, since) in list(told.items()):
+                if self.store.check([f"{here}/{number}"]) or not self._may_live(number):
+                    del told[number]
+                elif time.monotonic() - since > GRACE_SECONDS:
+                    now = self.store.add(f"lives/{self.generation}/{number}", 0)
+                    told[number] = now, time.monotonic()
+                    if now == times:
+                        del told[number]
+            time.sleep(_LOOK_SECONDS if told else 0.0)
 
     def _units(self) -> dict[int, int]:
         """Of each member the unit."""

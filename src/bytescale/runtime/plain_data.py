@@ -33,7 +33,7 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None, source: int = 0,
         dist.broadcast(length, group=group, group_src=source)
         content = torch.zeros(int(length), dtype=torch.uint8, device=device) if own is None else own
         dist.broadcast(content, group=group, group_src=source)
-    return value if own is not None else unpacked(content)
+        return value if own is not None else unpacked(content)
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device = _CPU) -> list[Any]:
@@ -48,7 +48,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.d
         padded[: own.numel()] = own
         rows = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(rows, padded, group=group)
-    return [unpacked(row[: int(length)]) for row, length in zip(rows, lengths, strict=True)]
+        return [unpacked(row[: int(length)]) for row, length in zip(rows, lengths, strict=True)]
 
 
 def packed(value: Any, device: torch.device = _CPU) -> torch.Tensor:

@@ -1,11 +1,13 @@
-"""A thread that ends a rank's waiting for ranks that are gone, where the host waits for kernels (NCCL).
+"""A thread that looks whether other ranks are gone, while its rank computes or waits for them.
 
-A kernel that waits for a dead rank never ends, and a host that waits for it cannot raise. So this thread aborts all
-communicators: their kernels end, and the host goes on. What it reads then is no result, and ``RankGroup.read`` raises.
+A kernel of NCCL that waits for a dead rank never ends, and a host that waits for it cannot raise. So this thread aborts
+all communicators: their kernels end, and the host goes on. What it reads then is no result, and ``group.answered``
+raises. From then on the thread tells the others that its rank lives, which may compute for minutes before it notices.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,31 +15,34 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _world
 
-from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.group import ABORTED
 
 _LOOK_SECONDS = 0.2
 
 
-def watch(mesh: Mesh, is_lost: Callable[[], bool]) -> Callable[[], None]:
-    """Abort NCCL as soon as a rank ``is_lost``, or NCCL has failed. Returns what ends the watch."""
-    ended, aborted = threading.Event(), threading.Event()
+def watch(is_lost: Callable[[], bool], tell_life: Callable[[], object]) -> Callable[[], None]:
+    """Abort NCCL as soon as a rank ``is_lost``, or NCCL has failed, and ``tell_life``. Returns what ends the watch."""
+    ended = threading.Event()
 
     def look() -> None:
         while not ended.wait(_LOOK_SECONDS):
             if is_lost() or any(backend.get_error().name != "SUCCESS" for backend in _nccl()):
-                aborted.set()  # before the host goes on
-                abort_nccl()
+                if _nccl():
+                    ABORTED.set()  # before the host goes on
+                    abort_nccl()
+                while not ended.wait(_LOOK_SECONDS):
+                    tell_life()
                 return
 
     def end() -> None:
         ended.set()
         thread.join()
+        ABORTED.clear()
+        atexit.unregister(end)
 
-    own = (mesh.world, mesh.hdp, mesh.node, mesh.gradients, mesh.domain, mesh.replicas, mesh.tp)
-    for group in (*own, *mesh.forward, *mesh.backward):
-        group.was_aborted = aborted.is_set
     thread = threading.Thread(target=look, name="bytescale-watch", daemon=True)
     thread.start()
+    atexit.register(end)  # a thread inside of a store must not outlive the interpreter
     return end
 
 

@@ -114,7 +114,7 @@ class Session:
         Every rank calls it, after the loop over the batch. 0 without ``HDP(indexer_loss=...)``.
         """
         loss = self.engine.decoder.indexer_loss
-        return 0.0 if loss is None else float(self.group.all_reduce(loss.sums()))
+        return 0.0 if loss is None else float(self.group.read(self.group.all_reduce(loss.sums()))[0])
 
     def forward_cost(self) -> CostModel:
         return self.cost.forward_only(next(self.model.parameters()).element_size())

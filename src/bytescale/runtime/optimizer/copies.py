@@ -134,7 +134,8 @@ class StateCopies:
     def keep(self) -> None:
         """Copy the states, and begin to exchange them. The copies before the last ones are given up."""
         unused = self._own.pop(0).content if len(self._own) > 1 else None
-        copy = StatesCopy.of(self._optimizer, unused)
+        with answered("a rank was lost before states were copied"):  # an update may gather (``muon``)
+            copy = StatesCopy.of(self._optimizer, unused)
         self._own.append(copy)
         room = self._received.pop(0).content if len(self._received) > 1 else None
         self._exchange = self._thread.submit(self._send_and_receive, copy, room)
