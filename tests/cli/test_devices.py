@@ -143,6 +143,21 @@ def test_the_memory_lines_of_plan_and_dry_run(corpus: Path, tmp_path: Path, caps
     assert f"ranks of {capacity} tokens" in printed
 
 
+def test_the_plan_of_plan_and_dry_run(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``plan`` makes room in host memory where the run does: a document needs fewer ranks then."""
+    of_runs = []
+    for offload in ("on", "off"):
+        config = run_of(corpus, parallel={"capacity_tokens": 100})
+        config = replace(config, memory=MemoryConfig(device_gib=ROOM, offload=offload))  # type: ignore[arg-type]
+        (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+        lines: list[str] = []
+        dry_run(config, lines.append)
+        of_runs.append(next(line for line in lines if line.startswith("plan")).removeprefix("plan").strip())
+        assert plan.run([str(tmp_path / "config.toml"), "--planners", config.planner.name]) == 0
+        assert of_runs[-1] in capsys.readouterr().out
+    assert of_runs[0] != of_runs[1]
+
+
 def test_without_a_profile_times_are_those_of_the_device_that_would_train(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ from bytescale.cost.assumed import ASSUMED, Rates, times_of
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.gradient_sync import BUCKET_BYTES, round_seconds
 from bytescale.cost.memory.device_kernels import DeviceKind
+from bytescale.cost.memory.device_memory import host_bytes_left
 from bytescale.cost.memory.measured import MeasuredMemory, fitting_capacity
 from bytescale.cost.model import CostModel
 from bytescale.cost.profile import Profile
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from bytescale.data.order.batches import GlobalBatch
 
 ASSUMED_GIB = 80.0  # memory of a GPU that this machine does not have
+ASSUMED_HOST_GIB = 128.0  # of host memory beside it: half of 2 TiB, for eight
 MOST_SEQUENCES = 2**20  # of a batch that a file gives
 MOST_DRAWN_TOKENS = 2**31
 _ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
@@ -231,16 +233,31 @@ class Costs:
     @cached_property
     def usable_bytes(self) -> float:
         """Bytes of a device that may be used: as training would here, or ``ASSUMED_GIB`` where it cannot run here."""
-        config, (kind, _) = self.config, self.device
+        config = self.config
         if config.memory.device_gib is not None:
             return config.memory.device_gib * GIBI
-        if not config.data.sources or (kind == "cuda" and _kind_here() == "cpu"):
+        if not self._runs_here:
             return ASSUMED_GIB * GIBI
         import torch
 
         from bytescale.runtime.usable import usable_device_bytes
 
-        return usable_device_bytes(torch.device(kind), config.parallel.ranks, None)
+        return usable_device_bytes(torch.device(self.device[0]), config.parallel.ranks, None)
+
+    @property
+    def _runs_here(self) -> bool:
+        return bool(self.config.data.sources) and not (self.device[0] == "cuda" and _kind_here() == "cpu")
+
+    @cached_property
+    def ranks(self) -> Cluster:
+        """The ranks as planners see them, with what they may offload, as in training. Raises as ``capacity_tokens``."""
+        from bytescale.train.parts.budget import usable_host_bytes, with_offload
+
+        config, ranks = self.config, Cluster.uniform(self.cluster.num_ranks, self.capacity_tokens)
+        known = self._runs_here or config.memory.host_gib is not None
+        host = usable_host_bytes(config, config.parallel.ranks) if known else ASSUMED_HOST_GIB * GIBI
+        host = host_bytes_left(self.memory.states, host)
+        return with_offload(ranks, config, self.device[0], self.memory, self.profile, host)
 
     @cached_property
     def memory(self) -> MeasuredMemory:
@@ -264,7 +281,7 @@ class Costs:
         """Return the planner of that name for the ranks of ``cluster``. Raises as ``capacity_tokens``."""
         return make_planner(
             replace(self.config.planner, name=name),
-            Cluster.uniform(self.cluster.num_ranks, self.capacity_tokens),
+            self.ranks,
             self.cost_model,
             context_length=0 if self.options.batch.lengths else self.config.data.context_length,
             num_stages=self.cluster.pp,

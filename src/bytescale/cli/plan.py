@@ -19,7 +19,6 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.common.units import format_bytes, format_count, format_seconds
 from bytescale.config.schema import PlannerName
-from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
@@ -147,13 +146,13 @@ def saved_by_prefixes(trajectories: Sequence[IntArray], costs: Costs) -> dict[st
     In a pipeline, they are those of one stage.
     """
     rows = [np.stack([own, np.append(own[1:], -1)], axis=1).tobytes() for own in trajectories]
-    config, cluster = costs.config.planner, Cluster.uniform(costs.cluster.num_ranks, costs.capacity_tokens)
-    planner = VerifiedPlanner(replace(config, name="adaptive"), cluster, costs.cost_model, domain=costs.domain)
+    config = replace(costs.config.planner, name="adaptive")
+    planner = VerifiedPlanner(config, costs.ranks, costs.cost_model, domain=costs.domain)
     prefixes = Prefixes.of(rows, 2 * trajectories[0].itemsize)
     plan, forest = plan_prefixes(planner, prefixes)
     apart = planner(prefixes.lengths)
     ends = [
-        evaluate(one, cluster=cluster, cost=cost_of_trees(planner.cost, trees)).end_seconds
+        evaluate(one, cluster=costs.ranks, cost=cost_of_trees(planner.cost, trees)).end_seconds
         for one, trees in ((plan, forest), (apart, None))
     ]
     return {"tokens": apart.num_tokens, "rows": plan.num_tokens, "seconds": ends[0], "seconds_apart": ends[1]}

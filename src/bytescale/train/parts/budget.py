@@ -94,14 +94,25 @@ def memory_budget(
         speeds = devices.speeds(profile.device)
         if len({*capacity}) > 1 or len({*speeds}) > 1:
             cluster = Cluster(capacity_tokens=np.array(capacity), speeds=np.array(speeds))
-    if may_offload(config, device.type) and cluster.is_uniform and model.movable_bytes_per_token:
-        cluster = replace(cluster, offload=model.offload_rule(profile, host))
+    cluster = with_offload(cluster, config, kind_of(device), model, profile, host)
     host_bytes = host if cluster.offload else 0.0
     room = least if cluster.is_uniform else rooms
     limits = replace(model.limits(device_bytes=least, host_bytes=host_bytes), device_bytes=room)
     budget = MemoryBudget(model=model, cluster=cluster, limits=limits, device_bytes=least)
     _check_context(config, budget)
     return budget
+
+
+def with_offload(
+    cluster: Cluster, config: Config, kind: DeviceKind, model: MeasuredMemory, times: Profile, host_bytes: float
+) -> Cluster:
+    """``cluster`` with what its ranks may offload into ``host_bytes`` each, if the config lets them.
+
+    Raises ``ConfigError`` where they shall, and none can be.
+    """
+    if not (may_offload(config, kind) and cluster.is_uniform and model.movable_bytes_per_token):
+        return cluster
+    return replace(cluster, offload=model.offload_rule(times, host_bytes))
 
 
 def kind_of(device: torch.device) -> DeviceKind:
