@@ -187,24 +187,28 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path, capsys: pytest.Capture
     errors = capsys.readouterr().err
     assert "unknown key data.sorces" in errors
     assert "did you mean sources?" in errors
+    path.write_text('[trainer]\ncheckpointing = "full"\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"unknown key trainer.checkpointing. .* did you mean memory.checkpointing\?"):
+        load_config(path)
 
 
 def test_a_setting_that_is_gone_says_what_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a file and as an option. A file with the value that holds now, as older runs wrote it, is read."""
     path = tmp_path / "c.toml"
-    path.write_text("[optimizer]\ndecay_share = 0.3\n", encoding="utf-8")
-    asked = [["train", str(path)], ["train", "--optimizer.decay-share", "0.3"], ["plan", "--optimizer.decay_share=0.3"]]
+    path.write_text("[data]\nread_retries = 2\n", encoding="utf-8")
+    asked = [["train", str(path)], ["train", "--data.read-retries", "2"], ["plan", "--data.read_retries=2"]]
     for arguments in asked:
         assert main(arguments) == 2
         told = " ".join(capsys.readouterr().err.split())
-        assert "decay" in told
+        assert "retries" in told
         assert "is a setting that is gone" in told
-        assert "To fix: leave it out: with wsd the rate falls over the last 0.2 of the steps" in told
+        assert "To fix: leave it out: a failing read is tried again 4 times" in told
     path.write_text("[model]\nnum_layers = 3\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"write model.config = \{num_hidden_layers = ...\}"):
         load_config(path)
     path.write_text(
-        "[optimizer]\ndecay_share = 0.2\noverrides = []\n[data]\nchat_template_kwargs = ''\n[log]\nsave_plans = true\n",
+        "[optimizer]\noverrides = []\n[data]\nread_retries = 3\nchat_template_kwargs = ''\n"
+        "[trainer]\nsave_plans = true\n",
         encoding="utf-8",
     )
     assert load_config(path) == Config()

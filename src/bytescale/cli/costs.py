@@ -35,9 +35,9 @@ from bytescale.config.schema import (
 )
 from bytescale.config.sharing import sharing_domain
 from bytescale.config.validate import check_mesh, check_sharing
-from bytescale.cost.assumed import ASSUMED, Rates, times_of
+from bytescale.cost.assumed import ASSUMED, Rates, planner_costs, times_of
 from bytescale.cost.cluster import Cluster
-from bytescale.cost.gradient_sync import BUCKET_BYTES, round_seconds
+from bytescale.cost.gradient_sync import BUCKET_BYTES
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.memory.device_memory import host_bytes_left
 from bytescale.cost.memory.measured import MeasuredMemory, fitting_capacity
@@ -45,9 +45,9 @@ from bytescale.cost.model import CostModel
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile, warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
-from bytescale.plan import Plan, Planner
-from bytescale.planner.make import make_planner
-from bytescale.simulator import ClusterConfig, SimulatedStep, simulate, step_seconds
+from bytescale.plan import Plan
+from bytescale.planner.verified import VerifiedPlanner
+from bytescale.simulator import ClusterConfig, SimulatedStep, StepTimes, simulate
 
 if TYPE_CHECKING:
     from bytescale.data.loading.corpus import Corpus
@@ -266,10 +266,13 @@ class Costs:
 
     @cached_property
     def cost_model(self) -> CostModel:
-        per_node = self.cluster.ranks_per_node
-        cost = self.profile.cost_model(ranks_per_node=per_node, pipeline_parallel=self.cluster.pp)
-        a_round = round_seconds(self.profile, domain=self.domain, ranks_per_node=per_node)
-        return replace(cost, gather_seconds=sum(a_round))
+        return planner_costs(
+            self.profile,
+            assumed=self.device[0] if self.config.cost.profile is None else "",
+            domain=self.domain,
+            ranks_per_node=self.cluster.ranks_per_node,
+            pipeline_parallel=self.cluster.pp,
+        )
 
     @property
     def domain(self) -> int:
@@ -277,16 +280,16 @@ class Costs:
         parallel, num_ranks = self.config.parallel, self.cluster.num_ranks
         return sharing_domain(parallel.shard, parallel.domain, num_ranks, min(self.cluster.ranks_per_node, num_ranks))
 
-    def planner(self, name: PlannerName) -> Planner:
+    def planner(self, name: PlannerName) -> VerifiedPlanner:
         """Return the planner of that name for the ranks of ``cluster``. Raises as ``capacity_tokens``."""
-        return make_planner(
+        return VerifiedPlanner(
             replace(self.config.planner, name=name),
             self.ranks,
             self.cost_model,
-            context_length=0 if self.options.batch.lengths else self.config.data.context_length,
             num_stages=self.cluster.pp,
             domain=self.domain,
-            step_seconds=partial(step_seconds, profile=self.checkpointed_profile, cluster=self.cluster),
+            context_length=0 if self.options.batch.lengths else self.config.data.context_length,
+            step_times=StepTimes(profile=self.checkpointed_profile, devices=self.cluster),
         )
 
     def simulated(self, plan: Plan) -> SimulatedStep:

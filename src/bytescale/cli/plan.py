@@ -24,10 +24,8 @@ from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.summary import gist
-from bytescale.plan.verify import verify
 from bytescale.planner.evaluate import evaluate
 from bytescale.planner.prefixes import Prefixes, cost_of_trees, plan_prefixes
-from bytescale.planner.verified import VerifiedPlanner
 from bytescale.simulator import SimulatedStep
 from bytescale.simulator.draw import draw_steps
 
@@ -131,7 +129,6 @@ def _plan_all(options: PlanOptions, lengths: IntArray, costs: Costs) -> tuple[di
         try:
             plan = planner(lengths)
             seconds = time.perf_counter() - began
-            verify(plan)
             planned[name] = Planned(plan, costs.simulated(plan), seconds)
         except PlanError as error:
             refused[name] = str(error)
@@ -146,8 +143,7 @@ def saved_by_prefixes(trajectories: Sequence[IntArray], costs: Costs) -> dict[st
     In a pipeline, they are those of one stage.
     """
     rows = [np.stack([own, np.append(own[1:], -1)], axis=1).tobytes() for own in trajectories]
-    config = replace(costs.config.planner, name="adaptive")
-    planner = VerifiedPlanner(config, costs.ranks, costs.cost_model, domain=costs.domain)
+    planner = replace(costs.planner("adaptive"), num_stages=1)
     prefixes = Prefixes.of(rows, 2 * trajectories[0].itemsize)
     plan, forest = plan_prefixes(planner, prefixes)
     apart = planner(prefixes.lengths)

@@ -72,10 +72,12 @@ def from_dict(kind: type[Section], content: dict[str, Any], where: str, prefix: 
             continue
         if name not in specs:
             what = "section" if not prefix and isinstance(value, dict) else "key"
+            others = typing.get_type_hints(Config).items() if prefix else ()
+            moved = [own for own, section in others if name in section.__dataclass_fields__]
             raise ConfigError(
                 f"{where}: unknown {what} {prefix}{name}",
                 so="the setting would have no effect",
-                fix=nearest(name, specs),
+                fix=f"did you mean {moved[0]}.{name}?" if moved else nearest(name, specs),
             )
         if isinstance(value, str):
             value = specs[name].metadata.get("words", {}).get(value, value)

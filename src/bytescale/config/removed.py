@@ -1,11 +1,10 @@
-"""Settings that are gone, and what to write in their place: one table for files and for options. Free of torch."""
+"""Settings of 0.1.0 that are gone, and what to write in their place: for files and for options. Free of torch."""
 
 from __future__ import annotations
 
 from bytescale.common.errors import ConfigError
 
 _FILTER = "leave it out, and leave such documents out of the sources"
-_ENVIRONMENT = "leave it out, and set the variable {} of Weights & Biases"
 _FIELDS = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
@@ -24,6 +23,7 @@ _FIELDS = {
 }
 REMOVED: dict[str, tuple[str, object]] = {
     "architecture": ("take the profile again: it has the counts of the model's layers now", None),
+    "checkpoint.export_every": ("leave it out, and run bytescale convert on checkpoints", 0),
     "checkpoint.background": ("leave it out: checkpoints are written while training goes on", True),
     "data.answer_seconds": ('leave it out: a server of data.loader = "ray" has 120 s to answer', 120.0),
     "data.eos_token": ('name it in the tokenizer_config.json beside tokenizer.json: {"eos_token": ...}', None),
@@ -33,32 +33,27 @@ REMOVED: dict[str, tuple[str, object]] = {
     "data.ray_address": ("set the environment variable RAY_ADDRESS", ""),
     "data.read_retries": ("leave it out: a failing read is tried again 4 times", 3),
     "data.verify": ('leave it out: data is checked when it is read ("bytescale data audit" checks a run)', None),
-    "kernels.compile": ("leave it out: nothing is compiled (on CPUs it gained nothing)", False),
-    "log.peak_tflops": ("leave it out, and divide the FLOP/s that are shown by your device's peak", None),
-    "log.save_plans": ("leave it out: the plan of every step is written to the run folder", True),
-    "log.tensorboard": ('write log.trackers = ["tensorboard"]', False),
-    "log.track_every": ("leave it out: trackers are given every step", 1),
-    "log.wandb": ('write log.trackers = ["wandb"], and for a run without network set WANDB_MODE=offline', "off"),
-    "log.wandb_entity": (_ENVIRONMENT.format("WANDB_ENTITY"), ""),
-    "log.wandb_group": (_ENVIRONMENT.format("WANDB_RUN_GROUP"), ""),
-    "log.wandb_name": (_ENVIRONMENT.format("WANDB_NAME"), ""),
-    "log.wandb_project": (_ENVIRONMENT.format("WANDB_PROJECT"), None),
-    "log.wandb_tags": (_ENVIRONMENT.format("WANDB_TAGS"), []),
-    "memory.head_groups": ("leave it out: attention is computed of all heads at once", None),
     **{
         f"model.{ours}": (f"write model.config = {{{theirs} = ...}}: the field of config.json", None)
         for ours, theirs in _FIELDS.items()
     },
     "optimizer.beta1": ("write optimizer.options = {betas = [BETA1, BETA2]}", 0.9),
     "optimizer.beta2": ("write optimizer.options = {betas = [BETA1, BETA2]}", 0.95),
-    "optimizer.decay_share": ("leave it out: with wsd the rate falls over the last 0.2 of the steps", 0.2),
     "optimizer.eps": ("write optimizer.options = {eps = EPS}", 1e-8),
-    "optimizer.momentum": ("write optimizer.options = {momentum = MOMENTUM}", 0.95),
-    "parallel.gradient_bucket_mib": ("leave it out: gradients are reduced while ranks compute", 1.0),
+    "parallel.virtual_stages": ("leave it out: a rank has one stage of the pipeline", 1),
     "planner.balance": ('leave it out: planner.name = "adaptive" balances the ranks', None),
     "planner.grids": ("leave it out: a plan has grids where they are faster than rings", True),
     "planner.static_cp": ("leave it out: the static mesh is as wide as data.context_length needs", None),
     "planner.verify": ("leave it out: every plan is verified before it runs", None),
+    "trainer.compile": ("leave it out: nothing is compiled (on CPUs it gained nothing)", False),
+    "trainer.gradient_bucket_mib": ("leave it out: gradients are reduced while ranks compute", 1.0),
+    "trainer.head_groups": ("leave it out: attention is computed of all heads at once", None),
+    "trainer.peak_tflops": ("leave it out, and divide the FLOP/s that are shown by your device's peak", None),
+    "trainer.ring_gradients": ("leave it out: gradients travel around rings in fp32", "wide"),
+    "trainer.save_plans": ("leave it out: the plan of every step is written to the run folder", True),
+    "trainer.tensorboard": ('write log.trackers = ["tensorboard"]', False),
+    "trainer.wandb": ('write log.trackers = ["wandb"], and for a run without network set WANDB_MODE=offline', "off"),
+    "trainer.wandb_project": ("leave it out, and set the variable WANDB_PROJECT of Weights & Biases", "bytescale"),
 }
 """What to do now, and the value that asks for what happens anyway, with which files are read; None: there is none."""
 

@@ -118,7 +118,20 @@ def assumed_cost(
     profile = replace(profile, checkpointing=checkpointing)
     if experts == "parallel":
         profile = profile.with_parallel_experts(domain=domain)
-    cost = replace(profile.cost_model(), micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[device])
+    return planner_costs(profile, assumed=device, domain=domain)
+
+
+def planner_costs(profile: Profile, *, assumed: str = "", domain: int = 1, **mesh: int) -> CostModel:
+    """The cost model of planners.
+
+    Args:
+        assumed: the kind of device whose rates the profile has; empty: it is measured.
+        domain: as in ``assumed_cost``.
+        mesh: ``ranks_per_node`` and ``pipeline_parallel``, of ``Profile.cost_model``.
+    """
+    cost = profile.cost_model(**mesh)
+    if assumed:
+        cost = replace(cost, micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[assumed])
     if domain == 1:
         return cost
     from bytescale.cost.gradient_sync import round_seconds  # of lockstep domains alone

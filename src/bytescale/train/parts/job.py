@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ from bytescale.config.description import ModelDescription
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config
 from bytescale.config.sharing import sharing_domain
-from bytescale.cost.assumed import ASSUMED, ASSUMED_MICRO_BATCH_SECONDS, times_of
+from bytescale.cost.assumed import ASSUMED, planner_costs, times_of
 from bytescale.cost.calibration import Calibrator
-from bytescale.cost.gradient_sync import BUCKET_BYTES, round_seconds
+from bytescale.cost.gradient_sync import BUCKET_BYTES
 from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile, require_device, warn_of_bad_fits
@@ -199,9 +199,13 @@ def plan_of_run(
     domain = sharing_domain(mesh.shard, mesh.domain, hdp, ranks_per_node)
     if mesh.experts == "parallel":
         profile = profile.with_parallel_experts(domain=domain, ranks_per_node=ranks_per_node)
-    cost = profile.cost_model(ranks_per_node=ranks_per_node, pipeline_parallel=mesh.pp)
-    if measured is None:
-        cost = replace(cost, micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[kind])
+    cost = planner_costs(
+        profile,
+        assumed=kind if measured is None else "",
+        domain=domain,
+        ranks_per_node=ranks_per_node,
+        pipeline_parallel=mesh.pp,
+    )
     cluster = ClusterConfig(
         num_gpus=hdp * mesh.tp * mesh.pp,
         gpus_per_node=ranks_per_node * mesh.tp,
@@ -213,11 +217,10 @@ def plan_of_run(
     budget = memory_budget(config, memory, device=device, devices=devices, profile=profile, domain=domain)
     kept = budget.model.with_activations(profile, config.memory.checkpointing)
     times = StepTimes(profile=kept, devices=cluster)
-    a_round = round_seconds(profile, domain=domain, ranks_per_node=ranks_per_node)
     planner = VerifiedPlanner(
         config.planner,
         budget.cluster,
-        replace(cost, gather_seconds=sum(a_round)),
+        cost,
         budget.limits,
         num_stages=mesh.pp,
         domain=domain,
