@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 10.0
 """How long the others wait for a member that may be alive, and does not tell so."""
 _LOOK_SECONDS = 0.02
+_SECONDS_OF_A_RANK = 1e-4
+"""So a store is asked 10,000 times a second at most. That of PyTorch answers ten times as much."""
 _TELLING_SECONDS = 1.0
 """Between the asking of a new process and what it tells of itself, unless it has died."""
 
@@ -79,7 +81,7 @@ class Members:
         self.end_watch: Callable[[], None] = lambda: None
         self._seen = 0  # processes that have asked to join, as far as members know
         self._about: dict[int, dict[str, Any]] = {}
-        self._living = _LivingStore(store, self._all_may_live)  # PyTorch keeps the part of it in C++ alone
+        self._living = _LivingStore(store, self)  # PyTorch keeps the part of it in C++ alone
 
     @classmethod
     def at_first(cls, store: dist.Store, rank: int, size: int) -> Self:
@@ -127,6 +129,11 @@ class Members:
         return len(self.numbers)
 
     @property
+    def pause(self) -> float:
+        """Between two questions of a rank to the store, which all of them ask."""
+        return max(_LOOK_SECONDS, self.size * _SECONDS_OF_A_RANK)
+
+    @property
     def gone(self) -> list[int]:
         """Ranks of the generation before that are not there any more."""
         there = {*self.numbers, *self.spares}
@@ -138,7 +145,7 @@ class Members:
             os.environ.setdefault(f"TORCH_NCCL_{name}", "0")
         return dist.PrefixStore(f"groups/{self.generation}", self._living)
 
-    def _all_may_live(self) -> bool:
+    def all_may_live(self) -> bool:
         return all(map(self._may_live, self.numbers))
 
     def num_waiting(self) -> int:
@@ -166,7 +173,7 @@ class Members:
         self._about = dict(zip(self.numbers, everyone, strict=True))
         if self.rank == 0:
             self.store.set("now", json.dumps(self._about))
-        self.end_watch = watch(self.has_lost, self._tell_life)
+        self.end_watch = watch(self.has_lost, self._tell_life, self.pause)
 
     def keep(self, optimizer: ShardedOptimizer) -> None:
         """Keep copies of this generation's states in place of former ones. Every member calls it."""
@@ -199,7 +206,7 @@ class Members:
     def has_lost(self) -> bool:
         """Whether a member of this generation is gone, or has left it, before the end. Any thread may ask."""
         try:
-            is_lost = not self._all_may_live() or self.store.check([f"left/{self.generation}"])
+            is_lost = not self.all_may_live() or self.store.check([f"left/{self.generation}"])
             return is_lost and not self.store.check(["ended"])
         except RuntimeError:  # of the store
             return False
@@ -230,44 +237,67 @@ class Members:
             self._wait_until_taken(math.inf)
 
     def _next_generation(self) -> None:
-        here = f"there/{self.generation}"
-        self.store.set(f"{here}/{self.number}", "")
-        self._wait_for_members(here)
-        there = [number for number in self.numbers if self.store.check([f"{here}/{number}"])]
+        here, following = f"there/{self.generation}", f"members/{self.generation + 1}"
+        place, first, told = self.store.add(here, 1), 1, dict[int, tuple[int, float]]()
+        self.store.set(f"{here}/{place}", str(self.number))
+        while not self.store.check([following]):
+            if first == place:  # who came first waits for the others, and proposes: every rank asks for little then
+                self.store.compare_set(following, "", json.dumps(self._proposal(here)))
+            elif not (self.store.check([f"{here}/{first}"]) and self._may_come(self._came(here, first), told)):
+                first += 1
+            else:
+                time.sleep(self.pause)
+        self.generation += 1
+        self._take(json.loads(self.store.get(following)))
+        for number in [number for number, former in zip(self.numbers, self.former, strict=True) if former is None]:
+            self.store.set(f"taken/{number}", str(self.generation))
+
+    def _proposal(self, here: str) -> dict[str, Any]:
+        """Members of the next generation: those of this one that come, and who has asked to join."""
+        came = self._wait_for_members(here)
+        there = [number for number in self.numbers if number in came]
         units, now = self._units(), set(there)
         broken = {unit for number, unit in units.items() if number not in now}
         there.sort(key=lambda number: units[number] in broken)  # the next unit has copies of what these have
-        asked = self.store.add("asked", 0)
+        asked, about = self.store.add("asked", 0), dict[int, Any]()
         for number in (*self.spares, *range(-1 - self._seen, -1 - asked, -1)):
             until = time.monotonic() + _TELLING_SECONDS
             while not self.store.check([f"about/{number}"]) and time.monotonic() < until:
                 time.sleep(_LOOK_SECONDS)
             if self.store.check([f"about/{number}"]):
-                self._about[number] = json.loads(self.store.get(f"about/{number}"))
+                self._about[number] = about[number] = json.loads(self.store.get(f"about/{number}"))
                 there += [number] if self._may_live(number) else []
         whole = len(there) // self.shape.size * self.shape.size
         whole = whole or len(there)  # too few ranks are refused where their mesh is made
-        agreed = {"numbers": there[:whole], "spares": there[whole:], "before": self.numbers, "seen": asked}
-        proposed = json.dumps(agreed)
-        self.generation += 1
-        self._take(json.loads(self.store.compare_set(f"members/{self.generation}", "", proposed)))
-        for number in [number for number, former in zip(self.numbers, self.former, strict=True) if former is None]:
-            self.store.set(f"taken/{number}", str(self.generation))
+        known = {"before": self.numbers, "seen": asked, "about": about}
+        return {"numbers": there[:whole], "spares": there[whole:], **known}
 
-    def _wait_for_members(self, here: str) -> None:
-        """Until each of this generation is ``here``, is gone, or has not told for a while that it lives."""
-        until = time.monotonic() + self.timeout.total_seconds()
-        told = {number: (0, time.monotonic()) for number in self.numbers if number != self.number}
-        while told and time.monotonic() < until:
-            for number, (times, since) in list(told.items()):
-                if self.store.check([f"{here}/{number}"]) or not self._may_live(number):
-                    del told[number]
-                elif time.monotonic() - since > GRACE_SECONDS:
-                    now = self.store.add(f"lives/{self.generation}/{number}", 0)
-                    told[number] = now, time.monotonic()
-                    if now == times:
-                        del told[number]
-            time.sleep(_LOOK_SECONDS if told else 0.0)
+    def _wait_for_members(self, here: str) -> set[int]:
+        """Until each of this generation has come ``here``, is gone, or has not told for a while that it lives."""
+        until, told = time.monotonic() + self.timeout.total_seconds(), dict[int, tuple[int, float]]()
+        came, read, missing = set[int](), set[int](), {*self.numbers}
+        while True:
+            for place in {*range(1, self.store.add(here, 0) + 1)} - read:
+                if self.store.check([f"{here}/{place}"]):
+                    read.add(place)
+                    came.add(self._came(here, place))
+            missing = {number for number in missing - came if self._may_come(number, told)}
+            if not missing or time.monotonic() > until:
+                return came
+            self._tell_life()
+            time.sleep(_LOOK_SECONDS)
+
+    def _came(self, here: str, place: int) -> int:
+        return int(self.store.get(f"{here}/{place}"))
+
+    def _may_come(self, number: int, told: dict[int, tuple[int, float]]) -> bool:
+        """Whether a process may live, and has told so lately. ``told``: of each, how often, and when it was asked."""
+        times, since = told.setdefault(number, (0, time.monotonic()))
+        if not self._may_live(number) or time.monotonic() - since < GRACE_SECONDS:
+            return self._may_live(number)
+        now = self.store.add(f"lives/{self.generation}/{number}", 0)
+        told[number] = now, time.monotonic()
+        return now != times
 
     def _units(self) -> dict[int, int]:
         """Of each member the unit."""
@@ -278,6 +308,7 @@ class Members:
     def _take(self, agreed: dict[str, Any]) -> None:
         self.numbers, self.spares, self._seen = agreed["numbers"], agreed["spares"], agreed["seen"]
         self._before = before = agreed["before"]
+        self._about |= {int(number): about for number, about in agreed["about"].items()}
         self.former = [before.index(number) if number in before else None for number in self.numbers]
 
     def _may_live(self, number: int) -> bool:
@@ -289,9 +320,9 @@ class Members:
 class _LivingStore(dist.Store):
     """A store in which nobody waits for a process that is gone: groups are made here, and one may die meanwhile."""
 
-    def __init__(self, store: dist.Store, all_may_live: Callable[[], bool]) -> None:
+    def __init__(self, store: dist.Store, members: Members) -> None:
         super().__init__()
-        self._store, self._all_may_live = store, all_may_live
+        self._store, self._members = store, members
         self._seconds = 300.0
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -304,11 +335,11 @@ class _LivingStore(dist.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         until = time.monotonic() + (self._seconds if timeout is None else timeout.total_seconds())
         while not self._store.check(list(keys)):
-            if not self._all_may_live():
+            if not self._members.all_may_live():
                 raise RuntimeError("a rank is gone")
             if time.monotonic() > until:
                 raise RuntimeError("ranks did not come in time")
-            time.sleep(_LOOK_SECONDS / 4)
+            time.sleep(self._members.pause / 4)
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
@@ -332,6 +363,7 @@ def _port_of(store: dist.Store) -> int | None:
     return store.port if isinstance(store, dist.TCPStore) else None
 
 
+@cache
 def _machine() -> str:
     """What processes have in common that know each other by their ids."""
     try:

@@ -20,17 +20,20 @@ from bytescale.runtime.group import ABORTED
 _LOOK_SECONDS = 0.2
 
 
-def watch(is_lost: Callable[[], bool], tell_life: Callable[[], object]) -> Callable[[], None]:
-    """Abort NCCL as soon as a rank ``is_lost``, or NCCL has failed, and ``tell_life``. Returns what ends the watch."""
-    ended = threading.Event()
+def watch(is_lost: Callable[[], bool], tell_life: Callable[[], object], pause: float = 0.0) -> Callable[[], None]:
+    """Abort NCCL as soon as a rank ``is_lost``, or NCCL has failed, and ``tell_life``. Returns what ends the watch.
+
+    ``pause``: least seconds between two looks.
+    """
+    ended, pause = threading.Event(), max(pause, _LOOK_SECONDS)
 
     def look() -> None:
-        while not ended.wait(_LOOK_SECONDS):
+        while not ended.wait(pause):
             if is_lost() or any(backend.get_error().name != "SUCCESS" for backend in _nccl()):
                 if _nccl():
                     ABORTED.set()  # before the host goes on
                     abort_nccl()
-                while not ended.wait(_LOOK_SECONDS):
+                while not ended.wait(pause):
                     tell_life()
                 return
 
