@@ -74,19 +74,21 @@ class RankGroup:
         )
 
     def make_part(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A communicator of some ranks of this group, this one among them. Those ranks alone call it."""
+        """A communicator of some ranks of this group, with its time limit. Those ranks alone call it."""
         assert self.group is not None, "a single rank has no parts"
+        limit = limit_of(self.group, self.device)
         if self.group in _world.pg_map:
             known = dist.get_process_group_ranks(self.group)
             members = [known[rank] for rank in ranks]
             with _without_split(self.size):
-                made = dist.new_group(members, use_local_synchronization=True, group_desc=name)
+                made = dist.new_group(members, timeout=limit, use_local_synchronization=True, group_desc=name)
             if self.device.type == "cuda":  # connected while no rank waits: the first message may be between two alone
                 dist.all_reduce(torch.zeros(1, device=self.device), group=made)
             return made
         store = self.group.get_group_store()
         number = store.add(f"{name}/made by {self.rank}", 1)  # the same on all of its ranks
-        return gloo_group(dist.PrefixStore(f"{name}/{number}", store), list(ranks).index(self.rank), len(ranks))
+        store, seconds = dist.PrefixStore(f"{name}/{number}", store), limit.total_seconds()
+        return gloo_group(store, list(ranks).index(self.rank), len(ranks), seconds)
 
     def reduce_scatter(self, full: Tensor) -> Tensor:
         """Sum ``full [size * n, ...]`` over ranks; returns this rank's ``[n, ...]`` part."""
@@ -249,6 +251,12 @@ def lost_ranks(what: str, error: Exception) -> RanksLost:
         so="the step cannot be finished, every rank stops",
         fix="look for the first error in the other ranks' output, and for ranks that do not answer, then resume",
     )
+
+
+def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long ranks of the group wait for one another, as it was made."""
+    limit: timedelta = group._get_backend(device).options._timeout
+    return limit
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout_seconds: float = 300.0) -> dist.ProcessGroup:

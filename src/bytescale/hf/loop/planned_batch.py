@@ -27,6 +27,11 @@ from bytescale.plan.last_message import last_backward_is_silent
 if TYPE_CHECKING:
     from bytescale.hf.loop.encoded import EncodedItems
 
+_WAITED_FOR = (
+    "Other stages wait for this rank, up to the time limit of their groups, unless its process ends or it calls "
+    "hdp.recover()."
+)
+
 
 class PlannedBatch(Collector):
     """This rank's micro-batches of one global batch; iterating runs through them once, in the plan's order."""
@@ -82,7 +87,12 @@ class PlannedBatch(Collector):
         losses = list[torch.Tensor]()
 
         def noted(micro: Micro) -> Any:
-            total = loss(micro)
+            try:
+                total = loss(micro)
+            except Exception as error:
+                if self.hdp.mesh.shape.pp > 1:
+                    error.add_note(_WAITED_FOR)
+                raise
             if torch.is_grad_enabled() and not (micro.target.trained and isinstance(total, torch.Tensor)):
                 raise ConfigError(
                     f"the loss of micro-batch {micro.index} did not run the model, or returned {type(total).__name__}",
