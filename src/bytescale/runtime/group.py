@@ -64,24 +64,23 @@ class RankGroup:
         self.was_aborted: Callable[[], bool] = bool  # by ``runtime.watch``
 
     def make_exchange(self, *, batched: bool) -> Exchange:
-        return Exchange(
-            self.group,
-            self.rank if self.members is None else self.members[self.rank],
-            batched=batched,
-            name=self.name,
-            clock=make_clock(self.device),
-            members=self.members,
-        )
+        rank, clock = self.rank if self.members is None else self.members[self.rank], make_clock(self.device)
+        return Exchange(self.group, rank, batched=batched, name=self.name, clock=clock, members=self.members)
 
-    def make_part(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A communicator of some ranks of this group, with its time limit. Those ranks alone call it."""
+    def make_part(self, name: str, ranks: Sequence[int], options: Any = None) -> dist.ProcessGroup:
+        """A communicator of some ranks of this group, with its time limit. Those ranks alone call it.
+
+        ``options``: of the backend, for a group that PyTorch knows.
+        """
         assert self.group is not None, "a single rank has no parts"
         limit = limit_of(self.group, self.device)
         if self.group in _world.pg_map:
             known = dist.get_process_group_ranks(self.group)
             members = [known[rank] for rank in ranks]
             with _without_split(self.size):
-                made = dist.new_group(members, timeout=limit, use_local_synchronization=True, group_desc=name)
+                made = dist.new_group(
+                    members, timeout=limit, pg_options=options, use_local_synchronization=True, group_desc=name
+                )
             if self.device.type == "cuda":  # connected while no rank waits: the first message may be between two alone
                 dist.all_reduce(torch.zeros(1, device=self.device), group=made)
             return made
@@ -102,13 +101,10 @@ class RankGroup:
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         """Fill ``full [size * n, ...]`` with every rank's ``shard [n, ...]``, in rank order."""
-        if full.is_meta:
-            return
-        if self.group is None:
-            if full.data_ptr() != shard.data_ptr():
-                full.copy_(shard)
-            return
-        self.timed(lambda: _all_gather(full, shard, group=self.group))
+        if self.group is not None and not full.is_meta:
+            self.timed(lambda: _all_gather(full, shard, group=self.group))
+        elif full.data_ptr() != shard.data_ptr():
+            full.copy_(shard)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send ``sent[r]`` of ``rows [R, ...]`` to rank r, in rank order. Returns the ``received`` ones, likewise."""

@@ -27,11 +27,6 @@ from bytescale.plan.last_message import last_backward_is_silent
 if TYPE_CHECKING:
     from bytescale.hf.loop.encoded import EncodedItems
 
-_WAITED_FOR = (
-    "Other stages wait for this rank, up to the time limit of their groups, unless its process ends or it calls "
-    "hdp.recover()."
-)
-
 
 class PlannedBatch(Collector):
     """This rank's micro-batches of one global batch; iterating runs through them once, in the plan's order."""
@@ -91,7 +86,7 @@ class PlannedBatch(Collector):
                 total = loss(micro)
             except Exception as error:
                 if self.hdp.mesh.shape.pp > 1:
-                    error.add_note(_WAITED_FOR)
+                    error.add_note("Other stages wait for this rank, unless its process ends or it calls hdp.recover().")
                 raise
             if torch.is_grad_enabled() and not (micro.target.trained and isinstance(total, torch.Tensor)):
                 raise ConfigError(
