@@ -86,7 +86,7 @@ class PlannedBatch(Collector):
                 total = loss(micro)
             except Exception as error:
                 if self.hdp.mesh.shape.pp > 1:
-                    error.add_note("Other stages wait for this rank, unless its process ends or it calls hdp.recover().")
+                    error.add_note("Other stages wait for this rank until its process ends or calls hdp.recover().")
                 raise
             if torch.is_grad_enabled() and not (micro.target.trained and isinstance(total, torch.Tensor)):
                 raise ConfigError(
