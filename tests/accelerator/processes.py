@@ -37,7 +37,8 @@ def _zero(*args: Any, **options: Any) -> int:
 
 def _communicator(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     assert here() is not None, "the group is made by the host of a simulated accelerator"
-    return runtime_group.gloo_group(store, rank, size, timeout.total_seconds())  # ``simulated_groups`` makes another
+    # ``simulated_groups`` has put a communicator around it.
+    return runtime_group.gloo_group(store, rank, size, timeout.total_seconds())
 
 
 @contextmanager
